@@ -1,0 +1,56 @@
+"""Errors a user can cause or must know about.
+
+Every message names the object, the place, the allowed values and the next step (invariant 6). Our own bugs are
+`assert`s, never these.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PhalanxError(Exception):
+    """Something the user can act on. `hint` is the next step, printed on a line of its own."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message}\n  → {hint}" if hint else message)
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(PhalanxError):
+    """An option is unknown, malformed or contradicts another."""
+
+
+class ModelError(PhalanxError):
+    """A model cannot be found, built or loaded."""
+
+
+class CaptureError(PhalanxError):
+    """A model cannot be read as a graph, or its graph disagrees with the model."""
+
+
+class DataError(PhalanxError):
+    """Data cannot be read or does not fit the task."""
+
+
+class PlanError(PhalanxError):
+    """A plan is malformed, or cannot be run on this model and these ranks."""
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint is missing, incomplete or corrupt."""
+
+
+class VerifyError(PhalanxError):
+    """A verification could not be carried out (a failed comparison is a report, not an error)."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """A phrase that suggests what `name` may have meant: 'did you mean X?' or the allowed values."""
+    allowed = list(allowed)
+    close = difflib.get_close_matches(name, allowed, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "allowed: " + ", ".join(sorted(allowed))
