@@ -1,0 +1,39 @@
+# Every target makes the virtual environment first when it is missing; python3 and make are all that is needed.
+#   make CONSTRAINTS=          install the newest torch that fits (a CUDA build, for instance)
+#   make PYTHON=python3.12     choose the interpreter
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# One thread per test process: more of them than cores makes small tensor operations many times slower.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[dev]"
+	touch $(STAMP)
+
+demo: $(STAMP) ## train a small language model on Python's standard library; the result is in runs/demo
+	$(BIN)/phalanx train --model phalanx-demo --data stdlib --steps 150 --seq-len 128 --batch-size 16 --lr 1e-3 --out runs/demo
+
+test: lint ## lint, types and every test that is not marked long
+	$(PYTEST) -m "not long"
+
+test-all: lint ## the same with the long tests
+	$(PYTEST)
+
+lint: $(STAMP) ## ruff and pyright
+	$(BIN)/ruff check
+	$(BIN)/pyright
+
+clean: ## remove the virtual environment, caches and build results (runs/ is kept)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

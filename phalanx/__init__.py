@@ -1,0 +1,53 @@
+"""Phalanx trains any HuggingFace model across any devices.
+
+The public names are below and nowhere else. Each is imported when it is first used, so that `import phalanx` and
+`phalanx --help` stay fast: torch and transformers take seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phalanx.config import RunConfig
+    from phalanx.errors import PhalanxError
+    from phalanx.plan.plan import Plan
+    from phalanx.trainer import Trainer, train
+    from phalanx.verify import verify
+
+__version__ = "0.1.0"
+
+__all__ = ["Plan", "PhalanxError", "RunConfig", "Trainer", "__version__", "train", "verify"]
+
+_HOMES = {
+    "train": "phalanx.trainer",
+    "Trainer": "phalanx.trainer",
+    "RunConfig": "phalanx.config",
+    "Plan": "phalanx.plan.plan",
+    "verify": "phalanx.verify",
+    "PhalanxError": "phalanx.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps `phalanx.verify` the function: importing the submodule of that name would otherwise replace it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,93 @@
+"""The `phalanx` command: gathers the verbs and turns errors into messages.
+
+A verb is one module of this package with a function `register(app)`, and one entry in VERBS. Verbs import torch and
+everything that does inside their functions, so that help stays instant.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import phalanx
+from phalanx.cli import env, train
+from phalanx.errors import PhalanxError
+
+VERBS = (train, env)
+
+# Newer typers carry their own copy of click, older ones use click itself; BadParameter leads to the base of either.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="phalanx",
+    help="Train any HuggingFace model across any devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"phalanx {phalanx.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error (anywhere on the line; PHALANX_DEBUG=1).")
+    ] = False,
+) -> None:
+    if debug:
+        # An environment variable reaches the ranks this process starts as well.
+        os.environ["PHALANX_DEBUG"] = "1"
+
+
+for verb in VERBS:
+    verb.register(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code is 0, 2 for a user's mistake, 130 for Ctrl-C, or what the verb returned."""
+    line = _debug_first(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(args=line, prog_name="phalanx", standalone_mode=False)
+    except PhalanxError as error:
+        if os.environ.get("PHALANX_DEBUG", "0") not in ("", "0"):
+            raise
+        return _report(error.message, error.hint)
+    except UsageError as error:
+        return _report_usage(error)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _debug_first(arguments: Sequence[str]) -> list[str]:
+    # People append --debug to the line that failed, where typer would take it for an option of the verb.
+    rest = [argument for argument in arguments if argument != "--debug"]
+    return ["--debug", *rest] if len(rest) < len(arguments) else rest
+
+
+def _report_usage(error: Any) -> int:
+    command = error.ctx.command_path if error.ctx else "phalanx"
+    return _report(error.format_message(), f"{command} --help lists what there is")
+
+
+def _report(message: str, hint: str) -> int:
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text.assemble(("error: ", "bold red"), message, f"\n  → {hint}" if hint else "")
+    Console(stderr=True).print(text, soft_wrap=True)
+    return 2

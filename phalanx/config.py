@@ -1,0 +1,265 @@
+"""RunConfig: every option a user can set, once, with its type, its limits and one line that explains it.
+
+The command line, YAML files and Python all go through it, so an option means and is refused the same everywhere. It
+holds what the user asked for, not what was derived from it: the plan, the device and the model are resolved later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, cast, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from phalanx.errors import ConfigError, nearest
+
+OptionValue = bool | int | float | str | tuple[float, ...] | None
+
+OPTIMIZERS = ("adamw", "sgd")
+
+# An option in this table acts only when another one has one of these values; set otherwise, it is refused.
+ACTS_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "betas": ("optimizer", ("adamw",)),
+    "eps": ("optimizer", ("adamw",)),
+    "min_lr_ratio": ("lr_schedule", ("cosine", "linear")),
+    "master_weights": ("dtype", ("bfloat16",)),
+}
+
+
+def _option(group: str, default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, json_schema_extra={"group": group}, **limits)
+
+
+class RunConfig(BaseModel):
+    """The options of one run, however it is made: by keyword, `create`, `load` or `override`; all raise ConfigError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    model: str = _option("Model", "phalanx-demo", "zoo name, HuggingFace folder or cached hub id", min_length=1)
+    task: str | None = _option("Model", None, "what the model learns, e.g. causal-lm (default: from the model)")
+    tiny: bool = _option("Model", False, "shrink the model to test size, same structure")
+    dropout: float | None = _option("Model", None, "override every dropout probability of the model", ge=0, lt=1)
+    freeze: tuple[str, ...] = _option("Model", (), "glob pattern of parameter names that are not trained (repeatable)")
+
+    data: tuple[str, ...] = _option("Data", ("stdlib",), "file, folder, 'stdlib' or 'synthetic' (repeatable)")
+    eval_data: tuple[str, ...] = _option("Data", (), "data to evaluate on (repeatable)")
+    text_key: str = _option("Data", "text", "field of a JSONL record that holds the text", min_length=1)
+    tokenizer: str | None = _option("Data", None, "tokenizer folder or 'bytes' (default: the model's, else bytes)")
+    documents: bool = _option("Data", False, "respect document boundaries in attention and positions")
+    on_broken: Literal["refuse", "skip"] = _option("Data", "refuse", "what to do with a data file that cannot be read")
+    shuffle: bool = _option("Data", True, "visit samples in an order drawn from the seed")
+    seq_len: int = _option("Data", 1024, "tokens per sample", ge=1)
+    batch_size: int = _option("Data", 8, "samples per step (the global batch)", ge=1)
+
+    steps: int | None = _option("Training", None, "steps to train (instead of epochs)", ge=1)
+    epochs: float | None = _option("Training", None, "passes over the data (default: 1, unless steps is given)", gt=0)
+    plan: str = _option("Training", "", "plan as text, e.g. pp=2,dp=2,mb=4 (default: one rank)")
+    dtype: Literal["float32", "bfloat16", "float64"] = _option("Training", "float32", "precision of training")
+    master_weights: bool = _option("Training", True, "keep float32 master weights when training in bfloat16")
+    compile: Literal["auto", "off", "aot_eager", "inductor"] = _option("Training", "auto", "how segments are compiled")
+    device: Literal["auto", "cpu", "cuda"] = _option("Training", "auto", "where to train")
+    seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
+    clip: float | None = _option("Training", 1.0, "global gradient norm limit ('none': no clipping)", gt=0)
+    max_nonfinite: int = _option(
+        "Training", 10, "consecutive steps with non-finite gradients to skip before stopping", ge=0
+    )
+
+    optimizer: str = _option("Optimizer", "adamw", "adamw, sgd or the dotted path of an optimizer class")
+    optimizer_options: dict[str, OptionValue] = _option("Optimizer", {}, "further optimizer argument (repeatable)")
+    lr: float = _option("Optimizer", 3e-4, "peak learning rate", gt=0)
+    betas: tuple[float, float] = _option("Optimizer", (0.9, 0.95), "decay rates of AdamW's moments (adamw only)")
+    eps: float = _option("Optimizer", 1e-8, "term that keeps AdamW's denominator above zero (adamw only)", gt=0)
+    weight_decay: float = _option("Optimizer", 0.1, "decay of matrices; vectors are never decayed", ge=0)
+    lr_schedule: Literal["cosine", "linear", "constant"] = _option(
+        "Optimizer", "cosine", "shape of the learning rate after warm-up"
+    )
+    warmup_steps: int = _option("Optimizer", 0, "steps in which the learning rate rises to its peak", ge=0)
+    min_lr_ratio: float = _option("Optimizer", 0.1, "final over peak learning rate (cosine, linear)", ge=0, le=1)
+
+    out: str = _option("Run folder", "runs/run", "folder for log, checkpoints and the exported model", min_length=1)
+    checkpoint_every: int = _option("Run folder", 0, "steps between checkpoints (0: only at the end)", ge=0)
+    keep_checkpoints: int = _option("Run folder", 2, "how many checkpoints to keep", ge=1)
+    resume: str = _option("Run folder", "never", "never, auto (newest checkpoint in out) or a checkpoint", min_length=1)
+    export: bool = _option("Run folder", True, "write the trained model as a HuggingFace folder at the end")
+
+    log_every: int = _option("Display", 10, "steps between plain lines", ge=1)
+    eval_every: int = _option("Display", 0, "steps between evaluations (0: only at the end)", ge=0)
+    eval_samples: int = _option("Display", 64, "samples per evaluation", ge=1)
+    progress: Literal["auto", "rich", "plain", "off"] = _option("Display", "auto", "how progress is shown")
+    json_output: bool = _option("Display", False, "print JSON lines on standard output instead")
+    profile_steps: str | None = _option("Display", None, "A:B writes a torch.profiler trace of steps A to B (first: 1)")
+
+    @classmethod
+    def create(cls, **options: Any) -> Self:
+        """The same as the constructor, for options whose names are only known at run time."""
+        return cls.model_validate(options)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a YAML or JSON file of options; what it leaves out keeps its default."""
+        try:
+            return cls.model_validate(_read_mapping(Path(path)))
+        except ConfigError as error:
+            raise ConfigError(f"{os.fspath(path)}: {error.message}", error.hint) from None
+
+    def override(self, **options: Any) -> Self:
+        """A copy with these options replaced. Giving steps drops epochs and the other way round."""
+        current = self.model_dump()
+        if ("steps" in options) != ("epochs" in options):
+            current["epochs" if "steps" in options else "steps"] = None
+        return type(self).model_validate({**current, **options})
+
+    def to_yaml(self) -> str:
+        """Every option, in the order of definition; `load` reads it back to an equal RunConfig."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain_errors(cls, options: Any, validate: Callable[[Any], Self]) -> Self:
+        # Not a ValueError, so pydantic lets it through: every way to make a RunConfig fails with our words.
+        try:
+            return validate(options)
+        except ValidationError as error:
+            raise _explain(error) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, options: Any) -> Any:
+        if not isinstance(options, dict):
+            return options
+        given = cast(dict[str, Any], options)
+        no_length = given.get("steps") is None and given.get("epochs") is None
+        return {**given, "epochs": 1.0} if no_length else given
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        """Accept what people write: a path object for a text, the word none for None; but no true for 1."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and kind is not bool:
+            raise ValueError("must not be true or false")
+        if isinstance(value, str) and value.lower() == "none" and type(None) in get_args(kind):
+            return None
+        return str(value) if isinstance(value, Path) else value
+
+    @field_validator("data", "eval_data", "freeze", mode="before")
+    @classmethod
+    def _one_is_enough(cls, value: Any) -> Any:
+        if isinstance(value, str | Path):
+            return (str(value),)
+        if isinstance(value, list | tuple):
+            return tuple(str(v) if isinstance(v, Path) else v for v in cast(Sequence[Any], value))
+        return value
+
+    @field_validator("optimizer_options", mode="before")
+    @classmethod
+    def _texts_are_values(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: _plain_value(v) for name, v in cast(dict[Any, Any], value).items()}
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        _check_together(self)
+        return self
+
+
+def cache_folder() -> Path:
+    """Where captures, token streams and measurements are kept between runs: $PHALANX_CACHE, else the user's cache."""
+    if chosen := os.environ.get("PHALANX_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "phalanx"
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """'A:B' → (A, B), both included."""
+    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise ConfigError(f"option profile_steps = {text!r} is not of the form A:B with 1 ≤ A ≤ B", "write e.g. 10:12")
+    return int(match[1]), int(match[2])
+
+
+def _check_together(config: RunConfig) -> None:
+    """What no single option's limits can say; the first contradiction is raised."""
+    for option, (other, values) in ACTS_ONLY_WITH.items():
+        value, condition = getattr(config, option), getattr(config, other)
+        if value != RunConfig.model_fields[option].default and condition not in values:
+            shown = f"option {option} = {value!r} does nothing with {other} = {condition!r}"
+            raise ConfigError(shown, f"leave {option} out, or set {other} to {' or '.join(values)}")
+    if config.steps is not None and config.epochs is not None:
+        raise ConfigError(f"options steps = {config.steps} and epochs = {config.epochs} exclude each other", "give one")
+    if config.steps is not None and config.warmup_steps > config.steps:
+        longer = f"option warmup_steps = {config.warmup_steps} is longer than the run, steps = {config.steps}"
+        raise ConfigError(longer, f"choose warmup_steps between 0 and {config.steps}")
+    if not config.data:
+        raise ConfigError("option data is empty", "name a file or folder, or use 'stdlib' or 'synthetic'")
+    if config.eval_every and not config.eval_data:
+        raise ConfigError(f"option eval_every = {config.eval_every} has nothing to evaluate", "set eval_data as well")
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise ConfigError(f"option betas = {config.betas} is out of range", "both must be at least 0 and less than 1")
+    if "." not in config.optimizer and config.optimizer not in OPTIMIZERS:
+        suggestion = f"{nearest(config.optimizer, OPTIMIZERS)} Or give a dotted path such as torch.optim.Adagrad"
+        raise ConfigError(f"option optimizer = {config.optimizer!r} is unknown", suggestion)
+    if config.profile_steps is not None:
+        parse_steps(config.profile_steps)
+
+
+def _explain(error: ValidationError) -> ConfigError:
+    # A value that fits no member of a union is reported once per member; the first one stands for all.
+    details = {detail["loc"][:2]: detail for detail in reversed(error.errors(include_url=False))}
+    problems = [_explain_one(detail) for detail in reversed(details.values())]
+    if len(problems) == 1:
+        return ConfigError(*problems[0])
+    return ConfigError("\n  ".join([f"{len(problems)} options are wrong:", *(f"{m}; {hint}" for m, hint in problems)]))
+
+
+def _explain_one(detail: ErrorDetails) -> tuple[str, str]:
+    """(what is wrong, what to do) for one of pydantic's findings."""
+    name, *inner = (str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"unknown option {name!r}", nearest(name, RunConfig.model_fields)
+    field = RunConfig.model_fields[name]
+    shown = f"option {'.'.join([name, *inner[:1]])} = {detail['input']!r}"
+    if detail["type"] == "literal_error":
+        allowed = [str(value) for value in get_args(field.annotation)]
+        return f"{shown} is not one of {', '.join(allowed)}", nearest(str(detail["input"]), allowed)
+    if name == "optimizer_options" and inner:
+        return f"{shown} must be a number, a text, true, false or a list of numbers", f"{name}: {field.description}"
+    if detail["type"] == "missing":
+        return f"option {name} = {detail['input']!r} lacks a value", f"{name}: {field.description}"
+    said = re.sub(r"^(Value error, must|\w+ should) ", "must ", detail["msg"])
+    return f"{shown} {said}", f"{name}: {field.description}"
+
+
+def _plain_value(value: Any) -> Any:
+    """'0.9' → 0.9, 'true' → True: YAML reads 1e-3 as text, and the command line has nothing but texts."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value.lower())
+    except ValueError:
+        return value
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", "give the path of a YAML or JSON file") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"is neither YAML nor JSON: {error}", "correct the line that is named") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"holds a {type(content).__name__}, not options", "write one 'option: value' per line")
+    return {str(name): value for name, value in cast(dict[Any, Any], content).items()}

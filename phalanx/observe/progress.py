@@ -1,0 +1,158 @@
+"""What a run prints while it trains: a live display, plain lines, JSON lines or nothing.
+
+Progress only shows records; it measures nothing and keeps nothing. The live display is in live.py, so that rich is
+imported only where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+from phalanx.observe.format import bytes_text, field_texts, number_text, seconds_text
+from phalanx.observe.runlog import json_line
+
+Record = Mapping[str, Any]
+
+
+class Progress(Protocol):
+    """How a run reports. `close` restores the terminal and may be called at any time, also after an error."""
+
+    def start(self, header: Record, total_steps: int, first_step: int = 0) -> None:
+        """Show what is trained. `first_step` steps are done already when a run is resumed."""
+        ...
+
+    def step(self, record: Record) -> None:
+        """Show one finished step; record["step"] counts finished steps, so the first one is 1."""
+        ...
+
+    def message(self, text: str) -> None: ...
+
+    def finish(self, summary: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_progress(mode: str, json: bool = False, log_every: int = 10, stream: TextIO | None = None) -> Progress:
+    """The display for the options progress, json_output and log_every; "auto" is live on a terminal, else plain."""
+    out: TextIO = sys.stdout if stream is None else stream
+    if json:
+        return JsonProgress(out)
+    if mode == "auto":
+        mode = "rich" if out.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+    if mode == "rich":
+        from phalanx.observe.live import LiveProgress
+
+        return LiveProgress(out)
+    assert mode in ("plain", "off"), mode
+    return PlainProgress(out, log_every) if mode == "plain" else SilentProgress()
+
+
+class SilentProgress:
+    def start(self, header: Record, total_steps: int, first_step: int = 0) -> None: ...
+    def step(self, record: Record) -> None: ...
+    def message(self, text: str) -> None: ...
+    def finish(self, summary: Record) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonProgress:
+    """One JSON object per line: kinds start, step (every one of them), message, finish."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def start(self, header: Record, total_steps: int, first_step: int = 0) -> None:
+        self._write("start", {**header, "total_steps": total_steps, "first_step": first_step})
+
+    def step(self, record: Record) -> None:
+        self._write("step", record)
+
+    def message(self, text: str) -> None:
+        self._write("message", {"text": text})
+
+    def finish(self, summary: Record) -> None:
+        self._write("finish", summary)
+
+    def close(self) -> None: ...
+
+    def _write(self, kind: str, record: Record) -> None:
+        print(json_line({"kind": kind, **record}), file=self._stream, flush=True)
+
+
+class PlainProgress:
+    """A line for the first, the last and every `log_every`-th step, and for each step that evaluated or was skipped."""
+
+    def __init__(self, stream: TextIO, log_every: int) -> None:
+        self._stream = stream
+        self._log_every = log_every
+        self._smooth = SmoothedLoss()
+        self._total = 0
+        self._first = 0
+
+    def start(self, header: Record, total_steps: int, first_step: int = 0) -> None:
+        self._total, self._first = total_steps, first_step
+        self._write_table(header)
+
+    def step(self, record: Record) -> None:
+        smoothed = self._smooth.add(record)
+        step = record["step"]
+        due = step % self._log_every == 0 or step in (self._first + 1, self._total)
+        if due or record.get("skipped") or record.get("eval_loss") is not None:
+            self.message("  ".join([f"step {step}/{self._total}", *step_texts(record, smoothed)]))
+
+    def message(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def finish(self, summary: Record) -> None:
+        self._write_table(summary)
+
+    def close(self) -> None: ...
+
+    def _write_table(self, values: Record) -> None:
+        rows = [field_texts(name, value) for name, value in values.items()]
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, text in rows:
+            self.message(f"{name:<{width}}  {text}")
+
+
+class SmoothedLoss:
+    """Exponential average without the usual pull towards its starting value; skipped steps do not count."""
+
+    def __init__(self, decay: float = 0.9) -> None:
+        self._decay = decay
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, record: Record) -> float:
+        """Take in a step's loss and return the average (nan before the first finite one)."""
+        loss = record["loss"]
+        if not record.get("skipped") and math.isfinite(loss):
+            self._sum = self._decay * self._sum + (1 - self._decay) * loss
+            self._weight = self._decay * self._weight + (1 - self._decay)
+        return self._sum / self._weight if self._weight else math.nan
+
+
+def step_texts(record: Record, smoothed: float) -> list[str]:
+    """The parts of a step's line, in reading order."""
+    parts = [f"loss {record['loss']:.4f} (smoothed {smoothed:.4f})"]
+    if record.get("eval_loss") is not None:
+        parts.append(f"eval {record['eval_loss']:.4f}")
+    parts.append(f"lr {record['lr']:.2e}")
+    if record.get("grad_norm") is not None:
+        parts.append(f"grad {record['grad_norm']:.3g}")
+    parts += [f"{number_text(record['tokens_per_second'])} tok/s", speed_text(record)]
+    parts += [bytes_text(record["memory_bytes"]), f"eta {seconds_text(record['eta_seconds'])}"]
+    if record.get("skipped"):
+        parts.append("SKIPPED: gradients are not finite")
+    return parts
+
+
+def speed_text(record: Record) -> str:
+    """MFU where the device's peak is known, else FLOP/s."""
+    if record.get("mfu") is not None:
+        return f"MFU {record['mfu']:.1%}"
+    return number_text(record["flops_per_second"], "FLOP/s")

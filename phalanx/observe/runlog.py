@@ -1,0 +1,91 @@
+"""The run log: one JSON record per line, one file per rank, in the run's folder.
+
+It only ever grows and every record reaches the file at once, so it is complete up to the last moment of a run that was
+killed. Everything that shows or compares runs reads it; nothing in training depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from phalanx.errors import ConfigError
+
+_NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+
+class RunLog:
+    """Appends records to `log-rank<rank>.jsonl` in `folder`."""
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int) -> None:
+        self.path = Path(folder) / f"log-rank{rank}.jsonl"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            torn = _ends_inside_a_line(self.path)
+            # Unbuffered and append-only: each record is one write, whole even with several writers.
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            hint = "choose another folder with the option out"
+            raise ConfigError(f"the run log {self.path} cannot be written: {error.strerror}", hint) from None
+        if torn:
+            # What a crash left of a record stays as evidence; the next record must not be glued to it.
+            self._file.write(b"\n")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append {"time": …, "kind": kind, **fields}."""
+        record = {"time": round(time.time(), 3), "kind": kind, **fields}
+        self._file.write(json_line(record).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The complete records of a log, in order. What a crash cut off is left out."""
+    records: list[dict[str, Any]] = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        # The first digits of a longer line can be valid JSON as well.
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """Strict JSON on one line: numbers JSON does not have are the texts "NaN", "Infinity" and "-Infinity"."""
+    return json.dumps(_strict(record), allow_nan=False)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NONFINITE.get(value, "NaN")
+    if isinstance(value, Mapping):
+        return {str(name): _strict(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(inner) for inner in value]
+    return value
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

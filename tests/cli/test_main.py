@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import typer
+
+import phalanx
+from phalanx.cli.main import VERBS, app, main
+from phalanx.errors import DataError, PhalanxError
+
+
+@pytest.fixture
+def failing_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`phalanx env` that raises a user's error; the environment is restored because --debug writes to it."""
+
+    def fail() -> None:
+        raise DataError("file [bold]x.txt[/bold] is broken", "repair it")
+
+    monkeypatch.setenv("PHALANX_DEBUG", "0")
+    monkeypatch.setattr("phalanx.cli.env.gather", fail)
+
+
+def test_help_imports_neither_torch_nor_transformers_and_starts_fast():
+    code = (
+        "import sys; from phalanx.cli.main import main; code = main(sys.argv[1:]);"
+        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules], code)"
+    )
+    for arguments in (["--help"], ["train", "--help"], ["--version"]):
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+        seconds = time.perf_counter() - begin
+        assert done.stdout.splitlines()[-1] == "[] 0", done.stdout + done.stderr
+        assert seconds < 5, "1 s is the aim; the rest is room for a busy machine"
+
+
+def test_python_dash_m_phalanx_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "phalanx", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, f"phalanx {phalanx.__version__}")
+
+
+def test_every_verb_is_in_the_help(capsys: pytest.CaptureFixture[str]):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for verb in VERBS:
+        assert verb.__name__.rpartition(".")[2] in shown
+
+
+def test_a_users_error_is_one_red_message_with_its_hint_and_exit_code_2(
+    failing_verb: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["env"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "\x1b[1;31merror: \x1b[0mfile [bold]x.txt[/bold] is broken\n  → repair it\n"
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "env"], ["env", "--debug"]])
+def test_debug_anywhere_on_the_line_shows_the_traceback(failing_verb: None, arguments: list[str]):
+    with pytest.raises(PhalanxError):
+        main(arguments)
+
+
+def test_the_environment_can_ask_for_the_traceback(failing_verb: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PHALANX_DEBUG", "1")
+    with pytest.raises(PhalanxError):
+        main(["env"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["trian"], "'train'", "phalanx --help"),
+        (["zzz"], "No such command 'zzz'", "phalanx --help"),
+        (["train", "--batchsize", "3"], "--batch-size", "phalanx train --help"),
+        (["train", "--seq-len"], "--seq-len", "--help"),
+        (["train", "surplus"], "surplus", "phalanx train --help"),
+    ],
+)
+def test_a_mistyped_line_names_the_mistake_and_the_help(
+    arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(arguments) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: ") and message in first
+    assert second.startswith("  → ") and hint in second
+
+
+def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phalanx.cli.env.gather", interrupt)
+    assert main(["env"]) == 130
+
+
+def test_a_verb_chooses_its_exit_code():
+    def leave() -> None:
+        raise typer.Exit(3)
+
+    verb = types.SimpleNamespace(register=lambda app: app.command("leave")(leave))
+    verb.register(app)
+    try:
+        assert main(["leave"]) == 3
+    finally:
+        app.registered_commands.pop()
