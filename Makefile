@@ -1,5 +1,5 @@
 # Every target makes the virtual environment first when it is missing; python3 and make are all that is needed.
-#   make CONSTRAINTS=          install the newest torch that fits (a CUDA build, for instance)
+#   make CONSTRAINTS=          install the newest torch that fits (the first time, or after make clean)
 #   make PYTHON=python3.12     choose the interpreter
 
 PYTHON ?= python3

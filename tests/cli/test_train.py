@@ -42,7 +42,7 @@ def test_every_kind_of_option_reaches_the_config(trained: list[RunConfig]):
     expected = RunConfig(
         model="gpt2", data=("a", "b"), steps=3, shuffle=False, tiny=True, betas=(0.8, 0.9), lr=1e-3, clip=None,
         freeze=("embed*",), json_output=True, resume="auto",
-    )  # fmt: skip
+    )
     assert trained == [expected]
 
 
@@ -95,4 +95,4 @@ def test_metavars_say_what_to_write():
     assert shown == {
         "steps": "INTEGER", "lr": "NUMBER", "model": "TEXT", "data": "TEXT", "betas": "NUMBER NUMBER",
         "on_broken": "refuse|skip",
-    }  # fmt: skip
+    }
