@@ -1,0 +1,177 @@
+"""Any data as batches: the function (seed, stream position) → samples that training is fed by.
+
+`open_data` finds out what the data is and how the task learns from it; `Batches` is all that the rest of Phalanx sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.data.arrays import ARRAY_SUFFIXES, open_array
+from phalanx.data.broken import BrokenData
+from phalanx.data.order import Order
+from phalanx.data.own import OwnSamples, is_own_dataset
+from phalanx.data.samples import Request, Samples, WindowSamples
+from phalanx.data.sources import NAMED, Source, dataset_source, existing, file_source, is_dataset
+from phalanx.data.synthetic import SyntheticSamples, is_synthetic
+from phalanx.data.text import text_samples
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import DataError
+from phalanx.tasks.base import Batch, RecordTask, Task, WindowTask
+from phalanx.tasks.vocabulary import text_config, vocab_size
+
+
+class Batches:
+    """Samples in the order in which they are visited."""
+
+    def __init__(self, samples: Samples, task: Task, *, tokens: int, seed: int, shuffle: bool) -> None:
+        self._samples = samples
+        # A stream whose end is not known cannot be permuted; it is visited as it arrives.
+        num_samples = samples.num_samples
+        self._order = None if num_samples is None else Order(seed, num_samples, shuffle)
+        self.tokens_per_sample = task.tokens_per_sample(tokens)
+        self.padding = samples.padding
+        self.documents = samples.documents
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples per epoch; None for a stream whose end has not been seen."""
+        return self._samples.num_samples
+
+    def batch(self, first: int, count: int) -> Batch:
+        """The samples at stream positions [first, first + count)."""
+        assert first >= 0 and count > 0, f"no samples at [{first}, {first + count})"
+        positions = np.arange(first, first + count, dtype=np.int64)
+        indices = positions if self._order is None else self._order.indices(first, count)
+        return self._samples.rows(indices, positions)
+
+    def describe(self) -> str:
+        """What the data is, in one line."""
+        count = self.num_samples
+        return f"{self._samples.description}, {self.tokens_per_sample:,} per sample" + (
+            f", {count:,} samples per epoch" if count is not None else ""
+        )
+
+
+def open_data(
+    data: Any,
+    *,
+    task: Task,
+    config: Any,
+    tokenizer: Tokenizer | None,
+    tokens: int,
+    seed: int,
+    documents: bool = False,
+    shuffle: bool = True,
+    on_broken: str = "refuse",
+    cache: Path,
+    text_key: str = "text",
+    collate: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+) -> Batches:
+    """Batches from a path, a list of paths, 'stdlib', 'synthetic[:NUM]', a `datasets` object or a map-style dataset."""
+    BrokenData(on_broken)  # refuses an unknown policy even where nothing can be broken
+    task.inputs(config, documents=documents)
+    _check_length(task, config, tokens)
+    request = Request(task, config, tokenizer, tokens, seed, documents, on_broken, cache, text_key)
+    samples = _samples(data, request, collate)
+    return Batches(samples, task, tokens=tokens, seed=seed, shuffle=shuffle)
+
+
+def needs_tokenizer(data: Any, task: Task) -> bool:
+    """Whether opening this data for this task will tokenise text."""
+    items = _items(data)
+    if items is None:
+        return is_dataset(data)
+    named = is_synthetic(items[0]) or task.modality == "image"
+    return not named and Path(items[0]).suffix.lower() not in ARRAY_SUFFIXES
+
+
+def _samples(data: Any, request: Request, collate: Callable[[list[Any]], Mapping[str, Any]] | None) -> Samples:
+    items = _items(data)
+    if items is None and not is_dataset(data):
+        return OwnSamples(data, collate, request)
+    if collate is not None:
+        raise DataError(f"collate was given, but data is not your own dataset: {data!r}", "leave collate out")
+    if items is None:
+        return _text(dataset_source(data), request)
+    if any(is_synthetic(item) for item in items):
+        return SyntheticSamples(_only(items, "synthetic data"), request)
+    if request.task.modality != "text":
+        return _folder(_only(items, f"data for task {request.task.name}"), request)
+    if any(Path(item).suffix.lower() in ARRAY_SUFFIXES for item in items):
+        return _array(existing(_only(items, "a pre-tokenised array")), request)
+    return _text(file_source(items, request.text_key), request)
+
+
+def _items(data: Any) -> list[str] | None:
+    """Names and paths, or None if the data is an object of its own."""
+    if isinstance(data, str | Path):
+        return [str(data)]
+    if is_dataset(data) or is_own_dataset(data):
+        return None
+    if isinstance(data, Sequence) and data and all(isinstance(item, str | Path) for item in data):
+        return [str(item) for item in data]
+    raise DataError(
+        f"data is a {type(data).__name__}, which cannot be read",
+        f"give a path, a list of paths, {', '.join(map(repr, NAMED))}, or a dataset with __len__ and __getitem__",
+    )
+
+
+def _only(items: list[str], what: str) -> str:
+    if len(items) > 1:
+        raise DataError(f"{what} cannot be joined with other data: {', '.join(items)}", "give it alone")
+    return items[0]
+
+
+def _text(source: Source, request: Request) -> Samples:
+    return text_samples(source, request, _tokenizer(request, source.name))
+
+
+def _array(path: Path, request: Request) -> Samples:
+    if not isinstance(request.task, WindowTask):
+        fields = request.task.fields if isinstance(request.task, RecordTask) else ()
+        raise DataError(
+            f"task {request.task.name} cannot learn from the token array {path}",
+            f"give JSONL records with {', '.join(fields)}",
+        )
+    if request.documents:
+        raise DataError(f"{path} does not say where documents end", "give text, or leave documents out")
+    stream = open_array(path, vocab_size=vocab_size(request.config), tokens=request.tokens)
+    return WindowSamples(stream, request, str(path))
+
+
+def _folder(item: str, request: Request) -> Samples:
+    path = Path(item) if item == "stdlib" else existing(item)
+    if not path.is_dir():
+        raise DataError(f"{path} is not a folder", f"task {request.task.name} learns from a folder; give one")
+    if request.task.modality == "image":
+        from phalanx.data.images import image_samples
+
+        return image_samples(path, request)
+    from phalanx.data.audio import speech_samples
+
+    return speech_samples(path, request, _tokenizer(request, str(path)))
+
+
+def _tokenizer(request: Request, name: str) -> Tokenizer:
+    if request.tokenizer is None:
+        raise DataError(f"{name} is text, and no tokenizer was given", "load one, e.g. load_tokenizer('byte', …)")
+    return request.tokenizer
+
+
+def _check_length(task: Task, config: Any, tokens: int) -> None:
+    if task.modality == "image":
+        return
+    if tokens < 2:
+        raise DataError(f"a sample of {tokens} token has nothing to predict", "give a sample at least 2 tokens")
+    name = "max_target_positions" if task.modality == "speech" else "max_position_embeddings"
+    limit = getattr(text_config(config), name, None)
+    if limit is not None and tokens > limit:
+        raise DataError(
+            f"a sample of {tokens} tokens is longer than the model takes ({name} is {limit})",
+            f"lower the sample length to {limit} or less",
+        )

@@ -1,0 +1,86 @@
+"""The user's own map-style dataset: anything with a length whose items are dicts of tensors.
+
+What it yields is checked against what the task's model is called with, at the first sample, not deep inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.data.samples import Indices, Request, Samples, as_batch
+from phalanx.errors import DataError
+from phalanx.tasks.base import Batch
+from phalanx.tasks.vocabulary import shift_right
+
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+def is_own_dataset(data: Any) -> bool:
+    """Whether this is a dataset rather than the name of one, or a list of names."""
+    if isinstance(data, str | Mapping) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return False
+    return not isinstance(data, Sequence) or (len(data) > 0 and isinstance(data[0], Mapping))
+
+
+class OwnSamples(Samples):
+    """Items of the user's dataset; stacked, unless the user says how to collate them."""
+
+    def __init__(self, dataset: Any, collate: Collate | None, request: Request) -> None:
+        self.num_samples = len(dataset)
+        self.description = f"{type(dataset).__name__}: {self.num_samples:,} samples"
+        self._dataset, self._collate, self._request = dataset, collate or _stack, request
+        if not self.num_samples:
+            raise DataError(f"{type(dataset).__name__} holds no samples", "give a dataset with at least one")
+        first = self._batch([0])
+        self.padding, self.documents = "attention_mask" in first, "document_ids" in first
+        self._check(first)
+
+    def rows(self, indices: Indices, positions: Indices) -> Batch:
+        return self._batch(indices.tolist())
+
+    def _batch(self, indices: list[int]) -> Batch:
+        columns = self._collate([self._dataset[index] for index in indices])
+        if not isinstance(columns, Mapping):
+            raise DataError(f"collate returned a {type(columns).__name__}", "return a dict of tensors by input name")
+        batch = as_batch(columns)
+        expected = {wanted.name for wanted in self._request.task.inputs(self._request.config)}
+        if "decoder_input_ids" in expected - set(batch) and "labels" in batch:
+            batch["decoder_input_ids"] = shift_right(batch["labels"], self._request.config)
+        return batch
+
+    def _check(self, batch: Batch) -> None:
+        task, name = self._request.task, type(self._dataset).__name__
+        if self._request.documents and not self.documents:
+            raise DataError(f"{name} yields no document_ids", "add them and position_ids, or leave documents out")
+        wanted = {i.name: i for i in task.inputs(self._request.config, padding=self.padding, documents=self.documents)}
+        if set(wanted) != set(batch):
+            raise DataError(
+                f"{name} yields {', '.join(sorted(batch))}; task {task.name} takes {', '.join(sorted(wanted))}",
+                "return exactly these from the dataset or from collate",
+            )
+        for key, tensor in batch.items():
+            kind = "float" if tensor.is_floating_point() else "int64"
+            if kind != wanted[key].dtype or tensor.dim() != len(wanted[key].dims):
+                raise DataError(
+                    f"{key} of {name} is {kind} of shape {list(tensor.shape)}; "
+                    f"task {task.name} takes {wanted[key].dtype} of shape [{', '.join(map(str, wanted[key].dims))}]",
+                    "convert it in the dataset or in collate",
+                )
+
+
+def _stack(samples: list[Any]) -> Mapping[str, Any]:
+    if not all(isinstance(sample, Mapping) for sample in samples):
+        raise DataError(
+            f"a sample of the dataset is a {type(samples[0]).__name__}, not a dict",
+            "return dicts of tensors, or give a collate function",
+        )
+    try:
+        return {key: torch.stack([torch.as_tensor(sample[key]) for sample in samples]) for key in samples[0]}
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the samples of the dataset cannot be stacked ({error})",
+            "return equal keys and shapes, or give a collate function",
+        ) from error

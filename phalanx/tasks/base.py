@@ -1,0 +1,107 @@
+"""What a task is: the inputs a model is called with, and how samples become such inputs.
+
+Tasks know HuggingFace configurations and tokenizers, never files, plans or devices. Each task is final and lives in a
+file of its own; the two kinds at the end say which text data a task can learn from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from phalanx.data.tokenizer import Tokenizer
+
+Batch = dict[str, Tensor]
+Sample = dict[str, Any]
+
+# Labels with this value take no part in the loss; HuggingFace's models and torch's cross-entropy agree on it.
+IGNORE = -100
+
+# Inputs that only our captured models take: HuggingFace derives them from position_ids and labels.
+_DERIVED = ("document_ids", "decoder_input_ids")
+
+
+@dataclass(frozen=True)
+class Input:
+    """One argument of the model. A str in `dims` names a dynamic dim: "batch", "tokens" or "source"."""
+
+    name: str
+    dtype: Literal["int64", "float"]  # "float" is the dtype the model computes in
+    dims: tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows cut from a token stream, and the randomness that belongs to them."""
+
+    ids: Tensor  # [rows, tokens]
+    keys: Sequence[int]  # one per row: seeds whatever the task draws for that row
+    starts: Tensor | None = None  # [rows, tokens] bool: a document begins here; None when boundaries don't matter
+
+
+class BrokenRecord(Exception):
+    """A record that a task cannot learn from; the message is the reason, without the place."""
+
+
+class Task(ABC):
+    """What a model is trained to do."""
+
+    name: ClassVar[str]
+    auto_class: ClassVar[str]
+    modality: ClassVar[Literal["text", "image", "speech"]]
+
+    @abstractmethod
+    def inputs(self, config: Any, *, padding: bool = False, documents: bool = False) -> tuple[Input, ...]:
+        """What the model is called with, labels included."""
+
+    @abstractmethod
+    def synthetic(
+        self, config: Any, *, batch: int, tokens: int, seed: int, padding: bool = False, documents: bool = False
+    ) -> Batch:
+        """A random valid batch that matches `inputs`; a function of its arguments alone."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[Sample], config: Any, tokens: int) -> Batch:
+        """Samples of different lengths as one batch. Rows are padded to `tokens` whatever the other samples are, so
+        that a rank can produce its part of a batch without knowing the rest."""
+
+    @abstractmethod
+    def num_tokens(self, batch: Mapping[str, Tensor]) -> int:
+        """How many tokens (for images: samples) the batch holds, padding left out."""
+
+    @abstractmethod
+    def tokens_per_sample(self, tokens: int) -> int:
+        """How many tokens a sample without padding holds, in the unit of `num_tokens`."""
+
+    def reference_inputs(self, batch: Mapping[str, Tensor]) -> Batch:
+        """What the plain HuggingFace model is given for the same batch."""
+        return {name: tensor for name, tensor in batch.items() if name not in _DERIVED}
+
+    def refuse(self, option: str, reason: str) -> ConfigError:
+        """The error for an option that this task cannot take."""
+        return ConfigError(f"task {self.name} cannot take {option}: {reason}", f"leave {option} out")
+
+
+class WindowTask(Task):
+    """A task that learns from plain text, cut into windows of equal length."""
+
+    @abstractmethod
+    def from_windows(self, windows: Windows, config: Any, mask_id: int | None) -> Batch:
+        """The batch for these windows. `mask_id` is the tokenizer's mask token, if it has one."""
+
+
+class RecordTask(Task):
+    """A task that learns from records: one JSON object, or one row of a dataset, per sample."""
+
+    fields: ClassVar[tuple[str, ...]]  # what a record must hold, "text" standing for the field the user chose
+
+    @abstractmethod
+    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> Sample:
+        """A record as a sample for `collate`; raises BrokenRecord."""

@@ -1,0 +1,93 @@
+"""Causal language modelling: predict every token from those before it.
+
+Learns from plain text in windows, or from conversations of which only the assistant's turns count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from phalanx.tasks.base import IGNORE, Batch, BrokenRecord, Input, RecordTask, Sample, Windows, WindowTask
+from phalanx.tasks.chat import encode_conversation
+from phalanx.tasks.rows import (
+    count_tokens,
+    document_layout,
+    mask_of_lengths,
+    mask_of_rows,
+    pad_rows,
+    random_lengths,
+    random_starts,
+)
+from phalanx.tasks.vocabulary import pad_id, random_ids
+
+if TYPE_CHECKING:
+    from phalanx.data.tokenizer import Tokenizer
+
+
+class CausalLM(WindowTask, RecordTask):
+    """Labels are the inputs themselves, unshifted: the model shifts them."""
+
+    name: ClassVar[str] = "causal-lm"
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    modality: ClassVar[Literal["text", "image", "speech"]] = "text"
+    fields: ClassVar[tuple[str, ...]] = ("messages",)
+
+    def inputs(self, config: Any, *, padding: bool = False, documents: bool = False) -> tuple[Input, ...]:
+        self._check(padding, documents)
+        names = ["input_ids", "labels"]
+        names += ["attention_mask"] if padding else []
+        names += ["position_ids", "document_ids"] if documents else []
+        return tuple(Input(name, "int64", ("batch", "tokens")) for name in names)
+
+    def synthetic(
+        self, config: Any, *, batch: int, tokens: int, seed: int, padding: bool = False, documents: bool = False
+    ) -> Batch:
+        self._check(padding, documents)
+        generator = torch.Generator().manual_seed(seed)
+        ids = random_ids(config, (batch, tokens), generator)
+        if not padding:
+            starts = random_starts(batch, tokens, generator) if documents else None
+            return self.from_windows(Windows(ids, range(batch), starts), config, mask_id=None)
+        mask = mask_of_lengths(random_lengths(batch, tokens, generator), tokens)
+        return {
+            "input_ids": torch.where(mask == 1, ids, pad_id(config)),
+            "labels": torch.where(mask == 1, ids, IGNORE),
+            "attention_mask": mask,
+        }
+
+    def from_windows(self, windows: Windows, config: Any, mask_id: int | None) -> Batch:
+        batch = {"input_ids": windows.ids, "labels": windows.ids.clone()}
+        if windows.starts is not None:
+            # Nothing before a document's first token belongs to it, so there is nothing to predict that token from.
+            batch["labels"][:, 1:][windows.starts[:, 1:]] = IGNORE
+            batch["position_ids"], batch["document_ids"] = document_layout(windows.starts)
+        return batch
+
+    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> Sample:
+        ids, labels = encode_conversation(record.get("messages"), tokenizer)
+        ids, labels = ids[:tokens], labels[:tokens]
+        if all(label == IGNORE for label in labels[1:]):
+            raise BrokenRecord(f"no assistant turn begins within {tokens} tokens, so there is nothing to learn")
+        return {"input_ids": ids, "labels": labels}
+
+    def collate(self, samples: Sequence[Sample], config: Any, tokens: int) -> Batch:
+        rows = [sample["input_ids"] for sample in samples]
+        return {
+            "input_ids": pad_rows(rows, tokens, pad_id(config)),
+            "labels": pad_rows([sample["labels"] for sample in samples], tokens, IGNORE),
+            "attention_mask": mask_of_rows(rows, tokens),
+        }
+
+    def num_tokens(self, batch: Mapping[str, Tensor]) -> int:
+        return count_tokens(batch)
+
+    def tokens_per_sample(self, tokens: int) -> int:
+        return tokens
+
+    def _check(self, padding: bool, documents: bool) -> None:
+        if padding and documents:
+            raise self.refuse("padding together with documents", "packed documents fill their rows to the end")

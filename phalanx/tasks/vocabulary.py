@@ -1,0 +1,86 @@
+"""What tasks read from a HuggingFace configuration: vocabulary size, special ids, label counts.
+
+Multimodal configurations keep these in a nested text configuration; nobody else needs to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import ModelError
+from phalanx.tasks.base import IGNORE, BrokenRecord
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes its text model."""
+    nested = getattr(config, "get_text_config", None)
+    return nested() if nested is not None else config
+
+
+def vocab_size(config: Any) -> int:
+    size = getattr(text_config(config), "vocab_size", None)
+    if size is None:
+        raise ModelError(
+            f"{type(config).__name__} has no vocab_size, so the model reads no text",
+            "choose a task that fits the model, e.g. task=image-classification",
+        )
+    return size
+
+
+def pad_id(config: Any) -> int:
+    """The id that fills rows behind their end. Any id does where the model names none: it is masked everywhere."""
+    pad = getattr(text_config(config), "pad_token_id", None)
+    return pad if pad is not None and 0 <= pad < vocab_size(config) else 0
+
+
+def random_ids(config: Any, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random token ids without the padding id, from which some models derive positions or lengths."""
+    size = vocab_size(config)
+    ids = torch.randint(0, size, shape, generator=generator)
+    pad = getattr(text_config(config), "pad_token_id", None)
+    return ids if pad is None else torch.where(ids == pad, (pad + 1) % size, ids)
+
+
+def shift_right(labels: Tensor, config: Any) -> Tensor:
+    """What the decoder reads to predict `labels`, exactly as HuggingFace derives it."""
+    start = _required_id(config, "decoder_start_token_id")
+    pad = _required_id(config, "pad_token_id")
+    shifted = torch.full_like(labels, start)
+    shifted[:, 1:] = labels[:, :-1]
+    return shifted.masked_fill(shifted == IGNORE, pad)
+
+
+def num_labels(config: Any) -> int:
+    count = config.num_labels
+    if count < 2:
+        raise ModelError(
+            f"classification needs at least two labels, but {type(config).__name__}.num_labels is {count}",
+            "set num_labels in the model's configuration",
+        )
+    return count
+
+
+def label_index(label: Any, config: Any) -> int:
+    """A record's label, given as number or as name, as the model's class."""
+    names: Mapping[str, int] = getattr(config, "label2id", None) or {}
+    count = num_labels(config)
+    if isinstance(label, str) and label in names:
+        return int(names[label])
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < count:
+        return label
+    raise BrokenRecord(f"label {label!r} is neither a number in 0 … {count - 1} nor one of {', '.join(names)}")
+
+
+def _required_id(config: Any, name: str) -> int:
+    value = getattr(text_config(config), name, None)
+    if value is None or not 0 <= value < vocab_size(config):
+        raise ModelError(
+            f"{type(config).__name__}.{name} is {value}, but an encoder-decoder model needs a token id "
+            f"in 0 … {vocab_size(config) - 1}",
+            f"set {name} in the model's configuration",
+        )
+    return value
