@@ -51,10 +51,10 @@ class Batches:
 
     def describe(self) -> str:
         """What the data is, in one line."""
-        count = self.num_samples
-        return f"{self._samples.description}, {self.tokens_per_sample:,} per sample" + (
-            f", {count:,} samples per epoch" if count is not None else ""
-        )
+        parts = [self._samples.description]
+        parts += [f"{self.tokens_per_sample:,} tokens per sample"] if self.tokens_per_sample > 1 else []
+        parts += [f"{self.num_samples:,} samples per epoch"] if self.num_samples is not None else []
+        return ", ".join(parts)
 
 
 def open_data(

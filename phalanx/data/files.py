@@ -107,6 +107,14 @@ def _record_reason(value: Any) -> str | None:
     return None
 
 
+def is_utf8(path: Path) -> bool:
+    """Whether a file can be read and is text in UTF-8."""
+    try:
+        return _utf8_reason(path.read_bytes()) is None
+    except OSError:
+        return False
+
+
 def _utf8_reason(line: bytes) -> str | None:
     try:
         line.decode("utf-8")

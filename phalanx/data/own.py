@@ -30,7 +30,7 @@ class OwnSamples(Samples):
 
     def __init__(self, dataset: Any, collate: Collate | None, request: Request) -> None:
         self.num_samples = len(dataset)
-        self.description = f"{type(dataset).__name__}: {self.num_samples:,} samples"
+        self.description = type(dataset).__name__
         self._dataset, self._collate, self._request = dataset, collate or _stack, request
         if not self.num_samples:
             raise DataError(f"{type(dataset).__name__} holds no samples", "give a dataset with at least one")

@@ -99,7 +99,7 @@ class RecordSamples(Samples):
 
     def __init__(self, items: Sequence[Any], load: Callable[[Any], Sample], request: Request, name: str) -> None:
         self.num_samples = len(items)
-        self.description = f"{name}: {len(items):,} samples"
+        self.description = name
         self.padding = request.task.modality == "text"
         self._items, self._load, self._request = items, load, request
         if not items:

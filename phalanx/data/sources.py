@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.data.broken import BrokenData
-from phalanx.data.files import RECORD_SUFFIXES, TEXT_SUFFIXES, Record, read_file
+from phalanx.data.files import RECORD_SUFFIXES, TEXT_SUFFIXES, Record, is_utf8, read_file
 from phalanx.errors import DataError, nearest
 
 NAMED = ("stdlib", "synthetic")
@@ -88,7 +88,10 @@ def stdlib_files() -> list[Path]:
     chosen: list[Path] = []
     size = 0
     for file in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        if size < _STDLIB_BYTES and not _STDLIB_LEFT_OUT.intersection(file.relative_to(root).parts):
+        if size >= _STDLIB_BYTES:
+            break
+        # A file that is not UTF-8 is left out rather than reported: nobody can repair the standard library.
+        if not _STDLIB_LEFT_OUT.intersection(file.relative_to(root).parts) and is_utf8(file):
             chosen.append(file)
             size += file.stat().st_size
     if not chosen:

@@ -27,7 +27,7 @@ class SyntheticSamples(Samples):
     def __init__(self, data: str, request: Request) -> None:
         self.num_samples = _num_samples(data)
         self.documents = request.documents
-        self.description = f"synthetic: {self.num_samples:,} samples"
+        self.description = "synthetic"
         self._request = request
 
     def rows(self, indices: Indices, positions: Indices) -> Batch:

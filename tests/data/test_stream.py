@@ -156,12 +156,16 @@ def test_an_array_that_is_not_token_ids_is_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((2, 2, 2), np.int64))
     np.save(tmp_path / "b.npy", np.zeros(4, np.float32))
     (tmp_path / "c.npy").write_bytes(b"nothing")
-    for name, reason in (("a", r"shape \[2, 2, 2\], not token ids"), ("b", "float32"), ("c", "cannot be read as an array")):
+    for name, reason in (
+        ("a", r"shape \[2, 2, 2\], not token ids"),
+        ("b", "float32"),
+        ("c", "cannot be read as an array"),
+    ):
         with pytest.raises(DataError, match=reason):
             open_array(tmp_path / f"{name}.npy", vocab_size=100, tokens=2)
 
 
 def test_rows_of_another_length_are_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((2, 5), np.int64))
-    with pytest.raises(DataError, match="have 5 tokens, but a sample has 4(.|\n)*set the sample length to 5"):
+    with pytest.raises(DataError, match=r"have 5 tokens, but a sample has 4(.|\n)*set the sample length to 5"):
         open_array(tmp_path / "a.npy", vocab_size=100, tokens=4)

@@ -77,20 +77,22 @@ def test_the_model_folders_tokenizer_is_the_default_and_bytes_the_fallback(folde
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused(folder):
-    with pytest.raises(DataError, match="byte tokenizer has 259 tokens, but the model only 258(.|\n)*vocab_size >= 259"):
+    with pytest.raises(
+        DataError, match=r"byte tokenizer has 259 tokens, but the model only 258(.|\n)*vocab_size >= 259"
+    ):
         load_tokenizer("byte", None, 258)
     with pytest.raises(DataError, match="tokenizer has 259 tokens, but the model only 100"):
         load_tokenizer(None, folder, 100)
 
 
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(DataError, match="neither 'byte' nor a folder with a tokenizer(.|\n)*tokenizer.json"):
+    with pytest.raises(DataError, match=r"neither 'byte' nor a folder with a tokenizer(.|\n)*tokenizer.json"):
         load_tokenizer(str(tmp_path / "nowhere"), None, 300)
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be loaded(.|\n)*save it again with save_pretrained"):
+    with pytest.raises(DataError, match=r"cannot be loaded(.|\n)*save it again with save_pretrained"):
         load_tokenizer(str(tmp_path), None, 300)
 
 

@@ -1,4 +1,4 @@
-"""Causal and masked language modelling: documents, conversations, BERT's masking; checked against HuggingFace models."""
+"""Causal and masked language modelling: documents, conversations, masking; checked against HuggingFace models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_documents_differ_in_length_where_there_is_room():
 
 
 def test_documents_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="two documents of two tokens do not fit in 3(.|\n)*at least 4 tokens"):
+    with pytest.raises(ConfigError, match=r"two documents of two tokens do not fit in 3(.|\n)*at least 4 tokens"):
         tasks.get("causal-lm").synthetic(CONFIG, batch=1, tokens=3, seed=0, documents=True)
 
 
@@ -114,7 +114,7 @@ def test_masking_of_a_row_depends_on_its_key_alone():
 
 
 def test_masked_lm_refuses_a_tokenizer_without_a_mask_token():
-    with pytest.raises(DataError, match="mask token, but the tokenizer has none(.|\n)*choose a tokenizer"):
+    with pytest.raises(DataError, match=r"mask token, but the tokenizer has none(.|\n)*choose a tokenizer"):
         tasks.get("masked-lm").from_windows(Windows(torch.zeros(1, 8, dtype=torch.int64), [0]), CONFIG, mask_id=None)
 
 

@@ -142,24 +142,24 @@ def test_images_refuse_padding_because_their_size_is_fixed():
 
 
 def test_an_unknown_task_is_refused_with_the_nearest_name():
-    with pytest.raises(ConfigError, match="no task named 'casual-lm'(.|\n)*did you mean 'causal-lm'"):
+    with pytest.raises(ConfigError, match=r"no task named 'casual-lm'(.|\n)*did you mean 'causal-lm'"):
         tasks.get("casual-lm")
 
 
 def test_a_model_without_decoder_start_is_refused():
     config = SimpleNamespace(**{**vars(CONFIG), "decoder_start_token_id": None})
-    with pytest.raises(ModelError, match="decoder_start_token_id is None(.|\n)*set decoder_start_token_id"):
+    with pytest.raises(ModelError, match=r"decoder_start_token_id is None(.|\n)*set decoder_start_token_id"):
         tasks.get("text-to-text").synthetic(config, batch=1, tokens=8, seed=0)
 
 
 def test_a_classifier_of_one_label_is_refused():
     config = SimpleNamespace(**{**vars(CONFIG), "num_labels": 1})
-    with pytest.raises(ModelError, match="at least two labels(.|\n)*set num_labels"):
+    with pytest.raises(ModelError, match=r"at least two labels(.|\n)*set num_labels"):
         tasks.get("text-classification").synthetic(config, batch=1, tokens=8, seed=0)
 
 
 def test_a_model_without_vocabulary_is_refused_for_text():
-    with pytest.raises(ModelError, match="has no vocab_size(.|\n)*choose a task that fits"):
+    with pytest.raises(ModelError, match=r"has no vocab_size(.|\n)*choose a task that fits"):
         tasks.get("causal-lm").synthetic(SimpleNamespace(), batch=1, tokens=8, seed=0)
 
 
