@@ -1,0 +1,163 @@
+"""Writes a trained model as an ordinary HuggingFace folder that `from_pretrained` loads.
+
+Tensors are streamed: only one (or one group that is stored together) is in memory at a time, and the folder appears
+whole or not at all. Reading such folders is `model/weights.py`'s work.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from phalanx.errors import ConfigError
+from phalanx.model.weights import INDEX_FILE, WEIGHTS_FILE, tied_names
+from phalanx.state.disk_names import DiskNames
+from phalanx.state.shards import ShardWriter, WrittenFile, header_room, sync_folder
+
+SHARD_BYTES = 5_000_000_000
+GENERATION_FILE = "generation_config.json"
+
+
+def export(
+    folder: Path | str,
+    *,
+    model: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: PretrainedConfig | None = None,
+    tokenizer: Any = None,
+    base_folder: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes `tensors` (every parameter once, by its canonical name; buffers come from `model` when not given).
+
+    `model` says names, ties and class, and may be on the meta device. `config` is what to write where it differs from
+    the model's own, `base_folder` the folder that training began with, whose generation settings are kept. A plain
+    module gets a weights file alone.
+    """
+    folder = Path(folder)
+    _require_replaceable(folder)
+    partial = folder.parent / f".{folder.name}.writing"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        dtype = _write_weights(partial, model, tensors, shard_bytes)
+        if isinstance(model, PreTrainedModel):
+            _write_settings(partial, model, config or model.config, dtype, base_folder)
+        if tokenizer is not None:
+            save = tokenizer.save_pretrained if hasattr(tokenizer, "save_pretrained") else tokenizer.save
+            save(partial)
+        sync_folder(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _put_in_place(partial, folder)
+    return folder
+
+
+def _write_weights(folder: Path, model: nn.Module, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> str:
+    """Writes every tensor and returns the dtype of the first parameter, which is the model's."""
+    renamed = _names_to_keep(model)
+    buffers = _buffers(model)
+    shapes = {renamed[name]: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    dtypes: list[str] = []
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        seen: set[str] = set()
+        for name, tensor in itertools.chain(tensors, buffers.items()):
+            if name in seen:
+                continue
+            seen.add(name)
+            kept = renamed.get(name, name)
+            assert shapes.get(kept) == tuple(tensor.shape), f"{name} of shape {tuple(tensor.shape)} is not the model's"
+            if tensor.is_floating_point():
+                dtypes.append(str(tensor.dtype).removeprefix("torch."))
+            yield kept, tensor
+        assert set(renamed) <= seen, f"parameters never came: {sorted(set(renamed) - seen)}"
+
+    names = DiskNames(model, shapes) if isinstance(model, PreTrainedModel) else None
+    room = header_room(names.stored if names else shapes)
+    with ShardWriter(folder, shard_bytes, metadata={"format": "pt"}, header_bytes=room) as writer:
+        for key, tensor in names.convert(stream()) if names else stream():
+            writer.add(key, tensor)
+        _name_shards(folder, writer.close())
+    return dtypes[0]
+
+
+def _names_to_keep(model: nn.Module) -> dict[str, str]:
+    """Canonical name → the name to store: of tied names the one that transformers takes as the source of the others."""
+    targets = set(getattr(model, "all_tied_weights_keys", None) or {})
+    known_as = {name: [name] for name, _ in model.named_parameters()}
+    for alias, canonical in tied_names(model).items():
+        known_as[canonical].append(alias)
+    return {
+        canonical: next((name for name in names if name not in targets), canonical)
+        for canonical, names in known_as.items()
+    }
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Persistent buffers, which the files of a model hold besides its parameters."""
+    stored = set(model.state_dict()) - set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
+
+
+def _name_shards(folder: Path, files: list[WrittenFile]) -> None:
+    """Gives the files the names that transformers looks for, with an index when there are several."""
+    if len(files) == 1:
+        os.rename(folder / files[0].name, folder / WEIGHTS_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, file in enumerate(files, start=1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        os.rename(folder / file.name, folder / name)
+        weight_map |= dict.fromkeys(file.keys, name)
+    total = sum(file.size - file.start for file in files)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_settings(
+    folder: Path, model: PreTrainedModel, config: PretrainedConfig, dtype: str, base_folder: Path | None
+) -> None:
+    config = copy.deepcopy(config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    if not model.can_generate():
+        return
+    if base_folder is not None and (base_folder / GENERATION_FILE).is_file():
+        shutil.copyfile(base_folder / GENERATION_FILE, folder / GENERATION_FILE)
+    else:
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+
+
+def _require_replaceable(folder: Path) -> None:
+    """An earlier export may be replaced; anything else in the way is the user's."""
+    if folder.is_file():
+        raise ConfigError(f"cannot export to {folder}: it is a file", "give a folder that does not exist yet")
+    earlier_export = any(folder.glob("model*.safetensors*"))
+    if folder.is_dir() and any(folder.iterdir()) and not earlier_export:
+        raise ConfigError(
+            f"cannot export to {folder}: it holds files that are not an exported model",
+            "give a folder that does not exist yet",
+        )
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    aside = folder.parent / f".{folder.name}.replaced"
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, aside)
+    os.rename(partial, folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)

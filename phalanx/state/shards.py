@@ -1,0 +1,179 @@
+"""Safetensors files written tensor by tensor and read box by box.
+
+The library's own writer needs every tensor of a file at once; this one needs one at a time, by leaving room for the
+header. The files are ordinary safetensors. What the tensors mean is not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from phalanx.state.layout import Box
+
+HEADER_BYTES = 256 * 1024
+"""Room for about two thousand tensors in a file."""
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A finished file. Its checksum is over the bytes from `start` to the end, then those before `start`."""
+
+    name: str
+    keys: tuple[str, ...]
+    size: int
+    start: int
+    sha256: str
+
+
+def checksum(path: Path, start: int = 0) -> str:
+    """SHA-256 over a file's bytes from `start` to the end, then those before: a header is written last."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(start)
+        while block := file.read(1 << 22):
+            digest.update(block)
+        file.seek(0)
+        digest.update(file.read(start))
+    return digest.hexdigest()
+
+
+def header_room(shapes: dict[str, tuple[int, ...]]) -> int:
+    """Enough header bytes for all these tensors in one file."""
+    entries = {key: {"dtype": "F8_E4M3", "shape": shape, "data_offsets": [10**15] * 2} for key, shape in shapes.items()}
+    return len(json.dumps(entries)) + 1024
+
+
+class ShardWriter:
+    """Writes tensors into `tensors-00000.safetensors`, `tensors-00001…`, each of about `shard_bytes`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        shard_bytes: int,
+        *,
+        metadata: dict[str, str] | None = None,
+        header_bytes: int = HEADER_BYTES,
+    ) -> None:
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._metadata = metadata or {}
+        self._header_bytes = -(-header_bytes // 8) * 8
+        self._open: _OpenShard | None = None
+        self._done: list[WrittenFile] = []
+
+    def add(self, key: str, tensor: Tensor) -> str:
+        """Writes one tensor to disk and returns the name of its file."""
+        tensor = tensor.detach().to("cpu").contiguous()
+        if self._open is not None and not self._open.has_room(key, tensor, self._shard_bytes):
+            self._finish()
+        if self._open is None:
+            name = f"tensors-{len(self._done):05}.safetensors"
+            self._open = _OpenShard(self._folder / name, self._metadata, self._header_bytes)
+        self._open.write(key, tensor)
+        return self._open.path.name
+
+    def close(self) -> list[WrittenFile]:
+        """Finishes the last file; every file is on the disk, not just in its cache, when this returns."""
+        if self._open is not None:
+            self._finish()
+        return self._done
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leaves no file open when writing failed; `close` is what finishes files."""
+        if self._open is not None:
+            self._open.file.close()
+
+    def _finish(self) -> None:
+        assert self._open is not None
+        self._done.append(self._open.finish())
+        self._open = None
+
+
+class _OpenShard:
+    """A file being written: header room first, then the tensors; the header itself comes last."""
+
+    def __init__(self, path: Path, metadata: dict[str, str], header_bytes: int) -> None:
+        self.path = path
+        self.file: BinaryIO = path.open("wb")
+        self._entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        self._header_bytes = header_bytes
+        self._entries_bytes = len(json.dumps(self._entries))
+        self._data_bytes = 0
+        self._digest = hashlib.sha256()
+        self.file.seek(8 + header_bytes)
+
+    def has_room(self, key: str, tensor: Tensor, shard_bytes: int) -> bool:
+        fits_header = self._entries_bytes + len(json.dumps(self._entry(key, tensor))) + 2 <= self._header_bytes
+        return fits_header and self._data_bytes + tensor.nbytes <= shard_bytes
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        assert key not in self._entries, f"{key} is written twice"
+        entry = self._entry(key, tensor)
+        self._entries |= entry
+        self._entries_bytes += len(json.dumps(entry)) + 2
+        self._data_bytes += tensor.nbytes
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        self._digest.update(data)
+        self.file.write(data)
+
+    def finish(self) -> WrittenFile:
+        text = json.dumps(self._entries).encode()
+        assert len(text) <= self._header_bytes, f"the header of {self.path} outgrew its room"
+        header = struct.pack("<Q", self._header_bytes) + text.ljust(self._header_bytes)
+        self._digest.update(header)
+        with self.file:
+            self.file.seek(0)
+            self.file.write(header)
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        start = len(header)
+        keys = tuple(key for key in self._entries if key != "__metadata__")
+        return WrittenFile(self.path.name, keys, start + self._data_bytes, start, self._digest.hexdigest())
+
+    def _entry(self, key: str, tensor: Tensor) -> dict[str, Any]:
+        span = [self._data_bytes, self._data_bytes + tensor.nbytes]
+        return {key: {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}}
+
+
+class TensorFile:
+    """A safetensors file to read from. Raises what the library raises when it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self._handle: Any = safe_open(str(path), framework="pt")
+        keys: list[str] = list(self._handle.keys())
+        self.shapes: dict[str, tuple[int, ...]] = {key: tuple(self._handle.get_slice(key).get_shape()) for key in keys}
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """One box of a tensor (all of it without `box`), in memory of its own."""
+        box = Box.whole(self.shapes[key]) if box is None else box
+        stored = self._handle.get_slice(key)[box.slices()] if box.shape else self._handle.get_tensor(key)
+        # The library may hand out a window on the mapped file, which is not ours to keep.
+        return stored.clone(memory_format=torch.contiguous_format)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames and new files in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
