@@ -1,0 +1,102 @@
+"""The one attention operator that every model goes through: `phalanx::attention` and its explicit backward.
+
+It never materialises a mask for causal or full attention. Padding and packed documents are *segment* ids per token
+(0 = padding; a query attends to keys of its own segment). The forward returns the log-sum-exp beside the output, so that
+the backward, and later the merging of parts of the past, need nothing else. Which device kernel does the work is decided
+in `kernels`; how a HuggingFace model is made to call this operator is in `hooks.py`.
+
+Shapes: q [batch, heads, queries, dim]; k, v [batch, kv_heads, keys, dim]; q_segments [batch, queries];
+k_segments [batch, keys]; bias broadcastable to [batch, heads, queries, keys]; dropout_keys [batch];
+out like q; lse [batch, heads, queries].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.model import kernels
+
+_OPTIONS = "bool causal, float scale, int window, float softcap, float dropout"
+_MASKS = "Tensor? q_segments, Tensor? k_segments, Tensor? bias, Tensor? dropout_keys"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, {_MASKS}, {_OPTIONS}) -> (Tensor, Tensor)"
+_BACKWARD = (
+    f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASKS}, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Everything but the tensors q, k, v: what may attend to what, and how scores become probabilities."""
+
+    q_segments: Tensor | None
+    k_segments: Tensor | None
+    bias: Tensor | None
+    dropout_keys: Tensor | None
+    causal: bool
+    scale: float
+    window: int  # 0: none; else a query sees itself and the window - 1 keys before it
+    softcap: float  # 0: none
+    dropout: float
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but causal or full attention: what every fused kernel can do."""
+        return self.k_segments is None and self.bias is None and not (self.window or self.softcap or self.dropout)
+
+
+def _token_major(x: Tensor) -> Tensor:
+    """The same values laid out as [batch, tokens, heads, dim], so that joining the heads afterwards copies nothing."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty_like_tokens(x: Tensor) -> Tensor:
+    batch, heads, tokens, dim = x.shape
+    return x.new_empty(batch, tokens, heads, dim).transpose(1, 2)
+
+
+@torch.library.custom_op("phalanx::attention", mutates_args=(), schema=_FORWARD)
+def attention(q, k, v, *options) -> tuple[Tensor, Tensor]:
+    spec = Attention(*options)
+    out, lse = kernels.choose(q, k, v, spec).forward(q, k, v, spec)
+    return _token_major(out), lse
+
+
+@torch.library.custom_op("phalanx::attention_backward", mutates_args=(), schema=_BACKWARD)
+def attention_backward(d_out, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spec = Attention(*options)
+    dq, dk, dv, d_bias = kernels.choose(q, k, v, spec).backward(d_out, q, k, v, out, lse, spec)
+    return _token_major(dq), _token_major(dk), _token_major(dv), q.new_empty(0) if d_bias is None else d_bias
+
+
+@attention.register_fake
+def _(q, k, v, *options):
+    lse = q.new_empty(q.shape[:3], dtype=kernels.accumulation_dtype(q.dtype))
+    batch, heads, queries, _ = q.shape
+    return q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2), lse
+
+
+@attention_backward.register_fake
+def _(d_out, q, k, v, out, lse, q_segments, k_segments, bias, *options):
+    d_bias = q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+    return _empty_like_tokens(q), _empty_like_tokens(k), _empty_like_tokens(v), d_bias
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, q_segments, k_segments, bias, dropout_keys, *options = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, q_segments, k_segments, bias, dropout_keys)
+    ctx.options = options
+    ctx.mark_non_differentiable(lse)
+
+
+def _autograd_backward(ctx, d_out, d_lse):
+    grads = torch.ops.phalanx.attention_backward(d_out, *ctx.saved_tensors, *ctx.options)
+    dq, dk, dv, d_bias = grads
+    return dq, dk, dv, None, None, d_bias if ctx.needs_input_grad[5] else None, None, None, None, None, None, None
+
+
+attention.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -1,0 +1,204 @@
+"""From a model specification to blocks: build on meta, export shallow, cut, stamp out, check, cache.
+
+The check is part of it: a tiny model of the same architecture is captured too and must give the loss and gradients of the
+unpatched model, at two shapes, one of them padded. It catches dropped masks and wrong constants in seconds and is
+remembered per architecture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from phalanx.config import cache_folder
+from phalanx.errors import CaptureError
+from phalanx.model import graphs, hooks, stamp
+from phalanx.model.blocks import Blocks, cut, find_layers
+from phalanx.model.export import export
+from phalanx.model.normalise import FlatGraph
+from phalanx.model.selfcheck import self_check
+from phalanx.model.serialise import blocks_from_json, blocks_to_json
+from phalanx.model.weights import tied_names
+from phalanx.model.zoo import ModelSpec, build
+from phalanx.tasks.base import Input
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as blocks, and the facts about it that blocks alone do not hold."""
+
+    blocks: Blocks
+    inputs: tuple[Input, ...]
+    shapes: dict[str, tuple[int, ...]]  # of every parameter, by canonical name, in the model's order
+    aliases: dict[str, str]  # tied name → canonical name
+    trainable: tuple[str, ...]  # parameters that require gradients
+    buffers: dict[str, Tensor]
+    notes: tuple[str, ...]  # what could not be done the fast way, for the user
+
+    def dims(self, batch: dict[str, Tensor]) -> dict[str, int]:
+        """The dynamic dims of a concrete batch."""
+        return {
+            dim: batch[spec.name].shape[axis]
+            for spec in self.inputs
+            for axis, dim in enumerate(spec.dims)
+            if isinstance(dim, str)
+        }
+
+
+def capture(
+    spec: ModelSpec,
+    inputs: tuple[Input, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    dropout: float | None = None,
+    check: bool = True,
+    use_cache: bool = True,
+) -> Captured:
+    """The blocks of a model called with `inputs`. Cached per machine; `check` compares with the unpatched model."""
+    model = build(spec, dtype=dtype, device="meta", attention=hooks.NAME, dropout=dropout)
+    described = _describe(model)
+    path = _cache_path(spec, inputs, dtype, dropout) if use_cache else None
+    stored = _read(path)
+    if stored is None:
+        blocks, notes = _capture(spec, model, inputs, dtype, dropout)
+        if check:
+            self_check(spec, lambda other, ins: _capture_tiny(other, ins), notes)
+        _write(path, blocks, notes)
+    else:
+        blocks, notes = stored
+    return Captured(blocks, inputs, notes=tuple(notes), **described)
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    parameters = dict(model.named_parameters())
+    return {
+        "shapes": {name: tuple(p.shape) for name, p in parameters.items()},
+        "aliases": tied_names(model),
+        "trainable": tuple(name for name, p in parameters.items() if p.requires_grad),
+        "buffers": dict(model.named_buffers()),
+    }
+
+
+def _capture_tiny(spec: ModelSpec, inputs: tuple[Input, ...]) -> Captured:
+    """For the self-check: float64, no dropout, full depth, no cache."""
+    model = build(spec, dtype=torch.float64, device="meta", attention=hooks.NAME, dropout=_no_dropout(spec))
+    described = _describe(model)
+    blocks, notes = _capture(spec, model, inputs, torch.float64, _no_dropout(spec))
+    return Captured(blocks, inputs, notes=tuple(notes), **described)
+
+
+def _no_dropout(spec: ModelSpec) -> float | None:
+    return None if spec.factory is not None else 0.0
+
+
+def _capture(
+    spec: ModelSpec, model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype, dropout: float | None
+) -> tuple[Blocks, list[str]]:
+    """Shallow with our attention; at full depth where layers don't repeat; with stock attention where a model has its own."""
+    try:
+        return _shallow(model, inputs, dtype), []
+    except stamp.NotRepeating:
+        model = build(spec, dtype=dtype, device="meta", attention=hooks.NAME, dropout=dropout)
+        return _full(model, inputs, dtype), []
+    except _OwnAttention as bypass:
+        stock = build(spec, dtype=dtype, device="meta", attention="eager", dropout=dropout)
+        note = f"attention of '{bypass}' is computed by the model's own code, with materialised masks"
+        return _full(stock, inputs, dtype, ours=False), [note]
+
+
+class _OwnAttention(Exception):
+    """A module computes attention without our operator."""
+
+
+def _shallow(model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype) -> Blocks:
+    classes = stamp.truncate(model, find_layers(model))
+    return stamp.stamp(_full(model, inputs, dtype), classes)
+
+
+def _full(model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype, ours: bool = True) -> Blocks:
+    config = getattr(model, "config", None)
+    if ours and config is not None:
+        config._attn_implementation = hooks.NAME
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
+    flat = export(model, inputs, dtype)
+    if ours:
+        _require_our_attention(flat)
+    return cut(flat, find_layers(model))
+
+
+def _require_our_attention(flat: FlatGraph) -> None:
+    """A softmax over (queries, keys) means that some module attends by itself, unaware that masks are left to us."""
+    for node in flat.graph.nodes:
+        if node.target in (torch.ops.aten.softmax.int, torch.ops.aten._softmax.default):
+            *_, queries, keys = node.meta["val"].shape
+            if isinstance(queries, torch.SymInt) and isinstance(keys, torch.SymInt):
+                raise _OwnAttention(node.meta.get("path", ""))
+
+
+def attention_sites(blocks: Blocks) -> tuple[str, ...]:
+    """Module paths whose attention probabilities are dropped out."""
+    found: list[str] = []
+    for block in blocks.blocks:
+        graph = graphs.load(blocks.templates[block.template].text)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        for node in graph.nodes:
+            if node.target is torch.ops.phalanx.attention.default and isinstance(node.args[6], fx.Node):
+                found.append(block.ports[placeholders.index(node.args[6])].name.rpartition("#")[0])
+    return tuple(dict.fromkeys(found))
+
+
+@cache
+def _source_version() -> str:
+    """Changes whenever what a capture depends on changes: this package's code and the libraries underneath."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    for library in ("torch", "transformers"):
+        digest.update(importlib.metadata.version(library).encode())
+    return digest.hexdigest()
+
+
+def _cache_path(spec: ModelSpec, inputs: tuple[Input, ...], dtype: torch.dtype, dropout: float | None) -> Path | None:
+    """None for modules built by the user: their code cannot be fingerprinted."""
+    if spec.factory is not None or spec.config is None:
+        return None
+    identity = [spec.task, spec.config.to_json_string(use_diff=False), repr(inputs), str(dtype), dropout, _source_version()]
+    return cache_folder() / "captures" / f"{graphs.fingerprint(json.dumps(identity))}.json"
+
+
+def _read(path: Path | None) -> tuple[Blocks, list[str]] | None:
+    if path is None or not path.exists():
+        return None
+    try:
+        stored = json.loads(path.read_text())
+        return blocks_from_json(stored["blocks"]), stored["notes"]
+    except (ValueError, KeyError):
+        return None  # half-written by a process that died: capture again
+
+
+def _write(path: Path | None, blocks: Blocks, notes: list[str]) -> None:
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{id(blocks)}.tmp")
+    temporary.write_text(json.dumps({"blocks": blocks_to_json(blocks), "notes": notes}))
+    temporary.replace(path)
+
+
+def infer_inputs(batch: dict[str, Tensor]) -> tuple[Input, ...]:
+    """Input specifications of a batch for a module of the user's own: samples are dynamic, all else is as it is here."""
+    if not batch or any(tensor.dim() == 0 for tensor in batch.values()):
+        raise CaptureError("a batch must be a dict of tensors whose first dim is the sample", "see docs/guide.md, 'Own data'")
+    return tuple(
+        Input(name, "float" if t.is_floating_point() else "int64", ("batch", *t.shape[1:])) for name, t in batch.items()
+    )

@@ -1,0 +1,189 @@
+"""From an `nn.Module` to one flat graph with the loss inside, by torch.export with dynamic batch and sequence.
+
+The module's parameters may be on the meta device. Nothing here knows blocks or plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import CaptureError
+from phalanx.model import hooks
+from phalanx.model.normalise import FlatGraph, normalise
+from phalanx.model.weights import tied_names
+from phalanx.tasks.base import Input
+
+# Pairwise different, and different from sizes that models use: the exporter identifies dims that look alike.
+_EXAMPLE_SIZES = {"batch": 5, "tokens": 37, "source": 43}
+
+
+class _WithLoss(nn.Module):
+    """The model as a function of one dict of inputs to its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: dict[str, Tensor]) -> Any:
+        inputs = dict(inputs)
+        with hooks.documents(inputs.pop("document_ids", None)):
+            output = self.model(**inputs)
+        if isinstance(output, Tensor):
+            return output
+        return output["loss"] if isinstance(output, dict) else output[0]
+
+
+def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype, device: str = "meta") -> FlatGraph:
+    """The flat, normalised graph of `model` called with `inputs`. Parameters and buffers keep their names."""
+    examples = {spec.name: _example(spec, dtype, device) for spec in inputs}
+    dynamic = {
+        spec.name: {i: torch.export.Dim.DYNAMIC for i, dim in enumerate(spec.dims) if isinstance(dim, str)}
+        for spec in inputs
+    }
+    with _quiet(), _no_layerdrop(), hooks.own_attention_methods(model), hooks.experts_of_any_dtype():
+        try:
+            program = torch.export.export(_WithLoss(model), (examples,), strict=False, dynamic_shapes=(dynamic,))
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise _explain(error) from error
+    flat = _flatten(program, inputs)
+    _merge_tied(flat, tied_names(model))
+    normalise(flat, dtype)
+    return flat
+
+
+def _example(spec: Input, dtype: torch.dtype, device: str) -> Tensor:
+    shape = [_EXAMPLE_SIZES[dim] if isinstance(dim, str) else dim for dim in spec.dims]
+    return torch.zeros(shape, dtype=torch.int64 if spec.dtype == "int64" else dtype, device=device)
+
+
+def _flatten(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> FlatGraph:
+    signature = program.graph_signature
+    if signature.buffers_to_mutate:
+        name = next(iter(signature.buffers_to_mutate.values())).removeprefix("model.")
+        raise CaptureError(
+            f"the forward pass changes buffer '{name}' (as batch normalisation does), so a split batch would differ",
+            "use a normalisation without running statistics, such as GroupNorm or LayerNorm",
+        )
+    roles: dict[torch.fx.Node, tuple[str, str]] = {}
+    symbols: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    users = iter(inputs)
+    for node in program.graph.nodes:
+        node.meta["path"] = _path(node)
+        if node.op != "placeholder":
+            continue
+        if name := signature.inputs_to_parameters.get(node.name):
+            roles[node] = ("parameter", name.removeprefix("model."))
+        elif name := signature.inputs_to_buffers.get(node.name):
+            roles[node] = ("buffer", name.removeprefix("model."))
+        elif name := signature.inputs_to_lifted_tensor_constants.get(node.name):
+            name = _constant_name(program.constants[name])
+            roles[node] = ("constant", name)
+            constants[name] = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
+        else:
+            spec = next(users)
+            roles[node] = ("input", spec.name)
+            _learn_symbols(node, spec, symbols)
+    return FlatGraph(program.graph, roles, symbols, constants)
+
+
+def _merge_tied(flat: FlatGraph, aliases: dict[str, str]) -> None:
+    """One placeholder per parameter, under its canonical name."""
+    first: dict[str, torch.fx.Node] = {}
+    for node, (kind, name) in list(flat.roles.items()):
+        if kind != "parameter":
+            continue
+        canonical = aliases.get(name, name)
+        flat.roles[node] = ("parameter", canonical)
+        if first.setdefault(canonical, node) is not node:
+            node.replace_all_uses_with(first[canonical])
+
+
+def _constant_name(value: Tensor) -> str:
+    """Equal constants get equal names, so that layers which carry their own copies still share a template's ports."""
+    content = f"{value.dtype} {tuple(value.shape)} {value.flatten().tolist()}"
+    return f"constant-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+
+
+def _learn_symbols(node: torch.fx.Node, spec: Input, symbols: dict[str, str]) -> None:
+    for size, dim in zip(node.meta["val"].shape, spec.dims, strict=True):
+        if not isinstance(dim, str):
+            continue
+        if not isinstance(size, torch.SymInt):
+            raise CaptureError(
+                f"the model only works for {dim} = {size} (input '{spec.name}')",
+                f"look for code that fixes the {dim} dimension, for example a reshape with a constant",
+            )
+        symbols.setdefault(str(size.node.expr), dim)
+
+
+def _path(node: torch.fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"@\d+", "", path)  # the exporter marks repeated calls of one module
+    return path.removeprefix("model").removeprefix(".")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter logs whole graphs when it fails; our error names the place instead."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._export", "torch")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _no_layerdrop() -> Iterator[None]:
+    """Layerdrop branches on `torch.rand([])`; with layerdrop 0 the branch is never taken, whatever is drawn."""
+    original = torch.rand
+
+    def rand(*size: Any, **options: Any) -> Any:
+        return 1.0 if size in (([],), ((),)) else original(*size, **options)
+
+    torch.rand = rand
+    try:
+        yield
+    finally:
+        torch.rand = original
+
+
+def _explain(error: Exception) -> CaptureError:
+    """The module line that stopped the export, without the exporter's pages of context."""
+    text = str(error)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)', text)
+    frames = [f for f in frames if "/torch/" not in f[0]] or frames
+    traceback, place = error.__traceback__, ""
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "/phalanx/" not in file:
+            place = f"{file}, line {traceback.tb_lineno}, in {traceback.tb_frame.f_code.co_name}"
+        traceback = traceback.tb_next
+    if frames:
+        file, line, function, code = frames[-1]
+        place = f"{file}, line {line}, in {function}: {code.strip()}"
+    reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return CaptureError(
+        f"the model cannot be read as a graph: {reason}\n  at {place or 'an unknown place'}",
+        "make that line independent of tensor values (no .item(), no branches on data), or replace the module",
+    )

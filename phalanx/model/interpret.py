@@ -1,0 +1,42 @@
+"""Blocks run the plain way: node by node under autograd, in one process, with nothing saved, cut or compiled.
+
+Used to check a capture against the model it came from; training goes through segments and the engine instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from phalanx.model import graphs
+from phalanx.model.blocks import Blocks, Port
+from phalanx.model.flops import evaluate
+
+
+def loss(
+    blocks: Blocks,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    dims: dict[str, int],
+    dropout: Mapping[str, Tensor],
+) -> Tensor:
+    """The mean loss of one batch, differentiable in `parameters`."""
+    sources: dict[str, dict[str, Any]] = {
+        "parameter": dict(parameters), "buffer": dict(buffers), "constant": dict(blocks.constants),
+        "input": dict(inputs), "dropout": dict(dropout), "wire": {}, "value": {},
+    }  # fmt: skip
+
+    def argument(port: Port) -> Any:
+        return evaluate(port.name, dims) if port.kind == "size" else sources[port.kind][port.name]
+
+    def call(text: str, ports: tuple[Port, ...]) -> tuple[Any, ...]:
+        return fx.GraphModule({}, graphs.load(text))(*[argument(port) for port in ports])
+
+    sources["value"].update(zip(blocks.values, call(blocks.prologue, blocks.prologue_ports), strict=True))
+    for block in blocks.blocks:
+        outputs = call(blocks.templates[block.template].text, block.ports)
+        sources["wire"].update(zip(block.outputs, outputs, strict=True))
+    return sources["wire"][blocks.loss] / sources["value"][blocks.count]

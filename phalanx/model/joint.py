@@ -1,0 +1,109 @@
+"""The joint graph of a segment: its forward and its gradients in one graph, traced once per shape on fake tensors.
+
+Tracing computes nothing and allocates nothing; it takes well under a second for a layer. What is kept from forward to
+backward is decided on this graph (`policies.py`), and the functions are cut out of it (`segments.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+@dataclass(frozen=True)
+class Joint:
+    """One graph: inputs and output gradients (`tangents`) in; outputs and gradients out."""
+
+    graph: fx.Graph
+    inputs: tuple[fx.Node, ...]  # the segment's tensor inputs, in port order
+    tangents: tuple[fx.Node, ...]  # one per differentiable output
+    outputs: tuple[fx.Node, ...]
+    differentiable: tuple[bool, ...]  # per output
+    gradients: tuple[fx.Node | None, ...]  # per input; None where no gradient is wanted or none flows
+
+
+def trace(
+    graph: fx.Graph, arguments: Sequence[Any], wants_gradient: Sequence[bool], decompositions: dict[Any, Any] | None
+) -> Joint:
+    """Traces `graph` called with `arguments` (tensors or ints, real or fake) and the gradients of what is wanted.
+
+    wants_gradient: per tensor argument.
+    """
+    mode = _fake_mode(arguments)
+    tensors = [_fake(mode, a, w) for a, w in zip(_tensors(arguments), wants_gradient, strict=True)]
+    with mode, torch.enable_grad():
+        function = _as_function(graph, arguments)
+        outputs = function(tensors)
+        differentiable = tuple(out.requires_grad for out in outputs)
+        tangents = [
+            torch.empty_like(out, memory_format=torch.contiguous_format).detach()
+            for out, needed in zip(outputs, differentiable, strict=True)
+            if needed
+        ]
+        module = make_fx(_joint(function, wants_gradient), decomposition_table=decompositions)(tensors, tangents)
+        if any(_mutates(node) for node in module.graph.nodes):
+            plain = [t.detach() for t in tensors]
+            module = make_fx(torch.func.functionalize(module), decomposition_table=decompositions)(plain, tangents)
+    module.graph.eliminate_dead_code()
+    return _describe(module.graph, len(tensors), differentiable)
+
+
+def _joint(function: Callable[..., tuple[Tensor, ...]], wants_gradient: Sequence[bool]) -> Callable[..., Any]:
+    def joint(tensors: list[Tensor], tangents: list[Tensor]) -> list[Tensor | None]:
+        outputs = function(tensors)
+        wanted = [t for t, wants in zip(tensors, wants_gradient, strict=True) if wants]
+        sources = [out for out in outputs if out.requires_grad]
+        found = iter(torch.autograd.grad(sources, wanted, tangents, allow_unused=True) if sources else [])
+        gradients = [next(found, None) if wants else None for wants in wants_gradient]
+        return [*[out.detach() for out in outputs], *[None if g is None else g.contiguous() for g in gradients]]
+
+    return joint
+
+
+def _as_function(graph: fx.Graph, arguments: Sequence[Any]) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+    """The graph as a function of its tensor arguments; sizes are constants of this shape. Wires leave contiguous."""
+    module = fx.GraphModule({}, graph)
+
+    def function(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        remaining = iter(tensors)
+        values = [next(remaining) if isinstance(a, Tensor) else a for a in arguments]
+        return tuple(out.contiguous() for out in module(*values))
+
+    return function
+
+
+def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
+    return [a for a in arguments if isinstance(a, Tensor)]
+
+
+def _fake_mode(arguments: Sequence[Any]) -> FakeTensorMode:
+    for argument in arguments:
+        if isinstance(argument, FakeTensor):
+            return argument.fake_mode
+    return FakeTensorMode()
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor, wants_gradient: bool) -> Tensor:
+    fake = tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach(), static_shapes=True)
+    return fake.detach().requires_grad_(wants_gradient)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _describe(graph: fx.Graph, num_inputs: int, differentiable: tuple[bool, ...]) -> Joint:
+    placeholders = tuple(node for node in graph.nodes if node.op == "placeholder")
+    output = next(iter(reversed(graph.nodes)))
+    results: Any = tuple(output.args[0])  # pyright: ignore
+    num_outputs = len(differentiable)
+    return Joint(
+        graph, placeholders[:num_inputs], placeholders[num_inputs:],
+        results[:num_outputs], differentiable, results[num_outputs:],
+    )  # fmt: skip

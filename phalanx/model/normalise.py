@@ -1,0 +1,320 @@
+"""Passes that turn a freshly exported graph into the plain form the rest of Phalanx works on.
+
+Afterwards a graph is functional (no in-place operators), holds no guards, no symbolic-size arithmetic and no fixed device;
+randomness is keyed, attention is our operator, and the loss is a sum. Whatever a pass cannot express exactly is refused
+with the module and source line it came from.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+import phalanx.model.attention
+import phalanx.model.experts
+import phalanx.model.operators  # noqa: F401  (the three define operators)
+from phalanx.errors import CaptureError
+from phalanx.model.losses import rewrite_loss
+
+aten = torch.ops.aten
+_IGNORED = {
+    aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default, aten._assert_async.msg,
+}  # fmt: skip
+_ALIASES = {
+    aten.detach.default, aten.detach_.default, aten.alias.default, aten.clone.default,
+    aten.lift_fresh_copy.default, aten.lift_fresh.default,
+}  # fmt: skip
+_VIEWS = {
+    aten.view.default, aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.permute.default,
+    aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.t.default, aten.unbind.int,
+}  # fmt: skip
+_RANDOM = ("rand", "bernoulli", "normal", "multinomial", "dropout", "rrelu", "exponential", "uniform")
+
+
+@dataclass
+class FlatGraph:
+    """A whole model as one graph. `roles` says what each placeholder is: (kind, name) with kind one of
+    parameter, buffer, constant, input, size (an expression over dynamic dims), dropout (a site's keys)."""
+
+    graph: fx.Graph
+    roles: dict[fx.Node, tuple[str, str]]
+    symbols: dict[str, str]  # the exporter's size symbols → names of dynamic dims ('s34' → 'tokens')
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    loss: fx.Node | None = None  # a sum over items, once `normalise` is done
+    count: fx.Node | None = None  # the number of items in that sum, computed from inputs alone
+
+    def placeholder(self, kind: str, name: str) -> fx.Node:
+        """The placeholder with this role, added after the existing ones when it is new."""
+        for node, role in self.roles.items():
+            if role == (kind, name):
+                return node
+        anchor = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        with self.graph.inserting_after(anchor):
+            node = self.graph.placeholder(f"{kind}_{len(self.roles)}")
+        node.meta["path"] = ""
+        self.roles[node] = (kind, name)
+        return node
+
+    def size(self, value: Any) -> fx.Node | int:
+        """A size as a number, or as the placeholder named by its expression over the dynamic dims."""
+        expression = value.node.expr if isinstance(value, torch.SymInt | torch.SymBool) else value
+        if getattr(expression, "is_number", True):
+            return int(expression)
+        if unknown := {str(s) for s in expression.free_symbols} - set(self.symbols):
+            raise CaptureError(
+                f"a size depends on the data ({', '.join(sorted(unknown))})",
+                "shapes must follow from the shapes of the inputs alone",
+            )
+        return self.placeholder("size", str(expression.subs({s: self.symbols[str(s)] for s in expression.free_symbols})))
+
+
+def normalise(flat: FlatGraph, dtype: torch.dtype) -> None:
+    """All passes, in order."""
+    _inline_grad_modes(flat)
+    _drop_guards(flat)
+    _make_functional(flat)
+    _name_sizes(flat)
+    _forget_devices(flat)
+    if dtype == torch.float64:
+        _widen(flat)
+    _simplify(flat)
+    _use_our_attention(flat)
+    _use_our_experts(flat)
+    _key_dropout(flat)
+    _refuse_randomness(flat)
+    rewrite_loss(flat)
+    flat.graph.eliminate_dead_code()
+    flat.roles = {node: role for node, role in flat.roles.items() if node.users}
+    for node in list(flat.graph.nodes):
+        if node.op == "placeholder" and node not in flat.roles:
+            flat.graph.erase_node(node)
+    flat.graph.lint()
+
+
+def where(node: fx.Node) -> str:
+    """The module and source line a node came from, for error messages."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
+    source = " ".join(lines[-2:]) if lines else "unknown line"
+    return f"module '{node.meta.get('path') or '<root>'}', {source}"
+
+
+def _calls(flat: FlatGraph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
+    for node in list(flat.graph.nodes):
+        if node.op == "call_function" and node.target in targets:
+            yield node
+
+
+def _replace(flat: FlatGraph, node: fx.Node, new: Any) -> None:
+    if isinstance(new, fx.Node):
+        node.replace_all_uses_with(new)
+    else:
+        for user in list(node.users):
+            user.args = fx.node.map_arg(user.args, lambda n: new if n is node else n)
+            user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is node else n)
+    flat.graph.erase_node(node)
+
+
+def _inline_grad_modes(flat: FlatGraph) -> None:
+    """Rotary tables are computed under no_grad; they depend on no parameter, so the wrapper changes nothing."""
+    for node in list(flat.graph.nodes):
+        if node.op != "call_function" or str(node.target) not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            continue
+        position = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
+        body = getattr(flat.graph.owning_module, str(node.args[position].target))  # pyright: ignore
+        inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+        copies: dict[fx.Node, Any] = dict(zip(inner, node.args[position + 1 :], strict=True))
+        with flat.graph.inserting_before(node):
+            results = flat.graph.graph_copy(body.graph, copies)
+        for original, copy in copies.items():
+            if original.op == "call_function":
+                copy.meta["path"] = node.meta.get("path", "")
+        for getter in list(node.users):
+            _replace(flat, getter, results[getter.args[1]])  # pyright: ignore
+        flat.graph.erase_node(node)
+
+
+def _drop_guards(flat: FlatGraph) -> None:
+    for node in reversed(list(flat.graph.nodes)):
+        if node.op == "call_function" and node.target in _IGNORED:
+            flat.graph.erase_node(node)
+
+
+def _make_functional(flat: FlatGraph) -> None:
+    """x.op_(…) becomes y = op(x, …), later uses of x become y. Safe when x is not a view and has no live views."""
+    for node in list(flat.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target in _ALIASES:
+            _replace(flat, node, node.args[0])
+            continue
+        packet = node.target._schema.name.split("::")[-1]
+        if not packet.endswith("_") or packet.startswith("__"):
+            continue
+        changed = node.args[0]
+        assert isinstance(changed, fx.Node)
+        later = set(_after(flat, node))
+        live_views = [user for user in changed.users if user.target in _VIEWS and any(u in later for u in user.users)]
+        if changed.target in _VIEWS or live_views or changed.op == "placeholder":
+            raise CaptureError(
+                f"the model changes a tensor in place that others still see ({where(node)})",
+                "write the operation out of place, for example `x = x + y` instead of `x[...] += y`",
+            )
+        node.target = getattr(getattr(aten, packet.removesuffix("_")), node.target._overloadname)
+        changed.replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
+
+
+def _after(flat: FlatGraph, node: fx.Node) -> Iterator[fx.Node]:
+    node = node.next
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def _name_sizes(flat: FlatGraph) -> None:
+    for node in list(flat.graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.SymInt | torch.SymBool | int) or not node.users:
+            continue
+        _replace(flat, node, flat.size(value))
+
+
+def _forget_devices(flat: FlatGraph) -> None:
+    for node in list(flat.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in (aten.to.dtype_layout, aten.to.device, aten.to.other):
+            dtype = node.meta["val"].dtype
+            node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], dtype), {}
+        if "device" in node.kwargs:
+            node.update_kwarg("device", torch.device("cpu"))
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("pin_memory", "layout")}
+
+
+def retarget(graph: fx.Graph, device: torch.device) -> None:
+    """Tensors made inside the graph are made on `device`."""
+    for node in graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", device)
+
+
+def _widen(flat: FlatGraph) -> None:
+    """In float64 the casts to float32 that models carry inside would hide real errors behind rounding."""
+    for node in flat.graph.nodes:
+        swap = lambda arg: torch.float64 if arg is torch.float32 else arg  # noqa: E731
+        node.args = _map_leaves(node.args, swap)
+        node.kwargs = _map_leaves(node.kwargs, swap)
+
+
+def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_map_leaves(item, function) for item in value)
+    if isinstance(value, list):
+        return [_map_leaves(item, function) for item in value]
+    if isinstance(value, dict):
+        return {key: _map_leaves(item, function) for key, item in value.items()}
+    return function(value)
+
+
+def _simplify(flat: FlatGraph) -> None:
+    """Drops casts and slices that do nothing, and lets views accept any strides."""
+    floating = {torch.float64: (torch.float32, torch.float64)}
+    for node in list(flat.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        elif node.target is aten.to.dtype:
+            source = node.args[0].meta["val"].dtype  # pyright: ignore
+            if source in floating.get(node.args[1], (node.args[1],)):  # pyright: ignore
+                _replace(flat, node, node.args[0])
+        elif node.target is aten.slice.Tensor and tuple(node.args[2:]) in ((0, 2**63 - 1), (0, 2**63 - 1, 1)):
+            _replace(flat, node, node.args[0])
+
+
+def _use_our_attention(flat: FlatGraph) -> None:
+    """Plain scaled_dot_product_attention calls become our operator; a bias that is all zeros is dropped."""
+    for node in _calls(flat, aten.scaled_dot_product_attention.default):
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        query = given["query"].meta["val"]  # pyright: ignore
+        if given.get("attn_mask") is not None or query.dim() != 4:
+            continue
+        scale = given.get("scale") or query.shape[-1] ** -0.5
+        causal, dropout = bool(given.get("is_causal", False)), float(given.get("dropout_p", 0.0))  # pyright: ignore
+        args = (*node.args[:3], None, None, None, None, causal, float(scale), 0, 0.0, dropout)  # pyright: ignore
+        with flat.graph.inserting_before(node):
+            pair = flat.graph.call_function(torch.ops.phalanx.attention.default, args)
+            out = flat.graph.call_function(operator.getitem, (pair, 0))
+        for new in (pair, out):
+            new.meta["path"] = node.meta.get("path", "")
+        out.meta["val"] = node.meta["val"]
+        _replace(flat, node, out)
+    for node in _calls(flat, torch.ops.phalanx.attention.default):
+        bias = node.args[5]
+        if isinstance(bias, fx.Node) and bias.target in (aten.zeros.default, aten.zeros_like.default):
+            node.update_arg(5, None)
+
+
+def _use_our_experts(flat: FlatGraph) -> None:
+    """Grouped products become our operator; counting rows per expert works on floats, the one dtype every device takes."""
+    for node in list(flat.graph.nodes):
+        name = str(node.target)
+        if "grouped_mm" in name:
+            x, weight = node.args[:2]
+            offsets = node.args[2] if len(node.args) > 2 else node.kwargs["offs"]
+            node.target, node.args, node.kwargs = torch.ops.phalanx.grouped_matmul.default, (x, weight, offsets), {}
+        elif node.target is aten.histc.default and not node.args[0].meta["val"].is_floating_point():
+            with flat.graph.inserting_before(node):
+                counted = flat.graph.call_function(aten.to.dtype, (node.args[0], torch.float32))
+            counted.meta["path"] = node.meta["path"]
+            node.update_arg(0, counted)
+
+
+def _key_dropout(flat: FlatGraph) -> None:
+    """Each dropout draws from the keys of its own site: module path and call index within it."""
+    calls: dict[str, int] = {}
+
+    def keys(path: str) -> fx.Node:
+        index = calls[path] = calls.get(path, -1) + 1
+        return flat.placeholder("dropout", f"{path}#{index}")
+
+    for node in _calls(flat, aten.dropout.default, torch.ops.phalanx.attention.default):
+        path = str(node.meta.get("path", ""))
+        if node.target is torch.ops.phalanx.attention.default:
+            if node.args[11]:
+                node.update_arg(6, keys(path))
+            continue
+        x, p, train = node.args
+        if not p or not train:
+            _replace(flat, node, x)
+            continue
+        node.target, node.args = torch.ops.phalanx.dropout.default, (x, keys(path), p)
+
+
+def without_dropout(graph: fx.Graph) -> None:
+    """The same graph for evaluation."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.phalanx.dropout.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target is torch.ops.phalanx.attention.default:
+            node.args = (*node.args[:6], None, *node.args[7:11], 0.0)
+
+
+def _refuse_randomness(flat: FlatGraph) -> None:
+    for node in flat.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        name = node.target._schema.name
+        if name.startswith("aten::") and any(word in name for word in _RANDOM) and "norm" not in name.replace("normal", ""):
+            raise CaptureError(
+                f"{name} draws random numbers that cannot be repeated under every plan ({where(node)})",
+                "use dropout, or compute the random values outside the model and pass them as an input",
+            )

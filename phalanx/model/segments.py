@@ -1,0 +1,186 @@
+"""Segments as functions: what is run, recomputed and compiled.
+
+    F(params, inputs)          → outputs, saved
+    B(params, saved, d_outputs)→ d_inputs, w_saved
+    W(params, w_saved)         → d_params
+    BW(params, saved, d_outputs) = B and W in one
+
+All are cut out of one joint graph. `saved` never holds a parameter or anything computed from parameters alone: those are
+handed in again or recomputed, so parameters may be freed in between and memory is known exactly. Which other values are
+kept is the policy's choice; whatever is not kept is recomputed from what is. W is really separate: nothing that only a
+weight gradient needs is computed in B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from phalanx.model import policies
+from phalanx.model.compile import Compiler
+from phalanx.model.joint import Joint, trace
+
+Saved = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A function cut out of the joint graph, and which inputs or earlier results each argument is."""
+
+    function: Callable[..., Any]
+    arguments: tuple[fx.Node, ...]
+
+    def __call__(self, values: dict[fx.Node, Tensor]) -> Any:
+        return self.function(*[values[node] for node in self.arguments])
+
+
+class Segment:
+    """The functions of one template for one set of shapes. Arguments come in port order."""
+
+    def __init__(self, joint: Joint, is_parameter: Sequence[bool], saved: set[fx.Node], compiler: Compiler) -> None:
+        self._joint = joint
+        self._parameters = tuple(n for n, p in zip(joint.inputs, is_parameter, strict=True) if p)
+        free = policies.parameter_only(joint, self._parameters)
+        d_inputs = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if not p]
+        d_params = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if p]
+        plan = _Plan(joint, set(self._parameters), free, saved, d_inputs, d_params)
+        self._saved, self._w_saved = plan.saved, plan.w_saved
+        inputs = set(joint.inputs)
+        self._computed = [n for n in plan.saved if n not in inputs]
+        self._w_computed = [n for n in plan.w_saved if n not in set(plan.saved)]
+
+        def cut(outputs: Iterable[fx.Node | None], sources: Iterable[fx.Node]) -> Cut:
+            return _cut(joint.graph, list(outputs), list(sources), compiler)
+
+        given = [*self._parameters, *plan.saved, *joint.tangents]
+        self._forward = cut([*joint.outputs, *self._computed], joint.inputs)
+        self._backward = cut([*d_inputs, *self._w_computed], given)
+        self._weight = cut(d_params, [*self._parameters, *plan.w_saved])
+        self._fused = cut([*d_inputs, *d_params], given)
+        self._num_outputs, self._num_d_inputs = len(joint.outputs), len(d_inputs)
+
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        """Per output, whether a gradient for it is taken back."""
+        return self._joint.differentiable
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        return self._joint.outputs
+
+    @property
+    def saved_nodes(self) -> tuple[fx.Node, ...]:
+        return self._saved
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Saved]:
+        values = dict(zip(self._joint.inputs, tensors, strict=True))
+        results = self._forward(values)
+        values.update(zip(self._computed, results[self._num_outputs :], strict=True))
+        return list(results[: self._num_outputs]), tuple(values[node] for node in self._saved)
+
+    def backward(
+        self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], Saved]:
+        values = self._values(parameters, saved, d_outputs)
+        results = self._backward(values)
+        values.update(zip(self._w_computed, results[self._num_d_inputs :], strict=True))
+        return list(results[: self._num_d_inputs]), tuple(values[node] for node in self._w_saved)
+
+    def weight(self, parameters: Sequence[Tensor], w_saved: Saved) -> list[Tensor | None]:
+        values = dict(zip(self._parameters, parameters, strict=True))
+        values.update(zip(self._w_saved, w_saved, strict=True))
+        return list(self._weight(values))
+
+    def backward_weight(
+        self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        results = self._fused(self._values(parameters, saved, d_outputs))
+        return list(results[: self._num_d_inputs]), list(results[self._num_d_inputs :])
+
+    def _values(self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]) -> dict[fx.Node, Tensor]:
+        values = dict(zip(self._parameters, parameters, strict=True))
+        values.update(zip(self._saved, saved, strict=True))
+        values.update(zip(self._joint.tangents, d_outputs, strict=True))
+        return values
+
+
+class _Plan:
+    """Which nodes are saved for the backward and, of those and what B computes, which W needs."""
+
+    def __init__(
+        self,
+        joint: Joint,
+        parameters: set[fx.Node],
+        free: set[fx.Node],
+        chosen: set[fx.Node],
+        d_inputs: Sequence[fx.Node | None],
+        d_params: Sequence[fx.Node | None],
+    ) -> None:
+        order = {node: i for i, node in enumerate(joint.graph.nodes)}
+        stop = (chosen - free - parameters) | set(joint.tangents)
+        everything = [g for g in (*d_inputs, *d_params) if g is not None]
+        reached = _closure(everything, stop)
+        leaves = (reached & stop) | (reached & set(joint.inputs))
+        self.saved = tuple(sorted(leaves - parameters - set(joint.tangents), key=order.__getitem__))
+        in_b = _closure([g for g in d_inputs if g is not None], set(self.saved) | set(joint.tangents))
+        available = (in_b | set(self.saved) | set(joint.tangents)) - free - parameters
+        in_w = _closure([g for g in d_params if g is not None], available)
+        self.w_saved = tuple(sorted(in_w & available, key=order.__getitem__))
+
+
+def _closure(outputs: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
+    """All nodes needed for `outputs`, not looking behind nodes in `stop`."""
+    seen: set[fx.Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in stop:
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _cut(
+    graph: fx.Graph, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node], compiler: Compiler
+) -> Cut:
+    """The part of `graph` that computes `outputs` from `sources`, as a function of those sources it really uses."""
+    wanted = [node for node in outputs if node is not None]
+    needed = _closure(wanted, set(sources))
+    arguments = tuple(node for node in sources if node in needed)
+    part, copies = fx.Graph(), {}
+    for node in arguments:
+        copies[node] = part.placeholder(node.name)
+        copies[node].meta.update(node.meta)
+    for node in graph.nodes:
+        if node in needed and node not in copies:
+            assert node.op != "placeholder", f"{node} is needed but not given"
+            copies[node] = part.node_copy(node, lambda n: copies[n])
+    part.output(tuple(None if node is None else copies[node] for node in outputs))
+    return Cut(compiler(part), arguments)
+
+
+def build(
+    graph: fx.Graph,
+    arguments: Sequence[Any],
+    is_parameter: Sequence[bool],
+    wants_gradient: Sequence[bool],
+    *,
+    recompute: bool,
+    compiler: Compiler,
+) -> Segment:
+    """Traces a template for these arguments and cuts its functions. Flags are per tensor argument."""
+    joint = trace(graph, arguments, wants_gradient, compiler.decompositions)
+    if recompute:
+        saved: set[fx.Node] = set()
+    elif compiler.fuses:
+        saved = policies.min_cut(joint)
+    else:
+        saved = policies.used_by_backward(joint)
+    with torch.no_grad():
+        return Segment(joint, is_parameter, saved, compiler)

@@ -1,0 +1,81 @@
+"""After a capture: does the graph give the loss and the gradients of the model it came from?
+
+Checked in float64 on a tiny model of the same architecture (or on the user's own module, if it is small), at two shapes,
+one of them padded where the architecture takes padding; the sequence exceeds every sliding window.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from phalanx import tasks
+from phalanx.errors import CaptureError, ConfigError
+from phalanx.model import interpret, reference
+from phalanx.model.tiny import tiny
+from phalanx.model.zoo import ModelSpec, build
+from phalanx.tasks.base import Input
+
+if TYPE_CHECKING:
+    from phalanx.model.capture import Captured
+
+TOLERANCE = 1e-9
+_LARGEST_OWN_MODULE = 50_000_000  # parameters; a larger module of the user's own is checked by `phalanx verify` instead
+_SHAPES = ((2, 21, False), (3, 16, True))  # samples, tokens, padded
+
+
+def self_check(
+    spec: ModelSpec, capture: Callable[[ModelSpec, tuple[Input, ...]], Captured], notes: list[str]
+) -> None:
+    """Raises CaptureError naming the tensor that differs. Adds to `notes` when the check cannot be made."""
+    if spec.task not in tasks.TASKS or spec.config is None:
+        notes.append("not checked against the plain model after capture: use phalanx verify")
+        return
+    small = spec
+    if spec.factory is None:
+        small = ModelSpec(spec.name, spec.task, tiny(copy.deepcopy(spec.config)), None, None)
+    elif sum(p.numel() for p in build(spec, device="meta").parameters()) > _LARGEST_OWN_MODULE:
+        notes.append("too large to be checked against the plain model after capture: use phalanx verify")
+        return
+    task = tasks.get(spec.task)
+    for samples, tokens, padding in _SHAPES:
+        try:
+            inputs = task.inputs(small.config, padding=padding)
+            batch = task.synthetic(small.config, batch=samples, tokens=tokens, seed=1, padding=padding)
+        except ConfigError:
+            continue  # the task takes no padding
+        _compare(small, capture(small, inputs), batch, task.reference_inputs(batch))
+
+
+def _compare(spec: ModelSpec, captured: Captured, batch: dict[str, Tensor], raw: dict[str, Tensor]) -> None:
+    torch.manual_seed(0)
+    plain = build(spec, dtype=torch.float64, attention="eager", dropout=None if spec.factory else 0.0)
+    batch, raw = ({k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in (batch, raw))
+    keys = torch.zeros(next(iter(batch.values())).shape[0], dtype=torch.int64)
+    with reference.injected(plain, keys, (), torch.float64):
+        expected = reference.loss(plain, raw)
+    expected.backward()
+    parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in plain.named_parameters()}
+    got = interpret.loss(captured.blocks, parameters, captured.buffers, batch, captured.dims(batch), {})
+    got.backward()
+    _require_equal("the loss", got.detach(), expected.detach(), float(expected.detach().abs()), spec)
+    largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            ours = parameters[name].grad
+            _require_equal(
+                f"the gradient of '{name}'", torch.zeros_like(parameter) if ours is None else ours, parameter.grad, largest, spec
+            )
+
+
+def _require_equal(what: str, got: Tensor, expected: Tensor, scale: float, spec: ModelSpec) -> None:
+    error = float((got - expected).abs().max()) / max(scale, 1e-30)
+    if not error <= TOLERANCE:
+        raise CaptureError(
+            f"the captured graph of '{spec.name}' disagrees with the model: {what} is off by {error:.1e}",
+            "this architecture does something the capture does not see; please report it with the model's config.json",
+        )
