@@ -1,0 +1,91 @@
+"""Modules whose parameters have shape and dtype but no storage, while their buffers keep their values.
+
+torch's own meta device would empty the buffers too (rotary tables, causal masks, position ids), and no checkpoint
+could bring them back. Loading values into such a module is `weights.py`'s business.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedModel
+
+from phalanx.errors import ModelError
+
+
+@contextmanager
+def parameters_on_meta(*, enabled: bool = True) -> Iterator[None]:
+    """Within it every parameter that a module registers is moved to the meta device at once.
+
+    So at most one parameter has storage at a time, and initialisation, which comes after registration, costs nothing.
+    """
+    if not enabled:
+        yield
+        return
+    register = nn.Module.register_parameter
+    # A parameter registered twice is a tie: it must become one parameter again.
+    moved = WeakIdKeyDictionary()
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            if param not in moved:
+                moved[param] = _on_meta(param)
+            param = moved[param]
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def twin(module: nn.Module, dtype: torch.dtype, device: str, name: str) -> nn.Module:
+    """A copy of a module the user built, with the wanted dtype and device; theirs is left as it is.
+
+    Parameters that need no change are shared, so training the copy trains the user's module. Buffers of HuggingFace
+    models keep their dtype, as they do when the model is built in that dtype.
+    """
+    keeps_buffer_dtype = isinstance(module, PreTrainedModel)
+    try:
+        copies: dict[int, object] = {id(p): _converted(p, dtype, device) for p in module.parameters()}
+        for buffer in module.buffers():
+            wanted = buffer.dtype if keeps_buffer_dtype or not buffer.is_floating_point() else dtype
+            copies[id(buffer)] = buffer if buffer.is_meta else buffer.detach().to("cpu", wanted, copy=True)
+        return copy.deepcopy(module, copies)
+    except (TypeError, RuntimeError) as error:
+        raise ModelError(
+            f"module {name!r} cannot be copied: {error}",
+            hint="hand over a factory, and keep what cannot be copied (locks, files, processes) out of the module",
+        ) from error
+
+
+def require_real_buffers(module: nn.Module, name: str) -> None:
+    for path, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(
+                f"buffer {path!r} of {name!r} is computed from parameters while the module is built, "
+                "so it has no value on the meta device",
+                hint="compute the buffer in forward, or make it a parameter",
+            )
+
+
+def _converted(parameter: nn.Parameter, dtype: torch.dtype, device: str) -> nn.Parameter:
+    wanted = dtype if parameter.is_floating_point() else parameter.dtype
+    if parameter.dtype == wanted and parameter.device.type == device:
+        return parameter
+    if device == "meta":
+        return _on_meta(parameter, wanted)
+    return nn.Parameter(parameter.detach().to(device, wanted), requires_grad=parameter.requires_grad)
+
+
+def _on_meta(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> nn.Parameter:
+    empty: Tensor = torch.empty_like(parameter, device="meta", dtype=dtype, requires_grad=False)
+    moved = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    vars(moved).update(vars(parameter))
+    return moved

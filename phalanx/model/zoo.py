@@ -1,0 +1,273 @@
+"""From whatever the user calls a model to a specification, and from a specification to a module.
+
+A model is a zoo name, a HuggingFace folder, a hub id in the local cache, a configuration, a module or a factory;
+nothing here reaches the network or reads weights (`weights.py` does). On the meta device a model of any size is built
+in seconds: its parameters have shapes only, its buffers have their values, because no checkpoint holds them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from phalanx.errors import ConfigError, ModelError, nearest
+from phalanx.model import zoo_table
+from phalanx.model.configure import override, set_dropout, stop_layer_drop
+from phalanx.model.meta import parameters_on_meta, require_real_buffers, twin
+from phalanx.model.tiny import tiny as shrink
+
+# Task → the auto class that builds it and transformers' table of model type → class name. The order is the order of
+# preference for a configuration that does not name its own class.
+_AUTO = {
+    "speech-to-text": ("AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+    "text-to-text": ("AutoModelForSeq2SeqLM", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "masked-lm": ("AutoModelForMaskedLM", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "causal-lm": ("AutoModelForCausalLM", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "image-classification": (
+        "AutoModelForImageClassification",
+        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    "text-classification": (
+        "AutoModelForSequenceClassification",
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What to build and for which task: from `factory` where there is one, else from `config`.
+
+    `folder` is a local HuggingFace folder with weights, a tokenizer, or both.
+    """
+
+    name: str
+    task: str
+    config: PretrainedConfig | None
+    folder: Path | None = None
+    factory: Callable[[], nn.Module] | None = None
+
+
+Model = str | Path | PretrainedConfig | nn.Module | Callable[[], nn.Module]
+
+
+def resolve(
+    model: Model,
+    *,
+    task: str | None = None,
+    tiny: bool = False,
+    overrides: Mapping[str, object] | None = None,
+) -> ModelSpec:
+    """Finds `model` without the network. `tiny` shrinks it to test size; `overrides` then set configuration values."""
+    if task is not None and task not in zoo_table.TASKS:
+        raise ConfigError(f"unknown task {task!r}; {nearest(task, zoo_table.TASKS)}")
+    if isinstance(model, (str, Path)):
+        name, config, folder, usual_task = _find(model)
+    elif isinstance(model, PretrainedConfig):
+        name, config, folder, usual_task = model.model_type, copy.deepcopy(model), None, None
+    elif callable(model):
+        return _resolve_custom(model, task, tiny, overrides)
+    else:
+        raise ModelError(
+            f"an object of type {type(model).__name__} is not a model",
+            hint="give a zoo name, a HuggingFace folder, a cached hub id, a configuration, a module or a factory",
+        )
+    if tiny:
+        name, config, folder = f"{name}-tiny", shrink(config), None
+    if overrides:
+        config = override(config, overrides)
+    task = _choose_task(name, config, task or usual_task)
+    config.architectures = [_task_classes(config)[task]]
+    return ModelSpec(name, task, config, folder)
+
+
+def build(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: Literal["cpu", "meta"] = "cpu",
+    attention: str = "eager",
+    dropout: float | None = None,
+) -> nn.Module:
+    """The module of `spec` in train mode, without a key/value cache and without layer dropping.
+
+    On "meta" parameters have no storage while buffers are real and on the CPU. `attention` names the implementation
+    for architectures that take one by name; those with attention classes of their own (GPT-Neo, GPT-J), like plain
+    modules, keep theirs. A module that the user built shares its parameters with the result unless their dtype changes.
+    """
+    assert device in ("cpu", "meta"), device
+    build_one = _build_custom if spec.factory is not None else _build_from_config
+    model = build_one(spec, dtype, device, attention, dropout)
+    if device == "meta":
+        require_real_buffers(model, spec.name)
+    return model.train()
+
+
+def _find(model: str | Path) -> tuple[str, PretrainedConfig, Path | None, str | None]:
+    """Name, configuration, folder and usual task of a model given as text: a folder, else the zoo, else the cache."""
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return path.resolve().name, _read_config(path), path, None
+    entry = zoo_table.lookup(model) if isinstance(model, str) else None
+    if entry is not None:
+        fields = copy.deepcopy(dict(entry.fields))
+        return entry.name, AutoConfig.for_model(entry.model_type, **fields), None, entry.task
+    if path.is_dir():
+        raise ModelError(
+            f"folder {str(model)!r} holds no config.json, so it is not a HuggingFace model folder",
+            hint="give the folder that save_pretrained wrote (config.json, *.safetensors)",
+        )
+    if path.is_file():
+        raise ModelError(f"{str(model)!r} is a file, not a model folder", hint=f"give the folder: {str(path.parent)!r}")
+    cached = _cached_folder(str(model))
+    if cached is not None:
+        return str(model), _read_config(cached), cached, None
+    raise ModelError(
+        f"unknown model {str(model)!r}: neither a zoo name, nor a folder, nor a hub id in the local cache; "
+        f"{nearest(str(model), zoo_table.names())}",
+        hint="download a hub model beforehand (hf download NAME); nothing is fetched while training",
+    )
+
+
+def _cached_folder(name: str) -> Path | None:
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a broken file can fail anywhere inside transformers
+        raise ModelError(
+            f"cannot read {str(folder / 'config.json')!r}: {str(error).strip() or type(error).__name__}",
+            hint="the model type must be one that the installed transformers knows, without code of its own; "
+            "otherwise build the module yourself and hand it over",
+        ) from error
+
+
+def _task_classes(config: PretrainedConfig) -> dict[str, str]:
+    """The tasks this model type can be trained for, each with the class that does it."""
+    classes = {}
+    for task, (_, table) in _AUTO.items():
+        if (known := table.get(config.model_type)) is not None:
+            options = [known] if isinstance(known, str) else list(known)
+            named = [option for option in options if option in (config.architectures or [])]
+            classes[task] = (named or options)[0]
+    return classes
+
+
+def _choose_task(name: str, config: PretrainedConfig, task: str | None) -> str:
+    classes = _task_classes(config)
+    if not classes:
+        raise ModelError(
+            f"transformers has no class to train {name!r} (model type {config.model_type!r}) for any of "
+            + ", ".join(_AUTO),
+            hint="build the module yourself and hand it over",
+        )
+    if task is not None:
+        if task not in classes:
+            raise ModelError(
+                f"{name!r} (model type {config.model_type!r}) cannot be trained for {task!r}; it has: "
+                + ", ".join(classes),
+                hint="choose one of these tasks, or another model",
+            )
+        return task
+    for known, class_name in classes.items():
+        if class_name in (config.architectures or []):
+            return known
+    # Encoders such as BERT also have a causal class, but only make sense for it when configured as decoders.
+    if getattr(config, "is_decoder", False) and "causal-lm" in classes:
+        return "causal-lm"
+    return next(iter(classes))
+
+
+def _resolve_custom(
+    model: nn.Module | Callable[[], nn.Module], task: str | None, tiny: bool, overrides: Mapping[str, object] | None
+) -> ModelSpec:
+    if tiny or overrides:
+        option = "tiny" if tiny else "overrides"
+        raise ConfigError(
+            f"{option} cannot act on a module or factory: only a configuration can be changed before building",
+            hint="hand over module.config, or change the module yourself",
+        )
+    if not isinstance(model, nn.Module):
+        return ModelSpec(getattr(model, "__name__", type(model).__name__), task or "custom", None, None, model)
+    config = getattr(model, "config", None)
+    config = config if isinstance(config, PretrainedConfig) else None
+    name = type(model).__name__
+    if task is None:
+        tasks = {class_name: task for task, class_name in _task_classes(config).items()} if config else {}
+        task = tasks.get(name, "custom")
+    return ModelSpec(name, task, config, None, lambda: model)
+
+
+def _build_from_config(
+    spec: ModelSpec, dtype: torch.dtype, device: str, attention: str, dropout: float | None
+) -> nn.Module:
+    assert spec.config is not None
+    config = copy.deepcopy(spec.config)
+    config.use_cache = False
+    stop_layer_drop(config)
+    if dropout is not None:
+        set_dropout(config, dropout)
+    auto_class = getattr(transformers, _AUTO[spec.task][0])
+
+    def make(implementation: str) -> nn.Module:
+        with parameters_on_meta(enabled=device == "meta"):
+            return auto_class.from_config(
+                config, dtype=dtype, attn_implementation=implementation, trust_remote_code=False
+            )
+
+    try:
+        try:
+            return make(attention)
+        except KeyError as error:
+            # Some architectures choose an attention class from a table of their own, which knows stock names only.
+            if error.args != (attention,):
+                raise
+            return make("eager")
+    except Exception as error:  # values that do not fit together fail anywhere inside the architecture's code
+        raise ModelError(
+            f"cannot build {spec.name!r} for {spec.task}: {str(error).strip() or type(error).__name__}",
+            hint="check the configuration values, above all those you changed",
+        ) from error
+
+
+def _build_custom(
+    spec: ModelSpec, dtype: torch.dtype, device: str, attention: str, dropout: float | None
+) -> nn.Module:
+    assert spec.factory is not None
+    if dropout is not None:
+        raise ConfigError(
+            f"dropout cannot be set on {spec.name!r}: the module is built by you",
+            hint="set dropout in the module, or hand over a configuration",
+        )
+    with parameters_on_meta(enabled=device == "meta"):
+        made = spec.factory()
+    if not isinstance(made, nn.Module):
+        raise ModelError(
+            f"factory {spec.name!r} returned an object of type {type(made).__name__}",
+            hint="a factory must return a torch.nn.Module",
+        )
+    model = twin(made, dtype, device, spec.name)
+    for module in model.modules():
+        if isinstance(vars(module).get("layerdrop"), float):
+            vars(module)["layerdrop"] = 0.0
+    if isinstance(model, PreTrainedModel):
+        model.config.use_cache = False
+        model.set_attn_implementation(attention)
+    return model
