@@ -82,19 +82,3 @@ def flops(node: fx.Node) -> Any:
         return _matmul(node)
     rule = _RULES.get(node.target)
     return rule(node) if rule else 0
-
-
-def evaluate(expression: str, dims: dict[str, int]) -> int:
-    """The value of a size or FLOP expression for concrete dims."""
-    return int(eval(expression, {"__builtins__": {}}, {**_FUNCTIONS, **dims}))
-
-
-_FUNCTIONS: dict[str, Any] = {
-    "FloorDiv": lambda a, b: a // b,
-    "CleanDiv": lambda a, b: a // b,
-    "Mod": lambda a, b: a % b,
-    "PythonMod": lambda a, b: a % b,
-    "Max": max,
-    "Min": min,
-    "floor": lambda a: int(a // 1),
-}

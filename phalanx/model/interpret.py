@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from phalanx.model import graphs
 from phalanx.model.blocks import Blocks, Port
-from phalanx.model.flops import evaluate
+from phalanx.model.expressions import evaluate
 
 
 def loss(

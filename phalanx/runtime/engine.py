@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from phalanx.model import graphs, random, segments
 from phalanx.model.blocks import Block, Blocks, Port
 from phalanx.model.compile import Compiler
-from phalanx.model.flops import evaluate
+from phalanx.model.expressions import evaluate
 from phalanx.model.normalise import retarget, without_dropout
 from phalanx.model.segments import Saved, Segment
 from phalanx.program.instructions import Op, Program
