@@ -7,8 +7,6 @@ The public names are below and nowhere else. Each is imported when it is first u
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
     from phalanx.errors import PhalanxError
     from phalanx.plan.plan import Plan
     from phalanx.trainer import Trainer, train
-    from phalanx.verify import verify
+    from phalanx.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -27,7 +25,7 @@ _HOMES = {
     "Trainer": "phalanx.trainer",
     "RunConfig": "phalanx.config",
     "Plan": "phalanx.plan.plan",
-    "verify": "phalanx.verify",
+    "verify": "phalanx.verification.verify",
     "PhalanxError": "phalanx.errors",
 }
 
@@ -40,14 +38,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keeps `phalanx.verify` the function: importing the submodule of that name would otherwise replace it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -64,7 +64,7 @@ def capture(
 ) -> Captured:
     """The blocks of a model called with `inputs`. Cached per machine; `check` compares with the unpatched model."""
     model = build(spec, dtype=dtype, device="meta", attention=hooks.NAME, dropout=dropout)
-    described = _describe(model)
+    described = _describe(model, dtype)
     path = _cache_path(spec, inputs, dtype, dropout) if use_cache else None
     stored = _read(path)
     if stored is None:
@@ -77,20 +77,21 @@ def capture(
     return Captured(blocks, inputs, notes=tuple(notes), **described)
 
 
-def _describe(model: nn.Module) -> dict[str, Any]:
+def _describe(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     parameters = dict(model.named_parameters())
+    widen = dtype == torch.float64  # as the graph's casts are
     return {
         "shapes": {name: tuple(p.shape) for name, p in parameters.items()},
         "aliases": tied_names(model),
         "trainable": tuple(name for name, p in parameters.items() if p.requires_grad),
-        "buffers": dict(model.named_buffers()),
+        "buffers": {n: b.double() if widen and b.is_floating_point() else b for n, b in model.named_buffers()},
     }
 
 
 def _capture_tiny(spec: ModelSpec, inputs: tuple[Input, ...]) -> Captured:
     """For the self-check: float64, no dropout, full depth, no cache."""
     model = build(spec, dtype=torch.float64, device="meta", attention=hooks.NAME, dropout=_no_dropout(spec))
-    described = _describe(model)
+    described = _describe(model, torch.float64)
     blocks, notes = _capture(spec, model, inputs, torch.float64, _no_dropout(spec))
     return Captured(blocks, inputs, notes=tuple(notes), **described)
 

@@ -35,11 +35,19 @@ class Compiler:
         return select_decomp_table()
 
     def __call__(self, graph: fx.Graph) -> Callable[..., Any]:
+        """Placeholders of `graph` carry example values in their metadata, as traced graphs do.
+
+        The backend is called directly: the graph is already captured, and the guards that torch.compile would check on
+        every call cost more than launching the work of a small segment.
+        """
         module = fx.GraphModule({}, graph)
         has_work = any(node.op == "call_function" for node in graph.nodes)
         if self.mode == "off" or not has_work:
             return module.forward
-        return torch.compile(module, backend=self.mode, fullgraph=True, dynamic=False)
+        from torch._dynamo.backends.registry import lookup_backend
+
+        examples = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+        return lookup_backend(self.mode)(module, examples)
 
 
 def resolve_mode(choice: str, device: torch.device) -> str:

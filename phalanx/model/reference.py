@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig
 
 from phalanx.model import random
+from phalanx.model.zoo import ModelSpec, build
 
 
 class Widen(TorchDispatchMode):
@@ -69,7 +71,7 @@ class KeyedDropout(TorchFunctionMode):
             keep = random.keep_attention(keys, heads, queries, x.shape[3], p)
         else:
             keep = random.keep_features(self._site_keys(path), x.shape, p)
-        return torch.where(keep, x * (1.0 / (1.0 - p)), 0.0)
+        return torch.where(keep, x * random.scale(p), 0.0)
 
     def _site_keys(self, path: str) -> Tensor:
         index = self._calls[path] = self._calls.get(path, -1) + 1
@@ -82,6 +84,16 @@ def injected(model: nn.Module, keys: Tensor, attention: Sequence[str], dtype: to
     widen = Widen() if dtype == torch.float64 else contextlib.nullcontext()
     with KeyedDropout(model, keys, attention), widen:
         yield
+
+
+def plain(spec: ModelSpec, dtype: torch.dtype, dropout: float | None) -> nn.Module:
+    """The unpatched model: eager attention, and for mixtures the loop over experts."""
+    model = build(spec, dtype=dtype, attention="eager", dropout=dropout)
+    if dtype == torch.float64:
+        model = model.double()  # tables that a model keeps in float32 whatever its dtype
+    if isinstance(config := getattr(model, "config", None), PretrainedConfig):
+        config._experts_implementation = "eager"
+    return model
 
 
 def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:

@@ -73,6 +73,10 @@ class Segment:
         return self._joint.outputs
 
     @property
+    def keeps_only_inputs(self) -> bool:
+        return not self._computed
+
+    @property
     def saved_nodes(self) -> tuple[fx.Node, ...]:
         return self._saved
 

@@ -53,7 +53,7 @@ def self_check(
 
 def _compare(spec: ModelSpec, captured: Captured, batch: dict[str, Tensor], raw: dict[str, Tensor]) -> None:
     torch.manual_seed(0)
-    plain = build(spec, dtype=torch.float64, attention="eager", dropout=None if spec.factory else 0.0)
+    plain = reference.plain(spec, torch.float64, None if spec.factory else 0.0)
     batch, raw = ({k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in (batch, raw))
     keys = torch.zeros(next(iter(batch.values())).shape[0], dtype=torch.int64)
     with reference.injected(plain, keys, (), torch.float64):

@@ -1,6 +1,6 @@
 """Gradients added up over micro-batches, in float32 (float64 when training in it).
 
-Every weight gradient of every plan passes through `Accumulator.add`, so that the order and precision of the sum are
+A single gradient is kept as it came, since there is nothing to add. Every weight gradient of every plan passes through `Accumulator.add`, so that the order and precision of the sum are
 decided in one place.
 """
 
@@ -24,9 +24,10 @@ class Accumulator:
                 continue
             total = self._sums.get(name)
             if total is None:
-                self._sums[name] = gradient.to(_wide(gradient.dtype))
+                self._sums[name] = gradient
             else:
-                total.add_(gradient)
+                wide = total.to(_wide(total.dtype))
+                self._sums[name] = wide.add_(gradient)
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The finished sums, which now belong to the caller; parameters that got no gradient are absent."""

@@ -37,6 +37,7 @@ class MicroBatch:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     saved: dict[str, tuple[Segment, Saved]] = field(default_factory=dict)
     for_weights: dict[str, tuple[Segment, Saved]] = field(default_factory=dict)
+    sources: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)  # what a port's name is looked up in, by kind
     loss: Tensor | None = None  # summed over items
 
 
@@ -63,6 +64,7 @@ class Engine:
         self._prologue = fx.GraphModule({}, _graph(blocks.prologue, device, dropout)).forward
         self._templates = {key: _graph(t.text, device, dropout) for key, t in blocks.templates.items()}
         self._segments: dict[tuple[object, ...], Segment] = {}
+        self._by_place: dict[tuple[object, ...], Segment] = {}
         names = [name for block in blocks.blocks for name in block.names("dropout")] if dropout else []
         self._site_names = list(dict.fromkeys(names))
         self._sites = torch.tensor([random.site_hash(n) for n in self._site_names], dtype=torch.int64, device=device)
@@ -70,12 +72,16 @@ class Engine:
     def micro_batch(self, inputs: Mapping[str, Tensor], keys: Tensor, dims: dict[str, int]) -> MicroBatch:
         """Computes everything that follows from the inputs alone."""
         batch = MicroBatch(inputs, keys, dims)
+        batch.sources = {
+            "parameter": self.parameters, "buffer": self._buffers, "constant": self._constants, "input": inputs,
+            "wire": batch.wires, "value": batch.values, "dropout": batch.dropout,
+        }  # fmt: skip
         arguments = [self._argument(port, batch) for port in self.blocks.prologue_ports]
         with torch.no_grad():
-            batch.values = dict(zip(self.blocks.values, self._prologue(*arguments), strict=True))
+            batch.values.update(zip(self.blocks.values, self._prologue(*arguments), strict=True))
             if self._site_names:
                 rows = random.site_keys(keys, self._sites)
-                batch.dropout = dict(zip(self._site_names, rows.unbind(0), strict=True))
+                batch.dropout.update(zip(self._site_names, rows.unbind(0), strict=True))
         return batch
 
     def run(self, program: Program, batches: Sequence[MicroBatch], scale: Tensor, accumulator: Accumulator) -> None:
@@ -90,7 +96,7 @@ class Engine:
             for instruction in program:
                 if instruction.op in actions:
                     actions[instruction.op](batches[instruction.micro_batch])
-                    self.executed[instruction.op] += 1
+                    self.executed[str(instruction.op)] += 1
 
     @torch.no_grad()
     def forward(self, batch: MicroBatch, keep: bool = True) -> None:
@@ -108,6 +114,10 @@ class Engine:
             if keep:
                 batch.saved[block.name] = (segment, saved)
         batch.loss = batch.wires.pop(self.blocks.loss)
+
+    def keeps_only_inputs(self) -> bool:
+        """Whether every segment run so far keeps nothing for its backward but what it was given."""
+        return all(segment.keeps_only_inputs for segment in self._segments.values())
 
     def _backward(self, batch: MicroBatch, scale: Tensor, accumulator: Accumulator | None) -> None:
         """All blocks in reverse: input gradients, and with an accumulator weight gradients in the same functions."""
@@ -157,16 +167,19 @@ class Engine:
             return evaluate(port.name, batch.dims)
         if port.kind == "dropout" and not self._site_names:
             return batch.keys  # evaluation: the port is there, nothing reads it
-        return self._sources(batch)[port.kind][port.name]
-
-    def _sources(self, batch: MicroBatch) -> dict[str, Mapping[str, Tensor]]:
-        return {
-            "parameter": self.parameters, "buffer": self._buffers, "constant": self._constants, "input": batch.inputs,
-            "wire": batch.wires, "value": batch.values, "dropout": batch.dropout,
-        }  # fmt: skip
+        return batch.sources[port.kind][port.name]
 
     def _segment(self, block: Block, arguments: Sequence[Tensor | int], batch: MicroBatch) -> Segment:
-        """The functions for these shapes: traced and compiled once, shared by every block with this template."""
+        """The functions for these shapes, found by block and dims; blocks whose templates and shapes agree share them."""
+        place = (block.name, *batch.dims.values(), *(batch.differentiable[wire] for wire in block.names("wire")))
+        segment = self._by_place.get(place)
+        if segment is None:
+            segment = self._by_place[place] = self._shared_segment(block, arguments, batch)
+        for wire, differentiable in zip(block.outputs, segment.differentiable, strict=True):
+            batch.differentiable[wire] = differentiable
+        return segment
+
+    def _shared_segment(self, block: Block, arguments: Sequence[Tensor | int], batch: MicroBatch) -> Segment:
         wants = tuple(self._wants_gradient(port, batch) for port in block.ports if port.kind != "size")
         shapes = tuple((a.shape, a.dtype, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
         key = (block.template, wants, shapes)
@@ -176,10 +189,7 @@ class Engine:
                 [port.kind == "parameter" for port in block.ports if port.kind != "size"], wants,
                 recompute=self.recompute, compiler=self.compiler,
             )  # fmt: skip
-        segment = self._segments[key]
-        for wire, differentiable in zip(block.outputs, segment.differentiable, strict=True):
-            batch.differentiable[wire] = differentiable
-        return segment
+        return self._segments[key]
 
     def _wants_gradient(self, port: Port, batch: MicroBatch) -> bool:
         if port.kind == "parameter":

@@ -1,0 +1,112 @@
+"""What one verification runs: the model, the plan, the batches. Both sides derive everything from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx import tasks
+from phalanx.errors import ConfigError, VerifyError
+from phalanx.model.zoo import Model, ModelSpec, resolve
+from phalanx.tasks.base import Task
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
+
+
+@dataclass(frozen=True)
+class Training:
+    """The optimizer both sides use. A larger epsilon than usual keeps rounding noise in tiny gradients from being
+    amplified into visible updates; everything else is as in training."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-4
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """model: whatever names one. Steps alternate between two shapes, so one capture is proven for both."""
+
+    model: Model
+    plan: str = ""
+    tiny: bool = False
+    task: str | None = None
+    dtype: str = "float64"
+    steps: int = 2
+    batch: int = 4
+    tokens: int = 24
+    dropout: float | None = None  # None: the model's own
+    padding: bool = False
+    documents: bool = False
+    seed: int = 0
+    compile: str = "off"
+    device: str = "cpu"
+    training: Training = field(default_factory=Training)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"verify: dtype '{self.dtype}' has no tolerance", f"allowed: {', '.join(DTYPES)}")
+        for name, least in (("steps", 1), ("batch", 2), ("tokens", 8)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"verify: {name}={getattr(self, name)} is too small", f"use {least} or more")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.dtype]
+
+    def spec(self) -> ModelSpec:
+        return resolve(self.model, task=self.task, tiny=self.tiny)
+
+    def batches(self, spec: ModelSpec) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """(samples consumed before it, batch) of each step, floats in the case's dtype."""
+        consumed, task = 0, task_of(spec)
+        for step in range(self.steps):
+            samples, tokens = self._shape(step)
+            batch = task.synthetic(
+                spec.config, batch=samples, tokens=tokens, seed=self.seed + step,
+                padding=self.padding, documents=self.documents,
+            )  # fmt: skip
+            yield consumed, {k: v.to(self.torch_dtype) if v.is_floating_point() else v for k, v in batch.items()}
+            consumed += samples
+
+    def _shape(self, step: int) -> tuple[int, int]:
+        return (self.batch, self.tokens) if step % 2 == 0 else (self.batch - 1, self.tokens * 2 // 3)
+
+
+def task_of(spec: ModelSpec) -> Task:
+    if spec.task not in tasks.TASKS:
+        raise VerifyError(
+            f"verify cannot make batches for '{spec.name}': its task is unknown",
+            f"name it with task=…; known: {', '.join(tasks.TASKS)}",
+        )
+    return tasks.get(spec.task)
+
+
+@dataclass
+class Step:
+    """What a side did in one step."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]  # after the update
+
+
+@dataclass
+class Execution:
+    """What the plan side did beyond the numbers, for proving that the plan was really executed."""
+
+    steps: list[Step]
+    facts: dict[str, Any]  # measured, by name
+    implied: dict[str, Any]  # what the plan implies for the same names
+    attention_sites: tuple[str, ...] = ()

@@ -1,0 +1,115 @@
+"""The plain side: the unpatched HuggingFace model, a plain loop, torch's own clipping and AdamW. Runs in its own process.
+
+The process is started afresh (never forked from one in which models were captured) and may serve many cases, because
+starting Python and torch costs more than a tiny case.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import VerifyError
+from phalanx.verification.case import Case, Step, task_of
+
+
+def run_plain(case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[str, ...]) -> list[Step]:
+    """Every step of the case on the plain model, from these parameter values."""
+    from phalanx.model import random, reference
+
+    spec = case.spec()
+    task = task_of(spec)
+    model = reference.plain(spec, case.torch_dtype, case.dropout)
+    _load(model, initial)
+    optimizer = torch.optim.AdamW(_groups(model, case), lr=case.training.lr, betas=case.training.betas, eps=case.training.eps)
+    steps: list[Step] = []
+    for consumed, batch in case.batches(spec):
+        keys = random.sample_keys(case.seed, consumed, next(iter(batch.values())).shape[0])
+        with reference.injected(model, keys, attention_sites, case.torch_dtype):
+            loss = reference.loss(model, task.reference_inputs(batch))
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), case.training.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        steps.append(Step(float(loss.detach()), gradients, parameters))
+    return steps
+
+
+def _load(model: nn.Module, initial: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial[name])
+
+
+def _groups(model: nn.Module, case: Case) -> list[dict[str, Any]]:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": case.training.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+class PlainProcess:
+    """A fresh process that runs plain cases until it is closed."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def run(self, case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[str, ...]) -> list[Step]:
+        with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
+            torch.save(dict(initial), Path(folder) / "initial.pt")
+            try:
+                self._connection.send((case, folder, attention_sites))
+                answer = self._connection.recv()
+            except EOFError:
+                raise VerifyError("the process of the plain model died", "is there enough memory for a second model?") from None
+            except (AttributeError, TypeError) as error:
+                raise VerifyError(
+                    f"the model cannot be handed to the plain process: {error}",
+                    "give a name, a configuration, or a factory defined at the top level of a module",
+                ) from error
+            if answer is not None:
+                raise VerifyError(f"the plain model failed:\n{answer}", "the model itself must run before a plan can be checked")
+            return torch.load(Path(folder) / "steps.pt", weights_only=False)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(timeout=5)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            case, folder, attention_sites = connection.recv()
+        except EOFError:
+            return
+        try:
+            initial = torch.load(Path(folder) / "initial.pt")
+            torch.save(run_plain(case, initial, attention_sites), Path(folder) / "steps.pt")
+            connection.send(None)
+        except Exception:
+            connection.send(traceback.format_exc(limit=-4))

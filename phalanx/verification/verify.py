@@ -1,0 +1,38 @@
+"""The one call: run the plan, run the plain model, compare, report."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from phalanx.model.zoo import Model
+from phalanx.plan.plan import Plan
+from phalanx.verification.case import Case
+from phalanx.verification.compare import compare
+from phalanx.verification.plain_side import PlainProcess
+from phalanx.verification.plan_side import prepare, run_plan
+from phalanx.verification.report import Fact, Report
+
+
+def verify(model: Model, plan: str | Plan = "", **options: Any) -> Report:
+    """Proves, or refutes, that `plan` trains `model` exactly as the plain model is trained.
+
+    Options are those of `Case`: tiny, dtype ("float64", "float32"), steps, batch, tokens, dropout, padding, documents,
+    seed, compile, device, task.
+    """
+    text = plan.text if isinstance(plan, Plan) else plan
+    with PlainProcess() as process:
+        return verify_case(Case(model, text, **options), process)
+
+
+def verify_case(case: Case, process: PlainProcess) -> Report:
+    """As `verify`, with a plain process that may serve many cases."""
+    started = time.perf_counter()
+    spec, captured, initial = prepare(case)
+    execution = run_plan(case, spec, captured, initial)
+    plain = process.run(case, initial, execution.attention_sites)
+    facts = tuple(Fact(name, execution.implied[name], measured) for name, measured in execution.facts.items())
+    return Report(
+        spec.name, Plan.parse(case.plan).text, case.dtype, case.tolerance,
+        tuple(compare(execution.steps, plain)), facts, time.perf_counter() - started,
+    )  # fmt: skip

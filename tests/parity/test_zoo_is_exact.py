@@ -1,0 +1,58 @@
+"""Invariant 1 for every architecture of the zoo: what Phalanx computes equals the plain HuggingFace model in float64.
+
+Each case trains two steps with two different batch shapes from one capture. Three cases per architecture cover dropout on
+and off, padding, packed documents, micro-batches, all schedules and recomputation between them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.model import zoo_table
+from phalanx.verification.case import Case
+from phalanx.verification.plain_side import PlainProcess
+from phalanx.verification.verify import verify_case
+
+# One name per architecture, and per variant of one that changes its graph (odd heads, ties, key/value sharing, gates).
+ARCHITECTURES = [
+    "gpt2-xl", "EleutherAI/gpt-neo-2.7B", "EleutherAI/gpt-j-6b", "facebook/opt-6.7b", "bert-base-cased",
+    "google/electra-base-generator", "google/vit-base-patch16-224-in21k", "openai/whisper-small", "google-t5/t5-small",
+    "google/flan-t5-base", "meta-llama/Llama-2-13b-chat-hf", "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1",
+    "google/gemma-2-2b", "google/gemma-3-1b-it", "microsoft/Phi-3-mini-4k-instruct", "EleutherAI/pythia-1.4b",
+    "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B",
+]  # fmt: skip
+_TASKS = {name: entry.task for name in ARCHITECTURES if (entry := zoo_table.lookup(name))}
+TAKES_PADDING = [n for n in ARCHITECTURES if _TASKS[n] not in ("image-classification",)]
+TAKES_DOCUMENTS = [n for n in ARCHITECTURES if _TASKS[n] == "causal-lm"]
+
+
+def require_exact(case: Case, process: PlainProcess) -> None:
+    report = verify_case(case, process)
+    assert report.ok, f"\n{report}"
+
+
+def test_every_architecture_of_the_zoo_is_covered() -> None:
+    known = {entry.model_type for name in zoo_table.names() if (entry := zoo_table.lookup(name))}
+    covered = {entry.model_type for name in ARCHITECTURES if (entry := zoo_table.lookup(name))}
+    assert known == covered
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_training_with_dropout_and_separate_weight_gradients_is_exact(name: str, plain_process: PlainProcess) -> None:
+    require_exact(Case(name, "mb=2,schedule=zb-h1", tiny=True, dropout=0.1), plain_process)
+
+
+@pytest.mark.parametrize("name", TAKES_PADDING)
+def test_training_on_padded_samples_without_dropout_is_exact(name: str, plain_process: PlainProcess) -> None:
+    require_exact(Case(name, "mb=3,schedule=gpipe", tiny=True, dropout=0.0, padding=True), plain_process)
+
+
+@pytest.mark.parametrize("name", TAKES_DOCUMENTS)
+def test_training_on_packed_documents_with_recomputation_is_exact(name: str, plain_process: PlainProcess) -> None:
+    require_exact(Case(name, "recompute=yes", tiny=True, dropout=0.1, documents=True), plain_process)
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "meta-llama/Llama-3.2-1B", "openai/whisper-small", "Qwen/Qwen3-30B-A3B"])
+def test_compiled_functions_are_exact(name: str, plain_process: PlainProcess) -> None:
+    require_exact(Case(name, "mb=2", tiny=True, dropout=0.1, compile="aot_eager", steps=1), plain_process)
