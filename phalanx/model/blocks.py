@@ -17,7 +17,8 @@ from torch import fx, nn
 from phalanx.errors import CaptureError
 from phalanx.model import graphs
 from phalanx.model.flops import flops
-from phalanx.model.normalise import FlatGraph, where
+from phalanx.model.functionalise import where
+from phalanx.model.normalise import FlatGraph
 from phalanx.model.units import unit_of
 
 # What a placeholder is. A wire comes from another block, a value from the prologue; a size is an expression over the
@@ -141,6 +142,10 @@ class _Cutter:
 
     def cut(self) -> Blocks:
         assert self.flat.loss is not None and self.flat.count is not None
+        if not self.dependent[self.flat.loss]:
+            raise CaptureError(
+                "the loss depends on no parameter, so there is nothing to train", "return the loss of what the model computed"
+            )
         self._name_wires()
         blocks = tuple(self._block(run) for run in self.runs)
         count = self._value(self.flat.count)

@@ -8,14 +8,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import phalanx
 from phalanx.errors import CaptureError
 from phalanx.model import hooks
 from phalanx.model.normalise import FlatGraph, normalise
@@ -24,6 +30,9 @@ from phalanx.tasks.base import Input
 
 # Pairwise different, and different from sizes that models use: the exporter identifies dims that look alike.
 _EXAMPLE_SIZES = {"batch": 5, "tokens": 37, "source": 43}
+
+
+_NOT_THE_MODEL = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, phalanx.__file__)) + ("<",)
 
 
 class _WithLoss(nn.Module):
@@ -42,14 +51,18 @@ class _WithLoss(nn.Module):
         return output["loss"] if isinstance(output, dict) else output[0]
 
 
-def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype, device: str = "meta") -> FlatGraph:
+def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> FlatGraph:
     """The flat, normalised graph of `model` called with `inputs`. Parameters and buffers keep their names."""
-    examples = {spec.name: _example(spec, dtype, device) for spec in inputs}
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    examples = {spec.name: _fake(mode, _example(spec, dtype)) for spec in inputs}
     dynamic = {
         spec.name: {i: torch.export.Dim.DYNAMIC for i, dim in enumerate(spec.dims) if isinstance(dim, str)}
         for spec in inputs
     }
-    with _quiet(), _no_layerdrop(), hooks.own_attention_methods(model), hooks.experts_of_any_dtype():
+    patches = (_no_layerdrop(), hooks.own_attention_methods(model), hooks.experts_of_any_dtype())
+    with _quiet(), _fake_state(model, mode), contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         try:
             program = torch.export.export(_WithLoss(model), (examples,), strict=False, dynamic_shapes=(dynamic,))
         except CaptureError:
@@ -62,9 +75,39 @@ def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype, device
     return flat
 
 
-def _example(spec: Input, dtype: torch.dtype, device: str) -> Tensor:
+def _example(spec: Input, dtype: torch.dtype) -> Tensor:
     shape = [_EXAMPLE_SIZES[dim] if isinstance(dim, str) else dim for dim in spec.dims]
-    return torch.zeros(shape, dtype=torch.int64 if spec.dtype == "int64" else dtype, device=device)
+    return torch.empty(shape, dtype=torch.int64 if spec.dtype == "int64" else dtype, device="meta")
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Shape and dtype without storage. It claims to be on the CPU, so that constants which a model makes on its inputs'
+    device keep their values; on the meta device they would lose them."""
+    return FakeTensor(mode, torch.empty_like(tensor, device="meta", requires_grad=False), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _fake_state(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Within, parameters and buffers have no storage."""
+    places = [
+        (table, name, tensor)
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    fakes: dict[Tensor, Tensor] = {}  # tied tensors stay tied
+    for table, name, tensor in places:
+        if tensor not in fakes:
+            fake = _fake(mode, tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[tensor] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        table[name] = fakes[tensor]
+    try:
+        yield
+    finally:
+        for table, name, tensor in places:
+            table[name] = tensor
 
 
 def _flatten(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> FlatGraph:
@@ -79,8 +122,10 @@ def _flatten(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> 
     symbols: dict[str, str] = {}
     constants: dict[str, Tensor] = {}
     users = iter(inputs)
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes:  # pyright: ignore
+            node.meta["path"] = _path(node)
     for node in program.graph.nodes:
-        node.meta["path"] = _path(node)
         if node.op != "placeholder":
             continue
         if name := signature.inputs_to_parameters.get(node.name):
@@ -155,11 +200,12 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_layerdrop() -> Iterator[None]:
-    """Layerdrop branches on `torch.rand([])`; with layerdrop 0 the branch is never taken, whatever is drawn."""
+    """transformers' layerdrop branches on `torch.rand([])`; with layerdrop 0 no branch is taken, whatever is drawn."""
     original = torch.rand
 
     def rand(*size: Any, **options: Any) -> Any:
-        return 1.0 if size in (([],), ((),)) else original(*size, **options)
+        in_transformers = sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.")
+        return 1.0 if in_transformers and size in (([],), ((),)) else original(*size, **options)
 
     torch.rand = rand
     try:
@@ -172,11 +218,11 @@ def _explain(error: Exception) -> CaptureError:
     """The module line that stopped the export, without the exporter's pages of context."""
     text = str(error)
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)', text)
-    frames = [f for f in frames if "/torch/" not in f[0]] or frames
+    frames = [f for f in frames if not f[0].startswith(_NOT_THE_MODEL)] or frames
     traceback, place = error.__traceback__, ""
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/phalanx/" not in file:
+        if not file.startswith(_NOT_THE_MODEL):
             place = f"{file}, line {traceback.tb_lineno}, in {traceback.tb_frame.f_code.co_name}"
         traceback = traceback.tb_next
     if frames:

@@ -203,7 +203,7 @@ def _drop(probabilities: Tensor, spec: Attention, chunk: slice) -> Tensor:
     keep = random.keep_attention(
         spec.dropout_keys, torch.arange(heads, device=device), queries, num_keys, spec.dropout
     )
-    return torch.where(keep, probabilities * (1.0 / (1.0 - spec.dropout)), 0.0)
+    return torch.where(keep, probabilities * random.scale(spec.dropout), 0.0)
 
 
 def _grouped(left: Tensor, right: Tensor, heads: int) -> Tensor:

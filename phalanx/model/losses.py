@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from phalanx.errors import CaptureError
+from phalanx.model.functionalise import where
 
 if TYPE_CHECKING:
     from phalanx.model.normalise import FlatGraph
@@ -51,8 +52,6 @@ def _sum_and_count(flat: FlatGraph, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
         return total, _number_of_elements(flat, loss.args[1])
     if loss.target is aten.mean.default:
         return graph.call_function(aten.sum.default, (loss.args[0],)), _number_of_elements(flat, loss.args[0])
-    from phalanx.model.normalise import where
-
     raise CaptureError(
         f"the loss ends in {loss.target}, which is not a mean over items ({where(loss)}); a split batch would change it",
         "return cross_entropy, mse_loss, l1_loss, binary_cross_entropy_with_logits or x.mean() as the loss",

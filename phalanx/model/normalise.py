@@ -19,6 +19,7 @@ import phalanx.model.attention
 import phalanx.model.experts
 import phalanx.model.operators  # noqa: F401  (the three define operators)
 from phalanx.errors import CaptureError
+from phalanx.model.functionalise import inline_modes, make_functional, refuse_randomness, replace, where
 from phalanx.model.losses import rewrite_loss
 
 aten = torch.ops.aten
@@ -26,16 +27,6 @@ _IGNORED = {
     aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default, aten._assert_async.msg,
 }  # fmt: skip
-_ALIASES = {
-    aten.detach.default, aten.detach_.default, aten.alias.default, aten.clone.default,
-    aten.lift_fresh_copy.default, aten.lift_fresh.default,
-}  # fmt: skip
-_VIEWS = {
-    aten.view.default, aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.permute.default,
-    aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.t.default, aten.unbind.int,
-}  # fmt: skip
-_RANDOM = ("rand", "bernoulli", "normal", "multinomial", "dropout", "rrelu", "exponential", "uniform")
-
 
 @dataclass
 class FlatGraph:
@@ -76,9 +67,10 @@ class FlatGraph:
 
 def normalise(flat: FlatGraph, dtype: torch.dtype) -> None:
     """All passes, in order."""
-    _inline_grad_modes(flat)
+    inline_modes(flat)
     _drop_guards(flat)
-    _make_functional(flat)
+    refuse_randomness(flat)
+    make_functional(flat)
     _name_sizes(flat)
     _forget_devices(flat)
     if dtype == torch.float64:
@@ -87,7 +79,6 @@ def normalise(flat: FlatGraph, dtype: torch.dtype) -> None:
     _use_our_attention(flat)
     _use_our_experts(flat)
     _key_dropout(flat)
-    _refuse_randomness(flat)
     rewrite_loss(flat)
     flat.graph.eliminate_dead_code()
     flat.roles = {node: role for node, role in flat.roles.items() if node.users}
@@ -97,47 +88,10 @@ def normalise(flat: FlatGraph, dtype: torch.dtype) -> None:
     flat.graph.lint()
 
 
-def where(node: fx.Node) -> str:
-    """The module and source line a node came from, for error messages."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
-    source = " ".join(lines[-2:]) if lines else "unknown line"
-    return f"module '{node.meta.get('path') or '<root>'}', {source}"
-
-
 def _calls(flat: FlatGraph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
     for node in list(flat.graph.nodes):
         if node.op == "call_function" and node.target in targets:
             yield node
-
-
-def _replace(flat: FlatGraph, node: fx.Node, new: Any) -> None:
-    if isinstance(new, fx.Node):
-        node.replace_all_uses_with(new)
-    else:
-        for user in list(node.users):
-            user.args = fx.node.map_arg(user.args, lambda n: new if n is node else n)
-            user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is node else n)
-    flat.graph.erase_node(node)
-
-
-def _inline_grad_modes(flat: FlatGraph) -> None:
-    """Rotary tables are computed under no_grad; they depend on no parameter, so the wrapper changes nothing."""
-    for node in list(flat.graph.nodes):
-        if node.op != "call_function" or str(node.target) not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
-            continue
-        position = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
-        body = getattr(flat.graph.owning_module, str(node.args[position].target))  # pyright: ignore
-        inner = [n for n in body.graph.nodes if n.op == "placeholder"]
-        copies: dict[fx.Node, Any] = dict(zip(inner, node.args[position + 1 :], strict=True))
-        with flat.graph.inserting_before(node):
-            results = flat.graph.graph_copy(body.graph, copies)
-        for original, copy in copies.items():
-            if original.op == "call_function":
-                copy.meta["path"] = node.meta.get("path", "")
-        for getter in list(node.users):
-            _replace(flat, getter, results[getter.args[1]])  # pyright: ignore
-        flat.graph.erase_node(node)
 
 
 def _drop_guards(flat: FlatGraph) -> None:
@@ -146,43 +100,12 @@ def _drop_guards(flat: FlatGraph) -> None:
             flat.graph.erase_node(node)
 
 
-def _make_functional(flat: FlatGraph) -> None:
-    """x.op_(…) becomes y = op(x, …), later uses of x become y. Safe when x is not a view and has no live views."""
-    for node in list(flat.graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if node.target in _ALIASES:
-            _replace(flat, node, node.args[0])
-            continue
-        packet = node.target._schema.name.split("::")[-1]
-        if not packet.endswith("_") or packet.startswith("__"):
-            continue
-        changed = node.args[0]
-        assert isinstance(changed, fx.Node)
-        later = set(_after(flat, node))
-        live_views = [user for user in changed.users if user.target in _VIEWS and any(u in later for u in user.users)]
-        if changed.target in _VIEWS or live_views or changed.op == "placeholder":
-            raise CaptureError(
-                f"the model changes a tensor in place that others still see ({where(node)})",
-                "write the operation out of place, for example `x = x + y` instead of `x[...] += y`",
-            )
-        node.target = getattr(getattr(aten, packet.removesuffix("_")), node.target._overloadname)
-        changed.replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
-
-
-def _after(flat: FlatGraph, node: fx.Node) -> Iterator[fx.Node]:
-    node = node.next
-    while node.op != "root":
-        yield node
-        node = node.next
-
-
 def _name_sizes(flat: FlatGraph) -> None:
     for node in list(flat.graph.nodes):
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.SymInt | torch.SymBool | int) or not node.users:
             continue
-        _replace(flat, node, flat.size(value))
+        replace(flat.graph, node, flat.size(value))
 
 
 def _forget_devices(flat: FlatGraph) -> None:
@@ -233,33 +156,59 @@ def _simplify(flat: FlatGraph) -> None:
         elif node.target is aten.to.dtype:
             source = node.args[0].meta["val"].dtype  # pyright: ignore
             if source in floating.get(node.args[1], (node.args[1],)):  # pyright: ignore
-                _replace(flat, node, node.args[0])
+                replace(flat.graph, node, node.args[0])
         elif node.target is aten.slice.Tensor and tuple(node.args[2:]) in ((0, 2**63 - 1), (0, 2**63 - 1, 1)):
-            _replace(flat, node, node.args[0])
+            replace(flat.graph, node, node.args[0])
 
 
 def _use_our_attention(flat: FlatGraph) -> None:
     """Plain scaled_dot_product_attention calls become our operator; a bias that is all zeros is dropped."""
     for node in _calls(flat, aten.scaled_dot_product_attention.default):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        query = given["query"].meta["val"]  # pyright: ignore
-        if given.get("attn_mask") is not None or query.dim() != 4:
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        query, key = given["query"].meta["val"], given["key"].meta["val"]
+        causal, dropout = bool(given.get("is_causal", False)), float(given.get("dropout_p", 0.0))
+        # Causal attention of unequal lengths is aligned at the first key there, at the last key in our operator.
+        alike = query.dim() == 4 and (not causal or str(query.shape[2]) == str(key.shape[2]))
+        if not alike or (given.get("attn_mask") is not None and not dropout):
+            _refuse_dropout(node, dropout)
             continue
         scale = given.get("scale") or query.shape[-1] ** -0.5
-        causal, dropout = bool(given.get("is_causal", False)), float(given.get("dropout_p", 0.0))  # pyright: ignore
-        args = (*node.args[:3], None, None, None, None, causal, float(scale), 0, 0.0, dropout)  # pyright: ignore
         with flat.graph.inserting_before(node):
+            bias = _bias(flat.graph, given.get("attn_mask"))
+            args = (*node.args[:3], None, None, bias, None, causal, float(scale), 0, 0.0, dropout)
             pair = flat.graph.call_function(torch.ops.phalanx.attention.default, args)
             out = flat.graph.call_function(operator.getitem, (pair, 0))
         for new in (pair, out):
             new.meta["path"] = node.meta.get("path", "")
         out.meta["val"] = node.meta["val"]
-        _replace(flat, node, out)
+        replace(flat.graph, node, out)
     for node in _calls(flat, torch.ops.phalanx.attention.default):
         bias = node.args[5]
         if isinstance(bias, fx.Node) and bias.target in (aten.zeros.default, aten.zeros_like.default):
             node.update_arg(5, None)
+
+
+def _refuse_dropout(node: fx.Node, dropout: float) -> None:
+    if dropout:
+        raise CaptureError(
+            f"this form of attention has dropout that no plan could repeat ({where(node)})",
+            "give scaled_dot_product_attention [batch, heads, tokens, dim], and causal attention equally many keys",
+        )
+
+
+def _bias(graph: fx.Graph, mask: fx.Node | None) -> fx.Node | None:
+    """A mask of scaled_dot_product_attention as our operator's bias: floating, with all four dims."""
+    if mask is None:
+        return None
+    missing, path = 4 - mask.meta["val"].dim(), mask.meta.get("path", "")
+    steps: list[tuple[Any, tuple[Any, ...]]] = [(aten.unsqueeze.default, (0,))] * missing
+    if mask.meta["val"].dtype == torch.bool:
+        steps.append((aten.where.Scalar, (0.0, float("-inf"))))
+    for target, args in steps:
+        mask = graph.call_function(target, (mask, *args))
+        mask.meta["path"] = path
+    return mask
 
 
 def _use_our_experts(flat: FlatGraph) -> None:
@@ -281,21 +230,33 @@ def _key_dropout(flat: FlatGraph) -> None:
     """Each dropout draws from the keys of its own site: module path and call index within it."""
     calls: dict[str, int] = {}
 
-    def keys(path: str) -> fx.Node:
+    def keys(node: fx.Node) -> fx.Node:
+        _require_samples_first(flat, node)
+        path = str(node.meta.get("path", ""))
         index = calls[path] = calls.get(path, -1) + 1
         return flat.placeholder("dropout", f"{path}#{index}")
 
     for node in _calls(flat, aten.dropout.default, torch.ops.phalanx.attention.default):
-        path = str(node.meta.get("path", ""))
         if node.target is torch.ops.phalanx.attention.default:
             if node.args[11]:
-                node.update_arg(6, keys(path))
+                node.update_arg(6, keys(node))
             continue
         x, p, train = node.args
         if not p or not train:
-            _replace(flat, node, x)
+            replace(flat.graph, node, x)
             continue
-        node.target, node.args = torch.ops.phalanx.dropout.default, (x, keys(path), p)
+        node.target, node.args = torch.ops.phalanx.dropout.default, (x, keys(node), p)
+
+
+def _require_samples_first(flat: FlatGraph, node: fx.Node) -> None:
+    """Keys belong to samples, so the rows of what is dropped must be samples, or samples times tokens."""
+    shape = node.args[0].meta["val"].shape  # pyright: ignore
+    symbols = shape[0].node.expr.free_symbols if len(shape) and isinstance(shape[0], torch.SymInt) else ()
+    if "batch" not in {flat.symbols.get(str(symbol)) for symbol in symbols}:
+        raise CaptureError(
+            f"dropout on a tensor of shape {list(shape)}, whose first dim is not the batch ({where(node)})",
+            "lay activations out as [batch, ...] (batch_first=True); dropout on weights cannot be split by samples",
+        )
 
 
 def without_dropout(graph: fx.Graph) -> None:
@@ -306,15 +267,3 @@ def without_dropout(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target is torch.ops.phalanx.attention.default:
             node.args = (*node.args[:6], None, *node.args[7:11], 0.0)
-
-
-def _refuse_randomness(flat: FlatGraph) -> None:
-    for node in flat.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        name = node.target._schema.name
-        if name.startswith("aten::") and any(word in name for word in _RANDOM) and "norm" not in name.replace("normal", ""):
-            raise CaptureError(
-                f"{name} draws random numbers that cannot be repeated under every plan ({where(node)})",
-                "use dropout, or compute the random values outside the model and pass them as an input",
-            )

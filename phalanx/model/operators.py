@@ -18,7 +18,7 @@ _library.define("cross_entropy_sum(Tensor logits, Tensor targets, int ignore_ind
 
 def _dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
     keep = random.keep_features(keys, x.shape, p)
-    return torch.where(keep, x * (1.0 / (1.0 - p)), 0.0)
+    return torch.where(keep, x * random.scale(p), 0.0)
 
 
 class _CrossEntropySum(torch.autograd.Function):

@@ -51,6 +51,11 @@ def _threshold(p: float) -> int:
     return min(int(round(p * _RANGE)), _RANGE - 1)
 
 
+def scale(p: float) -> float:
+    """What survivors are multiplied by. With p = 1 nothing survives."""
+    return 1.0 / (1.0 - p) if p < 1 else 0.0
+
+
 def keep_features(keys: Tensor, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
     """Which elements of an activation survive; bool, of the given shape.
 

@@ -106,6 +106,8 @@ def _rename_wires(block: Block, names: dict[str, str]) -> Block:
 
 def _require_repetition(by_name: dict[str, Block], path: str, kinds: Sequence[str]) -> None:
     """Two captured layers of one class must be each other's image, and only the last layer may feed what follows."""
+    if again := [name for name in by_name if name.startswith(path + ".") and "#" in name]:
+        raise NotRepeating(f"{again[0]} is the same layer applied again")
     for kind in set(kinds):
         places = [i for i, other in enumerate(kinds) if other == kind]
         if len(places) < 2:

@@ -1,0 +1,168 @@
+"""Passes that take hidden effects out of an exported graph: gradient modes, random numbers, in-place operators.
+
+Afterwards every node is a pure function of its arguments. What cannot be made pure exactly is refused with the module
+and source line it came from; nothing is approximated.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from phalanx.errors import CaptureError
+
+if TYPE_CHECKING:
+    from phalanx.model.normalise import FlatGraph
+
+aten = torch.ops.aten
+_COPIES = (aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+_KEYED = (aten.dropout.default, aten.dropout_.default, aten.scaled_dot_product_attention.default)
+
+
+def where(node: fx.Node) -> str:
+    """The module and source line a node came from, for error messages."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
+    source = " ".join(lines[-2:]) if lines else "unknown line"
+    return f"module '{node.meta.get('path') or '<root>'}', {source}"
+
+
+def replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
+    """Every use of `node` becomes `new`, a node or a number; `node` is gone."""
+    if isinstance(new, fx.Node):
+        node.replace_all_uses_with(new)
+    else:
+        for user in list(node.users):
+            user.args = fx.node.map_arg(user.args, lambda n: new if n is node else n)
+            user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is node else n)
+    graph.erase_node(node)
+
+
+def inline_modes(flat: FlatGraph) -> None:
+    """Bodies of `with torch.no_grad()` and of switched-off autocast become part of the graph."""
+    assert flat.graph.owning_module is not None
+    _inline(flat.graph, flat.graph.owning_module)
+
+
+def _inline(graph: fx.Graph, owner: torch.nn.Module) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function" or str(node.target) not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            continue
+        if str(node.target) == "wrap_with_autocast" and node.args[2]:
+            raise CaptureError(
+                f"the model switches autocast on by itself (module '{node.meta.get('path') or '<root>'}')",
+                "cast explicitly with .to(dtype), or leave the dtype to the run's precision",
+            )
+        position = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
+        body = getattr(owner, str(node.args[position].target))  # pyright: ignore
+        _inline(body.graph, body)
+        inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+        copies: dict[fx.Node, Any] = dict(zip(inner, node.args[position + 1 :], strict=True))
+        with graph.inserting_before(node):
+            results = graph.graph_copy(body.graph, copies)
+        gradients_off = str(node.target) == "wrap_with_set_grad_enabled" and not node.args[0]
+        for getter in list(node.users):
+            result = results[getter.args[1]]  # pyright: ignore
+            if gradients_off:
+                getter.target, getter.args = aten.detach.default, (result,)
+            else:
+                replace(graph, getter, result)
+        graph.erase_node(node)
+
+
+def refuse_randomness(flat: FlatGraph) -> None:
+    """Dropout gets keys later; other draws, and statistics over the batch, would change with how a batch is split."""
+    for node in flat.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags and node.target not in _KEYED:
+            raise CaptureError(
+                f"{node.target._schema.name} draws random numbers that no plan could repeat ({where(node)})",
+                "use dropout, or compute the random values outside the model and pass them as an input",
+            )
+        if node.target is aten.batch_norm.default and node.args[5]:
+            raise CaptureError(
+                f"batch normalisation mixes the samples of a batch ({where(node)}), so a split batch would differ",
+                "use a normalisation that keeps samples apart, such as GroupNorm or LayerNorm",
+            )
+
+
+def make_functional(flat: FlatGraph) -> None:
+    """x.op_(…) becomes y = op(x, …), and later uses of x become y: safe unless the old x is seen under another name."""
+    for node in list(flat.graph.nodes):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            _replace_in_place(flat, node)
+    for node in list(flat.graph.nodes):
+        if node.target in _COPIES:
+            replace(flat.graph, node, node.args[0])
+
+
+def _replace_in_place(flat: FlatGraph, node: fx.Node) -> None:
+    changed, twin = node.args[0], _functional_twin(node.target)  # pyright: ignore
+    assert isinstance(changed, fx.Node)
+    later = set(_after(node))
+    base = _storage(changed)
+    others = [n for n in flat.graph.nodes if n not in later and n not in (node, changed) and _storage(n) is base]
+    state = base.op == "placeholder" and flat.roles[base][0] != "constant"
+    if twin is None or state or any(user in later for other in others for user in other.users):
+        raise CaptureError(
+            f"the model changes a tensor in place that others still see ({where(node)})",
+            "write the operation out of place, for example `x = x + y` instead of `x[...] += y`",
+        )
+    node.target = twin
+    changed.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
+    _keep_dtype(flat, node, changed)
+
+
+def _functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """aten.add.Tensor for aten.add_.Tensor, aten.__and__.Tensor for aten.__iand__.Tensor."""
+    namespace, name = target._schema.name.split("::")
+    name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+    return getattr(getattr(getattr(torch.ops, namespace), name, None), target._overloadname, None)
+
+
+def _keep_dtype(flat: FlatGraph, node: fx.Node, changed: fx.Node) -> None:
+    """An in-place result has the dtype of what it was written into; the functional one may be promoted."""
+    dtypes = [n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    kept, promoted = changed.meta["val"].dtype, reduce(torch.promote_types, dtypes)
+    if kept == promoted:
+        return
+    with flat.graph.inserting_after(node):
+        cast = flat.graph.call_function(aten.to.dtype, (node, kept))
+    cast.meta.update(node.meta)
+    node.meta["val"] = node.meta["val"].to(promoted)
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+
+
+def _after(node: fx.Node) -> Iterator[fx.Node]:
+    node = node.next
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def _storage(node: fx.Node) -> fx.Node:
+    """The node whose memory this one may share: itself, or what it is a view of."""
+    while (source := _viewed(node)) is not None:
+        node = source
+    return node
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    if node.target is operator.getitem:
+        return _viewed(node.args[0])  # pyright: ignore  (one of several results: a view where the operator makes views)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    if not schema.returns or schema.returns[0].alias_info is None or schema.returns[0].alias_info.is_write:
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    value = node.meta.get("val")
+    is_cast = isinstance(value, torch.Tensor) and value.dtype != source.meta["val"].dtype
+    return None if is_cast else source
