@@ -62,14 +62,15 @@ def _empty_like_tokens(x: Tensor) -> Tensor:
 def attention(q, k, v, *options) -> tuple[Tensor, Tensor]:
     spec = Attention(*options)
     out, lse = kernels.choose(q, k, v, spec).forward(q, k, v, spec)
-    return _token_major(out), lse
+    return _token_major(out), lse.contiguous()
 
 
 @torch.library.custom_op("phalanx::attention_backward", mutates_args=(), schema=_BACKWARD)
 def attention_backward(d_out, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = Attention(*options)
     dq, dk, dv, d_bias = kernels.choose(q, k, v, spec).backward(d_out, q, k, v, out, lse, spec)
-    return _token_major(dq), _token_major(dk), _token_major(dv), q.new_empty(0) if d_bias is None else d_bias
+    d_bias = q.new_empty(0) if d_bias is None else d_bias.contiguous()
+    return _token_major(dq), _token_major(dk), _token_major(dv), d_bias
 
 
 @attention.register_fake
