@@ -204,4 +204,5 @@ def test_splitting_the_samples_changes_nothing_with_dropout(split: int) -> None:
         given = options(dropout=0.4, dropout_keys=keys[rows], causal=True)
         return attention(*[x[rows] for x in qkv], *given)[0]
 
-    torch.testing.assert_close(torch.cat([run(slice(0, split)), run(slice(split, 4))]), run(slice(0, 4)), rtol=0, atol=1e-14)
+    parts = torch.cat([run(slice(0, split)), run(slice(split, 4))])
+    torch.testing.assert_close(parts, run(slice(0, 4)), rtol=0, atol=1e-14)
