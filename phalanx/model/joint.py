@@ -29,11 +29,15 @@ class Joint:
 
 
 def trace(
-    graph: fx.Graph, arguments: Sequence[Any], wants_gradient: Sequence[bool], decompositions: dict[Any, Any] | None
+    graph: fx.Graph,
+    arguments: Sequence[Any],
+    wants_gradient: Sequence[bool],
+    is_parameter: Sequence[bool],
+    decompositions: dict[Any, Any] | None,
 ) -> Joint:
     """Traces `graph` called with `arguments` (tensors or ints, real or fake) and the gradients of what is wanted.
 
-    wants_gradient: per tensor argument.
+    wants_gradient, is_parameter: per tensor argument. Gradients of parameters share memory with nothing.
     """
     mode = _fake_mode(arguments)
     tensors = [_fake(mode, a, w) for a, w in zip(_tensors(arguments), wants_gradient, strict=True)]
@@ -46,7 +50,8 @@ def trace(
             for out, needed in zip(outputs, differentiable, strict=True)
             if needed
         ]
-        module = make_fx(_joint(function, wants_gradient), decomposition_table=decompositions)(tensors, tangents)
+        joint = _joint(function, wants_gradient, is_parameter)
+        module = make_fx(joint, decomposition_table=decompositions)(tensors, tangents)
         if any(_mutates(node) for node in module.graph.nodes):
             plain = [t.detach() for t in tensors]
             module = make_fx(torch.func.functionalize(module), decomposition_table=decompositions)(plain, tangents)
@@ -54,16 +59,33 @@ def trace(
     return _describe(module.graph, len(tensors), differentiable)
 
 
-def _joint(function: Callable[..., tuple[Tensor, ...]], wants_gradient: Sequence[bool]) -> Callable[..., Any]:
+def _joint(
+    function: Callable[..., tuple[Tensor, ...]], wants_gradient: Sequence[bool], is_parameter: Sequence[bool]
+) -> Callable[..., Any]:
     def joint(tensors: list[Tensor], tangents: list[Tensor]) -> list[Tensor | None]:
         outputs = function(tensors)
         wanted = [t for t, wants in zip(tensors, wants_gradient, strict=True) if wants]
         sources = [out for out in outputs if out.requires_grad]
         found = iter(torch.autograd.grad(sources, wanted, tangents, allow_unused=True) if sources else [])
         gradients = [next(found, None) if wants else None for wants in wants_gradient]
-        return [*[out.detach() for out in outputs], *[None if g is None else g.contiguous() for g in gradients]]
+        gradients = [None if g is None else g.contiguous() for g in gradients]
+        _separate(gradients, is_parameter, [*tensors, *tangents, *outputs])
+        return [*[out.detach() for out in outputs], *gradients]
 
     return joint
+
+
+def _separate(gradients: list[Tensor | None], is_parameter: Sequence[bool], others: Sequence[Tensor]) -> None:
+    """Copies a parameter's gradient that is also something else (`a + b` gives both the same one): sums over
+    micro-batches and clipping change gradients in place."""
+    inputs = [g for g, parameter in zip(gradients, is_parameter, strict=True) if g is not None and not parameter]
+    seen = {tensor.untyped_storage()._cdata for tensor in (*others, *inputs)}
+    for i, gradient in enumerate(gradients):
+        if gradient is None or not is_parameter[i]:
+            continue
+        if gradient.untyped_storage()._cdata in seen:
+            gradients[i] = gradient.clone()
+        seen.add(gradient.untyped_storage()._cdata)
 
 
 def _as_function(graph: fx.Graph, arguments: Sequence[Any]) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:

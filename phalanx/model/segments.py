@@ -179,7 +179,7 @@ def build(
     compiler: Compiler,
 ) -> Segment:
     """Traces a template for these arguments and cuts its functions. Flags are per tensor argument."""
-    joint = trace(graph, arguments, wants_gradient, compiler.decompositions)
+    joint = trace(graph, arguments, wants_gradient, is_parameter, compiler.decompositions)
     if recompute:
         saved: set[fx.Node] = set()
     elif compiler.fuses:
