@@ -1,0 +1,209 @@
+"""`phalanx inspect MODEL`: the model as planning sees it, one row for each block, and what training it takes.
+
+A zoo model is shown from the facts shipped with the package, without importing torch; anything else is captured first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.errors import ConfigError, nearest
+from phalanx.model.expressions import evaluate
+from phalanx.model.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, load, runs
+from phalanx.observe.format import bytes_text, number_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+TOKENS = 2048
+DTYPES = ("bfloat16", "float32", "float64")
+_PIPED_WIDTH = 160  # a file has no width, and a table squeezed into 80 columns cannot be read
+
+
+def register(app: typer.Typer) -> None:
+    app.command("inspect")(inspect)
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="zoo name, HuggingFace folder or cached hub id")],
+    batch: Annotated[int, typer.Option(min=1, help="samples")] = 1,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"tokens per sample (default: {TOKENS}, or as many as the model takes)")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
+    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="precision of training")] = DTYPES[0],
+    tiny: Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")] = False,
+    live: Annotated[bool, typer.Option("--live", help="capture a zoo model too, instead of reading its facts")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Show a model's blocks: parameters, FLOPs, saved activations and the tensors that cross each cut."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    facts = find_facts(model, task, dtype, tiny, live)
+    dims = choose_dims(facts, batch, tokens)
+    if as_json:
+        typer.echo(json.dumps(as_data(facts, dims), indent=2, ensure_ascii=False))
+    else:
+        _print(facts, dims)
+
+
+def find_facts(model: str, task: str | None, dtype: str, tiny: bool, live: bool) -> ModelFacts:
+    """The shipped facts where they are about exactly this, otherwise those of a capture."""
+    is_folder = (Path(model).expanduser() / "config.json").is_file()  # a folder goes before a zoo model of its name
+    shipped = None if tiny or live or is_folder else load(model)
+    if shipped is not None and shipped.dtype == dtype and task in (None, shipped.task):
+        return shipped
+
+    import torch
+
+    from phalanx import tasks
+    from phalanx.model.capture import capture
+    from phalanx.model.measure import measure
+    from phalanx.model.zoo import resolve
+
+    spec = resolve(model, task=task, tiny=tiny)
+    precision = getattr(torch, dtype)
+    return measure(spec, capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=precision), precision)
+
+
+def choose_dims(facts: ModelFacts, batch: int, tokens: int | None) -> dict[str, int]:
+    """The dims to show the model at; source and target of an encoder–decoder are equally long."""
+    if tokens is not None and "tokens" not in facts.dims:
+        raise ConfigError(
+            f"option tokens = {tokens} does nothing: the inputs of {facts.name!r} have a fixed size", "leave tokens out"
+        )
+    if tokens is not None and facts.max_tokens is not None and tokens > facts.max_tokens:
+        raise ConfigError(
+            f"option tokens = {tokens} is more than {facts.name!r} has positions for",
+            f"choose tokens between 1 and {facts.max_tokens}",
+        )
+    length = tokens or min(TOKENS, facts.max_tokens or TOKENS)
+    return {dim: batch if dim == "batch" else length for dim in facts.dims}
+
+
+def totals(facts: ModelFacts, dims: Dims) -> dict[str, int]:
+    """What the whole model takes: work per batch and per token, and memory without any sharding.
+
+    Gradients and AdamW's state are float32 unless training is more precise; bfloat16 weights have float32 masters.
+    """
+    width = DTYPE_BYTES[facts.dtype]
+    wide = max(4, width)
+    training = facts.flops(dims)
+    return {
+        "parameters": facts.num_parameters,
+        "forward_flops": facts.flops(dims, training=False),
+        "training_flops": training,
+        "training_flops_per_token": training // (dims["batch"] * facts.tokens_per_sample(dims)),
+        "saved_bytes": facts.saved_bytes(dims),
+        "weight_bytes": facts.parameter_bytes,
+        "gradient_bytes": wide * facts.num_parameters,
+        "optimizer_bytes": (2 * wide + (wide if width < wide else 0)) * facts.num_parameters,
+    }
+
+
+def as_data(facts: ModelFacts, dims: Dims) -> dict[str, Any]:
+    """Everything that is shown, for programs."""
+    return {
+        "model": facts.name,
+        "task": facts.task,
+        "dtype": facts.dtype,
+        "dims": dict(dims),
+        "totals": totals(facts, dims),
+        "blocks": [_block_data(block, dims) for block in facts.blocks],
+        "tied": [{"name": t.name, "parameters": t.parameters, "blocks": list(t.blocks)} for t in facts.tied],
+        "notes": list(facts.notes),
+    }
+
+
+def _block_data(block: BlockFacts, dims: Dims) -> dict[str, Any]:
+    return {
+        "name": block.name,
+        "template": block.template,
+        "parameters": block.parameters,
+        "forward_flops": evaluate(block.flops, dims),
+        "saved_bytes": evaluate(block.saved_bytes, dims),
+        "units": [
+            {"name": unit.name, "parameters": unit.parameters, "forward_flops": evaluate(unit.flops, dims)}
+            for unit in block.units
+        ],
+        "crossing": [
+            {"name": t.name, "shape": t.sizes(dims), "dtype": t.dtype, "bytes": t.bytes(dims)} for t in block.crossing
+        ],
+    }
+
+
+def _print(facts: ModelFacts, dims: Dims) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    shape = ", ".join(f"{name} {size}" for name, size in dims.items())
+    console.print(f"{facts.name}  [dim]{facts.task}, {facts.dtype}, {shape}[/dim]", highlight=False)
+    console.print(_block_table(facts, dims))
+    console.print(_totals_table(facts, dims))
+    for note in facts.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+
+
+def _block_table(facts: ModelFacts, dims: Dims) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("block", "units", "parameters", "forward FLOPs", "saved", "crosses to the next block"):
+        numeric = title in ("parameters", "forward FLOPs", "saved")
+        table.add_column(title, justify="right" if numeric else "left", no_wrap=title != "units")
+    for run in runs(facts.blocks):
+        block = run[0]
+        crossing = [f"{list(t.sizes(dims))} {t.dtype}, {bytes_text(t.bytes(dims))}" for t in block.crossing]
+        cells = (
+            run_name(run),
+            ", ".join(unit.name for unit in block.units if unit.name),
+            number_text(block.parameters),
+            number_text(evaluate(block.flops, dims)),
+            bytes_text(evaluate(block.saved_bytes, dims)),
+            "\n".join(crossing),
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def run_name(run: Sequence[BlockFacts]) -> str:
+    """One block by its name, several of one list as 'model.layers.0 … 79  ×80'."""
+    first, last = run[0].name, run[-1].name
+    if len(run) == 1:
+        return first
+    place, _, index = last.rpartition(".")
+    return f"{first} … {index if first.startswith(f'{place}.') else last}  ×{len(run)}"
+
+
+def _totals_table(facts: ModelFacts, dims: Dims) -> RenderableType:
+    from rich.table import Table
+
+    sums = totals(facts, dims)
+    per = "token" if "tokens" in facts.dims else "sample"
+    masters = "float32 master weights and " if DTYPE_BYTES[facts.dtype] < 4 else ""
+    rows = {
+        "parameters": (f"{sums['parameters']:,}", _tied_text(facts)),
+        f"training FLOPs per {per}": (number_text(sums["training_flops_per_token"]), "forward and backward"),
+        "saved for the backward pass": (bytes_text(sums["saved_bytes"]), "one batch, nothing recomputed"),
+        "weights": (bytes_text(sums["weight_bytes"]), facts.dtype),
+        "gradients": (bytes_text(sums["gradient_bytes"]), "float64" if facts.dtype == "float64" else "float32"),
+        "optimizer state": (bytes_text(sums["optimizer_bytes"]), f"AdamW: {masters}two moments"),
+    }
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for name, (value, remark) in rows.items():
+        table.add_row(name, value, remark)
+    return table
+
+
+def _tied_text(facts: ModelFacts) -> str:
+    return "; ".join(f"{tied.name} is used by {', '.join(tied.blocks)}" for tied in facts.tied)

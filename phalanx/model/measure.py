@@ -1,0 +1,266 @@
+"""Facts from a capture: every distinct segment is traced on fake tensors at a few shapes, and what it keeps is fitted.
+
+Nothing is computed and nothing allocated, whatever the size of the model. `python -m phalanx.model.measure` writes the
+facts shipped with the package anew; how long segments take is the profiler's business, not this module's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx import tasks
+from phalanx.errors import CaptureError
+from phalanx.model import graphs, policies, zoo_table
+from phalanx.model.blocks import Block, Blocks, Port
+from phalanx.model.capture import Captured, capture
+from phalanx.model.compile import Compiler
+from phalanx.model.expressions import evaluate
+from phalanx.model.facts import (
+    SHIPPED,
+    BlockFacts,
+    ModelFacts,
+    SharedFacts,
+    TensorFacts,
+    TiedFacts,
+    UnitFacts,
+    shipped_path,
+    to_json,
+)
+from phalanx.model.fit import Fit
+from phalanx.model.joint import Joint, trace
+from phalanx.model.normalise import retarget
+from phalanx.model.segments import Segment
+from phalanx.model.zoo import ModelSpec, resolve
+
+_DEVICE = torch.device("cpu")
+# Ports whose tensors blocks may have in common; buffers and constants are held for good, so they cost nothing extra.
+_SHARED = ("wire", "value", "input")
+_HELD = ("parameter", "buffer", "constant")
+_POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
+
+
+def measure(spec: ModelSpec, captured: Captured, dtype: torch.dtype) -> ModelFacts:
+    """The facts of a model that was captured in `dtype`."""
+    dims = tuple(dict.fromkeys(dim for spec in captured.inputs for dim in spec.dims if isinstance(dim, str)))
+    fit = Fit(dims)
+    prober = _Prober(captured, dtype)
+    fitted = _Fitted(captured, fit, [prober.probe(point) for point in fit.points])
+    return ModelFacts(
+        name=spec.name,
+        task=spec.task,
+        dtype=_dtype_name(dtype),
+        dims=dims,
+        max_tokens=_max_tokens(spec) if "tokens" in dims else None,
+        num_parameters=sum(prod(shape) for shape in captured.shapes.values()),
+        blocks=tuple(fitted.block(index) for index in range(len(captured.blocks.blocks))),
+        tied=tuple(_tied(captured)),
+        notes=captured.notes,
+    )
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """One block at one shape, in bytes."""
+
+    outputs: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each
+    saved: int
+    shared: tuple[tuple[str, int], ...]  # name of the tensor, bytes
+
+
+class _Prober:
+    """Walks through the blocks on fake tensors, tracing each segment once for every set of shapes it is given."""
+
+    def __init__(self, captured: Captured, dtype: torch.dtype) -> None:
+        self.captured, self.blocks, self.dtype = captured, captured.blocks, dtype
+        self._trainable = set(captured.trainable)
+        self._mode = FakeTensorMode()
+        self._segments: dict[tuple[Any, ...], tuple[Joint, Segment]] = {}
+        self._differentiable: dict[str, bool] = {}  # per wire
+        self._tensors: dict[str, dict[str, Tensor]] = {
+            "parameter": {name: self._empty(shape, dtype) for name, shape in captured.shapes.items()},
+            "buffer": {name: self._empty(buffer.shape, buffer.dtype) for name, buffer in captured.buffers.items()},
+            "constant": {name: self._empty(c.shape, c.dtype) for name, c in self.blocks.constants.items()},
+        }
+
+    def _empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        with self._mode:
+            return torch.empty(tuple(shape), dtype=dtype, device=_DEVICE)
+
+    def probe(self, dims: dict[str, int]) -> list[_Probe]:
+        """Each block, in order, for a batch of these dims."""
+        self._start(dims)
+        probes: list[_Probe] = []
+        for block in self.blocks.blocks:
+            joint, segment = self._segment(block, [self._argument(port, dims) for port in block.ports])
+            for wire, node, differentiable in zip(block.outputs, joint.outputs, joint.differentiable, strict=True):
+                self._tensors["wire"][wire] = self._empty(node.meta["val"].shape, node.meta["val"].dtype)
+                self._differentiable[wire] = differentiable
+            probes.append(_describe(block, joint, segment))
+        return probes
+
+    def _start(self, dims: dict[str, int]) -> None:
+        """Inputs, dropout keys and what the prologue makes of them."""
+        dtypes = {"int64": torch.int64, "float": self.dtype}
+        sites = {name for block in self.blocks.blocks for name in block.names("dropout")}
+        self._tensors |= {
+            "input": {
+                spec.name: self._empty((d if isinstance(d, int) else dims[d] for d in spec.dims), dtypes[spec.dtype])
+                for spec in self.captured.inputs
+            },
+            "dropout": {name: self._empty([dims["batch"]], torch.int64) for name in sites},
+            "wire": {},
+        }
+        prologue = fx.GraphModule({}, _graph(self.blocks.prologue))
+        with self._mode, torch.no_grad():
+            values = prologue(*[self._argument(port, dims) for port in self.blocks.prologue_ports])
+        self._tensors["value"] = dict(zip(self.blocks.values, values, strict=True))
+
+    def _argument(self, port: Port, dims: dict[str, int]) -> Tensor | int:
+        return evaluate(port.name, dims) if port.kind == "size" else self._tensors[port.kind][port.name]
+
+    def _segment(self, block: Block, arguments: Sequence[Tensor | int]) -> tuple[Joint, Segment]:
+        """What `segments.build` makes when nothing is recomputed, with the joint graph it was made from."""
+        ports = [port for port in block.ports if port.kind != "size"]
+        wants = tuple(self._wants_gradient(port) for port in ports)
+        shapes = tuple((a.shape, a.dtype, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
+        key = (block.template, wants, shapes)
+        if key not in self._segments:
+            is_parameter = [port.kind == "parameter" for port in ports]
+            joint = trace(_graph(self.blocks.templates[block.template].text), arguments, wants, is_parameter, None)
+            segment = Segment(joint, is_parameter, policies.used_by_backward(joint), Compiler("off"))
+            self._segments[key] = joint, segment
+        return self._segments[key]
+
+    def _wants_gradient(self, port: Port) -> bool:
+        if port.kind == "parameter":
+            return port.name in self._trainable
+        return port.kind == "wire" and self._differentiable[port.name]
+
+
+def _graph(text: str) -> fx.Graph:
+    graph = graphs.load(text)
+    retarget(graph, _DEVICE)
+    return graph
+
+
+def _describe(block: Block, joint: Joint, segment: Segment) -> _Probe:
+    """What the segment keeps, by storage: views of one tensor are kept at the price of one."""
+    kept = {_storage(node): node.meta["val"].untyped_storage().nbytes() for node in segment.saved_nodes}
+    ports = [port for port in block.ports if port.kind != "size"]
+    for port, node in zip(ports, joint.inputs, strict=True):
+        if port.kind in _HELD:
+            kept.pop(_storage(node), None)
+    places = {_storage(node): port.name for port, node in zip(ports, joint.inputs, strict=True) if port.kind in _SHARED}
+    places |= {_storage(node): wire for wire, node in zip(block.outputs, joint.outputs, strict=True)}
+    return _Probe(
+        outputs=tuple((tuple(n.meta["val"].shape), _dtype_name(n.meta["val"].dtype)) for n in joint.outputs),
+        saved=sum(kept.values()),
+        shared=tuple((places[storage], size) for storage, size in kept.items() if storage in places),
+    )
+
+
+def _storage(node: fx.Node) -> int:
+    return node.meta["val"].untyped_storage()._cdata
+
+
+class _Fitted:
+    """Facts of blocks from their probes at all points."""
+
+    def __init__(self, captured: Captured, fit: Fit, probes: Sequence[Sequence[_Probe]]) -> None:
+        self.captured, self.fit = captured, fit
+        self.blocks: Blocks = captured.blocks
+        self.probes = list(zip(*probes, strict=True))  # per block, then per point
+        self._polynomial = cache(fit.polynomial)
+        # Named by the first block that has it: a fingerprint would change with every detail of capturing.
+        self._first = {block.template: block.name for block in reversed(self.blocks.blocks)}
+        self._wires = {
+            wire: self._tensor(wire, index, place)
+            for index, block in enumerate(self.blocks.blocks)
+            for place, wire in enumerate(block.outputs)
+        }
+
+    def block(self, index: int) -> BlockFacts:
+        block, probes = self.blocks.blocks[index], self.probes[index]
+        names = [name for name, _ in probes[0].shared]
+        assert all([name for name, _ in probe.shared] == names for probe in probes), f"{block.name} changes with shape"
+        sizes = zip(*[[size for _, size in probe.shared] for probe in probes], strict=True)
+        return BlockFacts(
+            name=block.name,
+            template=self._first[block.template],
+            units=tuple(self._units(block)),
+            crossing=tuple(self._wires[wire] for wire in self.blocks.crossing(index + 1)),
+            saved_bytes=self._expression(block, [probe.saved for probe in probes]),
+            shared=tuple(SharedFacts(n, self._expression(block, s)) for n, s in zip(names, sizes, strict=True)),
+        )
+
+    def _tensor(self, wire: str, index: int, place: int) -> TensorFacts:
+        outputs = [probe.outputs[place] for probe in self.probes[index]]
+        sizes = zip(*[shape for shape, _ in outputs], strict=True)
+        texts = [self._expression(self.blocks.blocks[index], size) for size in sizes]
+        return TensorFacts(wire, tuple(int(text) if text.isdigit() else text for text in texts), outputs[0][1])
+
+    def _expression(self, block: Block, values: Sequence[int]) -> str:
+        expression = self._polynomial(tuple(values))
+        if expression is None:
+            raise CaptureError(
+                f"what block '{block.name}' keeps or sends is no polynomial of {', '.join(self.fit.dims)}",
+                "look for a stride, a pooling or a padding to a multiple along these dims: such a model can be trained "
+                "but not planned",
+            )
+        return expression
+
+    def _units(self, block: Block) -> Iterator[UnitFacts]:
+        """A parameter belongs to the unit of the first node that uses it."""
+        template = self.blocks.templates[block.template]
+        owned = dict.fromkeys(template.flops, 0)
+        graph = graphs.load(template.text)
+        unit = dict(zip(graph.nodes, template.units, strict=True))
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        for port, node in zip(block.ports, placeholders, strict=True):
+            if port.kind == "parameter":
+                owned[unit[next(iter(node.users))]] += prod(self.captured.shapes[port.name])
+        for name, expression in template.flops.items():
+            yield UnitFacts(name, owned[name], expression)
+
+
+def _tied(captured: Captured) -> Iterator[TiedFacts]:
+    users: dict[str, list[str]] = {}
+    for block in captured.blocks.blocks:
+        for name in dict.fromkeys(block.names("parameter")):
+            users.setdefault(name, []).append(block.name)
+    for name, blocks in users.items():
+        if len(blocks) > 1:
+            yield TiedFacts(name, prod(captured.shapes[name]), tuple(blocks))
+
+
+def _max_tokens(spec: ModelSpec) -> int | None:
+    config = spec.config.get_text_config() if spec.config is not None else None
+    limits = [getattr(config, name, None) for name in _POSITION_LIMITS]
+    return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def write_shipped(names: Sequence[str]) -> None:
+    """Measures these zoo models in bfloat16, the dtype of training, and writes their files."""
+    SHIPPED.mkdir(exist_ok=True)
+    for name in names:
+        spec = resolve(name)
+        captured = capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=torch.bfloat16)
+        shipped_path(spec.name).write_text(to_json(measure(spec, captured, torch.bfloat16)), encoding="utf-8")
+        print(spec.name)
+
+
+if __name__ == "__main__":
+    write_shipped(sys.argv[1:] or zoo_table.names())

@@ -1,0 +1,93 @@
+"""Facts measured on fake tensors, against what models really have and what the engine really keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx import tasks
+from phalanx.errors import CaptureError
+from phalanx.model import random
+from phalanx.model.capture import Captured, capture
+from phalanx.model.compile import Compiler
+from phalanx.model.facts import load
+from phalanx.model.measure import measure
+from phalanx.model.zoo import ModelSpec, build, resolve
+from phalanx.runtime.engine import Engine
+from phalanx.tasks.base import Input
+
+DTYPE = torch.bfloat16
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-base-cased", "t5-small", "whisper-small", "llama-3.2-1b"])
+def test_the_shipped_count_of_parameters_is_that_of_the_model(name: str) -> None:
+    facts = load(name)
+    assert facts is not None
+    assert facts.num_parameters == sum(p.numel() for p in build(resolve(name), device="meta").parameters())
+
+
+def _captured(name: str) -> tuple[ModelSpec, Captured]:
+    spec = resolve(name, tiny=True)
+    inputs = tasks.get(spec.task).inputs(spec.config)
+    return spec, capture(spec, inputs, dtype=DTYPE, dropout=0.0, check=False, use_cache=False)
+
+
+def _storages(tensors: list[Tensor]) -> dict[int, int]:
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+@pytest.mark.parametrize(
+    "name", ["phalanx-demo", pytest.param("whisper-small", marks=long), pytest.param("t5-small", marks=long)]
+)
+def test_measured_saved_bytes_are_what_the_engine_keeps(name: str) -> None:
+    spec, captured = _captured(name)
+    facts = measure(spec, captured, DTYPE)
+    parameters = {key: p.detach() for key, p in build(spec, dtype=DTYPE).named_parameters()}
+    engine = Engine(
+        captured.blocks, parameters, captured.buffers,
+        trainable=set(captured.trainable), device=torch.device("cpu"), compiler=Compiler("off"),
+    )  # fmt: skip
+    inputs = tasks.get(spec.task).synthetic(spec.config, batch=3, tokens=23, seed=0)
+    inputs = {key: value.to(DTYPE) if value.is_floating_point() else value for key, value in inputs.items()}
+    batch = engine.micro_batch(inputs, random.sample_keys(0, 0, 3), captured.dims(inputs))
+    engine.forward(batch)
+    kept = _storages([tensor for _, saved in batch.saved.values() for tensor in saved])
+    held = _storages([*parameters.values(), *captured.buffers.values()])
+    assert facts.saved_bytes(batch.dims) == sum(size for storage, size in kept.items() if storage not in held)
+    first = facts.blocks[0].crossing[0]
+    assert first.sizes(batch.dims)[0] == 3 and first.dtype == "bfloat16"
+
+
+class _Strided(nn.Module):
+    """Halves the tokens, rounding up: no polynomial says how many are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.mse_loss(self.head(x[:, ::2]).mean(dim=1).squeeze(-1), labels)
+
+
+def test_what_grows_in_steps_is_an_error_that_names_the_block() -> None:
+    inputs = (Input("x", "float", ("batch", "tokens", 8)), Input("labels", "float", ("batch",)))
+    spec = resolve(_Strided())
+    captured = capture(spec, inputs, check=False)
+    with pytest.raises(CaptureError) as error:
+        measure(spec, captured, torch.float32)
+    assert error.value.message == "what block 'head' keeps or sends is no polynomial of batch, tokens"
+    assert "stride" in error.value.hint
+
+
+@long
+@pytest.mark.parametrize("name", ["phalanx-demo", "openai/whisper-small"])
+def test_shipped_facts_are_what_is_measured_today(name: str) -> None:
+    """When this fails after a change of capture or of what is saved: python -m phalanx.model.measure."""
+    spec = resolve(name)
+    captured = capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=DTYPE, check=False, use_cache=False)
+    assert measure(spec, captured, DTYPE) == load(name)
