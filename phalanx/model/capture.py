@@ -103,16 +103,26 @@ def _no_dropout(spec: ModelSpec) -> float | None:
 def _capture(
     spec: ModelSpec, model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype, dropout: float | None
 ) -> tuple[Blocks, list[str]]:
-    """Shallow with our attention; at full depth where layers don't repeat; with stock attention where a model has its own."""
+    """With our attention, or with stock attention where a model computes its own."""
     try:
-        return _shallow(model, inputs, dtype), []
-    except stamp.NotRepeating:
-        model = build(spec, dtype=dtype, device="meta", attention=hooks.NAME, dropout=dropout)
-        return _full(model, inputs, dtype), []
+        return _with_our_attention(spec, model, inputs, dtype, dropout), []
     except _OwnAttention as bypass:
         stock = build(spec, dtype=dtype, device="meta", attention="eager", dropout=dropout)
         note = f"attention of '{bypass}' is computed by the model's own code, with materialised masks"
         return _full(stock, inputs, dtype, ours=False), [note]
+
+
+def _with_our_attention(
+    spec: ModelSpec, model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype, dropout: float | None
+) -> Blocks:
+    """Shallow, or at full depth where layers don't repeat and for modules of the user's own: their code may look at its
+    depth (`len(self.layers)`), which the truncated module would answer wrongly."""
+    if spec.factory is None:
+        try:
+            return _shallow(model, inputs, dtype)
+        except (stamp.NotRepeating, CaptureError):
+            model = build(spec, dtype=dtype, device="meta", attention=hooks.NAME, dropout=dropout)
+    return _full(model, inputs, dtype)
 
 
 class _OwnAttention(Exception):

@@ -1,0 +1,118 @@
+"""Small models captured in float64, with the plain model beside them: what the tests of the model core share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from phalanx import tasks
+from phalanx.model import interpret, random, reference, zoo
+from phalanx.model.blocks import Blocks
+from phalanx.model.capture import Captured, attention_sites, capture, infer_inputs
+from phalanx.model.compile import Compiler
+from phalanx.program.instructions import Program
+from phalanx.runtime.accumulate import Accumulator
+from phalanx.runtime.engine import Engine, MicroBatch
+
+GPT2, LLAMA, NEO, GEMMA3 = "gpt2", "meta-llama/Llama-3.2-1B", "EleutherAI/gpt-neo-2.7B", "google/gemma-3-1b-it"
+T5, WHISPER, MIXTRAL = "google-t5/t5-small", "openai/whisper-small", "mistralai/Mixtral-8x7B-v0.1"
+DOUBLE = torch.float64
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A captured model, the plain one with its values, and a batch for both."""
+
+    captured: Captured
+    model: nn.Module
+    batch: dict[str, Tensor]
+    raw: dict[str, Tensor]  # the batch as the plain model takes it
+
+    @property
+    def blocks(self) -> Blocks:
+        return self.captured.blocks
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def plain(self, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and gradients of the plain model in train mode, with the dropout decisions of `seed`."""
+        self.model.zero_grad()
+        keys = random.sample_keys(seed, 0, next(iter(self.batch.values())).shape[0])
+        with reference.injected(self.model.train(), keys, attention_sites(self.blocks), DOUBLE):
+            loss = reference.loss(self.model, self.raw)
+        loss.backward()
+        return loss.detach(), {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+
+    def interpreted(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and gradients of the captured graph, node by node, without dropout."""
+        leaves = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
+        dims = self.captured.dims(self.batch)
+        loss = interpret.loss(self.blocks, leaves, self.captured.buffers, self.batch, dims, {})
+        loss.backward()
+        return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+    def engine(self, *, recompute=False, mode="off", dropout=True, frozen: Sequence[str] = ()) -> Engine:
+        return Engine(
+            self.blocks, self.parameters, self.captured.buffers, trainable=set(self.parameters) - set(frozen),
+            device=torch.device("cpu"), compiler=Compiler(mode), recompute=recompute, dropout=dropout,
+        )  # fmt: skip
+
+    def micro_batches(self, engine: Engine, sizes: Sequence[int], seed: int = 0) -> list[MicroBatch]:
+        keys, parts, begin = random.sample_keys(seed, 0, sum(sizes)), [], 0
+        for size in sizes:
+            inputs = {name: tensor[begin : begin + size] for name, tensor in self.batch.items()}
+            parts.append(engine.micro_batch(inputs, keys[begin : begin + size], self.captured.dims(inputs)))
+            begin += size
+        return parts
+
+    def step(self, engine: Engine, program: Program, parts: list[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and gradients of a program run on these micro-batches."""
+        items = sum(part.values[self.blocks.count].double() for part in parts)
+        accumulator = Accumulator()
+        engine.run(program, parts, 1 / items, accumulator)
+        return sum(part.loss for part in parts) / items, accumulator.take(self.parameters)
+
+
+@cache
+def named(name: str, *, samples=3, tokens=9, padding=False, dropout: float | None = None, **overrides: object) -> Case:
+    """A tiny zoo model. Captures are shared between tests: nothing may change a case."""
+    spec = zoo.resolve(name, tiny=True, overrides=overrides or None)
+    task = tasks.get(spec.task)
+    batch = _double(task.synthetic(spec.config, batch=samples, tokens=tokens, seed=1, padding=padding))
+    inputs = task.inputs(spec.config, padding=padding)
+    captured = capture(spec, inputs, dtype=DOUBLE, dropout=dropout, check=False, use_cache=False)
+    torch.manual_seed(0)
+    model = reference.plain(spec, DOUBLE, dropout)
+    with torch.no_grad():
+        for parameter in model.parameters():  # zeros and ones would hide errors
+            parameter += 0.05 * torch.randn_like(parameter)
+    return Case(captured, model, batch, task.reference_inputs(batch))
+
+
+def own(model: nn.Module, **batch: Tensor) -> Case:
+    """A module of the user's own, called with the batch as keyword arguments."""
+    model, batch = model.double(), _double(batch)
+    spec = zoo.resolve(model)
+    captured = capture(spec, infer_inputs(batch), dtype=DOUBLE, check=False, use_cache=False)
+    return Case(captured, model, batch, batch)
+
+
+def require_equal(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """Loss and every gradient, to 1e-10 of the largest gradient."""
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-11, atol=1e-12)
+    largest = max(float(g.abs().max()) for g in expected[1].values())
+    for name in set(got[1]) | set(expected[1]):
+        ours, theirs = (side[1].get(name) for side in (got, expected))
+        difference = ours - theirs if ours is not None and theirs is not None else ours if theirs is None else theirs
+        assert float(difference.abs().max()) <= 1e-10 * largest, name
+
+
+def _double(batch: Batch) -> dict[str, Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
