@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import VerifyError
+from phalanx.tasks.base import Task
 from phalanx.verification.case import Case, Step, task_of
 
 
@@ -35,7 +36,7 @@ def run_plain(case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[
     for consumed, batch in case.batches(spec):
         keys = random.sample_keys(case.seed, consumed, next(iter(batch.values())).shape[0])
         with reference.injected(model, keys, attention_sites, case.torch_dtype):
-            loss = reference.loss(model, task.reference_inputs(batch))
+            loss = reference.loss(model, _plain_inputs(task, batch, spec.config, case.torch_dtype))
         loss.backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         torch.nn.utils.clip_grad_norm_(model.parameters(), case.training.clip)
@@ -44,6 +45,18 @@ def run_plain(case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[
         parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
         steps.append(Step(float(loss.detach()), gradients, parameters))
     return steps
+
+
+def _plain_inputs(task: Task, batch: dict[str, Tensor], config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What the plain model is given. Some architectures do not derive document boundaries from restarting positions;
+    an explicit mask says the same to all, except that it would switch off sliding windows."""
+    inputs = task.reference_inputs(batch)
+    documents = batch.get("document_ids")
+    if documents is not None and not getattr(config, "sliding_window", None):
+        tokens = documents.shape[1]
+        seen = (documents[:, :, None] == documents[:, None, :]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        inputs["attention_mask"] = torch.where(seen[:, None], 0.0, torch.finfo(dtype).min).to(dtype)
+    return inputs
 
 
 def _load(model: nn.Module, initial: Mapping[str, Tensor]) -> None:
