@@ -1,0 +1,55 @@
+"""The user's own code at the moments of a run: objects with any of the methods in `HOOKS`.
+
+A callback is checked when it is given, so that a misspelt method is not silently never called; what it raises is
+reported under its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.errors import ConfigError, PhalanxError, nearest
+
+HOOKS = {
+    "on_start": "(trainer) before the first step",
+    "on_step": "(record) after a step",
+    "on_evaluate": "(record) after an evaluation",
+    "on_checkpoint": "(path) once a checkpoint is complete",
+    "on_end": "(result) when the run is over",
+}
+
+
+class Callbacks:
+    """Calls every callback in the order given."""
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        self._callbacks = tuple(callbacks)
+        for callback in self._callbacks:
+            _check(callback)
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        assert hook in HOOKS, hook
+        for callback in self._callbacks:
+            method = getattr(callback, hook, None)
+            if method is None:
+                continue
+            try:
+                method(*arguments)
+            except Exception as error:
+                name = f"{type(callback).__name__}.{hook}"
+                raise PhalanxError(
+                    f"callback {name} failed: {type(error).__name__}: {error}", "the callback's own traceback is above"
+                ) from error
+
+
+def _check(callback: Any) -> None:
+    methods = [name for name in dir(callback) if name.startswith("on_")]
+    for name in methods:
+        if name not in HOOKS:
+            unknown = f"callback {type(callback).__name__} has an unknown method {name!r}"
+            raise ConfigError(unknown, nearest(name, HOOKS))
+    if not methods:
+        raise ConfigError(
+            f"callback {type(callback).__name__} has none of the methods that are called", f"give it {', '.join(HOOKS)}"
+        )

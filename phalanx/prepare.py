@@ -1,0 +1,218 @@
+"""From options to what is trained on what: the model, its weights, the data, the device, the plan, the length.
+
+Everything that is derived rather than given is decided here, once, with the reason in words; nothing is trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx import tasks
+from phalanx.config import RunConfig, cache_folder, parse_steps
+from phalanx.data import Batches, Tokenizer, load_tokenizer, needs_tokenizer, open_data
+from phalanx.data.own import is_own_dataset
+from phalanx.data.tokenizer import has_tokenizer
+from phalanx.errors import ConfigError, DataError
+from phalanx.model.capture import Captured, capture, infer_inputs
+from phalanx.model.configure import override
+from phalanx.model.init_recipe import record
+from phalanx.model.meta import parameters_on_meta
+from phalanx.model.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
+from phalanx.model.zoo import Model, ModelSpec, build, resolve
+from phalanx.plan.plan import Plan
+from phalanx.runtime.parameters import choose_trainable
+from phalanx.runtime.step import split
+from phalanx.state.snapshot import Mark, digest
+from phalanx.tasks.base import Task
+from phalanx.tasks.custom import Custom
+from phalanx.tasks.vocabulary import vocab_size
+
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that a run needs to know before its first step. `reasons` says why derived values are what they are."""
+
+    spec: ModelSpec
+    task: Task
+    tokenizer: Tokenizer | None
+    batches: Batches
+    eval_batches: Batches | None
+    captured: Captured
+    trainable: tuple[str, ...]
+    plan: Plan
+    device: torch.device
+    dtype: torch.dtype
+    total_steps: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def model_mark(self) -> Mark:
+        shapes = {name: list(shape) for name, shape in self.captured.shapes.items()}
+        return Mark(self.spec.name, digest(shapes, type(self.task).__name__))
+
+    @property
+    def data_mark(self) -> Mark:
+        """The data is recognised by its size and its first sample, so that moving files does not make it other data."""
+        first, again = (_contents(self.batches.batch(0, 1)) for _ in range(2))
+        # A dataset that answers differently each time (it augments) can be recognised by its size only.
+        seen = first if first == again else ""
+        return Mark(self.batches.describe(), digest(self.batches.num_samples, seen))
+
+
+def prepare(
+    model: Model, data: Any, eval_data: Any, config: RunConfig, *, collate: Collate | None = None
+) -> Prepared:
+    """Resolves everything in the order in which mistakes are cheapest to find: options, plan, model, data, capture."""
+    device, device_reason = choose_device(config.device)
+    plan = Plan.parse(config.plan)
+    split(config.batch_size, plan.mb)
+    dtype = getattr(torch, config.dtype)
+    spec = _with_config(resolve(model, task=config.task, tiny=config.tiny))
+    task = _task(spec, data, collate)
+    spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
+
+    def opened(source: Any, shuffle: bool, collate: Collate | None) -> Batches:
+        return open_data(
+            source, task=task, config=spec.config, tokenizer=tokenizer, tokens=config.seq_len, seed=config.seed,
+            documents=config.documents, shuffle=shuffle, on_broken=config.on_broken, cache=cache_folder() / "data",
+            text_key=config.text_key, collate=collate,
+        )  # fmt: skip
+
+    batches = opened(data, config.shuffle, collate)
+    eval_collate = collate if is_own_dataset(eval_data) else None
+    eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate)
+    total_steps, length_reason = run_length(config, batches)
+    inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
+    captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout)
+    trainable = choose_trainable(captured.trainable, captured.shapes, captured.aliases, config.freeze)
+    return Prepared(
+        spec, task, tokenizer, batches, eval_batches, captured, trainable, plan, device, dtype, total_steps,
+        {"device": device_reason, "steps": length_reason},
+    )  # fmt: skip
+
+
+def choose_device(choice: str) -> tuple[torch.device, str]:
+    """The device to train on, and why it is that one."""
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "option device = 'cuda', but no CUDA device can be used", "use device=cpu; phalanx env shows what there is"
+        )
+    if choice == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu"), "chosen" if choice == "cpu" else "there is no CUDA device"
+    name = torch.cuda.get_device_name()
+    return torch.device("cuda", torch.cuda.current_device()), name if choice == "cuda" else f"{name}, found"
+
+
+def run_length(config: RunConfig, batches: Batches) -> tuple[int, str]:
+    """How many steps the run has, and why."""
+    if config.steps is not None:
+        total, reason = config.steps, "as given"
+    else:
+        assert config.epochs is not None
+        if batches.num_samples is None:
+            raise ConfigError(
+                f"option epochs = {config.epochs:g}: the data is a stream without a known end", "give steps instead"
+            )
+        total = max(1, math.ceil(config.epochs * batches.num_samples / config.batch_size))
+        reason = f"{config.epochs:g} epochs of {batches.num_samples:,} samples in batches of {config.batch_size}"
+    if config.warmup_steps > total:
+        raise ConfigError(
+            f"option warmup_steps = {config.warmup_steps} is longer than the run of {total} steps ({reason})",
+            f"choose warmup_steps between 0 and {total}",
+        )
+    if config.profile_steps is not None and parse_steps(config.profile_steps)[0] > total:
+        raise ConfigError(
+            f"option profile_steps = {config.profile_steps} begins after the last of {total} steps ({reason})",
+            f"choose steps between 1 and {total}",
+        )
+    return total, reason
+
+
+def open_weights(model: Model, spec: ModelSpec, seed: int) -> tuple[Weights, str]:
+    """Where the initial values come from, and that in words."""
+    if isinstance(model, nn.Module):
+        return ModuleWeights(model), "the module's own values"
+    seeded = SeededWeights(record(lambda: build(spec)), seed)
+    folder = spec.folder
+    if folder is None or not any((*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*.bin"))):
+        return seeded, f"initialised from seed {seed}"
+    stored = SafetensorsWeights(folder, build(spec, device="meta"), missing_from=seeded)
+    said = f"from {folder}"
+    if stored.missing:
+        said += f"; {len(stored.missing)} that it lacks from seed {seed}: {', '.join(stored.missing[:3])}"
+    return stored, said
+
+
+def load_buffers(captured: Captured, weights: Weights, device: torch.device) -> dict[str, Tensor]:
+    """The model's buffers on the device; those that the weights' source holds come from there."""
+    stored = set(weights.buffer_names())
+    return {
+        name: (weights.read(name, dtype=buffer.dtype) if name in stored else buffer).to(device)
+        for name, buffer in captured.buffers.items()
+    }
+
+
+def _with_config(spec: ModelSpec) -> ModelSpec:
+    """A factory's configuration is known only once it has run; tasks other than the user's own need one."""
+    if spec.config is not None or spec.task == "custom":
+        return spec
+    assert spec.factory is not None
+    with parameters_on_meta():
+        made = getattr(spec.factory(), "config", None)
+    if made is None:
+        raise ConfigError(
+            f"option task = {spec.task!r}: what {spec.name!r} makes has no HuggingFace configuration",
+            "leave task out and give a dataset that yields the module's inputs",
+        )
+    return replace(spec, config=copy.deepcopy(made))
+
+
+def _task(spec: ModelSpec, data: Any, collate: Collate | None) -> Task:
+    if spec.task != "custom":
+        return tasks.get(spec.task)
+    if not is_own_dataset(data):
+        raise DataError(
+            f"{spec.name!r} takes inputs of its own, which {data!r} does not hold",
+            "give a dataset whose items are dicts of its inputs, or name what it learns with task=",
+        )
+    first = data[0]
+    if collate is None and not isinstance(first, Mapping):
+        raise DataError(
+            f"a sample of the dataset is a {type(first).__name__}, not a dict",
+            "return dicts of tensors, or give a collate function",
+        )
+    columns = collate([first]) if collate else {name: torch.as_tensor(value)[None] for name, value in first.items()}
+    return Custom(infer_inputs({name: torch.as_tensor(column) for name, column in columns.items()}))
+
+
+def _tokenizer(
+    spec: ModelSpec, task: Task, data: Any, eval_data: Any, config: RunConfig
+) -> tuple[ModelSpec, Tokenizer | None]:
+    """Loaded where text must be read, and where there is one to be exported with the model.
+
+    A shrunken model has lost most of its vocabulary, so it gets one that holds the tokenizer.
+    """
+    needed = any(needs_tokenizer(source, task) for source in (data, eval_data) if source is not None)
+    wanted = config.tokenizer is not None or (spec.folder is not None and has_tokenizer(spec.folder))
+    if not needed and not wanted:
+        return spec, None
+    size = vocab_size(spec.config)
+    if config.tiny:
+        tokenizer = load_tokenizer(config.tokenizer, spec.folder, sys.maxsize)
+        assert spec.config is not None
+        return replace(spec, config=override(spec.config, {"vocab_size": max(size, tokenizer.vocab_size)})), tokenizer
+    return spec, load_tokenizer(config.tokenizer, spec.folder, size)
+
+
+def _contents(batch: Mapping[str, Tensor]) -> str:
+    return digest(*(part for name, t in sorted(batch.items()) for part in (name, list(t.shape), t.numpy().tobytes())))

@@ -1,0 +1,196 @@
+"""What a run says about itself: the header, one record per step, the summary; to the log, the display and callbacks.
+
+On a GPU a step's numbers are read one step late, so that reading them never keeps the device waiting.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.callbacks import Callbacks
+from phalanx.config import RunConfig
+from phalanx.errors import PhalanxError
+from phalanx.observe.metrics import Meter, peak_memory
+from phalanx.observe.progress import Progress
+from phalanx.observe.runlog import RunLog
+from phalanx.prepare import Prepared
+from phalanx.runtime.optimizer_choice import decays
+from phalanx.runtime.rank import Rank
+from phalanx.runtime.step import Outcome, split
+from phalanx.state.snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known about a step without asking the device."""
+
+    step: int
+    samples: int  # consumed, this step included
+    lr: float
+    tokens: int
+    flops: float
+    eval_loss: float | None
+
+
+class Reporter:
+    """Keeps the snapshot's counters and passes every finished step on. `losses` are those of this process's steps."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        meter: Meter,
+        log: RunLog,
+        progress: Progress,
+        callbacks: Callbacks,
+        device: torch.device,
+    ) -> None:
+        self.losses: list[float] = []
+        self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
+        self._callbacks = callbacks
+        self._saved: Path | None = None
+        self._device = device
+        self._waiting: tuple[StepFacts, Outcome] | None = None
+        self._mark = time.perf_counter()
+        # A resumed run's totals go on; its rates are those of this process.
+        meter.tokens, meter.flops, meter.seconds = snapshot.tokens, snapshot.flops, snapshot.seconds
+
+    def start(self, header: dict[str, Any]) -> None:
+        first, total = self._snapshot.step, self._snapshot.total_steps
+        self._log.write("start", header=header, config=self._snapshot.config, first_step=first, total_steps=total)
+        self._progress.start(header, total, first)
+        self._mark = time.perf_counter()
+
+    def step(self, facts: StepFacts, outcome: Outcome) -> None:
+        """Takes over a step that was started and reports the newest that is known to be finished."""
+        self.flush()
+        self._waiting = (facts, outcome)
+        if self._device.type != "cuda":
+            self.flush()
+
+    def flush(self) -> None:
+        """Reports the step that is still waiting, if there is one."""
+        if self._waiting is None:
+            return
+        (facts, outcome), self._waiting = self._waiting, None
+        loss, norm, updated = outcome.read()
+        record = self._record(facts, loss, norm, updated)
+        self.losses.append(loss)
+        self._log.write("step", **record)
+        self._progress.step(record)
+        self._callbacks.call("on_step", record)
+        self._require_finite(updated)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens within it does not count as time of a step."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._mark += time.perf_counter() - begin
+
+    def saved(self, path: Path | None) -> None:
+        """Takes note of the newest complete checkpoint; each is told of once."""
+        if path is not None and path != self._saved:
+            self._saved = path
+            self._log.write("checkpoint", path=str(path))
+            self._callbacks.call("on_checkpoint", path)
+
+    def stopped(self, by: signal.Signals, saved: Path | None) -> None:
+        step, total = self._snapshot.step, self._snapshot.total_steps
+        self._log.write("stop", signal=by.name, step=step)
+        self._progress.message(
+            f"stopped by {by.name} after step {step} of {total}, saved in {saved}; go on with --resume auto"
+        )
+
+    def finish(self, folder: Path, exported: Path | None) -> None:
+        snapshot = self._snapshot
+        summary = {"loss": snapshot.loss, "eval_loss": snapshot.eval_loss, "skipped_steps": snapshot.skipped}
+        summary |= {**self._meter.summary(), "run": str(folder), "export": exported and str(exported)}
+        summary = {name: value for name, value in summary.items() if value is not None}
+        self._log.write("finish", **summary)
+        self._progress.finish(summary)
+
+    def _record(self, facts: StepFacts, loss: float, norm: float, updated: bool) -> dict[str, Any]:
+        now = time.perf_counter()
+        seconds, self._mark = max(now - self._mark, 1e-9), now
+        rates = self._meter.step(
+            facts.step, tokens=facts.tokens, flops=facts.flops, seconds=seconds, memory_bytes=peak_memory(self._device)
+        )
+        snapshot = self._snapshot
+        snapshot.step, snapshot.samples, snapshot.loss = facts.step, facts.samples, loss
+        snapshot.tokens, snapshot.flops, snapshot.seconds = self._meter.tokens, self._meter.flops, self._meter.seconds
+        snapshot.skipped += not updated
+        snapshot.skipped_in_a_row = 0 if updated else snapshot.skipped_in_a_row + 1
+        record = {"step": facts.step, "samples": facts.samples, "loss": loss, "lr": facts.lr, "grad_norm": norm}
+        record |= rates
+        if facts.eval_loss is not None:
+            record["eval_loss"] = snapshot.eval_loss = facts.eval_loss
+        return record if updated else {**record, "skipped": True}
+
+    def _require_finite(self, updated: bool) -> None:
+        in_a_row, allowed = self._snapshot.skipped_in_a_row, self._snapshot.config["max_nonfinite"]
+        if not updated and in_a_row > allowed:
+            raise PhalanxError(
+                f"the gradients of {in_a_row} steps in a row were not finite, the last at step {self._snapshot.step} "
+                f"(max_nonfinite = {allowed})",
+                "lower lr, lengthen warmup_steps or set clip; or look for broken samples at these steps in the run log",
+            )
+
+
+def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[str, Any]:
+    """What is trained, on what and how, with the reasons for whatever was derived."""
+    parameters = rank.parameters
+    counts = {name: value.numel() for name, value in parameters.values.items()}
+    trained = sum(counts[name] for name in parameters.trainable)
+    rows: dict[str, Any] = {
+        "model": f"{run.spec.name} ({run.spec.task})",
+        "parameters": f"{sum(counts.values()):,}, {trained:,} of them trained",
+        "weights": origin,
+        "data": run.batches.describe(),
+        "device": f"{run.device} ({run.reasons['device']}), segments compiled: {rank.compiler.mode}",
+        "dtype": config.dtype + (" with float32 master weights" if parameters.masters else ""),
+        "plan": _plan_text(run, config),
+        "optimizer": _optimizer_text(config, rank),
+        "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
+    }
+    if run.tokenizer is not None:
+        rows["tokenizer"] = f"{type(run.tokenizer).__name__}, {run.tokenizer.vocab_size:,} tokens"
+    if run.eval_batches is not None:
+        rows["evaluation"] = run.eval_batches.describe()
+    for number, note in enumerate(run.captured.notes, start=1):
+        rows[f"note {number}"] = note
+    return rows
+
+
+def _plan_text(run: Prepared, config: RunConfig) -> str:
+    sizes = split(config.batch_size, run.plan.mb)
+    shown = str(sizes[0]) if len(set(sizes)) == 1 else f"{sizes[-1]} to {sizes[0]}"
+    kept = "recomputed in the backward" if run.plan.recompute else "kept for the backward"
+    return (
+        f"{run.plan.text or 'mb=1'}: {run.plan.mb} × {shown} of the {config.batch_size} samples, "
+        f"schedule {run.plan.schedule}, activations {kept}"
+    )
+
+
+def _optimizer_text(config: RunConfig, rank: Rank) -> str:
+    optimizer, weights = rank.optimizer.inner, rank.parameters.weights
+    end = "" if config.lr_schedule == "constant" else f" to {config.min_lr_ratio:.0%}"
+    warmup = f" after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
+    parts = [
+        type(optimizer).__name__ + (" (fused)" if optimizer.defaults.get("fused") else ""),
+        f"lr {config.lr:g}, {config.lr_schedule}{end}{warmup}",
+        f"clipped at norm {config.clip:g}" if config.clip is not None else "not clipped",
+    ]
+    if any(group.get("weight_decay") for group in optimizer.param_groups):
+        matrices = sum(decays(weight) for weight in weights.values())
+        parts.append(f"decay {config.weight_decay:g} on {matrices} matrices of {len(weights)} tensors")
+    return ", ".join(parts)

@@ -1,0 +1,89 @@
+"""Which optimizer updates which parameters, with which arguments: from options to a torch optimizer.
+
+What the user names or hands over is checked here, before anything is trained; running it is `optimizer.py`'s work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config import RunConfig
+from phalanx.errors import ConfigError, nearest
+
+_NAMED: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def make_optimizer(
+    weights: Mapping[str, Tensor], config: RunConfig, optimizer_class: type[Any] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of the run. `optimizer_class` stands before the one that `config` names."""
+    chosen = optimizer_class or _NAMED.get(config.optimizer) or _import(config.optimizer)
+    if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer {chosen!r} is not a torch optimizer", "give a subclass of torch.optim.Optimizer")
+    options = _arguments(chosen, config)
+    decayed = _takes(chosen, "weight_decay")
+    if not decayed and config.weight_decay != RunConfig.model_fields["weight_decay"].default:
+        raise ConfigError(
+            f"option weight_decay = {config.weight_decay} does nothing: {chosen.__name__} does not decay weights",
+            "leave weight_decay out, or choose another optimizer",
+        )
+    try:
+        return chosen(_groups(weights, config.weight_decay if decayed else None), **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        allowed = [name for name in inspect.signature(chosen).parameters if name not in ("params", "lr")]
+        raise ConfigError(
+            f"optimizer {chosen.__name__} refuses its arguments: {error}",
+            f"optimizer_options may hold: {', '.join(allowed)}",
+        ) from error
+
+
+def decays(weight: Tensor) -> bool:
+    """Matrices decay; biases, norms and other vectors do not."""
+    return weight.dim() >= 2
+
+
+def _groups(weights: Mapping[str, Tensor], weight_decay: float | None) -> list[dict[str, Any]]:
+    if weight_decay is None:
+        return [{"params": list(weights.values())}]
+    groups: list[dict[str, Any]] = [
+        {"params": [w for w in weights.values() if decays(w)], "weight_decay": weight_decay},
+        {"params": [w for w in weights.values() if not decays(w)], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _arguments(chosen: type[Any], config: RunConfig) -> dict[str, Any]:
+    """What the class is called with besides its parameters."""
+    arguments: dict[str, Any] = {"lr": config.lr}
+    if chosen is torch.optim.AdamW:
+        arguments |= {"betas": config.betas, "eps": config.eps}
+    for name in ("weight_decay", *arguments):
+        if name in config.optimizer_options:
+            raise ConfigError(f"optimizer_options must not hold {name!r}", f"use the option {name} itself")
+    fused = {"fused": True} if chosen in _NAMED.values() else {}
+    return arguments | fused | config.optimizer_options
+
+
+def _takes(chosen: type[Any], name: str) -> bool:
+    return name in inspect.signature(chosen).parameters
+
+
+def _import(path: str) -> Any:
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"option optimizer = {path!r}: {module_name!r} cannot be imported: {error}",
+            "give a dotted path such as torch.optim.Adagrad, importable from where you start phalanx",
+        ) from error
+    if not hasattr(module, name):
+        classes = [n for n, member in vars(module).items() if isinstance(member, type)]
+        raise ConfigError(f"option optimizer = {path!r}: {module_name} has no {name!r}", nearest(name, classes))
+    return getattr(module, name)

@@ -1,0 +1,117 @@
+"""What a run must remember to go on as if it had never stopped, and whether a checkpoint can be gone on from.
+
+A snapshot is the part of a checkpoint that is not tensors: counters, the options that shape the trajectory, and marks
+by which model and data are recognised. Files are `checkpoint`'s work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.state import checkpoint
+
+# Changing one of these would change what comes next. The plan, the device and all that is shown or saved may change,
+# and so may the number of steps; model and data are recognised by what they are, not by what they are called.
+TRAJECTORY = (
+    "task", "tiny", "dropout", "freeze", "documents", "shuffle", "seq_len", "batch_size", "dtype", "master_weights",
+    "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay", "lr_schedule",
+    "warmup_steps", "min_lr_ratio",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that must be the same when a run goes on: how people call it, and a digest of what it is."""
+
+    name: str
+    digest: str
+
+
+@dataclass
+class Snapshot:
+    """Counters and marks of a run after `step` steps."""
+
+    config: dict[str, Any]
+    model: Mark
+    data: Mark
+    total_steps: int
+    step: int = 0
+    samples: int = 0  # consumed since the beginning
+    loss: float = math.nan
+    eval_loss: float | None = None
+    skipped: int = 0  # steps, in all
+    skipped_in_a_row: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+    optimizer: dict[str, Any] = field(default_factory=dict)  # scalars of the optimizer's state, by name
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Snapshot:
+        marks = {name: Mark(**record[name]) for name in ("model", "data")}
+        return cls(**{**record, **marks})
+
+
+def digest(*parts: Any) -> str:
+    """A short fingerprint of JSON values and bytes."""
+    found = hashlib.blake2b(digest_size=12)
+    for part in parts:
+        found.update(part if isinstance(part, bytes) else json.dumps(part).encode())
+    return found.hexdigest()
+
+
+def checkpoint_to_resume(resume: str, folder: Path) -> checkpoint.Checkpoint | None:
+    """The checkpoint that the option `resume` asks for, verified; None to start afresh."""
+    if resume == "never":
+        if there := checkpoint.latest(folder):
+            raise ConfigError(
+                f"the run folder {folder.parent} already holds checkpoints, the newest {there.name}",
+                "continue it with resume=auto (--resume auto), or choose another folder (--out)",
+            )
+        return None
+    if resume == "auto":
+        newest = checkpoint.latest(folder)
+        return None if newest is None else checkpoint.open(newest)
+    return checkpoint.open(Path(resume).expanduser())
+
+
+def restore(found: checkpoint.Checkpoint, fresh: Snapshot) -> Snapshot:
+    """The snapshot in a checkpoint, if the run that begins as `fresh` goes on exactly where that one stopped."""
+    try:
+        stored = Snapshot.from_json(found.state)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the checkpoint {found.path} was not written by a training run: {error!r}", "give another one"
+        ) from None
+    changed = [
+        (name, stored.config.get(name), fresh.config[name])
+        for name in TRAJECTORY
+        if stored.config.get(name) != fresh.config[name]
+    ]
+    if not changed:
+        # Only then do differing marks mean another model or other data, not another view of the same.
+        marks = (("model", stored.model, fresh.model), ("data", stored.data, fresh.data))
+        changed = [(name, old.name, new.name) for name, old, new in marks if old.digest != new.digest]
+    if changed:
+        raise ConfigError(
+            f"the run cannot go on from {found.path} exactly, because options changed:\n  "
+            + "\n  ".join(f"{name}: was {old!r}, now {new!r}" for name, old, new in changed),
+            "set them back; or train on from the exported model as a new run (--model EXPORT --out OTHER)",
+        )
+    if stored.step > fresh.total_steps:
+        raise ConfigError(
+            f"{found.path} has already trained {stored.step} steps, more than the {fresh.total_steps} asked for",
+            f"set steps to {stored.step} or more",
+        )
+    # What is still free to change is taken from the run that begins.
+    return replace(stored, config=fresh.config, total_steps=fresh.total_steps, model=fresh.model, data=fresh.data)

@@ -1,0 +1,42 @@
+"""The task of a module of the user's own: its inputs are whatever the user's dataset yields.
+
+It is made from a first batch instead of a name, and knows no text; the loss is the module's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from phalanx.errors import DataError
+from phalanx.tasks.base import Batch, Input, Sample, Task
+
+
+class Custom(Task):
+    """Counts samples where text tasks count tokens."""
+
+    name: ClassVar[str] = "custom"
+    auto_class: ClassVar[str] = ""
+    modality: ClassVar[Literal["text", "image", "speech"]] = "image"  # no tokens, so no sample length to check
+
+    def __init__(self, inputs: tuple[Input, ...]) -> None:
+        self._inputs = inputs
+
+    def inputs(self, config: Any, *, padding: bool = False, documents: bool = False) -> tuple[Input, ...]:
+        return self._inputs
+
+    def synthetic(
+        self, config: Any, *, batch: int, tokens: int, seed: int, padding: bool = False, documents: bool = False
+    ) -> Batch:
+        raise DataError("synthetic samples cannot be made for a module of your own", "give a dataset of your own")
+
+    def collate(self, samples: Sequence[Sample], config: Any, tokens: int) -> Batch:
+        raise DataError("samples of a module of your own are collated by you", "give a dataset of your own")
+
+    def num_tokens(self, batch: Mapping[str, Tensor]) -> int:
+        return next(iter(batch.values())).shape[0]
+
+    def tokens_per_sample(self, tokens: int) -> int:
+        return 1

@@ -1,0 +1,51 @@
+"""Short runs for tests: tiny models, few steps, nothing printed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import phalanx
+from phalanx.observe.runlog import read_log
+
+SHORT = {"tiny": True, "seq_len": 16, "batch_size": 4, "steps": 3, "progress": "off", "log_every": 1}
+
+
+def short_run(model: Any, data: Any, out: Path, **options: Any) -> Any:
+    """A run of a model by name, shrunk to test size."""
+    return phalanx.train(model, data, out=out, **{**SHORT, **options})
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_log(folder / "log-rank0.jsonl") if record["kind"] == kind]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step → loss as the log tells it; a step that was repeated after a crash must have repeated its loss."""
+    found: dict[int, float] = {}
+    for record in records(folder, "step"):
+        assert found.setdefault(record["step"], record["loss"]) == record["loss"], f"step {record['step']} differs"
+    return found
+
+
+def padded_samples(count: int, vocabulary: int, length: int = 12) -> list[dict[str, Tensor]]:
+    """Causal-LM samples with different numbers of padding tokens, so that micro-batches hold different counts."""
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for number in range(count):
+        ids = torch.randint(3, vocabulary, (length,), generator=generator)
+        mask = (torch.arange(length) < length - number % 7).long()
+        ids = torch.where(mask == 1, ids, 0)
+        samples.append({"input_ids": ids, "labels": torch.where(mask == 1, ids, -100), "attention_mask": mask})
+    return samples
+
+
+def shared_cache(factory: pytest.TempPathFactory) -> Path:
+    """One folder of captures for all test processes of this run."""
+    base = factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "phalanx-cache"
