@@ -144,7 +144,8 @@ class _Cutter:
         assert self.flat.loss is not None and self.flat.count is not None
         if not self.dependent[self.flat.loss]:
             raise CaptureError(
-                "the loss depends on no parameter, so there is nothing to train", "return the loss of what the model computed"
+                "the loss depends on no parameter, so there is nothing to train",
+                "return the loss of what the model computed",
             )
         self._name_wires()
         blocks = tuple(self._block(run) for run in self.runs)

@@ -46,9 +46,9 @@ class _WithLoss(nn.Module):
         inputs = dict(inputs)
         with hooks.documents(inputs.pop("document_ids", None)):
             output = self.model(**inputs)
-        if isinstance(output, Tensor):
+        if output is None or isinstance(output, Tensor):
             return output
-        return output["loss"] if isinstance(output, dict) else output[0]
+        return output.get("loss") if isinstance(output, dict) else output[0]
 
 
 def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> FlatGraph:
@@ -68,7 +68,7 @@ def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> Fla
         except CaptureError:
             raise
         except Exception as error:
-            raise _explain(error) from error
+            raise _explain(error, inputs) from error
     flat = _flatten(program, inputs)
     _merge_tied(flat, tied_names(model))
     normalise(flat, dtype)
@@ -112,12 +112,6 @@ def _fake_state(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 def _flatten(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> FlatGraph:
     signature = program.graph_signature
-    if signature.buffers_to_mutate:
-        name = next(iter(signature.buffers_to_mutate.values())).removeprefix("model.")
-        raise CaptureError(
-            f"the forward pass changes buffer '{name}' (as batch normalisation does), so a split batch would differ",
-            "use a normalisation without running statistics, such as GroupNorm or LayerNorm",
-        )
     roles: dict[torch.fx.Node, tuple[str, str]] = {}
     symbols: dict[str, str] = {}
     constants: dict[str, Tensor] = {}
@@ -162,14 +156,11 @@ def _constant_name(value: Tensor) -> str:
 
 
 def _learn_symbols(node: torch.fx.Node, spec: Input, symbols: dict[str, str]) -> None:
-    for size, dim in zip(node.meta["val"].shape, spec.dims, strict=True):
+    for axis, (size, dim) in enumerate(zip(node.meta["val"].shape, spec.dims, strict=True)):
         if not isinstance(dim, str):
             continue
         if not isinstance(size, torch.SymInt):
-            raise CaptureError(
-                f"the model only works for {dim} = {size} (input '{spec.name}')",
-                f"look for code that fixes the {dim} dimension, for example a reshape with a constant",
-            )
+            raise _only_works_for(spec, axis, size)
         symbols.setdefault(str(size.node.expr), dim)
 
 
@@ -214,22 +205,39 @@ def _no_layerdrop() -> Iterator[None]:
         torch.rand = original
 
 
-def _explain(error: Exception) -> CaptureError:
+def _explain(error: Exception, inputs: Sequence[Input]) -> CaptureError:
     """The module line that stopped the export, without the exporter's pages of context."""
     text = str(error)
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)', text)
-    frames = [f for f in frames if not f[0].startswith(_NOT_THE_MODEL)] or frames
-    traceback, place = error.__traceback__, ""
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_MODEL):
-            place = f"{file}, line {traceback.tb_lineno}, in {traceback.tb_frame.f_code.co_name}"
-        traceback = traceback.tb_next
-    if frames:
-        file, line, function, code = frames[-1]
-        place = f"{file}, line {line}, in {function}: {code.strip()}"
+    fixed = re.search(r"L\['inputs'\]\['(\w+)'\]\.size\(\)\[(\d+)\].* to be a constant \((\d+)\)", text)
+    if fixed is not None:
+        name, axis, size = fixed.groups()
+        return _only_works_for(next(spec for spec in inputs if spec.name == name), int(axis), size)
     reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return CaptureError(
-        f"the model cannot be read as a graph: {reason}\n  at {place or 'an unknown place'}",
+        f"the model cannot be read as a graph: {reason}\n  at {_place(error) or 'an unknown place'}",
         "make that line independent of tensor values (no .item(), no branches on data), or replace the module",
+    )
+
+
+def _place(error: Exception) -> str:
+    """The innermost line that belongs neither to torch nor to us."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)', str(error))
+    frames = [frame for frame in frames if not frame[0].startswith(_NOT_THE_MODEL)] or frames
+    if frames:
+        file, line, function, code = frames[-1]
+        return f"{file}, line {line}, in {function}: {code.strip()}"
+    traceback, place = error.__traceback__, ""
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not code.co_filename.startswith(_NOT_THE_MODEL):
+            place = f"{code.co_filename}, line {traceback.tb_lineno}, in {code.co_name}"
+        traceback = traceback.tb_next
+    return place
+
+
+def _only_works_for(spec: Input, axis: int, size: object) -> CaptureError:
+    dim = spec.dims[axis]
+    return CaptureError(
+        f"the model only works for {dim} = {size} (input '{spec.name}')",
+        f"look for code that fixes the {dim} dimension, for example a reshape with a constant",
     )

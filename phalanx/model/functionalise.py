@@ -75,8 +75,9 @@ def _inline(graph: fx.Graph, owner: torch.nn.Module) -> None:
         graph.erase_node(node)
 
 
-def refuse_randomness(flat: FlatGraph) -> None:
-    """Dropout gets keys later; other draws, and statistics over the batch, would change with how a batch is split."""
+def refuse_coupling(flat: FlatGraph) -> None:
+    """Dropout gets keys later; other random numbers, values read by Python and statistics over the batch would change
+    with how a batch is split."""
     for node in flat.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -84,6 +85,11 @@ def refuse_randomness(flat: FlatGraph) -> None:
             raise CaptureError(
                 f"{node.target._schema.name} draws random numbers that no plan could repeat ({where(node)})",
                 "use dropout, or compute the random values outside the model and pass them as an input",
+            )
+        if node.target is aten.item.default:
+            raise CaptureError(
+                f"the model reads a tensor's value as a Python number ({where(node)})",
+                "keep it a tensor: no .item(), float(x) or int(x) in the forward pass",
             )
         if node.target is aten.batch_norm.default and node.args[5]:
             raise CaptureError(
@@ -108,8 +114,13 @@ def _replace_in_place(flat: FlatGraph, node: fx.Node) -> None:
     later = set(_after(node))
     base = _storage(changed)
     others = [n for n in flat.graph.nodes if n not in later and n not in (node, changed) and _storage(n) is base]
-    state = base.op == "placeholder" and flat.roles[base][0] != "constant"
-    if twin is None or state or any(user in later for other in others for user in other.users):
+    kind, name = flat.roles.get(base, ("constant", ""))
+    if kind != "constant":
+        raise CaptureError(
+            f"the forward pass changes {kind} '{name}' in place ({where(node)}), so a split batch would differ",
+            "keep running state out of the model; write the operation out of place",
+        )
+    if twin is None or any(user in later for other in others for user in other.users):
         raise CaptureError(
             f"the model changes a tensor in place that others still see ({where(node)})",
             "write the operation out of place, for example `x = x + y` instead of `x[...] += y`",

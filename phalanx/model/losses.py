@@ -45,6 +45,8 @@ def _sum_and_count(flat: FlatGraph, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
         loss = loss.args[0]
     if loss.target is aten.cross_entropy_loss.default:
         return _cross_entropy(flat, loss)
+    if loss.target in (*_ELEMENTWISE, aten.mean.default):
+        _require_items(flat, loss)
     if loss.target in _ELEMENTWISE and _argument(loss, _ELEMENTWISE[loss.target], _MEAN) == _MEAN:
         position = _ELEMENTWISE[loss.target]
         args = (*loss.args[:position], *[None] * (position - len(loss.args)), _SUM, *loss.args[position + 1 :])
@@ -53,9 +55,19 @@ def _sum_and_count(flat: FlatGraph, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
     if loss.target is aten.mean.default:
         return graph.call_function(aten.sum.default, (loss.args[0],)), _number_of_elements(flat, loss.args[0])
     raise CaptureError(
-        f"the loss ends in {loss.target}, which is not a mean over items ({where(loss)}); a split batch would change it",
+        f"the loss ends in {loss.target}, not in a mean over items ({where(loss)}); a split batch would change it",
         "return cross_entropy, mse_loss, l1_loss, binary_cross_entropy_with_logits or x.mean() as the loss",
     )
+
+
+def _require_items(flat: FlatGraph, loss: fx.Node) -> None:
+    """What is averaged must have the samples among its elements: `x.mean(0).mean()` is a mean of means."""
+    averaged: Any = loss.args[0]
+    if "batch" not in flat.dims_in(averaged.meta["val"].numel()):
+        raise CaptureError(
+            f"the loss averages a tensor without a batch dim ({where(loss)}); a split batch would change it",
+            "compute the loss per sample or per token, and take the mean of that",
+        )
 
 
 def _cross_entropy(flat: FlatGraph, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -78,9 +90,9 @@ def _cross_entropy(flat: FlatGraph, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def _before_widening(graph: fx.Graph, logits: fx.Node) -> fx.Node:
     """The logits before models cast them to float32: our operator widens by itself, without storing the wide copy."""
-    if logits.target is aten.to.dtype:
+    if _widens(logits):
         return _before_widening(graph, logits.args[0])  # pyright: ignore
-    if logits.target is aten.reshape.default and logits.args[0].target is aten.to.dtype:  # pyright: ignore
+    if logits.target is aten.reshape.default and _widens(logits.args[0]):  # pyright: ignore
         narrow = _before_widening(graph, logits.args[0])  # pyright: ignore
         reshaped = graph.call_function(aten.reshape.default, (narrow, *logits.args[1:]))
         reshaped.meta.update(logits.meta)
@@ -88,9 +100,17 @@ def _before_widening(graph: fx.Graph, logits: fx.Node) -> fx.Node:
     return logits
 
 
+def _widens(node: fx.Node) -> bool:
+    if node.target is not aten.to.dtype:
+        return False
+    source, target = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # pyright: ignore
+    return torch.promote_types(source, target) == target
+
+
 def _argument(node: fx.Node, position: int, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get("reduction", default)
 
 
 def _number_of_elements(flat: FlatGraph, x: Any) -> fx.Node:
-    return flat.graph.call_function(aten.scalar_tensor.default, (flat.size(x.meta["val"].numel()),))
+    options = {"dtype": torch.int64, "device": torch.device("cpu")}  # exact, and moved to the rank's device like others
+    return flat.graph.call_function(aten.scalar_tensor.default, (flat.size(x.meta["val"].numel()),), options)

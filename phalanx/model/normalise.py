@@ -1,8 +1,8 @@
 """Passes that turn a freshly exported graph into the plain form the rest of Phalanx works on.
 
-Afterwards a graph is functional (no in-place operators), holds no guards, no symbolic-size arithmetic and no fixed device;
-randomness is keyed, attention is our operator, and the loss is a sum. Whatever a pass cannot express exactly is refused
-with the module and source line it came from.
+Afterwards a graph is functional (no in-place operators), holds no guards, no symbolic-size arithmetic and no fixed
+device; randomness is keyed, attention is our operator, and the loss is a sum. Whatever a pass cannot express exactly is
+refused with the module and source line it came from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import phalanx.model.attention
 import phalanx.model.experts
 import phalanx.model.operators  # noqa: F401  (the three define operators)
 from phalanx.errors import CaptureError
-from phalanx.model.functionalise import inline_modes, make_functional, refuse_randomness, replace, where
+from phalanx.model.functionalise import inline_modes, make_functional, refuse_coupling, replace, where
 from phalanx.model.losses import rewrite_loss
 
 aten = torch.ops.aten
@@ -52,6 +52,11 @@ class FlatGraph:
         self.roles[node] = (kind, name)
         return node
 
+    def dims_in(self, value: Any) -> set[str | None]:
+        """The dynamic dims that a size depends on."""
+        symbols = value.node.expr.free_symbols if isinstance(value, torch.SymInt) else ()
+        return {self.symbols.get(str(symbol)) for symbol in symbols}
+
     def size(self, value: Any) -> fx.Node | int:
         """A size as a number, or as the placeholder named by its expression over the dynamic dims."""
         expression = value.node.expr if isinstance(value, torch.SymInt | torch.SymBool) else value
@@ -62,14 +67,15 @@ class FlatGraph:
                 f"a size depends on the data ({', '.join(sorted(unknown))})",
                 "shapes must follow from the shapes of the inputs alone",
             )
-        return self.placeholder("size", str(expression.subs({s: self.symbols[str(s)] for s in expression.free_symbols})))
+        names = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
+        return self.placeholder("size", str(expression.subs(names)))
 
 
 def normalise(flat: FlatGraph, dtype: torch.dtype) -> None:
     """All passes, in order."""
     inline_modes(flat)
     _drop_guards(flat)
-    refuse_randomness(flat)
+    refuse_coupling(flat)
     make_functional(flat)
     _name_sizes(flat)
     _forget_devices(flat)
@@ -212,7 +218,7 @@ def _bias(graph: fx.Graph, mask: fx.Node | None) -> fx.Node | None:
 
 
 def _use_our_experts(flat: FlatGraph) -> None:
-    """Grouped products become our operator; counting rows per expert works on floats, the one dtype every device takes."""
+    """Grouped products become our operator; rows per expert are counted on floats, the one dtype every device takes."""
     for node in list(flat.graph.nodes):
         name = str(node.target)
         if "grouped_mm" in name:
@@ -251,8 +257,7 @@ def _key_dropout(flat: FlatGraph) -> None:
 def _require_samples_first(flat: FlatGraph, node: fx.Node) -> None:
     """Keys belong to samples, so the rows of what is dropped must be samples, or samples times tokens."""
     shape = node.args[0].meta["val"].shape  # pyright: ignore
-    symbols = shape[0].node.expr.free_symbols if len(shape) and isinstance(shape[0], torch.SymInt) else ()
-    if "batch" not in {flat.symbols.get(str(symbol)) for symbol in symbols}:
+    if not len(shape) or "batch" not in flat.dims_in(shape[0]):
         raise CaptureError(
             f"dropout on a tensor of shape {list(shape)}, whose first dim is not the batch ({where(node)})",
             "lay activations out as [batch, ...] (batch_first=True); dropout on weights cannot be split by samples",
