@@ -36,7 +36,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Template:
-    """A graph shared by blocks: its text, the unit of each of its nodes, and the forward FLOPs of each unit."""
+    """A graph shared by blocks whose parameters have the same shapes: its text, the unit of each of its nodes, and the forward FLOPs of each unit."""
 
     text: str
     units: tuple[str, ...]
@@ -196,7 +196,8 @@ class _Cutter:
         graph.output(tuple(copies[node] for node in outputs))
         _placeholders_first(graph)
         text = graphs.dump(graph)
-        key = graphs.fingerprint(text)
+        widths = [str(tuple(n.meta["val"].shape)) for n in copies if self.flat.roles.get(n, ("", ""))[0] == "parameter"]
+        key = graphs.fingerprint("\n".join([text, *widths]))
         if key not in self.templates:
             self.templates[key] = self._template(text, graph, {copy: node for node, copy in copies.items()})
         return Block(run.name, key, tuple(ports), tuple(self.wires[node] for node in outputs))

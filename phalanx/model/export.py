@@ -176,7 +176,7 @@ def _path(node: torch.fx.Node) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter logs whole graphs when it fails; our error names the place instead."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._export", "torch")]
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._export", "torch", "transformers")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

@@ -44,11 +44,14 @@ def _convolution(node: fx.Node) -> Any:
 def _attention(node: fx.Node) -> Any:
     batch, heads, queries, dim = _shape(node.args[0])
     keys, value_dim = _shape(node.args[1])[2], _shape(node.args[2])[3]
-    full = 2 * batch * heads * queries * keys * (dim + value_dim)
-    causal, window = node.args[7], node.args[9]
-    if window:
-        return sympy.Min(full, 2 * batch * heads * queries * int(window) * (dim + value_dim))  # pyright: ignore
-    return full / 2 if causal else full
+    causal, window = bool(node.args[7]), int(node.args[9])  # pyright: ignore
+    pairs = queries * keys
+    if causal:
+        seen = sympy.Min(keys, window) if window else keys  # most keys a query sees; the first ones see fewer
+        pairs = seen * queries - seen * seen / sympy.Integer(2)
+    elif window:
+        pairs = queries * sympy.Min(keys, 2 * window - 1)
+    return 2 * batch * heads * pairs * (dim + value_dim)
 
 
 def _scaled_dot_product(node: fx.Node) -> Any:

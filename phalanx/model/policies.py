@@ -7,6 +7,7 @@ fused by a compiler, the minimum cut keeps the fewest bytes at no cost in time.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -24,23 +25,25 @@ def parameter_only(joint: Joint, parameters: Iterable[fx.Node]) -> set[fx.Node]:
     return free
 
 
-def _backward_nodes(joint: Joint) -> set[fx.Node]:
-    """Nodes that depend on an output gradient."""
-    found: set[fx.Node] = set(joint.tangents)
-    for node in joint.graph.nodes:
-        if node.op == "call_function" and any(source in found for source in node.all_input_nodes):
+def _forward_nodes(joint: Joint) -> set[fx.Node]:
+    """Nodes that the outputs need, and the parts of their results (an attention's log-sum-exp) that only backward reads."""
+    found: set[fx.Node] = set()
+    stack = list(joint.outputs)
+    while stack:
+        node = stack.pop()
+        if node not in found:
             found.add(node)
-    return found
+            stack.extend(node.all_input_nodes)
+    parts = {user for node in found for user in node.users if user.target is operator.getitem}
+    return found | parts | set(joint.inputs)
 
 
 def used_by_backward(joint: Joint) -> set[fx.Node]:
-    """Every forward value that the backward reads directly."""
-    backward = _backward_nodes(joint)
-    used = {source for node in backward for source in node.all_input_nodes if source not in backward}
-    used.update(g for g in joint.gradients if g is not None and g not in backward)
-    return used
-
-
+    """Every value of the forward that the backward reads directly; what only the backward computes is its own affair."""
+    forward = _forward_nodes(joint)
+    used = {source for node in joint.graph.nodes if node not in forward for source in node.all_input_nodes}
+    used.update(gradient for gradient in joint.gradients if gradient is not None)
+    return used & forward
 
 
 def min_cut(joint: Joint) -> set[fx.Node]:

@@ -27,7 +27,7 @@ def mix(x: Tensor) -> Tensor:
 
 def combine(key: Tensor, index: Tensor) -> Tensor:
     """A new key from a key and an index, broadcasting."""
-    return mix(key ^ mix((index + 0x9E3779B9) & _MASK))
+    return mix(key ^ mix(index ^ 0x1E3779B9))
 
 
 def site_hash(site: str) -> int:

@@ -6,6 +6,7 @@ starting Python and torch costs more than a tiny case.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import tempfile
 import traceback
@@ -115,6 +116,7 @@ class PlainProcess:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     while True:
         try:
             case, folder, attention_sites = connection.recv()
