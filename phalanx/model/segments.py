@@ -5,14 +5,15 @@
     W(params, w_saved)         → d_params
     BW(params, saved, d_outputs) = B and W in one
 
-All are cut out of one joint graph. `saved` never holds a parameter or anything computed from parameters alone: those are
-handed in again or recomputed, so parameters may be freed in between and memory is known exactly. Which other values are
-kept is the policy's choice; whatever is not kept is recomputed from what is. W is really separate: nothing that only a
-weight gradient needs is computed in B.
+All are cut out of one joint graph. `saved` never holds a parameter or anything computed from parameters alone: those
+are handed in again or recomputed, so parameters may be freed in between and memory is known exactly. Which other values
+are kept is the policy's choice; whatever is not kept is recomputed from what is. W is really separate: no operator that
+only a weight gradient needs runs in B.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,9 +132,17 @@ class _Plan:
         leaves = (reached & stop) | (reached & set(joint.inputs))
         self.saved = tuple(sorted(leaves - parameters - set(joint.tangents), key=order.__getitem__))
         in_b = _closure([g for g in d_inputs if g is not None], set(self.saved) | set(joint.tangents))
-        available = (in_b | set(self.saved) | set(joint.tangents)) - free - parameters
+        computed = {part for node in in_b for part in _tensors_of(node)}
+        available = (computed | set(self.saved) | set(joint.tangents)) - free - parameters
         in_w = _closure([g for g in d_params if g is not None], available)
         self.w_saved = tuple(sorted(in_w & available, key=order.__getitem__))
+
+
+def _tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The node itself or, where it gives several tensors, each of them: keeping the node would keep them all alive."""
+    if isinstance(node.meta.get("val"), Tensor):
+        return [node]
+    return [user for user in node.users if user.target is operator.getitem]
 
 
 def _closure(outputs: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:

@@ -39,7 +39,10 @@ def as_captured(spec: zoo.ModelSpec) -> Blocks:
     return capture.capture(spec, inputs, dtype=torch.float64, check=False, use_cache=False).blocks
 
 
-@pytest.mark.parametrize("name", DEPTHS)
+_LONG = (captured.LLAMA, captured.MIXTRAL, captured.GEMMA3)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in DEPTHS])
 def test_a_stamped_model_equals_its_capture_at_full_depth(name: str) -> None:
     spec = specification(name, **DEPTHS[name])
     model = zoo.build(spec, device="meta")

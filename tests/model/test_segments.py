@@ -1,0 +1,236 @@
+"""Segments as functions: F, B, W and BW equal autograd, keep no parameter, and do each thing once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from phalanx.model import graphs, policies, segments
+from phalanx.model.blocks import Block
+from phalanx.model.compile import Compiler, resolve_mode
+from phalanx.model.joint import trace
+from phalanx.model.segments import Segment
+from tests import captured
+
+aten = torch.ops.aten
+_PRODUCTS = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, torch.ops.phalanx.grouped_matmul.default,
+    torch.ops.phalanx.grouped_matmul_weight.default,
+}  # fmt: skip
+LAYERS = [
+    (captured.GPT2, "transformer.h.1"),
+    (captured.GPT2, "embedding"),
+    (captured.GPT2, "head"),
+    (captured.LLAMA, "model.layers.1"),
+    (captured.MIXTRAL, "model.layers.1"),
+]
+
+
+@dataclass(eq=False)
+class Call:
+    """One block with concrete arguments: activations random, everything else as in a real step."""
+
+    case: captured.Case
+    block: Block
+    graph: fx.Graph
+    arguments: list
+    wants: list[bool]
+
+    @property
+    def ports(self) -> list:
+        return [port for port in self.block.ports if port.kind != "size"]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [a for a in self.arguments if isinstance(a, Tensor)]
+
+    @property
+    def is_parameter(self) -> list[bool]:
+        return [port.kind == "parameter" for port in self.ports]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [t for t, p in zip(self.tensors, self.is_parameter, strict=True) if p]
+
+    @cache  # noqa: B019  (calls live as long as the tests)
+    def build(self, *, recompute: bool = False, mode: str = "off", frozen: tuple[str, ...] = ()) -> Segment:
+        wants = [w and port.name not in frozen for w, port in zip(self.wants, self.ports, strict=True)]
+        return segments.build(
+            self.graph, self.arguments, self.is_parameter, wants, recompute=recompute, compiler=Compiler(mode)
+        )
+
+    def autograd(self, d_outputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
+        """Outputs, input gradients and parameter gradients by plain PyTorch."""
+        leaves = [t.clone().requires_grad_(w) for t, w in zip(self.tensors, self.wants, strict=True)]
+        remaining = iter(leaves)
+        outputs = fx.GraphModule({}, self.graph)(
+            *[next(remaining) if isinstance(a, Tensor) else a for a in self.arguments]
+        )
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(outputs, wanted, d_outputs, allow_unused=True))
+        gradients = [next(found) if w else None for w in self.wants]
+        split = [[g for g, p in zip(gradients, self.is_parameter, strict=True) if p == kind] for kind in (False, True)]
+        return [out.detach() for out in outputs], *split
+
+
+@cache
+def call(name: str, block_name: str) -> Call:
+    case = captured.named(name)
+    engine = case.engine()
+    [batch] = case.micro_batches(engine, [3])
+    [block] = [b for b in case.blocks.blocks if b.name == block_name]
+    generator = torch.Generator().manual_seed(0)
+    arguments = []
+    shapes = wire_shapes(case)
+    for port in block.ports:
+        if port.kind == "wire":
+            arguments.append(torch.randn(shapes[port.name], generator=generator, dtype=torch.float64))
+        else:
+            arguments.append(engine._argument(port, batch))
+    wants = [port.kind in ("parameter", "wire") for port in block.ports if port.kind != "size"]
+    return Call(case, block, graphs.load(case.blocks.templates[block.template].text), arguments, wants)
+
+
+def wire_shapes(case: captured.Case) -> dict[str, torch.Size]:
+    """From a forward that keeps every wire."""
+    engine = case.engine()
+    [batch] = case.micro_batches(engine, [3])
+    shapes: dict[str, torch.Size] = {}
+
+    class Keeping(dict):
+        def update(self, pairs) -> None:
+            pairs = list(pairs)
+            shapes.update({name: value.shape for name, value in pairs})
+            super().update(pairs)
+
+    batch.wires = batch.sources["wire"] = Keeping()
+    engine.forward(batch, keep=False)
+    return shapes
+
+
+def d_outputs_for(segment: Segment) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(out.meta["val"].shape, generator=generator, dtype=torch.float64) for out in segment.outputs]
+
+
+def close(got: list, expected: list) -> None:
+    for a, b in zip(got, expected, strict=True):
+        if a is None or b is None:
+            other = b if a is None else a
+            assert other is None or not other.any()
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode, recompute", [("off", False), ("off", True), ("aot_eager", False)])
+@pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
+def test_f_then_b_then_w_equals_bw_equals_autograd(name: str, block: str, mode: str, recompute: bool) -> None:
+    one = call(name, block)
+    segment = one.build(recompute=recompute, mode=mode)
+    d_outputs = d_outputs_for(segment)
+    expected = one.autograd(d_outputs)
+    outputs, saved = segment.forward(one.tensors)
+    close(outputs, expected[0])
+    d_inputs, w_saved = segment.backward(one.parameters, saved, d_outputs)
+    close(d_inputs, expected[1])
+    close(segment.weight(one.parameters, w_saved), expected[2])
+    fused = segment.backward_weight(one.parameters, saved, d_outputs)
+    close(fused[0], expected[1])
+    close(fused[1], expected[2])
+
+
+@pytest.mark.parametrize("mode", ["off", "aot_eager"])
+@pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
+def test_nothing_saved_is_a_parameter_or_made_of_parameters_alone(name: str, block: str, mode: str) -> None:
+    one = call(name, block)
+    segment = one.build(recompute=False, mode=mode)
+    _, saved = segment.forward(one.tensors)
+    _, w_saved = segment.backward(one.parameters, saved, d_outputs_for(segment))
+    ours = {parameter.untyped_storage().data_ptr() for parameter in one.parameters}
+    values = [sorted_values(parameter) for parameter in one.parameters if parameter.numel() > 1]
+    for kept in (*saved, *w_saved):
+        assert kept.untyped_storage().data_ptr() not in ours
+        assert not any(torch.equal(sorted_values(kept), other) for other in values), (
+            "a cast or transpose of a parameter"
+        )
+
+
+def sorted_values(tensor: Tensor) -> Tensor:
+    """Equal for a tensor, its transpose and its cast to a lower precision."""
+    return tensor.detach().flatten().to(torch.bfloat16).double().sort().values
+
+
+def test_recomputation_keeps_nothing_but_inputs() -> None:
+    one = call(captured.GPT2, "transformer.h.1")
+    segment = one.build(recompute=True)
+    assert segment.keeps_only_inputs and not one.build().keeps_only_inputs
+    _, saved = segment.forward(one.tensors)
+    given = {tensor.data_ptr() for tensor in one.tensors}
+    assert {kept.data_ptr() for kept in saved} <= given
+
+
+def test_the_minimum_cut_keeps_fewer_bytes_than_everything_the_backward_reads() -> None:
+    one = call(captured.LLAMA, "model.layers.1")
+    nodes = {mode: one.build(mode=mode).saved_nodes for mode in ("off", "aot_eager")}
+    everything, fewest = (sum(n.meta["val"].numel() for n in nodes[mode]) for mode in ("off", "aot_eager"))
+    inputs = sum(n.meta["val"].numel() for n in one.build(recompute=True).saved_nodes)
+    assert inputs < fewest < everything
+
+
+def products(segment: Segment) -> dict[str, int]:
+    """Matrix products in each function, counted before compiling."""
+    counts = {}
+    for name in ("_forward", "_backward", "_weight", "_fused"):
+        graph = getattr(segment, name).function.__self__.graph
+        counts[name.removeprefix("_")] = sum(node.target in _PRODUCTS for node in graph.nodes)
+    return counts
+
+
+@pytest.mark.parametrize("name, block, linears", [
+    (captured.GPT2, "transformer.h.1", 4), (captured.LLAMA, "model.layers.1", 7),
+], ids=["gpt2", "llama"])  # fmt: skip
+def test_b_holds_no_weight_gradient_and_w_holds_nothing_else(name: str, block: str, linears: int) -> None:
+    counts = products(call(name, block).build())
+    assert counts == {"forward": linears, "backward": linears, "weight": linears, "fused": 2 * linears}
+
+
+def test_frozen_parameters_get_no_gradient_and_no_work() -> None:
+    one = call(captured.GPT2, "transformer.h.1")
+    trained = "transformer.h.1.ln_1.weight"
+    frozen = tuple(name for name in one.block.names("parameter") if name != trained)
+    segment = one.build(frozen=frozen)
+    assert products(segment)["weight"] == 0
+    _, saved = segment.forward(one.tensors)
+    d_outputs = d_outputs_for(segment)
+    gradients = dict(
+        zip(one.block.names("parameter"), segment.backward_weight(one.parameters, saved, d_outputs)[1], strict=True)
+    )
+    expected = dict(zip(one.block.names("parameter"), one.autograd(d_outputs)[2], strict=True))
+    assert [name for name, gradient in gradients.items() if gradient is not None] == [trained]
+    torch.testing.assert_close(gradients[trained], expected[trained])
+
+
+def test_a_frozen_block_behind_a_frozen_input_is_not_differentiable_and_saves_nothing() -> None:
+    one = call(captured.GPT2, "embedding")
+    segment = one.build(frozen=one.block.names("parameter"))
+    assert not any(segment.differentiable)
+    assert segment.forward(one.tensors)[1] == ()
+
+
+def test_tracing_computes_nothing_and_leaves_its_arguments_alone() -> None:
+    one = call(captured.GPT2, "transformer.h.1")
+    before = [tensor.clone() for tensor in one.tensors]
+    joint = trace(one.graph, one.arguments, one.wants, one.is_parameter, None)
+    assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(one.tensors, before, strict=True))
+    assert len(joint.gradients) == len(joint.inputs) == len(one.tensors)
+    assert policies.parameter_only(joint, joint.inputs) >= set(joint.inputs)
+
+
+def test_compiling_is_chosen_by_device_unless_the_user_says_otherwise() -> None:
+    assert resolve_mode("auto", torch.device("cpu")) == "off"
+    assert resolve_mode("auto", torch.device("cuda")) == "inductor"
+    assert resolve_mode("aot_eager", torch.device("cuda")) == "aot_eager"
