@@ -7,7 +7,7 @@ backward is decided on this graph (`policies.py`), and the functions are cut out
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,13 +50,30 @@ def trace(
             for out, needed in zip(outputs, differentiable, strict=True)
             if needed
         ]
-        joint = _joint(function, wants_gradient, is_parameter)
-        module = make_fx(joint, decomposition_table=decompositions)(tensors, tangents)
+        traced = _joint(function, wants_gradient, is_parameter)
+        module = make_fx(traced, decomposition_table=decompositions)(tensors, tangents)
         if any(_mutates(node) for node in module.graph.nodes):
             plain = [t.detach() for t in tensors]
             module = make_fx(torch.func.functionalize(module), decomposition_table=decompositions)(plain, tangents)
     module.graph.eliminate_dead_code()
-    return _describe(module.graph, len(tensors), differentiable)
+    joint = _describe(module.graph, len(tensors), differentiable)
+    wide = tuple(_before_rounding(g, joint) if p else g for g, p in zip(joint.gradients, is_parameter, strict=True))
+    module.graph.output_node().args = ((*joint.outputs, *wide),)
+    module.graph.eliminate_dead_code()
+    return replace(joint, gradients=wide)
+
+
+def _before_rounding(gradient: fx.Node | None, joint: Joint) -> fx.Node | None:
+    """A weight gradient that was summed in float32 stays so: accumulators are wide anyway."""
+    casts = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+    if gradient is None or gradient.target not in casts:
+        return gradient
+    source = gradient.all_input_nodes[0]
+    value: Tensor = source.meta["val"]
+    inputs = {node.meta["val"].untyped_storage()._cdata for node in (*joint.inputs, *joint.tangents)}
+    own = len(source.users) == 1 and value.is_contiguous() and value.untyped_storage()._cdata not in inputs
+    widens = value.dtype == torch.float32 and gradient.meta["val"].dtype in (torch.bfloat16, torch.float16)
+    return source if own and widens else gradient
 
 
 def _joint(

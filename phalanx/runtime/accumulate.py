@@ -25,9 +25,10 @@ class Accumulator:
             total = self._sums.get(name)
             if total is None:
                 self._sums[name] = gradient
+            elif gradient.dtype == _wide(total.dtype):
+                self._sums[name] = gradient.add_(total)
             else:
-                wide = total.to(_wide(total.dtype))
-                self._sums[name] = wide.add_(gradient)
+                self._sums[name] = total.to(_wide(total.dtype)).add_(gradient)
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The finished sums, which now belong to the caller; parameters that got no gradient are absent."""

@@ -125,8 +125,11 @@ class Optimizer:
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all gradients as one vector, in their precision (float32 at least)."""
-    wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)))
+    norms: list[Tensor] = []
+    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):  # torch fuses only over one dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        norms += torch._foreach_norm([g for g in gradients if g.dtype == dtype], 2, dtype=wide)
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _home(slot: str, weight: Tensor, group: Mapping[str, Any]) -> torch.device:
