@@ -60,7 +60,7 @@ class Case:
 
     def engine(self, *, recompute=False, mode="off", dropout=True, frozen: Sequence[str] = ()) -> Engine:
         return Engine(
-            self.blocks, self.parameters, self.captured.buffers, trainable=set(self.parameters) - set(frozen),
+            self.blocks, self.parameters, self.captured.buffers, trainable=set(self.captured.trainable) - set(frozen),
             device=torch.device("cpu"), compiler=Compiler(mode), recompute=recompute, dropout=dropout,
         )  # fmt: skip
 

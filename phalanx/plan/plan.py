@@ -51,7 +51,20 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        return Plan(**json.loads(text))
+        """Reads what `to_json` wrote; the error names the field and what may stand there."""
+        try:
+            fields: object = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"plan: not JSON: {error}", f"write for example {Plan().to_json()}") from error
+        if not isinstance(fields, dict):
+            raise PlanError("plan: not a JSON object", f"write for example {Plan().to_json()}")
+        default = dataclasses.asdict(Plan())
+        for name, value in fields.items():  # pyright: ignore[reportUnknownVariableType]
+            if name not in default:
+                raise PlanError(f"plan: unknown field '{name}'", nearest(str(name), default))  # pyright: ignore
+            if type(value) is not type(default[name]):  # pyright: ignore[reportUnknownArgumentType]
+                raise PlanError(f"plan: {name}={value!r} has the wrong type", f"write for example {default[name]!r}")
+        return Plan(**fields)  # pyright: ignore[reportUnknownArgumentType]
 
     @staticmethod
     def parse(text: str) -> Plan:
@@ -65,6 +78,8 @@ class Plan:
                 _only_one(name, value)
             elif name not in _READ:
                 raise PlanError(f"plan: unknown field '{name}'", nearest(name, [*_READ, *AXES]))
+            elif name in fields:
+                raise PlanError(f"plan: '{name}' is given twice", "write each field once")
             else:
                 fields[name] = _READ[name](value)
         return Plan(**fields)  # pyright: ignore[reportArgumentType]
@@ -76,7 +91,7 @@ def _only_one(axis: str, value: str) -> None:
 
 
 def _whole_number(text: str) -> int:
-    if not text.isdigit():
+    if not (text.isascii() and text.isdecimal()):
         raise PlanError(f"plan: mb='{text}' is not a whole number", "use mb=1 or more")
     return int(text)
 

@@ -126,6 +126,7 @@ class Engine:
         for block in reversed(self.blocks.blocks):
             segment, saved = batch.saved.pop(block.name)
             if not any(segment.differentiable):
+                batch.gradients.pop(self.blocks.loss, None)  # nothing at all is trained
                 continue
             d_outputs = self._output_gradients(block, segment, batch)
             parameters = [self.parameters[name] for name in block.names("parameter")]
