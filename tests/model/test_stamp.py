@@ -15,7 +15,7 @@ from tests import captured
 
 # Deeper than what is captured: every kind of layer more than twice. Where nothing is said, tiny models are.
 DEPTHS: dict[str, dict[str, object]] = {
-    captured.GPT2: {"n_layer": 12},
+    captured.GPT2: {"n_layer": 8},
     captured.LLAMA: {},
     captured.NEO: {"num_layers": 6, "attention_types": [[["global", "local"], 3]]},
     captured.GEMMA3: {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
@@ -39,7 +39,7 @@ def as_captured(spec: zoo.ModelSpec) -> Blocks:
     return capture.capture(spec, inputs, dtype=torch.float64, check=False, use_cache=False).blocks
 
 
-_LONG = (captured.LLAMA, captured.MIXTRAL, captured.GEMMA3)
+_LONG = (captured.LLAMA, captured.MIXTRAL, captured.GEMMA3, captured.T5)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in DEPTHS])

@@ -10,7 +10,7 @@ from phalanx.model import reference
 from phalanx.program.instructions import Instruction, Op, from_text
 from phalanx.program.schedules import SCHEDULES
 from phalanx.runtime.accumulate import Accumulator
-from phalanx.runtime.engine import MicroBatch
+from phalanx.runtime.engine import Engine, MicroBatch
 from tests import captured
 
 SPLITS = [(3,), (1, 2), (1, 1, 1)]
@@ -21,17 +21,27 @@ def require_released(parts: list[MicroBatch]) -> None:
         assert (part.wires, part.saved, part.gradients, part.for_weights) == ({}, {}, {}, {})
 
 
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """One engine of GPT-2 for many tests: what it traced is used again, as in training."""
+    return captured.named(captured.GPT2).engine()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
-def test_every_schedule_and_split_equals_autograd_with_dropout_on(schedule: str, sizes: tuple[int, ...]) -> None:
+def test_every_schedule_and_split_equals_autograd_with_dropout_on(
+    schedule: str, sizes: tuple[int, ...], engine: Engine
+) -> None:
     case = captured.named(captured.GPT2)
-    engine = case.engine()
     parts = case.micro_batches(engine, sizes)
     captured.require_equal(case.step(engine, SCHEDULES[schedule](len(sizes)), parts), case.plain())
     require_released(parts)
 
 
-@pytest.mark.parametrize("name", [captured.T5, captured.WHISPER, captured.MIXTRAL])
+T5 = pytest.param(captured.T5, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [captured.WHISPER, captured.MIXTRAL, T5])
 def test_several_wires_and_experts_get_their_gradients(name: str) -> None:
     case = captured.named(name)
     engine = case.engine()
@@ -54,9 +64,8 @@ def test_compiled_segments_give_the_same() -> None:
     captured.require_equal(case.step(engine, SCHEDULES["1f1b"](1), case.micro_batches(engine, (3,))), case.plain())
 
 
-def test_another_seed_drops_other_elements() -> None:
+def test_another_seed_drops_other_elements(engine: Engine) -> None:
     case = captured.named(captured.GPT2)
-    engine = case.engine()
     losses = [case.step(engine, SCHEDULES["1f1b"](1), case.micro_batches(engine, (3,), seed))[0] for seed in (0, 1)]
     assert losses[0] != losses[1]
     torch.testing.assert_close(losses[1], case.plain(seed=1)[0], rtol=1e-11, atol=0)
@@ -116,7 +125,7 @@ def test_with_everything_frozen_there_is_a_loss_and_no_gradient() -> None:
     require_released(parts)
 
 
-@pytest.mark.parametrize("name", [captured.GPT2, captured.T5])
+@pytest.mark.parametrize("name", [captured.GPT2, captured.WHISPER, T5])
 def test_evaluation_equals_the_model_in_eval_mode_and_keeps_nothing(name: str) -> None:
     case = captured.named(name)
     engine = case.engine(dropout=False)
@@ -131,23 +140,21 @@ def test_evaluation_equals_the_model_in_eval_mode_and_keeps_nothing(name: str) -
     require_released(parts)
 
 
-def test_the_engine_counts_what_it_executed() -> None:
+def test_the_engine_counts_what_it_executed(engine: Engine) -> None:
     case = captured.named(captured.GPT2)
-    engine = case.engine()
+    engine.executed.clear()
     case.step(engine, (*SCHEDULES["zb-h1"](2), Instruction(Op.STEP)), case.micro_batches(engine, (1, 2)))
     assert engine.executed == {"F": 2, "B": 2, "W": 2}
 
 
-def test_weight_gradients_may_wait_until_all_micro_batches_are_back() -> None:
+def test_weight_gradients_may_wait_until_all_micro_batches_are_back(engine: Engine) -> None:
     case = captured.named(captured.GPT2)
-    engine = case.engine()
     program = from_text("F0.0 F0.1 B0.0 B0.1 W0.1 W0.0")
     captured.require_equal(case.step(engine, program, case.micro_batches(engine, (1, 2))), case.plain())
 
 
-def test_parameters_are_read_when_used_and_never_changed() -> None:
+def test_parameters_are_read_when_used_and_never_changed(engine: Engine) -> None:
     case = captured.named(captured.GPT2)
-    engine = case.engine()
     before = {name: value.clone() for name, value in case.parameters.items()}
     case.step(engine, SCHEDULES["1f1b"](1), case.micro_batches(engine, (3,)))
     assert all(torch.equal(engine.parameters[name], value) for name, value in before.items())
