@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.callbacks import Callbacks
 from phalanx.config import RunConfig
+from phalanx.errors import PhalanxError
 from phalanx.model.zoo import Model, build
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.progress import make_progress
@@ -24,14 +25,14 @@ from phalanx.observe.trace import StepProfiler
 from phalanx.prepare import Collate, Prepared, load_buffers, open_weights, prepare
 from phalanx.reporting import Reporter, StepFacts, header
 from phalanx.result import Result
-from phalanx.runtime.memory import explain_out_of_memory
+from phalanx.runtime.memory import explain_out_of_memory, model_needs, step_needs
 from phalanx.runtime.rank import Rank
 from phalanx.runtime.schedule import lr_factor
 from phalanx.runtime.signals import StopRequest, stop_request
 from phalanx.runtime.step import Outcome, split, training_flops
 from phalanx.state.async_saver import AsyncSaver
 from phalanx.state.huggingface import export
-from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore
+from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
 
 
@@ -92,6 +93,7 @@ class Trainer:
             meter = Meter(total_steps=self.run.total_steps, peak=peak)
             reporter = Reporter(self.snapshot, meter, log, progress, self._callbacks, self.run.device)
             saver = AsyncSaver(self.folder / "checkpoints", config.keep_checkpoints)
+            stack.callback(_settle, saver)
             self._callbacks.call("on_start", self)
             reporter.start(rows)
             with stop_request() as stop:
@@ -127,7 +129,7 @@ class Trainer:
         )  # fmt: skip
 
     def _step(self, batch: Batch, first: int, lr: float) -> Outcome:
-        with explain_out_of_memory(self.run.plan, self.config.batch_size, self.run.device):
+        with explain_out_of_memory(*step_needs(self.run.plan, self.config.batch_size), self.run.device):
             return self.rank.step(batch, first, lr)
 
     def _evaluate(self, step: int, outcome: Outcome, reporter: Reporter) -> float | None:
@@ -137,7 +139,7 @@ class Trainer:
             return None
         outcome.read()  # so that the step's time is not taken for the evaluation's
         samples = min(self.config.eval_samples, batches.num_samples or self.config.eval_samples)
-        with reporter.paused(), explain_out_of_memory(self.run.plan, self.config.batch_size, self.run.device):
+        with reporter.paused():
             loss = self.rank.evaluate(batches, samples)
         self._callbacks.call("on_evaluate", {"step": step, "eval_loss": loss, "eval_samples": samples})
         return loss
@@ -167,13 +169,14 @@ class Trainer:
         def read(name: str, is_master: bool) -> Tensor:
             return found.read(f"{'master' if is_master else 'model'}/{name}") if found else weights.read(name)
 
-        self.rank = Rank(
-            run.captured, config, run.plan, device=run.device, trainable=run.trainable, read=read,
-            buffers=load_buffers(run.captured, weights, run.device), optimizer_class=self._optimizer_class,
-        )  # fmt: skip
-        if found is not None:
-            self.rank.restore_optimizer(found, self.snapshot.optimizer)
-            origin = f"from {found.path}"
+        with explain_out_of_memory(*model_needs(config.dtype), run.device):
+            self.rank = Rank(
+                run.captured, config, run.plan, device=run.device, trainable=run.trainable, read=read,
+                buffers=load_buffers(run.captured, weights, run.device), optimizer_class=self._optimizer_class,
+            )  # fmt: skip
+            if found is not None:
+                self.rank.restore_optimizer(found, self.snapshot.optimizer)
+                origin = resumed_text(found, run.total_steps)
         return header(run, config, self.rank, origin)
 
     def _write_settings(self) -> None:
@@ -250,6 +253,12 @@ def _names(data: Any) -> tuple[str, ...]:
     if isinstance(items, list | tuple) and items and all(isinstance(item, str | Path) for item in items):
         return tuple(map(str, items))
     return (type(data).__name__,)
+
+
+def _settle(saver: AsyncSaver) -> None:
+    """After an error a checkpoint may still be on its way to the disk; the error is what the user must see."""
+    with contextlib.suppress(PhalanxError):
+        saver.wait()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor
 
 import phalanx
+from phalanx.config import RunConfig
+from phalanx.model import capture
 from phalanx.observe.runlog import read_log
 
 SHORT = {"tiny": True, "seq_len": 16, "batch_size": 4, "steps": 3, "progress": "off", "log_every": 1}
@@ -19,6 +23,10 @@ SHORT = {"tiny": True, "seq_len": 16, "batch_size": 4, "steps": 3, "progress": "
 def short_run(model: Any, data: Any, out: Path, **options: Any) -> Any:
     """A run of a model by name, shrunk to test size."""
     return phalanx.train(model, data, out=out, **{**SHORT, **options})
+
+
+def short_config(out: Path, **options: Any) -> RunConfig:
+    return RunConfig.create(**{**SHORT, "out": out, **options})
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -45,7 +53,26 @@ def padded_samples(count: int, vocabulary: int, length: int = 12) -> list[dict[s
     return samples
 
 
-def shared_cache(factory: pytest.TempPathFactory) -> Path:
-    """One folder of captures for all test processes of this run."""
+@contextmanager
+def shared_captures(factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Within it all test processes of this run keep captures in one folder, and captures are not checked again."""
     base = factory.getbasetemp()
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "phalanx-cache"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "phalanx-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_CACHE", str(folder))
+        patch.setattr(capture, "self_check", lambda *arguments: None)  # tests/model does that
+        yield folder
+
+
+class NoDecay(torch.optim.Optimizer):
+    """An optimizer of a user's own that knows nothing but a rate."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.sub_(weight.grad.sign(), alpha=group["lr"])

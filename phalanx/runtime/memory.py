@@ -13,32 +13,38 @@ from phalanx.plan.plan import Plan
 
 
 @contextmanager
-def explain_out_of_memory(plan: Plan, batch_size: int, device: torch.device) -> Iterator[None]:
+def explain_out_of_memory(what: str, hints: list[str], device: torch.device) -> Iterator[None]:
+    """Within it, memory running out is an error that names `what` did not fit and offers `hints`."""
     try:
         yield
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        largest = math.ceil(batch_size / plan.mb)
-        plural = "sample" if largest == 1 else "samples"
-        raise PhalanxError(
-            f"a micro-batch of {largest} {plural} does not fit in the memory of {device} "
-            f"(batch_size {batch_size}, plan {plan.text or 'mb=1'}): {str(error).splitlines()[0]}",
-            "; or ".join(_smaller(plan, batch_size)),
-        ) from error
+        first_line = str(error).splitlines()[0]
+        raise PhalanxError(f"{what} in the memory of {device}: {first_line}", "; or ".join(hints)) from error
+
+
+def step_needs(plan: Plan, batch_size: int) -> tuple[str, list[str]]:
+    """What does not fit when a step runs out of memory, and which plans need less."""
+    largest = math.ceil(batch_size / plan.mb)
+    samples = "1 sample" if largest == 1 else f"{largest} samples"
+    what = f"a micro-batch of {samples} (batch_size {batch_size}, plan {plan.text or 'mb=1'}) does not fit"
+    hints: list[str] = []
+    if plan.mb < batch_size:
+        hints.append(f"cut the batch into more micro-batches (plan mb={min(2 * plan.mb, batch_size)})")
+    if plan.schedule == "gpipe" and plan.mb > 1:
+        hints.append("keep one micro-batch's activations at a time (plan schedule=1f1b)")
+    if not plan.recompute:
+        hints.append("keep less for the backward (plan recompute=yes)")
+    return what, hints or ["use a shorter seq_len, dtype=bfloat16, or a smaller model"]
+
+
+def model_needs(dtype: str) -> tuple[str, list[str]]:
+    """The same for the time before the first step."""
+    hints = ["use a smaller model"] if dtype == "bfloat16" else ["use dtype=bfloat16", "use a smaller model"]
+    return f"the model's parameters in {dtype} do not fit", hints
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
     # The CPU's allocator has no error class of its own.
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _smaller(plan: Plan, batch_size: int) -> list[str]:
-    steps: list[str] = []
-    if plan.mb < batch_size:
-        steps.append(f"cut the batch into more micro-batches (plan mb={min(2 * plan.mb, batch_size)})")
-    if plan.schedule == "gpipe" and plan.mb > 1:
-        steps.append("keep one micro-batch's activations at a time (plan schedule=1f1b)")
-    if not plan.recompute:
-        steps.append("keep less for the backward (plan recompute=yes)")
-    return steps or ["use a shorter seq_len, dtype=bfloat16, or a smaller model"]

@@ -60,7 +60,7 @@ class Optimizer:
         return norm, finite
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The state's tensors as `optimizer/<slot>/<parameter>`; what is kept per group has the slot `group.<number>`."""
+        """The state's tensors as `optimizer/<slot>/<parameter>`; what a group keeps has the slot `group.<number>`."""
         for key, value in self._state():
             if isinstance(value, Tensor):
                 yield key, value

@@ -26,6 +26,11 @@ def make_optimizer(
     chosen = optimizer_class or _NAMED.get(config.optimizer) or _import(config.optimizer)
     if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer {chosen!r} is not a torch optimizer", "give a subclass of torch.optim.Optimizer")
+    if _needs_closure(chosen):
+        raise ConfigError(
+            f"optimizer {chosen.__name__} evaluates the loss several times per step, which a program cannot do",
+            "choose an optimizer whose step needs no closure",
+        )
     options = _arguments(chosen, config)
     decayed = _takes(chosen, "weight_decay")
     if not decayed and config.weight_decay != RunConfig.model_fields["weight_decay"].default:
@@ -72,6 +77,11 @@ def _arguments(chosen: type[Any], config: RunConfig) -> dict[str, Any]:
 
 def _takes(chosen: type[Any], name: str) -> bool:
     return name in inspect.signature(chosen).parameters
+
+
+def _needs_closure(chosen: type[torch.optim.Optimizer]) -> bool:
+    closure = inspect.signature(chosen.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _import(path: str) -> Any:

@@ -115,3 +115,10 @@ def restore(found: checkpoint.Checkpoint, fresh: Snapshot) -> Snapshot:
         )
     # What is still free to change is taken from the run that begins.
     return replace(stored, config=fresh.config, total_steps=fresh.total_steps, model=fresh.model, data=fresh.data)
+
+
+def resumed_text(found: checkpoint.Checkpoint, total_steps: int) -> str:
+    """Where a resumed run comes from; and that its learning rate now follows another length, if that is so."""
+    before = found.state["total_steps"]
+    text = f"from {found.path}, after step {found.step}"
+    return text if before == total_steps else f"{text}; the run was to have {before} steps then"

@@ -1,0 +1,241 @@
+"""The update: schedule, groups, clipping and skipping on and off the device, masters, state by name, refusals."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from phalanx.config import RunConfig
+from phalanx.errors import CheckpointError, ConfigError, PlanError
+from phalanx.runtime.optimizer import Optimizer, global_norm
+from phalanx.runtime.optimizer_choice import make_optimizer
+from phalanx.runtime.parameters import choose_trainable, load_parameters
+from phalanx.runtime.schedule import lr_factor
+from phalanx.runtime.step import split
+
+LENGTHS = st.integers(1, 500).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total)))
+SHAPES = st.sampled_from(["cosine", "linear", "constant"])
+
+
+@given(LENGTHS, SHAPES, st.floats(0, 1))
+def test_the_rate_rises_to_its_peak_and_never_rises_again(length: tuple[int, int], shape: str, low: float):
+    total, warmup = length
+    factors = [lr_factor(n, total=total, warmup=warmup, shape=shape, min_ratio=low) for n in range(1, total + 1)]
+    rising, falling = factors[: max(warmup, 1)], factors[max(warmup, 1) - 1 :]
+    assert all(0 < factor <= 1 for factor in rising if warmup)
+    assert rising == sorted(rising)
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(falling))
+    assert warmup == 0 or factors[warmup - 1] == 1
+    assert all(factor >= low - 1e-12 for factor in falling)
+
+
+@given(LENGTHS.filter(lambda length: length[1] < length[0]), st.sampled_from(["cosine", "linear"]), st.floats(0, 1))
+def test_the_last_step_has_the_smallest_rate(length: tuple[int, int], shape: str, low: float):
+    assert lr_factor(length[0], total=length[0], warmup=length[1], shape=shape, min_ratio=low) == pytest.approx(low)
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_micro_batches_are_as_even_as_possible(samples: int, parts: int):
+    if parts > samples:
+        with pytest.raises(PlanError, match=f"mb={parts} cuts a batch of {samples} samples"):
+            split(samples, parts)
+        return
+    sizes = split(samples, parts)
+    assert sum(sizes) == samples and len(sizes) == parts and max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
+
+
+def weights(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "matrix": torch.randn(4, 3, dtype=dtype, generator=generator),
+        "bias": torch.randn(4, dtype=dtype, generator=generator),
+        "unused": torch.randn(2, 2, dtype=dtype, generator=generator),
+    }
+
+
+def gradients(step: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    shapes = {"matrix": (4, 3), "bias": (4,)}
+    return {name: scale * torch.randn(shape, dtype=dtype, generator=generator) for name, shape in shapes.items()}
+
+
+def made(values: dict[str, Tensor], clip: float | None = 1.0, **options: Any) -> Optimizer:
+    return Optimizer(make_optimizer(values, RunConfig.create(**options)), values, values, clip)
+
+
+LOSS = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("clip", [None, 0.7, 1e6])
+@pytest.mark.parametrize("options", [{}, {"optimizer_options": {"fused": False}}], ids=["fused", "plain"])
+def test_the_update_equals_clip_grad_norm_and_plain_adamw(dtype: torch.dtype, clip: float | None, options: Any):
+    ours, theirs = weights(dtype), weights(dtype)
+    optimizer = made(ours, clip, weight_decay=0.3, lr=0.1, **options)
+    decayed = [theirs["matrix"], theirs["unused"]]
+    plain = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": [theirs["bias"]], "weight_decay": 0.0}],
+        lr=0.1, betas=(0.9, 0.95), foreach=False,
+    )  # fmt: skip
+    for step in range(4):
+        norm, finite = optimizer.step(gradients(step, dtype), 0.1, LOSS)
+        for name, gradient in gradients(step, dtype).items():
+            theirs[name].grad = gradient
+        expected = nn.utils.clip_grad_norm_([theirs["matrix"], theirs["bias"]], clip or float("inf"))
+        plain.step()
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-6) and bool(finite)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance)
+    assert torch.equal(ours["unused"], weights(dtype)["unused"])
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}])
+@pytest.mark.parametrize("broken", ["gradient", "loss"])
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_step_that_is_not_finite_changes_nothing(options: Any, broken: str, when: int):
+    skipping, without = weights(), weights()
+    first, second = made(skipping, lr=0.1, **options), made(without, lr=0.1, **options)
+    for step in range(4):
+        if step == when:
+            bad = gradients(9)
+            if broken == "gradient":
+                bad["bias"][1] = float("nan")
+            _, finite = first.step(bad, 0.1, LOSS * (float("inf") if broken == "loss" else 1))
+            assert not bool(finite)
+        assert bool(first.step(gradients(step), 0.1, LOSS)[1])
+        second.step(gradients(step), 0.1, LOSS)
+    assert all(torch.equal(skipping[name], without[name]) for name in without)
+
+
+def test_the_global_norm_is_that_of_all_gradients_as_one_vector():
+    found = global_norm([torch.full((3,), 2.0), torch.full((2, 2), 1.0)])
+    assert found.item() == pytest.approx(4.0)
+    assert global_norm([torch.ones(2, dtype=torch.float64)]).dtype == torch.float64
+
+
+def test_parameters_are_refreshed_from_float32_masters():
+    names = weights()
+    parameters = load_parameters(
+        names, lambda name, is_master: names[name].clone(), trainable=["matrix"], dtype=torch.bfloat16,
+        master_weights=True, device=torch.device("cpu"),
+    )  # fmt: skip
+    assert list(parameters.masters) == ["matrix"] and parameters.values["bias"].dtype == torch.bfloat16
+    inner = make_optimizer(parameters.weights, RunConfig(weight_decay=0))
+    optimizer = Optimizer(inner, parameters.weights, parameters.values, clip=None)
+    for _ in range(20):
+        optimizer.step({"matrix": torch.ones(4, 3)}, 1e-4, LOSS)
+    moved = names["matrix"] - parameters.masters["matrix"]
+    # Steps of 1e-4 are lost in bfloat16 weights of about one; in the masters they add up.
+    assert torch.allclose(moved, torch.full((4, 3), 20e-4), rtol=0.2)
+    assert torch.equal(parameters.values["matrix"], parameters.masters["matrix"].bfloat16())
+    assert [name for name, _ in parameters.tensors()] == ["master/matrix", "model/bias", "model/unused"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}},
+        {"optimizer": "torch.optim.NAdam"},
+        {"optimizer": "torch.optim.ASGD"},
+        {"optimizer": "torch.optim.Rprop", "weight_decay": 0.1},
+    ],
+    ids=lambda options: options.get("optimizer", "adamw"),
+)
+def test_the_state_is_named_and_comes_back(options: Any):
+    values = weights()
+    optimizer = made(values, lr=0.05, **options)
+    for step in range(3):
+        optimizer.step(gradients(step), 0.05, LOSS)
+    stored, scalars = {name: t.clone() for name, t in optimizer.tensors()}, optimizer.scalars()
+    others = {name: value.clone() for name, value in values.items()}
+    restored = made(others, lr=0.05, **options)
+    restored.load((*stored, "model/matrix"), lambda key: stored[key].clone(), scalars)
+    for step in range(3, 5):
+        optimizer.step(gradients(step), 0.05, LOSS)
+        restored.step(gradients(step), 0.05, LOSS)
+    assert all(torch.equal(values[name], others[name]) for name in values)
+    assert not any("unused" in name for name in stored)
+
+
+def test_adamw_names_its_moments_by_parameter():
+    optimizer = made(weights())
+    optimizer.step(gradients(0), 0.1, LOSS)
+    assert {"optimizer/exp_avg/matrix", "optimizer/exp_avg_sq/bias", "optimizer/step/bias"} <= dict(
+        optimizer.tensors()
+    ).keys()
+
+
+class KeepsLists(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["history"] = [1, 2]
+
+
+def test_state_that_cannot_be_saved_is_named():
+    optimizer = Optimizer(KeepsLists(list(weights().values()), lr=0.1), values := weights(), values, None)
+    optimizer.inner = KeepsLists(list(values.values()), lr=0.1)
+    optimizer.step(gradients(0), 0.1, LOSS)
+    with pytest.raises(CheckpointError, match="KeepsLists keeps a list in optimizer/history/matrix"):
+        optimizer.scalars()
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"optimizer": "torch.optim.AdamX"}, "torch.optim has no 'AdamX'", "did you mean 'Adam'"),
+        ({"optimizer": "nowhere.Adam"}, "'nowhere' cannot be imported", "dotted path"),
+        ({"optimizer": "torch.nn.Linear"}, "is not a torch optimizer", "subclass of torch.optim.Optimizer"),
+        ({"optimizer_options": {"beta": 1}}, "optimizer AdamW refuses its arguments: .*beta", "may hold: betas, eps"),
+        ({"optimizer": "sgd", "optimizer_options": {"nesterov": True}}, "SGD refuses.*momentum", "momentum"),
+        ({"optimizer_options": {"lr": 1}}, "optimizer_options must not hold 'lr'", "use the option lr itself"),
+        ({"optimizer_options": {"foreach": True}}, "AdamW refuses its arguments", "may hold"),
+        ({"optimizer": "torch.optim.LBFGS"}, "LBFGS evaluates the loss several times", "needs no closure"),
+        (
+            {"optimizer": "tests.run_helpers.NoDecay", "weight_decay": 0.3},
+            "weight_decay = 0.3 does nothing: NoDecay does not decay", "leave weight_decay out",
+        ),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_cannot_be_made_is_refused(options: Any, message: str, hint: str):
+    with pytest.raises(ConfigError, match=message) as info:
+        make_optimizer(weights(), RunConfig.create(**options))
+    assert hint in info.value.hint
+
+
+def test_without_any_gradient_the_step_is_refused():
+    with pytest.raises(ConfigError, match="no trainable parameter takes part in the loss"):
+        made(weights()).step({}, 0.1, LOSS)
+
+
+NAMES = ("embed.weight", "layers.0.mlp.weight", "layers.1.mlp.weight", "norm.weight")
+
+
+def test_frozen_patterns_and_tied_names_are_left_out():
+    tied = {"lm_head.weight": "embed.weight"}
+    assert choose_trainable(NAMES[:3], NAMES, tied, ["*.mlp.*"]) == ("embed.weight",)
+    assert choose_trainable(NAMES, NAMES, tied, ["lm_head.*"]) == NAMES[1:]
+
+
+def test_a_pattern_that_matches_nothing_names_the_nearest_parameter():
+    with pytest.raises(ConfigError, match=r"no parameter matches 'layers.0.mpl.weight'") as info:
+        choose_trainable(NAMES, NAMES, {}, ["layers.0.mpl.weight"])
+    assert "did you mean 'layers.0.mlp.weight'" in info.value.hint
+    with pytest.raises(ConfigError) as info:
+        choose_trainable(NAMES, NAMES, {}, ["zzz"])
+    assert info.value.hint == "names look like 'embed.weight' or 'norm.weight'"
+
+
+def test_nothing_left_to_train_is_refused():
+    with pytest.raises(ConfigError, match=r"option freeze = \['\*'\] leaves no parameter to train"):
+        choose_trainable(NAMES, NAMES, {}, ["*"])
+    with pytest.raises(ConfigError, match="the model has no parameter to train"):
+        choose_trainable((), NAMES, {}, [])

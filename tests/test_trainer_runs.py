@@ -1,0 +1,187 @@
+"""What a run leaves behind and how it goes on: exact resume, the run folder, evaluation, callbacks, skipped steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.config import RunConfig
+from phalanx.errors import PhalanxError
+from phalanx.state import checkpoint
+from phalanx.trainer import Trainer
+from tests.run_helpers import losses, records, shared_captures, short_config, short_run
+
+LLAMA, GPT2 = "phalanx-demo", "gpt2"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with shared_captures(tmp_path_factory):
+        yield
+
+
+class Crash:
+    """Ends a run as a crash would, after this step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        if record["step"] == self.step:
+            raise RuntimeError("power cut")
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (GPT2, {"plan": "mb=3"}),
+        (LLAMA, {"dtype": "bfloat16"}),
+        (GPT2, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}),
+        (GPT2, {"optimizer": "torch.optim.NAdam"}),
+    ],
+    ids=["accumulation", "masters", "momentum", "own optimizer"],
+)
+def test_a_resumed_run_repeats_the_losses_bit_for_bit(model: str, options: dict[str, Any], tmp_path: Path):
+    # GPT-2 has dropout; 7 samples in batches of 4: every batch ends inside an epoch.
+    options = {**options, "steps": 7, "lr": 1e-2, "checkpoint_every": 2, "warmup_steps": 2, "export": False}
+    whole = short_run(model, "synthetic:7", tmp_path / "whole", **options)
+    with pytest.raises(PhalanxError, match=r"Crash\.on_step failed: RuntimeError: power cut"):
+        short_run(model, "synthetic:7", tmp_path / "cut", callbacks=[Crash(5)], **options)
+    rest = short_run(model, "synthetic:7", tmp_path / "cut", resume="auto", **options)
+    assert rest.losses == whole.losses[4:]
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    ours, expected = rest.module().state_dict(), whole.module().state_dict()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_can_be_named_and_the_run_extended(tmp_path: Path):
+    options = {"lr_schedule": "constant", "export": False}
+    first = short_run(LLAMA, "synthetic:8", tmp_path / "a", steps=2, **options)
+    more = short_run(LLAMA, "synthetic:8", tmp_path / "b", steps=4, resume=str(first.checkpoint), **options)
+    whole = short_run(LLAMA, "synthetic:8", tmp_path / "c", steps=4, **options)
+    assert first.losses + more.losses == whole.losses
+    start = records(tmp_path / "b", "start")[0]
+    assert more.steps == 4 and start["first_step"] == 2
+    origin = f"from {first.checkpoint}, after step 2; the run was to have 2 steps then"
+    assert start["header"]["weights"] == origin
+
+
+def test_a_finished_run_that_is_resumed_trains_nothing_and_exports_again(tmp_path: Path):
+    first = short_run(LLAMA, "synthetic:8", tmp_path)
+    again = short_run(LLAMA, "synthetic:8", tmp_path, resume="auto")
+    assert again.losses == () and again.loss == first.loss and again.export == first.export
+
+
+def test_resume_auto_starts_afresh_where_there_is_nothing(tmp_path: Path):
+    assert len(short_run(LLAMA, "synthetic:8", tmp_path, resume="auto").losses) == 3
+
+
+def test_the_run_folder_holds_config_plan_log_checkpoints_export_and_trace(tmp_path: Path):
+    options = {"plan": "mb=2", "checkpoint_every": 1, "keep_checkpoints": 2, "profile_steps": "2:3", "steps": 4}
+    result = short_run(LLAMA, "synthetic:8", tmp_path, **options)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.yaml", "plan.json", "log-rank0.jsonl", "checkpoints", "export", "trace-steps-2-3.json",
+    }  # fmt: skip
+    assert RunConfig.load(tmp_path / "config.yaml") == short_config(tmp_path, model=LLAMA, data="synthetic:8", **options
+    )
+    assert json.loads((tmp_path / "plan.json").read_text())["mb"] == 2
+    assert [path.name for path in checkpoint.find(tmp_path / "checkpoints")] == ["step-00000004", "step-00000003"]
+    assert result.checkpoint == tmp_path / "checkpoints" / "step-00000004"
+    assert len(records(tmp_path, "start")) == len(records(tmp_path, "finish")) == 1
+    steps = records(tmp_path, "step")
+    assert [record["loss"] for record in steps] == list(result.losses)
+    assert steps[-1]["samples"] == 16 and steps[-1]["tokens"] == 64 and steps[0]["flops_per_second"] > 0
+
+
+def test_the_header_says_what_was_derived_and_why(tmp_path: Path):
+    short_run(LLAMA, "synthetic:10", tmp_path, steps=None, epochs=1.5, plan="mb=3", freeze=("*norm*",), export=False)
+    header = records(tmp_path, "start")[0]["header"]
+    assert header["steps"] == "4 (1.5 epochs of 10 samples in batches of 4)"
+    assert header["plan"].startswith("mb=3: 3 × 1 to 2 of the 4 samples, schedule 1f1b")
+    assert header["weights"] == "initialised from seed 0"
+    assert "decay 0.1 on 29 matrices of 29 tensors" in header["optimizer"]
+    assert header["device"].startswith("cpu (")
+
+
+def test_evaluation_is_forward_only_without_dropout_and_always_on_the_same_samples(tmp_path: Path):
+    seen: list[dict[str, Any]] = []
+
+    class Watch:
+        def on_evaluate(self, record: dict[str, Any]) -> None:
+            seen.append(record)
+
+    def run(out: str, **options: Any) -> Any:
+        common = {"eval_data": "synthetic:6", "eval_samples": 5, "steps": 4, "lr": 1e-9}
+        return short_run(GPT2, "synthetic:8", tmp_path / out, export=False, **{**common, **options})
+
+    often = run("often", eval_every=2, callbacks=[Watch()])
+    assert [(r["step"], r["eval_samples"]) for r in seen] == [(2, 5), (4, 5)]
+    # The rate is so small that nothing is learned: equal values mean equal samples and no dropout.
+    assert seen[0]["eval_loss"] == pytest.approx(seen[1]["eval_loss"], rel=1e-5)
+    assert [r.get("eval_loss") for r in records(tmp_path / "often", "step")] == [
+        None, seen[0]["eval_loss"], None, seen[1]["eval_loss"],
+    ]  # fmt: skip
+    at_the_end = run("end")
+    assert at_the_end.eval_loss == often.eval_loss and at_the_end.losses == often.losses
+
+
+def test_callbacks_are_called_at_their_moments(tmp_path: Path):
+    calls: list[str] = []
+
+    class All:
+        def on_start(self, trainer: Trainer) -> None:
+            calls.append(f"start at {trainer.snapshot.step}")
+
+        def on_step(self, record: dict[str, Any]) -> None:
+            calls.append(f"step {record['step']}")
+
+        def on_checkpoint(self, path: Path) -> None:
+            calls.append(path.name)
+
+        def on_end(self, result: Any) -> None:
+            calls.append(f"end at {result.steps}")
+
+    short_run(LLAMA, "synthetic:8", tmp_path, steps=2, callbacks=[All()])
+    assert calls == ["start at 0", "step 1", "step 2", "step-00000002", "end at 2"]
+
+
+class Poison:
+    """Makes a parameter infinite before these consecutive steps, and whole again after them."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.weight = trainer.rank.parameters.values["model.norm.weight"]
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        if record["step"] + 1 == self.steps[0]:
+            self.good = self.weight.clone()
+            self.weight.fill_(math.inf)
+        if record["step"] == self.steps[-1]:
+            self.weight.copy_(self.good)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_step_with_non_finite_gradients_is_skipped_and_counted(optimizer: str, tmp_path: Path):
+    options = short_config(tmp_path, steps=4, optimizer=optimizer)
+    trainer = Trainer(LLAMA, "synthetic:8", options, callbacks=[Poison(2, 3)])
+    result = trainer.fit()
+    assert result.skipped == 2
+    steps = records(tmp_path, "step")
+    assert [bool(record.get("skipped")) for record in steps] == [False, True, True, False]
+    assert all(torch.isfinite(value).all() for value in trainer.rank.parameters.values.values())
+    assert math.isfinite(result.loss)
+
+
+def test_too_many_non_finite_steps_in_a_row_stop_the_run(tmp_path: Path):
+    with pytest.raises(PhalanxError, match="2 steps in a row were not finite, the last at step 3") as info:
+        short_run(LLAMA, "synthetic:8", tmp_path, steps=9, max_nonfinite=1, callbacks=[Poison(2, 3, 4)])
+    assert "lower lr" in info.value.hint
+    assert records(tmp_path, "error")[0]["message"].startswith("the gradients of 2 steps")
