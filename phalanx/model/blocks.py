@@ -1,8 +1,8 @@
 """A flat graph cut into blocks: the embedding, each layer, what lies between stacks, and the head with the loss.
 
-Values that depend on no parameter (positions, rotary tables, masks) are computed once per micro-batch by the *prologue*,
-on whichever rank needs them, instead of crossing cuts; what does cross are *wires*, and each gets its gradient. Blocks
-that compute the same function share one *template*; a block is a template plus where its placeholders get their values.
+Values that depend on no parameter (positions, rotary tables, masks) are computed once per micro-batch by the
+*prologue*, on whichever rank needs them, instead of crossing cuts; what does cross are *wires*, and each gets its
+gradient. Blocks that compute the same function share one *template*; a block is a template plus where its placeholders get their values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Port:
 
 @dataclass(frozen=True)
 class Template:
-    """A graph shared by blocks whose parameters have the same shapes: its text, the unit of each of its nodes, and the forward FLOPs of each unit."""
+    """A graph shared by blocks whose parameters have the same shapes: its text, the unit of each of its nodes, and the
+    forward FLOPs of each unit."""
 
     text: str
     units: tuple[str, ...]
@@ -272,7 +273,7 @@ def _parameter_dependent(flat: FlatGraph) -> dict[fx.Node, bool]:
 def _split_into_runs(
     flat: FlatGraph, layers: Sequence[LayerList], dependent: dict[fx.Node, bool]
 ) -> list[_Run]:
-    """Consecutive parameter-dependent nodes grouped by layer. Glue between two layers of a list joins the earlier one."""
+    """Consecutive parameter-dependent nodes by layer. Glue between two layers of a list joins the earlier one."""
     nodes = [n for n in flat.graph.nodes if n.op == "call_function" and dependent[n]]
     places = [layer_of(node.meta.get("path", ""), layers) for node in nodes]
     last = {place[0]: i for i, place in enumerate(places) if place is not None}

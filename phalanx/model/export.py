@@ -89,10 +89,10 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _fake_state(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Within, parameters and buffers have no storage."""
+    tables: Iterator[dict[str, Any]] = (t for m in model.modules() for t in (m._parameters, m._buffers))
     places = [
         (table, name, tensor)
-        for module in model.modules()
-        for table in (module._parameters, module._buffers)
+        for table in tables
         for name, tensor in table.items()
         if tensor is not None
     ]
@@ -127,9 +127,10 @@ def _flatten(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> 
         elif name := signature.inputs_to_buffers.get(node.name):
             roles[node] = ("buffer", name.removeprefix("model."))
         elif name := signature.inputs_to_lifted_tensor_constants.get(node.name):
-            name = _constant_name(program.constants[name])
-            roles[node] = ("constant", name)
-            constants[name] = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
+            value = program.constants[name]
+            assert isinstance(value, Tensor), f"{name} is a constant that is no tensor"
+            roles[node] = ("constant", _constant_name(value))
+            constants[_constant_name(value)] = value
         else:
             spec = next(users)
             roles[node] = ("input", spec.name)
@@ -176,7 +177,8 @@ def _path(node: torch.fx.Node) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter logs whole graphs when it fails; our error names the place instead."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._export", "torch", "transformers")]
+    names = ("torch.export", "torch.fx", "torch._export", "torch", "transformers")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from phalanx.errors import CaptureError
 
@@ -38,8 +39,8 @@ def replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
         node.replace_all_uses_with(new)
     else:
         for user in list(node.users):
-            user.args = fx.node.map_arg(user.args, lambda n: new if n is node else n)
-            user.kwargs = fx.node.map_arg(user.kwargs, lambda n: new if n is node else n)
+            user.args = map_arg(user.args, lambda n: new if n is node else n)
+            user.kwargs = map_arg(user.kwargs, lambda n: new if n is node else n)
     graph.erase_node(node)
 
 

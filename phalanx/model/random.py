@@ -48,7 +48,7 @@ def site_keys(samples: Tensor, sites: Tensor) -> Tensor:
 
 
 def _threshold(p: float) -> int:
-    return min(int(round(p * _RANGE)), _RANGE - 1)
+    return min(round(p * _RANGE), _RANGE - 1)
 
 
 def scale(p: float) -> float:

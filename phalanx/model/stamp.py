@@ -1,8 +1,8 @@
 """Deep models captured shallow: the first few layers are captured, the rest is stamped out from their templates.
 
 Layers are classed by their structure (classes, shapes, scalar attributes). A prefix that holds every class twice is
-captured; if two captured layers of one class turn out different (a constant that depends on the layer's index), or if the
-wiring does not repeat, the whole depth is captured instead.
+captured; if two captured layers of one class turn out different (a constant that depends on the layer's index), or if
+the wiring does not repeat, the whole depth is captured instead.
 """
 
 from __future__ import annotations
