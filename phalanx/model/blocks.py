@@ -2,7 +2,8 @@
 
 Values that depend on no parameter (positions, rotary tables, masks) are computed once per micro-batch by the
 *prologue*, on whichever rank needs them, instead of crossing cuts; what does cross are *wires*, and each gets its
-gradient. Blocks that compute the same function share one *template*; a block is a template plus where its placeholders get their values.
+gradient. Blocks that compute the same function share one *template*; a block is a template plus where its placeholders
+get their values.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _fake_state(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Within, parameters and buffers have no storage."""
-    tables: Iterator[dict[str, Any]] = (t for m in model.modules() for t in (m._parameters, m._buffers))
-    places = [
+    tables: list[Any] = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    places: list[tuple[dict[str, Tensor], str, Tensor]] = [
         (table, name, tensor)
         for table in tables
         for name, tensor in table.items()

@@ -50,7 +50,7 @@ def _sum_and_count(flat: FlatGraph, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
     if loss.target in _ELEMENTWISE and _argument(loss, _ELEMENTWISE[loss.target], _MEAN) == _MEAN:
         position = _ELEMENTWISE[loss.target]
         args = (*loss.args[:position], *[None] * (position - len(loss.args)), _SUM, *loss.args[position + 1 :])
-        total = graph.call_function(loss.target, args, dict(loss.kwargs))
+        total = graph.call_function(loss.target, args, dict(loss.kwargs))  # pyright: ignore[reportArgumentType]
         return total, _number_of_elements(flat, loss.args[1])
     if loss.target is aten.mean.default:
         return graph.call_function(aten.sum.default, (loss.args[0],)), _number_of_elements(flat, loss.args[0])
