@@ -111,7 +111,7 @@ class Trainer:
                     outcome = self._step(batch, first, self._lr(step))
                 eval_loss = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else None
                 reporter.step(self._facts(step, batch, eval_loss), outcome)
-                stopping = stop.signal is not None  # asked once: a signal between saving and leaving must not lose a step
+                stopping = stop.signal is not None  # asked once: one between saving and leaving loses no step
                 if stopping or self._due(step, config.checkpoint_every):
                     self._save(saver, reporter)
                 reporter.saved(saver.last)
