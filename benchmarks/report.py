@@ -1,7 +1,7 @@
 """One form for every benchmark's result: a table for people, JSON with machine and versions for everything else.
 
-Runs of the candidates are interleaved (A B C A B C …) so that drift of the machine hits all alike; a figure is the median
-over all repeats with its spread (lowest and highest).
+Runs of the candidates are interleaved (A B C A B C …) so that drift of the machine hits all alike; a figure is the
+median over all repeats with its spread (lowest and highest).
 """
 
 from __future__ import annotations
@@ -38,4 +38,6 @@ def table(headers: list[str], rows: list[list[str]]) -> str:
 
 def write(path: Path, name: str, setting: dict[str, Any], results: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"benchmark": name, "machine": machine(), "setting": setting, "results": results}, indent=1))
+    path.write_text(
+        json.dumps({"benchmark": name, "machine": machine(), "setting": setting, "results": results}, indent=1)
+    )

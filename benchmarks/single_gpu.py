@@ -1,11 +1,12 @@
-"""One GPU: tokens per second and peak memory of Phalanx beside plain HuggingFace training, same model, batch, precision.
+"""One GPU: tokens per second and peak memory of Phalanx beside plain HuggingFace training, same model, batch,
+precision.
 
     python benchmarks/single_gpu.py [--model meta-llama/Llama-3.2-1B] [--batch 4] [--tokens 4096] [--rounds 2]
 
 Candidates, each in a process of its own, in turn for every round: HuggingFace eager (SDPA attention), the whole model
 under torch.compile, each layer under torch.compile, and Phalanx. All train bfloat16 weights with fused AdamW (bfloat16
-state, no clipping), so that they differ in nothing but how the step is executed. A last row shows Phalanx as it trains by
-default: float32 master weights and clipping.
+state, no clipping), so that they differ in nothing but how the step is executed. A last row shows Phalanx as it
+trains by default: float32 master weights and clipping.
 """
 
 from __future__ import annotations

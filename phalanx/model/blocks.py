@@ -271,9 +271,7 @@ def _parameter_dependent(flat: FlatGraph) -> dict[fx.Node, bool]:
     return dependent
 
 
-def _split_into_runs(
-    flat: FlatGraph, layers: Sequence[LayerList], dependent: dict[fx.Node, bool]
-) -> list[_Run]:
+def _split_into_runs(flat: FlatGraph, layers: Sequence[LayerList], dependent: dict[fx.Node, bool]) -> list[_Run]:
     """Consecutive parameter-dependent nodes by layer. Glue between two layers of a list joins the earlier one."""
     nodes = [n for n in flat.graph.nodes if n.op == "call_function" and dependent[n]]
     places = [layer_of(node.meta.get("path", ""), layers) for node in nodes]

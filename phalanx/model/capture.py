@@ -1,8 +1,8 @@
 """From a model specification to blocks: build on meta, export shallow, cut, stamp out, check, cache.
 
-The check is part of it: a tiny model of the same architecture is captured too and must give the loss and gradients of the
-unpatched model, at two shapes, one of them padded. It catches dropped masks and wrong constants in seconds and is
-remembered per architecture.
+The check is part of it: a tiny model of the same architecture is captured too and must give the loss and gradients
+of the unpatched model, at two shapes, one of them padded. It catches dropped masks and wrong constants in seconds
+and is remembered per architecture.
 """
 
 from __future__ import annotations
@@ -183,7 +183,14 @@ def _cache_path(spec: ModelSpec, inputs: tuple[Input, ...], dtype: torch.dtype, 
     """None for modules built by the user: their code cannot be fingerprinted."""
     if spec.factory is not None or spec.config is None:
         return None
-    identity = [spec.task, spec.config.to_json_string(use_diff=False), repr(inputs), str(dtype), dropout, _source_version()]
+    identity = [
+        spec.task,
+        spec.config.to_json_string(use_diff=False),
+        repr(inputs),
+        str(dtype),
+        dropout,
+        _source_version(),
+    ]
     return cache_folder() / "captures" / f"{graphs.fingerprint(json.dumps(identity))}.json"
 
 
@@ -207,9 +214,12 @@ def _write(path: Path | None, blocks: Blocks, notes: list[str]) -> None:
 
 
 def infer_inputs(batch: dict[str, Tensor]) -> tuple[Input, ...]:
-    """Input specifications of a batch for a module of the user's own: samples are dynamic, all else is as it is here."""
+    """Input specifications of a batch for a module of the user's own: samples are dynamic, all else is as
+    it is here."""
     if not batch or any(tensor.dim() == 0 for tensor in batch.values()):
-        raise CaptureError("a batch must be a dict of tensors whose first dim is the sample", "see docs/guide.md, 'Own data'")
+        raise CaptureError(
+            "a batch must be a dict of tensors whose first dim is the sample", "see docs/guide.md, 'Own data'"
+        )
     return tuple(
         Input(name, "float" if t.is_floating_point() else "int64", ("batch", *t.shape[1:])) for name, t in batch.items()
     )

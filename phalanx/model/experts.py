@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("phalanx::grouped_matmul", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor offsets) -> Tensor")
+@torch.library.custom_op(
+    "phalanx::grouped_matmul", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor offsets) -> Tensor"
+)
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """x [rows, inner] @ weight [groups, inner, columns], each row with its group's weight: [rows, columns]."""
     if _has_kernel(x):

@@ -91,10 +91,7 @@ def _fake_state(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Within, parameters and buffers have no storage."""
     tables: list[Any] = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     places: list[tuple[dict[str, Tensor], str, Tensor]] = [
-        (table, name, tensor)
-        for table in tables
-        for name, tensor in table.items()
-        if tensor is not None
+        (table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None
     ]
     fakes: dict[Tensor, Tensor] = {}  # tied tensors stay tied
     for table, name, tensor in places:

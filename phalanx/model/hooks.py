@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import phalanx.model.attention  # noqa: F401  (defines the operator)
+from phalanx.errors import CaptureError
 
 NAME = "phalanx"
 _documents: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("documents", default=None)
@@ -25,7 +26,8 @@ _documents: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("docu
 
 @contextlib.contextmanager
 def documents(ids: Tensor | None) -> Iterator[None]:
-    """Within, causal attention stays inside each document. ids: [batch, tokens], or None for one document per sample."""
+    """Within, causal attention stays inside each document.
+    ids: [batch, tokens], or None for one document per sample."""
     token = _documents.set(ids)
     try:
         yield
@@ -34,7 +36,8 @@ def documents(ids: Tensor | None) -> Iterator[None]:
 
 
 def _padding_only(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask a model is given: which keys are real, [batch, 1, 1, keys]. Causality and windows stay in the operator."""
+    """The mask a model is given: which keys are real, [batch, 1, 1, keys].
+    Causality and windows stay in the operator."""
     return None if attention_mask is None else attention_mask[:, None, None, :]
 
 
@@ -59,7 +62,12 @@ def _attend(
     k_segments = None if attention_mask is None else attention_mask[:, 0, 0, :].to(torch.int64)
     q_segments = None
     ids = _documents.get()
-    if ids is not None and causal:
+    if ids is not None and not causal:
+        raise CaptureError(
+            f"{type(module).__name__} attends in both directions, where documents cannot be kept apart",
+            "leave documents out",
+        )
+    if ids is not None:
         q_segments = k_segments = ids if k_segments is None else ids * k_segments
     out, _ = torch.ops.phalanx.attention(
         query, key, value, q_segments, k_segments, position_bias, None, causal,
@@ -94,19 +102,20 @@ OWN_ATTENTION: dict[str, Callable[..., Any]] = {"GPTNeoSelfAttention": _gpt_neo,
 def own_attention_methods(model: nn.Module) -> Iterator[None]:
     """Within, the attention classes that ignore transformers' interface call our operator too."""
     patched = {type(module) for module in model.modules() if type(module).__name__ in OWN_ATTENTION}
-    originals = {cls: cls._attn for cls in patched}
+    originals = {cls: vars(cls)["_attn"] for cls in patched}
     try:
         for cls in patched:
-            cls._attn = OWN_ATTENTION[cls.__name__]
+            setattr(cls, "_attn", OWN_ATTENTION[cls.__name__])  # noqa: B010  (not every module has one)
         yield
     finally:
         for cls, original in originals.items():
-            cls._attn = original
+            setattr(cls, "_attn", original)  # noqa: B010
 
 
 @contextlib.contextmanager
 def experts_of_any_dtype() -> Iterator[None]:
-    """Within, mixtures of experts use the grouped product that takes every dtype; capture then puts our operator there."""
+    """Within, mixtures of experts use the grouped product that takes every dtype; capture then puts our
+    operator there."""
     from transformers.integrations import moe
 
     original = moe._can_use_grouped_mm

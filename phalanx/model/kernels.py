@@ -1,7 +1,8 @@
 """The device kernels behind the attention operator, and the rule that picks one.
 
 The pick depends only on shapes, dtypes, device and options, so forward and backward of one call always agree. `Chunked`
-does everything anywhere, a block of queries at a time; the others are the fused kernels PyTorch ships, for what they can do.
+does everything anywhere, a block of queries at a time; the others are the fused kernels PyTorch ships, for what
+they can do.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def _window(spec: Attention) -> dict[str, int]:
 
 
 class Chunked:
-    """Plain PyTorch, one block of queries at a time: segments, windows, soft caps, biases and keyed dropout, anywhere."""
+    """Plain PyTorch, one block of queries at a time: segments, windows, soft caps, biases and keyed
+    dropout, anywhere."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
@@ -152,7 +154,8 @@ def _chunks(q: Tensor, k: Tensor) -> list[slice]:
 def _probabilities(
     q: Tensor, k: Tensor, spec: Attention, chunk: slice, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(softmax probabilities, log-sum-exp, slope of the soft cap) of one block of queries; rows with no key give zeros."""
+    """(softmax probabilities, log-sum-exp, slope of the soft cap) of one block of queries; rows with no
+    key give zeros."""
     wide = accumulation_dtype(q.dtype)
     scores = _grouped(q[:, :, chunk].to(wide), k.to(wide).transpose(-1, -2), q.shape[1]) * spec.scale
     slope = None
@@ -200,14 +203,13 @@ def _drop(probabilities: Tensor, spec: Attention, chunk: slice) -> Tensor:
     _, heads, _, num_keys = probabilities.shape
     device = probabilities.device
     queries = torch.arange(chunk.start, chunk.stop, device=device)
-    keep = random.keep_attention(
-        spec.dropout_keys, torch.arange(heads, device=device), queries, num_keys, spec.dropout
-    )
+    keep = random.keep_attention(spec.dropout_keys, torch.arange(heads, device=device), queries, num_keys, spec.dropout)
     return torch.where(keep, probabilities * random.scale(spec.dropout), 0.0)
 
 
 def _grouped(left: Tensor, right: Tensor, heads: int) -> Tensor:
-    """left [batch, heads, rows, inner] @ right [batch, kv_heads, inner, columns] with heads sharing their group's right."""
+    """left [batch, heads, rows, inner] @ right [batch, kv_heads, inner, columns] with heads sharing their group's
+    right."""
     batch, _, rows, inner = left.shape
     kv_heads = right.shape[1]
     product = left.reshape(batch, kv_heads, (heads // kv_heads) * rows, inner) @ right

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _SUM, _MEAN = 2, 1
 _ELEMENTWISE: dict[Any, int] = {
-    aten.mse_loss.default: 2, aten.l1_loss.default: 2, aten.huber_loss.default: 2, aten.smooth_l1_loss.default: 2,
+    aten.mse_loss.default: 2,
+    aten.l1_loss.default: 2,
+    aten.huber_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
     aten.binary_cross_entropy_with_logits.default: 4,
 }  # fmt: skip  (position of `reduction`)
 

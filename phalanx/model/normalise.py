@@ -28,6 +28,7 @@ _IGNORED = {
     aten.sym_constrain_range_for_size.default, aten._assert_async.msg,
 }  # fmt: skip
 
+
 @dataclass
 class FlatGraph:
     """A whole model as one graph. `roles` says what each placeholder is: (kind, name) with kind one of

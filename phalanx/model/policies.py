@@ -1,8 +1,8 @@
 """What a segment keeps from forward to backward.
 
 A policy is a function from the joint graph to the set of nodes to keep; anything the backward needs beyond them is
-recomputed. Keeping nothing is full recomputation; keeping everything the backward reads is none; where pointwise chains are
-fused by a compiler, the minimum cut keeps the fewest bytes at no cost in time.
+recomputed. Keeping nothing is full recomputation; keeping everything the backward reads is none; where pointwise
+chains are fused by a compiler, the minimum cut keeps the fewest bytes at no cost in time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def parameter_only(joint: Joint, parameters: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _forward_nodes(joint: Joint) -> set[fx.Node]:
-    """Nodes that the outputs need, and the parts of their results (an attention's log-sum-exp) that only backward reads."""
+    """Nodes that the outputs need, and the parts of their results (an attention's log-sum-exp) that only backward
+    reads."""
     found: set[fx.Node] = set()
     stack = list(joint.outputs)
     while stack:
@@ -39,7 +40,8 @@ def _forward_nodes(joint: Joint) -> set[fx.Node]:
 
 
 def used_by_backward(joint: Joint) -> set[fx.Node]:
-    """Every value of the forward that the backward reads directly; what only the backward computes is its own affair."""
+    """Every value of the forward that the backward reads directly; what only the backward computes is its
+    own affair."""
     forward = _forward_nodes(joint)
     used = {source for node in joint.graph.nodes if node not in forward for source in node.all_input_nodes}
     used.update(gradient for gradient in joint.gradients if gradient is not None)

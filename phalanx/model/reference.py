@@ -1,8 +1,8 @@
 """The plain model in plain PyTorch: unpatched classes, eager attention, raw labels. What every plan must equal.
 
-Two things are put into it from outside. Dropout decisions come from the same keys as ours, found by module path and call
-index, because independent random streams cannot be compared. In float64 the casts to float32 that models carry inside
-are widened, because their rounding would hide real errors; ours are widened by a graph pass.
+Two things are put into it from outside. Dropout decisions come from the same keys as ours, found by module path and
+call index, because independent random streams cannot be compared. In float64 the casts to float32 that models carry
+inside are widened, because their rounding would hide real errors; ours are widened by a graph pass.
 """
 
 from __future__ import annotations

@@ -48,19 +48,19 @@ class Segment:
         free = policies.parameter_only(joint, self._parameters)
         d_inputs = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if not p]
         d_params = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if p]
-        plan = _Plan(joint, set(self._parameters), free, saved, d_inputs, d_params)
-        self._saved, self._w_saved = plan.saved, plan.w_saved
+        parts = _Partition(joint, set(self._parameters), free, saved, d_inputs, d_params)
+        self._saved, self._w_saved = parts.saved, parts.w_saved
         inputs = set(joint.inputs)
-        self._computed = [n for n in plan.saved if n not in inputs]
-        self._w_computed = [n for n in plan.w_saved if n not in set(plan.saved)]
+        self._computed = [n for n in parts.saved if n not in inputs]
+        self._w_computed = [n for n in parts.w_saved if n not in set(parts.saved)]
 
         def cut(outputs: Iterable[fx.Node | None], sources: Iterable[fx.Node]) -> Cut:
             return _cut(joint.graph, list(outputs), list(sources), compiler)
 
-        given = [*self._parameters, *plan.saved, *joint.tangents]
+        given = [*self._parameters, *parts.saved, *joint.tangents]
         self._forward = cut([*joint.outputs, *self._computed], joint.inputs)
         self._backward = cut([*d_inputs, *self._w_computed], given)
-        self._weight = cut(d_params, [*self._parameters, *plan.w_saved])
+        self._weight = cut(d_params, [*self._parameters, *parts.w_saved])
         self._fused = cut([*d_inputs, *d_params], given)
         self._num_outputs, self._num_d_inputs = len(joint.outputs), len(d_inputs)
 
@@ -113,7 +113,7 @@ class Segment:
         return values
 
 
-class _Plan:
+class _Partition:
     """Which nodes are saved for the backward and, of those and what B computes, which W needs."""
 
     def __init__(
@@ -159,9 +159,7 @@ def _closure(outputs: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def _cut(
-    graph: fx.Graph, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node], compiler: Compiler
-) -> Cut:
+def _cut(graph: fx.Graph, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node], compiler: Compiler) -> Cut:
     """The part of `graph` that computes `outputs` from `sources`, as a function of those sources it really uses."""
     wanted = [node for node in outputs if node is not None]
     needed = _closure(wanted, set(sources))

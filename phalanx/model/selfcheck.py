@@ -1,7 +1,7 @@
 """After a capture: does the graph give the loss and the gradients of the model it came from?
 
-Checked in float64 on a tiny model of the same architecture (or on the user's own module, if it is small), at two shapes,
-one of them padded where the architecture takes padding; the sequence exceeds every sliding window.
+Checked in float64 on a tiny model of the same architecture (or on the user's own module, if it is small), at two
+shapes, one of them padded where the architecture takes padding; the sequence exceeds every sliding window.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ _LARGEST_OWN_MODULE = 50_000_000  # parameters; a larger module of the user's ow
 _SHAPES = ((2, 21, False), (3, 16, True))  # samples, tokens, padded
 
 
-def self_check(
-    spec: ModelSpec, capture: Callable[[ModelSpec, tuple[Input, ...]], Captured], notes: list[str]
-) -> None:
+def self_check(spec: ModelSpec, capture: Callable[[ModelSpec, tuple[Input, ...]], Captured], notes: list[str]) -> None:
     """Raises CaptureError naming the tensor that differs. Adds to `notes` when the check cannot be made."""
     if spec.task not in tasks.TASKS or spec.config is None:
         notes.append("not checked against the plain model after capture: use phalanx verify")
@@ -68,7 +66,11 @@ def _compare(spec: ModelSpec, captured: Captured, batch: dict[str, Tensor], raw:
         if parameter.grad is not None:
             ours = parameters[name].grad
             _require_equal(
-                f"the gradient of '{name}'", torch.zeros_like(parameter) if ours is None else ours, parameter.grad, largest, spec
+                f"the gradient of '{name}'",
+                torch.zeros_like(parameter) if ours is None else ours,
+                parameter.grad,
+                largest,
+                spec,
             )
 
 

@@ -25,9 +25,7 @@ def blocks_to_json(blocks: Blocks) -> dict[str, Any]:
 
 def blocks_from_json(data: dict[str, Any]) -> Blocks:
     return Blocks(
-        blocks=tuple(
-            Block(b["name"], b["template"], _ports(b["ports"]), tuple(b["outputs"])) for b in data["blocks"]
-        ),
+        blocks=tuple(Block(b["name"], b["template"], _ports(b["ports"]), tuple(b["outputs"])) for b in data["blocks"]),
         templates={key: Template(t["text"], tuple(t["units"]), t["flops"]) for key, t in data["templates"].items()},
         prologue=data["prologue"],
         prologue_ports=_ports(data["prologue_ports"]),
@@ -43,7 +41,11 @@ def _ports(rows: list[dict[str, str]]) -> tuple[Port, ...]:
 
 
 def _constant_to_json(value: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": value.flatten().tolist()}
+    return {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "values": value.flatten().tolist(),
+    }
 
 
 def _constant_from_json(row: dict[str, Any]) -> torch.Tensor:

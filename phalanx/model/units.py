@@ -37,11 +37,7 @@ def unit_of(nodes: Sequence[fx.Node], layers: Iterable[LayerList]) -> dict[fx.No
         for node, part in zip(nodes, parts, strict=True)
         if part and node.target in (torch.ops.phalanx.attention.default, aten.scaled_dot_product_attention.default)
     }
-    computing = {
-        part
-        for node, part in zip(nodes, parts, strict=True)
-        if part and node.target in _PRODUCTS
-    }
+    computing = {part for node, part in zip(nodes, parts, strict=True) if part and node.target in _PRODUCTS}
     return _spread(nodes, parts, attending, computing)
 
 

@@ -247,9 +247,7 @@ def _build_from_config(
         ) from error
 
 
-def _build_custom(
-    spec: ModelSpec, dtype: torch.dtype, device: str, attention: str, dropout: float | None
-) -> nn.Module:
+def _build_custom(spec: ModelSpec, dtype: torch.dtype, device: str, attention: str, dropout: float | None) -> nn.Module:
     assert spec.factory is not None
     if dropout is not None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Gradients added up over micro-batches, in float32 (float64 when training in it).
 
-A single gradient is kept as it came, since there is nothing to add. Every weight gradient of every plan passes through `Accumulator.add`, so that the order and precision of the sum are
-decided in one place.
+A single gradient is kept as it came, since there is nothing to add. Every weight gradient of every plan passes
+through `Accumulator.add`, so that the order and precision of the sum are decided in one place.
 """
 
 from __future__ import annotations

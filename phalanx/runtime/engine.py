@@ -37,7 +37,7 @@ class MicroBatch:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     saved: dict[str, tuple[Segment, Saved]] = field(default_factory=dict)
     for_weights: dict[str, tuple[Segment, Saved]] = field(default_factory=dict)
-    sources: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)  # what a port's name is looked up in, by kind
+    sources: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)  # where each kind of port finds its value
     loss: Tensor | None = None  # summed over items
 
 
@@ -85,7 +85,8 @@ class Engine:
         return batch
 
     def run(self, program: Program, batches: Sequence[MicroBatch], scale: Tensor, accumulator: Accumulator) -> None:
-        """Runs every instruction but STEP, which is the caller's. scale: the gradient of each summed loss (1 / items)."""
+        """Runs every instruction but STEP, which is the caller's.
+        scale: the gradient of each summed loss (1 / items)."""
         actions: dict[Op, Callable[[MicroBatch], None]] = {
             Op.F: self.forward,
             Op.B: lambda batch: self._backward(batch, scale, None),
@@ -153,7 +154,9 @@ class Engine:
             gradient = batch.gradients.pop(wire, None)
             if needed:
                 like = node.meta["val"]
-                found.append(torch.zeros(like.shape, dtype=like.dtype, device=self.device) if gradient is None else gradient)
+                found.append(
+                    torch.zeros(like.shape, dtype=like.dtype, device=self.device) if gradient is None else gradient
+                )
         return found
 
     def _add_gradients(self, block: Block, d_inputs: Sequence[Tensor | None], batch: MicroBatch) -> None:
@@ -171,7 +174,8 @@ class Engine:
         return batch.sources[port.kind][port.name]
 
     def _segment(self, block: Block, arguments: Sequence[Tensor | int], batch: MicroBatch) -> Segment:
-        """The functions for these shapes, found by block and dims; blocks whose templates and shapes agree share them."""
+        """The functions for these shapes, found by block and dims; blocks whose templates and shapes agree
+        share them."""
         place = (block.name, *batch.dims.values(), *(batch.differentiable[wire] for wire in block.names("wire")))
         segment = self._by_place.get(place)
         if segment is None:

@@ -1,8 +1,9 @@
 """Comparing two sides, tensor by tensor. Pure: numbers in, rows out.
 
-A gradient is compared relative to its own largest element; one that is zero in theory (a key projection's bias) relative
-to the largest gradient of the model. An updated parameter is compared relative to its own largest element, leaving out
-elements whose gradient is below the noise floor, where an adaptive optimizer turns rounding into an arbitrary sign.
+A gradient is compared relative to its own largest element; one that is zero in theory (a key projection's bias)
+relative to the largest gradient of the model. An updated parameter is compared relative to its own largest element,
+leaving out elements whose gradient is below the noise floor, where an adaptive optimizer turns rounding into an
+arbitrary sign.
 """
 
 from __future__ import annotations

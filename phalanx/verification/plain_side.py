@@ -1,4 +1,5 @@
-"""The plain side: the unpatched HuggingFace model, a plain loop, torch's own clipping and AdamW. Runs in its own process.
+"""The plain side: the unpatched HuggingFace model, a plain loop, torch's own clipping and AdamW. Runs in its own
+process.
 
 The process is started afresh (never forked from one in which models were captured) and may serve many cases, because
 starting Python and torch costs more than a tiny case.
@@ -32,7 +33,9 @@ def run_plain(case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[
     task = task_of(spec)
     model = reference.plain(spec, case.torch_dtype, case.dropout)
     _load(model, initial)
-    optimizer = torch.optim.AdamW(_groups(model, case), lr=case.training.lr, betas=case.training.betas, eps=case.training.eps)
+    optimizer = torch.optim.AdamW(
+        _groups(model, case), lr=case.training.lr, betas=case.training.betas, eps=case.training.eps
+    )
     steps: list[Step] = []
     for consumed, batch in case.batches(spec):
         keys = random.sample_keys(case.seed, consumed, next(iter(batch.values())).shape[0])
@@ -87,7 +90,9 @@ class PlainProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def run(self, case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[str, ...]) -> list[Step]:
@@ -97,14 +102,18 @@ class PlainProcess:
                 self._connection.send((case, folder, attention_sites))
                 answer = self._connection.recv()
             except EOFError:
-                raise VerifyError("the process of the plain model died", "is there enough memory for a second model?") from None
+                raise VerifyError(
+                    "the process of the plain model died", "is there enough memory for a second model?"
+                ) from None
             except (AttributeError, TypeError) as error:
                 raise VerifyError(
                     f"the model cannot be handed to the plain process: {error}",
                     "give a name, a configuration, or a factory defined at the top level of a module",
                 ) from error
             if answer is not None:
-                raise VerifyError(f"the plain model failed:\n{answer}", "the model itself must run before a plan can be checked")
+                raise VerifyError(
+                    f"the plain model failed:\n{answer}", "the model itself must run before a plan can be checked"
+                )
             return torch.load(Path(folder) / "steps.pt", weights_only=False)
 
     def close(self) -> None:

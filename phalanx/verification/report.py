@@ -43,7 +43,9 @@ class Report:
             for row in self.rows
             if not row.error <= self.tolerance
         ]
-        return wrong + [f"{f.name}: the plan implies {f.implied}, measured {f.measured}" for f in self.facts if not f.ok]
+        return wrong + [
+            f"{f.name}: the plan implies {f.implied}, measured {f.measured}" for f in self.facts if not f.ok
+        ]
 
     def worst(self, quantity: str) -> Row:
         return max((row for row in self.rows if row.quantity == quantity), key=lambda row: row.error)

@@ -1,7 +1,7 @@
 """Invariant 1 for every architecture of the zoo: what Phalanx computes equals the plain HuggingFace model in float64.
 
-Each case trains two steps with two different batch shapes from one capture. Three cases per architecture cover dropout on
-and off, padding, packed documents, micro-batches, all schedules and recomputation between them.
+Each case trains two steps with two different batch shapes from one capture. Three cases per architecture cover
+dropout on and off, padding, packed documents, micro-batches, all schedules and recomputation between them.
 """
 
 from __future__ import annotations
