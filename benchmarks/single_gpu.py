@@ -100,8 +100,8 @@ def _build(options: argparse.Namespace) -> tuple[Callable[[], object], float]:
     import torch
 
     from phalanx import tasks
-    from phalanx.model import zoo
     from phalanx.model.capture import capture
+    from phalanx.model.zoo import zoo
     from phalanx.runtime.step import training_flops
 
     spec = zoo.resolve(options.model, tiny=options.device == "cpu")
@@ -117,7 +117,7 @@ def _build(options: argparse.Namespace) -> tuple[Callable[[], object], float]:
 def _huggingface(spec: Any, batch: dict[str, Any], options: argparse.Namespace) -> Callable[[], object]:
     import torch
 
-    from phalanx.model import zoo
+    from phalanx.model.zoo import zoo
 
     torch.set_default_device(options.device)
     model = zoo.build(spec, dtype=torch.bfloat16, attention="sdpa", dropout=0.0).to(options.device)
@@ -125,7 +125,7 @@ def _huggingface(spec: Any, batch: dict[str, Any], options: argparse.Namespace) 
     if options.candidate == "compiled":
         model.compile()
     elif options.candidate == "compiled layers":
-        from phalanx.model.blocks import find_layers
+        from phalanx.model.graph.blocks import find_layers
 
         for layers in find_layers(model):
             for layer in model.get_submodule(layers.path):
@@ -147,7 +147,7 @@ def _phalanx(captured: Any, batch: dict[str, Any], options: argparse.Namespace) 
     import torch
 
     from phalanx.config import RunConfig
-    from phalanx.model.compile import Compiler, resolve_mode
+    from phalanx.model.segment.compile import Compiler, resolve_mode
     from phalanx.plan.plan import Plan
     from phalanx.runtime.engine import Engine
     from phalanx.runtime.optimizer import Optimizer

@@ -22,11 +22,11 @@ from phalanx.data.own import is_own_dataset
 from phalanx.data.tokenizer import has_tokenizer
 from phalanx.errors import ConfigError, DataError
 from phalanx.model.capture import Captured, capture, infer_inputs
-from phalanx.model.configure import override
-from phalanx.model.init_recipe import record
-from phalanx.model.meta import parameters_on_meta
-from phalanx.model.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
-from phalanx.model.zoo import Model, ModelSpec, build, resolve
+from phalanx.model.weights.init_recipe import record
+from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
+from phalanx.model.zoo.configure import override
+from phalanx.model.zoo.meta import parameters_on_meta
+from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve
 from phalanx.plan.plan import Plan
 from phalanx.runtime.parameters import choose_trainable
 from phalanx.runtime.step import split
@@ -69,9 +69,7 @@ class Prepared:
         return Mark(self.batches.describe(), digest(self.batches.num_samples, seen))
 
 
-def prepare(
-    model: Model, data: Any, eval_data: Any, config: RunConfig, *, collate: Collate | None = None
-) -> Prepared:
+def prepare(model: Model, data: Any, eval_data: Any, config: RunConfig, *, collate: Collate | None = None) -> Prepared:
     """Resolves everything in the order in which mistakes are cheapest to find: options, plan, model, data, capture."""
     device, device_reason = choose_device(config.device)
     plan = Plan.parse(config.plan)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.callbacks import Callbacks
 from phalanx.config import RunConfig
 from phalanx.errors import PhalanxError
-from phalanx.model.zoo import Model, build
+from phalanx.model.zoo.zoo import Model, build
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.progress import make_progress
 from phalanx.observe.runlog import RunLog

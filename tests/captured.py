@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import tasks
-from phalanx.model import interpret, random, reference, zoo
-from phalanx.model.blocks import Blocks
+from phalanx.model import interpret, reference
 from phalanx.model.capture import Captured, attention_sites, capture, infer_inputs
-from phalanx.model.compile import Compiler
+from phalanx.model.graph.blocks import Blocks
+from phalanx.model.ops import random
+from phalanx.model.segment.compile import Compiler
+from phalanx.model.zoo import zoo
 from phalanx.program.instructions import Program
 from phalanx.runtime.accumulate import Accumulator
 from phalanx.runtime.engine import Engine, MicroBatch

@@ -16,7 +16,7 @@ from phalanx import tasks
 from phalanx.config import RunConfig
 from phalanx.data import open_data
 from phalanx.model import reference
-from phalanx.model.zoo import resolve
+from phalanx.model.zoo.zoo import resolve
 from phalanx.prepare import open_weights
 from phalanx.runtime.schedule import lr_factor
 from phalanx.state import checkpoint
@@ -153,9 +153,11 @@ def test_bfloat16_keeps_float32_masters_of_which_the_parameters_are_copies(tmp_p
     assert any(not torch.equal(values[name].float(), master) for name, master in masters.items())
     assert result.losses[-1] < result.losses[0]
     stored = checkpoint.open(result.checkpoint)
-    assert stored.dtype("master/model.embed_tokens.weight") == stored.dtype(
-        "optimizer/exp_avg/model.embed_tokens.weight"
-    ) == "float32"
+    assert (
+        stored.dtype("master/model.embed_tokens.weight")
+        == stored.dtype("optimizer/exp_avg/model.embed_tokens.weight")
+        == "float32"
+    )
     assert stored.dtype("model/model.norm.weight") == "bfloat16"
 
 

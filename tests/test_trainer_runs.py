@@ -88,7 +88,8 @@ def test_the_run_folder_holds_config_plan_log_checkpoints_export_and_trace(tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {
         "config.yaml", "plan.json", "log-rank0.jsonl", "checkpoints", "export", "trace-steps-2-3.json",
     }  # fmt: skip
-    assert RunConfig.load(tmp_path / "config.yaml") == short_config(tmp_path, model=LLAMA, data="synthetic:8", **options
+    assert RunConfig.load(tmp_path / "config.yaml") == short_config(
+        tmp_path, model=LLAMA, data="synthetic:8", **options
     )
     assert json.loads((tmp_path / "plan.json").read_text())["mb"] == 2
     assert [path.name for path in checkpoint.find(tmp_path / "checkpoints")] == ["step-00000004", "step-00000003"]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.errors import ConfigError, nearest
-from phalanx.model.expressions import evaluate
-from phalanx.model.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, load, runs
+from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, load, runs
+from phalanx.model.graph.expressions import evaluate
 from phalanx.observe.format import bytes_text, number_text
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def find_facts(model: str, task: str | None, dtype: str, tiny: bool, live: bool)
 
     from phalanx import tasks
     from phalanx.model.capture import capture
-    from phalanx.model.measure import measure
-    from phalanx.model.zoo import resolve
+    from phalanx.model.facts.measure import measure
+    from phalanx.model.zoo.zoo import resolve
 
     spec = resolve(model, task=task, tiny=tiny)
     precision = getattr(torch, dtype)

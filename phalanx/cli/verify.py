@@ -25,7 +25,9 @@ def verify(
     documents: Annotated[bool, typer.Option("--documents", help="Several packed documents per sample.")] = False,
     task: Annotated[str | None, typer.Option(help="The task, where the model does not say.")] = None,
     compile: Annotated[str, typer.Option(help="off, aot_eager, inductor or auto.")] = "off",
-    device: Annotated[str, typer.Option(help="Where the plan runs: cpu or cuda. The plain model runs on the CPU.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where the plan runs: cpu or cuda. The plain model runs on the CPU.")
+    ] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:

@@ -20,14 +20,14 @@ from torch import Tensor, fx, nn
 
 from phalanx.config import cache_folder
 from phalanx.errors import CaptureError
-from phalanx.model import graphs, hooks, stamp
-from phalanx.model.blocks import Blocks, cut, find_layers
-from phalanx.model.export import export
-from phalanx.model.normalise import FlatGraph
+from phalanx.model.graph import graphs, hooks, stamp
+from phalanx.model.graph.blocks import Blocks, cut, find_layers
+from phalanx.model.graph.export import export
+from phalanx.model.graph.normalise import FlatGraph
+from phalanx.model.graph.serialise import blocks_from_json, blocks_to_json
 from phalanx.model.selfcheck import self_check
-from phalanx.model.serialise import blocks_from_json, blocks_to_json
-from phalanx.model.weights import tied_names
-from phalanx.model.zoo import ModelSpec, build
+from phalanx.model.weights.weights import tied_names
+from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.tasks.base import Input
 
 
@@ -172,7 +172,7 @@ def attention_sites(blocks: Blocks) -> tuple[str, ...]:
 def _source_version() -> str:
     """Changes whenever what a capture depends on changes: this package's code and the libraries underneath."""
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
     for library in ("torch", "transformers"):
         digest.update(importlib.metadata.version(library).encode())

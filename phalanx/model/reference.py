@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
-from phalanx.model import random
-from phalanx.model.zoo import ModelSpec, build
+from phalanx.model.ops import random
+from phalanx.model.zoo.zoo import ModelSpec, build
 
 
 class Widen(TorchDispatchMode):

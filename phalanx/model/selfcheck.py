@@ -16,8 +16,8 @@ from torch import Tensor
 from phalanx import tasks
 from phalanx.errors import CaptureError, ConfigError
 from phalanx.model import interpret, reference
-from phalanx.model.tiny import tiny
-from phalanx.model.zoo import ModelSpec, build
+from phalanx.model.zoo.tiny import tiny
+from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.tasks.base import Input
 
 if TYPE_CHECKING:

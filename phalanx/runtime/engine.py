@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from phalanx.model import graphs, random, segments
-from phalanx.model.blocks import Block, Blocks, Port
-from phalanx.model.compile import Compiler
-from phalanx.model.expressions import evaluate
-from phalanx.model.normalise import retarget, without_dropout
-from phalanx.model.segments import Saved, Segment
+from phalanx.model.graph import graphs
+from phalanx.model.graph.blocks import Block, Blocks, Port
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.graph.normalise import retarget, without_dropout
+from phalanx.model.ops import random
+from phalanx.model.segment import segments
+from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.segments import Saved, Segment
 from phalanx.program.instructions import Op, Program
 from phalanx.runtime.accumulate import Accumulator
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from phalanx.errors import DataError, PlanError
 from phalanx.model.capture import Captured
-from phalanx.model.expressions import evaluate as value_of
-from phalanx.model.random import sample_keys
+from phalanx.model.graph.expressions import evaluate as value_of
+from phalanx.model.ops.random import sample_keys
 from phalanx.plan.plan import Plan
 from phalanx.program.expand import expand
 from phalanx.runtime.accumulate import Accumulator
@@ -74,7 +74,7 @@ class Feeder:
 
     def _move(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-        if self.engine.device.type != "cuda":
+        if self.engine.device.type != "cuda" or tensor.device.type == "cuda":
             return tensor
         return tensor.pin_memory().to(self.engine.device, non_blocking=True)
 

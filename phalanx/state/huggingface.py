@@ -1,7 +1,7 @@
 """Writes a trained model as an ordinary HuggingFace folder that `from_pretrained` loads.
 
 Tensors are streamed: only one (or one group that is stored together) is in memory at a time, and the folder appears
-whole or not at all. Reading such folders is `model/weights.py`'s work.
+whole or not at all. Reading such folders is `model/weights/weights.py`'s work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from phalanx.errors import ConfigError
-from phalanx.model.weights import INDEX_FILE, WEIGHTS_FILE, tied_names
+from phalanx.model.weights.weights import INDEX_FILE, WEIGHTS_FILE, tied_names
 from phalanx.state.disk_names import DiskNames
 from phalanx.state.shards import ShardWriter, WrittenFile, header_room, sync_folder
 

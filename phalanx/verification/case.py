@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx import tasks
 from phalanx.errors import ConfigError, VerifyError
-from phalanx.model.zoo import Model, ModelSpec, resolve
+from phalanx.model.zoo.zoo import Model, ModelSpec, resolve
 from phalanx.tasks.base import Task
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}

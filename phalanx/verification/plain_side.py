@@ -27,7 +27,8 @@ from phalanx.verification.case import Case, Step, task_of
 
 def run_plain(case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[str, ...]) -> list[Step]:
     """Every step of the case on the plain model, from these parameter values."""
-    from phalanx.model import random, reference
+    from phalanx.model import reference
+    from phalanx.model.ops import random
 
     spec = case.spec()
     task = task_of(spec)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from phalanx.config import RunConfig
-from phalanx.model import init_recipe, random
 from phalanx.model.capture import Captured, attention_sites, capture
-from phalanx.model.compile import Compiler, resolve_mode
-from phalanx.model.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
-from phalanx.model.zoo import ModelSpec, build
+from phalanx.model.ops import random
+from phalanx.model.segment.compile import Compiler, resolve_mode
+from phalanx.model.weights import init_recipe
+from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
+from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.plan.plan import Plan
 from phalanx.program.expand import expand
 from phalanx.program.instructions import Op

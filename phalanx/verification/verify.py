@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from phalanx.model.zoo import Model
+from phalanx.model.zoo.zoo import Model
 from phalanx.plan.plan import Plan
 from phalanx.verification.case import Case
 from phalanx.verification.compare import compare

@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.cli import inspect
 from phalanx.cli.main import main
-from phalanx.model.facts import load
+from phalanx.model.facts.facts import load
 
 LLAMA_70B = "meta-llama/Llama-3.3-70B-Instruct"
 

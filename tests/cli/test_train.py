@@ -40,8 +40,17 @@ def test_every_kind_of_option_reaches_the_config(trained: list[RunConfig]):
     line = "train --model gpt2 --data a --data b --steps 3 --no-shuffle --tiny --betas 0.8 0.9 --lr 1e-3 --clip none"
     assert main([*line.split(), "--freeze", "embed*", "--json", "--resume", "auto"]) == 0
     expected = RunConfig(
-        model="gpt2", data=("a", "b"), steps=3, shuffle=False, tiny=True, betas=(0.8, 0.9), lr=1e-3, clip=None,
-        freeze=("embed*",), json_output=True, resume="auto",
+        model="gpt2",
+        data=("a", "b"),
+        steps=3,
+        shuffle=False,
+        tiny=True,
+        betas=(0.8, 0.9),
+        lr=1e-3,
+        clip=None,
+        freeze=("embed*",),
+        json_output=True,
+        resume="auto",
     )
     assert trained == [expected]
 
@@ -93,6 +102,10 @@ def test_metavars_say_what_to_write():
     fields = RunConfig.model_fields
     shown = {name: metavar(fields[name].annotation) for name in ("steps", "lr", "model", "data", "betas", "on_broken")}
     assert shown == {
-        "steps": "INTEGER", "lr": "NUMBER", "model": "TEXT", "data": "TEXT", "betas": "NUMBER NUMBER",
+        "steps": "INTEGER",
+        "lr": "NUMBER",
+        "model": "TEXT",
+        "data": "TEXT",
+        "betas": "NUMBER NUMBER",
         "on_broken": "refuse|skip",
     }

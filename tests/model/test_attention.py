@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.model import kernels, random
-from phalanx.model.attention import Attention, attention
+from phalanx.model.ops import kernels, random
+from phalanx.model.ops.attention import Attention, attention
 
 _NAMES = ("q_segments", "k_segments", "bias", "dropout_keys", "causal", "scale", "window", "softcap", "dropout")
 _DEFAULTS = dict.fromkeys(_NAMES[:4]) | {"causal": False, "scale": 0.4, "window": 0, "softcap": 0.0, "dropout": 0.0}

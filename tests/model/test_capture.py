@@ -12,7 +12,9 @@ from torch.nn import functional
 
 from phalanx import tasks
 from phalanx.errors import CaptureError
-from phalanx.model import capture, graphs, selfcheck, serialise, zoo
+from phalanx.model import capture, selfcheck
+from phalanx.model.graph import graphs, serialise
+from phalanx.model.zoo import zoo
 from phalanx.tasks.base import Input
 from tests import captured
 

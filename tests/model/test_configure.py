@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from phalanx.errors import ConfigError
-from phalanx.model.configure import override
-from phalanx.model.zoo import build, resolve
+from phalanx.model.zoo.configure import override
+from phalanx.model.zoo.zoo import build, resolve
 
 
 def _message(error: pytest.ExceptionInfo[BaseException]) -> str:

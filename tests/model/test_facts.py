@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model import zoo_table
-from phalanx.model.expressions import evaluate
-from phalanx.model.facts import (
+from phalanx.model.facts.facts import (
     SHIPPED,
     BlockFacts,
     ModelFacts,
@@ -25,6 +23,8 @@ from phalanx.model.facts import (
     shipped_path,
     to_json,
 )
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.zoo import zoo_table
 
 LLAMA_70B = "meta-llama/Llama-3.3-70B-Instruct"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY, LAYERS = 8192, 64, 8, 128, 28672, 128256, 80
@@ -40,7 +40,7 @@ def _shipped(name: str) -> ModelFacts:
 
 def test_facts_are_read_without_torch_or_transformers() -> None:
     code = (
-        "import sys; from phalanx.model.facts import load; facts = load('llama-3.3-70b');"
+        "import sys; from phalanx.model.facts.facts import load; facts = load('llama-3.3-70b');"
         "assert facts and facts.flops({'batch': 1, 'tokens': 2048}) > 10**14;"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from phalanx.model import graphs, serialise
+from phalanx.model.graph import graphs, serialise
 from tests import captured
 
 aten = torch.ops.aten

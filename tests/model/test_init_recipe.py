@@ -9,8 +9,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.model import init_recipe
-from phalanx.model.init_recipe import record
+from phalanx.model.weights import init_recipe
+from phalanx.model.weights.init_recipe import record
 from tests import tiny_models
 
 ARCHITECTURES = [

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from phalanx import tasks
 from phalanx.errors import CaptureError
-from phalanx.model import random
 from phalanx.model.capture import Captured, capture
-from phalanx.model.compile import Compiler
-from phalanx.model.facts import load
-from phalanx.model.measure import measure
-from phalanx.model.zoo import ModelSpec, build, resolve
+from phalanx.model.facts.facts import load
+from phalanx.model.facts.measure import measure
+from phalanx.model.ops import random
+from phalanx.model.segment.compile import Compiler
+from phalanx.model.zoo.zoo import ModelSpec, build, resolve
 from phalanx.runtime.engine import Engine
 from phalanx.tasks.base import Input
 
@@ -87,7 +87,7 @@ def test_what_grows_in_steps_is_an_error_that_names_the_block() -> None:
 @long
 @pytest.mark.parametrize("name", ["phalanx-demo", "openai/whisper-small"])
 def test_shipped_facts_are_what_is_measured_today(name: str) -> None:
-    """When this fails after a change of capture or of what is saved: python -m phalanx.model.measure."""
+    """When this fails after a change of capture or of what is saved: python -m phalanx.model.facts.measure."""
     spec = resolve(name)
     captured = capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=DTYPE, check=False, use_cache=False)
     assert measure(spec, captured, DTYPE) == load(name)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError, ModelError
-from phalanx.model.zoo import ModelSpec, build, resolve
+from phalanx.model.zoo.zoo import ModelSpec, build, resolve
 
 
 def _message(error: pytest.ExceptionInfo[BaseException]) -> str:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from phalanx.errors import CaptureError
-from phalanx.model import graphs, interpret
-from phalanx.model.blocks import cut
-from phalanx.model.export import export
+from phalanx.model import interpret
+from phalanx.model.graph import graphs
+from phalanx.model.graph.blocks import cut
+from phalanx.model.graph.export import export
 from phalanx.program.schedules import SCHEDULES
 from phalanx.tasks.base import Input
 from tests import captured

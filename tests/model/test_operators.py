@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-import phalanx.model.operators  # noqa: F401  (defines the operators)
-from phalanx.model import random
+import phalanx.model.ops.operators  # noqa: F401  (defines the operators)
+from phalanx.model.ops import random
 
 cross_entropy_sum, dropout = torch.ops.phalanx.cross_entropy_sum, torch.ops.phalanx.dropout
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model import random
+from phalanx.model.ops import random
 
 
 def features(keys: torch.Tensor, shape: tuple[int, ...], p: float = 0.5) -> torch.Tensor:

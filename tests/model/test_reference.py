@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from phalanx.model import random, reference
+from phalanx.model import reference
+from phalanx.model.ops import random
 
 
 class Model(nn.Module):

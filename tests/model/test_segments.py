@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from phalanx.model import graphs, policies, segments
-from phalanx.model.blocks import Block
-from phalanx.model.compile import Compiler, resolve_mode
-from phalanx.model.joint import trace
-from phalanx.model.segments import Segment
+from phalanx.model.graph import graphs
+from phalanx.model.graph.blocks import Block
+from phalanx.model.segment import policies, segments
+from phalanx.model.segment.compile import Compiler, resolve_mode
+from phalanx.model.segment.joint import trace
+from phalanx.model.segment.segments import Segment
 from tests import captured
 
 aten = torch.ops.aten

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from phalanx import tasks
-from phalanx.model import capture, hooks, serialise, stamp, zoo
-from phalanx.model.blocks import Blocks
+from phalanx.model import capture
+from phalanx.model.graph import hooks, serialise, stamp
+from phalanx.model.graph.blocks import Blocks
+from phalanx.model.zoo import zoo
 from tests import captured
 
 # Deeper than what is captured: every kind of layer more than twice. Where nothing is said, tiny models are.

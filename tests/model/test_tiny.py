@@ -16,10 +16,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from phalanx.model import zoo_table
-from phalanx.model.configure import layer_lists
-from phalanx.model.tiny import tiny
-from phalanx.model.zoo import ModelSpec, build, resolve
+from phalanx.model.zoo import zoo_table
+from phalanx.model.zoo.configure import layer_lists
+from phalanx.model.zoo.tiny import tiny
+from phalanx.model.zoo.zoo import ModelSpec, build, resolve
 
 # The GPT-3 and TeraPipe shapes differ from GPT-2's only in what tiny removes.
 NAMES = [name for name in zoo_table.names() if not name.startswith(("gpt3", "terapipe"))]

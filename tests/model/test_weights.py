@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from phalanx.errors import ModelError
-from phalanx.model import init_recipe
-from phalanx.model.key_map import Converted, match
-from phalanx.model.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights, tied_names
+from phalanx.model.weights import init_recipe
+from phalanx.model.weights.key_map import Converted, match
+from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights, tied_names
 from phalanx.state.layout import Box
 from tests import tiny_models
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import BertConfig, GPT2Config, PretrainedConfig
 
 from phalanx.errors import ConfigError, ModelError
-from phalanx.model import zoo_table
-from phalanx.model.zoo import build, resolve
+from phalanx.model.zoo import zoo_table
+from phalanx.model.zoo.zoo import build, resolve
 
 # One zoo name for each architecture.
 ENTRIES = [entry for name in reversed(zoo_table.names()) if (entry := zoo_table.lookup(name))]
@@ -29,7 +29,7 @@ def _message(error: pytest.ExceptionInfo[BaseException]) -> str:
 
 def test_the_table_is_read_without_torch_or_transformers() -> None:
     code = (
-        "import sys, phalanx.model.zoo_table as zoo; assert zoo.lookup('gpt2') and zoo.names();"
+        "import sys, phalanx.model.zoo.zoo_table as zoo; assert zoo.lookup('gpt2') and zoo.names();"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AttentionInterface, OPTConfig
 
 from phalanx.errors import ConfigError, ModelError
-from phalanx.model import zoo_table
-from phalanx.model.zoo import build, resolve
+from phalanx.model.zoo import zoo_table
+from phalanx.model.zoo.zoo import build, resolve
 
 # One zoo name for each architecture.
 ENTRIES = [entry for name in reversed(zoo_table.names()) if (entry := zoo_table.lookup(name))]
@@ -81,10 +81,16 @@ def test_llama_3_keeps_its_rotary_scaling() -> None:
     rope = resolve("meta-llama/Llama-3.2-1B").config.rope_parameters  # type: ignore[union-attr]
     assert rope["rope_type"] == "llama3" and rope["factor"] == 32.0 and rope["rope_theta"] == 500000.0
     small = build(resolve("meta-llama/Llama-3.2-1B"), device="meta").get_submodule("model.rotary_emb").inv_freq
-    plain = build(
-        resolve("meta-llama/Llama-3.2-1B", overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-        device="meta",
-    ).get_submodule("model.rotary_emb").inv_freq
+    plain = (
+        build(
+            resolve(
+                "meta-llama/Llama-3.2-1B", overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+            ),
+            device="meta",
+        )
+        .get_submodule("model.rotary_emb")
+        .inv_freq
+    )
     assert torch.equal(small[:4], plain[:4]) and torch.allclose(small[-1] * 32, plain[-1])
 
 

@@ -11,8 +11,18 @@ from phalanx.observe.format import bytes_text, field_texts, number_text, seconds
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.5, "0.5"), (999, "999"), (12345, "12.3k"), (999_960, "1.0M"), (1.5e9, "1.5G"), (2e18, "2.0E"),
-     (None, "-"), (math.inf, "inf"), (-12345, "-12.3k")],
+    [
+        (0, "0"),
+        (0.5, "0.5"),
+        (999, "999"),
+        (12345, "12.3k"),
+        (999_960, "1.0M"),
+        (1.5e9, "1.5G"),
+        (2e18, "2.0E"),
+        (None, "-"),
+        (math.inf, "inf"),
+        (-12345, "-12.3k"),
+    ],
 )
 def test_numbers_get_a_thousands_suffix(value: float | None, text: str):
     assert number_text(value) == text
@@ -32,8 +42,16 @@ def test_bytes_get_a_binary_unit(value: int, text: str):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.35, "350ms"), (0.9999, "1.0s"), (12.4, "12.4s"), (59.96, "1:00"), (75, "1:15"), (7509, "2:05:09"),
-     (math.nan, "-"), (None, "-")],
+    [
+        (0.35, "350ms"),
+        (0.9999, "1.0s"),
+        (12.4, "12.4s"),
+        (59.96, "1:00"),
+        (75, "1:15"),
+        (7509, "2:05:09"),
+        (math.nan, "-"),
+        (None, "-"),
+    ],
 )
 def test_durations_read_like_a_clock(value: float | None, text: str):
     assert seconds_text(value) == text

@@ -20,9 +20,18 @@ class Terminal(io.StringIO):
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
     values = {
-        "step": step, "loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "tokens": 2048, "step_seconds": 0.1,
-        "tokens_per_second": 20480.0, "flops_per_second": 4.5e10, "mfu": None, "memory_bytes": 3 << 29,
-        "eta_seconds": 75.0, "skipped": False,
+        "step": step,
+        "loss": 2.0,
+        "lr": 1e-3,
+        "grad_norm": 0.5,
+        "tokens": 2048,
+        "step_seconds": 0.1,
+        "tokens_per_second": 20480.0,
+        "flops_per_second": 4.5e10,
+        "mfu": None,
+        "memory_bytes": 3 << 29,
+        "eta_seconds": 75.0,
+        "skipped": False,
     }
     return values | changes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.model import zoo_table
+from phalanx.model.zoo import zoo_table
 from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case

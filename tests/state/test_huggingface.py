@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.model.weights import SafetensorsWeights, tied_names
+from phalanx.model.weights.weights import SafetensorsWeights, tied_names
 from phalanx.state.disk_names import DiskNames
 from phalanx.state.huggingface import export
 from tests import tiny_models

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.model import random
+from phalanx.model.ops import random
 
 _library = torch.library.Library("phalanx", "FRAGMENT")
 _library.define("dropout(Tensor x, Tensor keys, float p) -> Tensor")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.model import random
+from phalanx.model.ops import random
 
 if TYPE_CHECKING:
-    from phalanx.model.attention import Attention
+    from phalanx.model.ops.attention import Attention
 
 Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
 _CHUNK_ELEMENTS = 1 << 24  # scores held at once by the chunked kernel: 64 MiB in float32

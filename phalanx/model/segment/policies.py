@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from phalanx.model.joint import Joint
+from phalanx.model.segment.joint import Joint
 
 
 def parameter_only(joint: Joint, parameters: Iterable[fx.Node]) -> set[fx.Node]:

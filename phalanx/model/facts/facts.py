@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from phalanx.model import zoo_table
-from phalanx.model.expressions import evaluate
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.zoo import zoo_table
 
 DTYPE_BYTES = {
     "bool": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from phalanx.model.blocks import Block, Blocks, Port, Template
+from phalanx.model.graph.blocks import Block, Blocks, Port, Template
 
 
 def blocks_to_json(blocks: Blocks) -> dict[str, Any]:

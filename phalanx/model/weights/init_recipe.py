@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from phalanx.errors import ModelError
-from phalanx.model.init_trace import Event, Recorder, Storage, Trace, View
+from phalanx.model.weights.init_trace import Event, Recorder, Storage, Trace, View
 
 # Constructors branch on small tensors (schedules, frequencies), so those keep values; weights need not.
 REAL_LIMIT = 1 << 14

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from phalanx.errors import CaptureError
 
 if TYPE_CHECKING:
-    from phalanx.model.normalise import FlatGraph
+    from phalanx.model.graph.normalise import FlatGraph
 
 aten = torch.ops.aten
 _COPIES = (aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)

@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from phalanx.errors import ModelError
-from phalanx.model.pieces import Assembly, ReadStored, chunked, concatenated, stacked
+from phalanx.model.weights.pieces import Assembly, ReadStored, chunked, concatenated, stacked
 from phalanx.state.layout import Box
 
 Shapes = Mapping[str, tuple[int, ...]]

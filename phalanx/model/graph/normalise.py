@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-import phalanx.model.attention
-import phalanx.model.experts
-import phalanx.model.operators  # noqa: F401  (the three define operators)
+import phalanx.model.ops.attention
+import phalanx.model.ops.experts
+import phalanx.model.ops.operators  # noqa: F401  (the three define operators)
 from phalanx.errors import CaptureError
-from phalanx.model.functionalise import inline_modes, make_functional, refuse_coupling, replace, where
-from phalanx.model.losses import rewrite_loss
+from phalanx.model.graph.functionalise import inline_modes, make_functional, refuse_coupling, replace, where
+from phalanx.model.graph.losses import rewrite_loss
 
 aten = torch.ops.aten
 _IGNORED = {

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from phalanx.model import policies
-from phalanx.model.compile import Compiler
-from phalanx.model.joint import Joint, trace
+from phalanx.model.segment import policies
+from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.joint import Joint, trace
 
 Saved = tuple[Tensor, ...]
 

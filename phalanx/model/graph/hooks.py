@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-import phalanx.model.attention  # noqa: F401  (defines the operator)
+import phalanx.model.ops.attention  # noqa: F401  (defines the operator)
 from phalanx.errors import CaptureError
 
 NAME = "phalanx"

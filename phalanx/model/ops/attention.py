@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.model import kernels
+from phalanx.model.ops import kernels
 
 _OPTIONS = "bool causal, float scale, int window, float softcap, float dropout"
 _MASKS = "Tensor? q_segments, Tensor? k_segments, Tensor? bias, Tensor? dropout_keys"

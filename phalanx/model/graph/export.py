@@ -23,9 +23,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import phalanx
 from phalanx.errors import CaptureError
-from phalanx.model import hooks
-from phalanx.model.normalise import FlatGraph, normalise
-from phalanx.model.weights import tied_names
+from phalanx.model.graph import hooks
+from phalanx.model.graph.normalise import FlatGraph, normalise
+from phalanx.model.weights.weights import tied_names
 from phalanx.tasks.base import Input
 
 # Pairwise different, and different from sizes that models use: the exporter identifies dims that look alike.

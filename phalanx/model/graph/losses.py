@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from phalanx.errors import CaptureError
-from phalanx.model.functionalise import where
+from phalanx.model.graph.functionalise import where
 
 if TYPE_CHECKING:
-    from phalanx.model.normalise import FlatGraph
+    from phalanx.model.graph.normalise import FlatGraph
 
 aten = torch.ops.aten
 _SUM, _MEAN = 2, 1

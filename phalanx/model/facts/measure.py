@@ -1,7 +1,7 @@
 """Facts from a capture: every distinct segment is traced on fake tensors at a few shapes, and what it keeps is fitted.
 
-Nothing is computed and nothing allocated, whatever the size of the model. `python -m phalanx.model.measure` writes the
-facts shipped with the package anew; how long segments take is the profiler's business, not this module's.
+Nothing is computed and nothing allocated, whatever the size of the model. `python -m phalanx.model.facts.measure`
+writes the facts shipped with the package anew; how long segments take is the profiler's business, not this module's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx import tasks
 from phalanx.errors import CaptureError
-from phalanx.model import graphs, policies, zoo_table
-from phalanx.model.blocks import Block, Blocks, Port
 from phalanx.model.capture import Captured, capture
-from phalanx.model.compile import Compiler
-from phalanx.model.expressions import evaluate
-from phalanx.model.facts import (
+from phalanx.model.facts.facts import (
     SHIPPED,
     BlockFacts,
     ModelFacts,
@@ -35,11 +31,17 @@ from phalanx.model.facts import (
     shipped_path,
     to_json,
 )
-from phalanx.model.fit import Fit
-from phalanx.model.joint import Joint, trace
-from phalanx.model.normalise import retarget
-from phalanx.model.segments import Segment
-from phalanx.model.zoo import ModelSpec, resolve
+from phalanx.model.facts.fit import Fit
+from phalanx.model.graph import graphs
+from phalanx.model.graph.blocks import Block, Blocks, Port
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.graph.normalise import retarget
+from phalanx.model.segment import policies
+from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.joint import Joint, trace
+from phalanx.model.segment.segments import Segment
+from phalanx.model.zoo import zoo_table
+from phalanx.model.zoo.zoo import ModelSpec, resolve
 
 _DEVICE = torch.device("cpu")
 # Ports whose tensors blocks may have in common; buffers and constants are held for good, so they cost nothing extra.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-import phalanx.model.experts  # noqa: F401  (defines an operator named below)
+import phalanx.model.ops.experts  # noqa: F401  (defines an operator named below)
 
 if TYPE_CHECKING:
-    from phalanx.model.blocks import LayerList
+    from phalanx.model.graph.blocks import LayerList
 
 aten = torch.ops.aten
 _PRODUCTS = (

@@ -16,11 +16,11 @@ import torch
 from torch import fx, nn
 
 from phalanx.errors import CaptureError
-from phalanx.model import graphs
-from phalanx.model.flops import flops
-from phalanx.model.functionalise import where
-from phalanx.model.normalise import FlatGraph
-from phalanx.model.units import unit_of
+from phalanx.model.graph import graphs
+from phalanx.model.graph.flops import flops
+from phalanx.model.graph.functionalise import where
+from phalanx.model.graph.normalise import FlatGraph
+from phalanx.model.graph.units import unit_of
 
 # What a placeholder is. A wire comes from another block, a value from the prologue; a size is an expression over the
 # dynamic dims; dropout is the keys of a site. Inputs, buffers and constants are read directly.

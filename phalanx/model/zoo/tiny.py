@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from phalanx.model.configure import DEPTHS, layer_lists, override
+from phalanx.model.zoo.configure import DEPTHS, layer_lists, override
 
 _WIDTH = 64
 _WINDOW = 5  # shorter than any test sequence
