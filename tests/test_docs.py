@@ -1,0 +1,229 @@
+"""What README, docs and examples say is true: commands parse and run, links and paths lead somewhere.
+
+A fenced block after a line `<!-- runs -->` is really run, page by page, in one folder per page; all other commands are
+parsed as the program would. `python tests/test_docs.py` renews the options table in the guide.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import re
+import runpy
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from phalanx.cli.main import app, main
+from phalanx.cli.train import FLAGS, metavar
+from phalanx.config import RunConfig
+
+ROOT = Path(__file__).parents[1]
+GUIDE = ROOT / "docs" / "guide.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OPTIONS = re.compile(r"<!-- options -->\n(.*)<!-- /options -->", re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+    runs: bool
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    found: list[Block] = []
+    for match in re.finditer(r"^(<!-- runs -->\n)?```(\w*)\n(.*?)^```$", text, re.S | re.M):
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Block(page, line, match[2], match[3], runs=match[1] is not None))
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+BASH = [block for block in BLOCKS if block.language == "bash"]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+
+
+def commands(block: Block) -> list[str]:
+    """The lines of a shell block, with continued ones joined and comments left out."""
+    joined = block.text.replace("\\\n", " ")
+    return [line for line in map(str.strip, joined.splitlines()) if line and not line.startswith("#")]
+
+
+def arguments(line: str) -> list[str] | None:
+    """What `phalanx` is called with on this line; None if the line calls something else."""
+    words = shlex.split(line, comments=True)
+    return words[1:] if words[0] == "phalanx" else None
+
+
+PHALANX = [(block, line) for block in BASH for line in commands(block) if arguments(line) is not None]
+
+
+def parse(words: list[str]) -> None:
+    """As the command line would, without running anything; raises what it would raise."""
+    group: Any = typer.main.get_command(app)
+    assert words[0] in group.commands, f"there is no verb {words[0]!r}"
+    given = group.commands[words[0]].make_context(words[0], words[1:]).params
+    if words[0] == "train":
+        mapped = {"optimizer_options": dict(item.split("=", 1) for item in given["optimizer_options"] or ())}
+        options = {**given, **mapped}
+        RunConfig.create(**{k: v for k, v in options.items() if k != "config" and v not in (None, [], (), {})})
+
+
+@pytest.mark.parametrize(("block", "line"), PHALANX, ids=lambda value: str(value) if isinstance(value, Block) else "")
+def test_every_command_in_the_docs_parses(block: Block, line: str):
+    words = arguments(line)
+    assert words is not None
+    parse(words)
+
+
+def test_a_command_that_the_program_does_not_take_is_found():
+    with pytest.raises(Exception, match="modle"):
+        parse(["verify", "--modle", "gpt2"])
+    with pytest.raises(Exception, match="lr_schedule"):
+        parse(["train", "--lr-schedule", "cosin"])
+    with pytest.raises(AssertionError, match="no verb 'plan'"):
+        parse(["plan", "gpt2"])
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_every_python_call_in_the_docs_uses_options_that_exist(block: Block):
+    from phalanx.trainer import train
+    from phalanx.verification.case import Case
+
+    options = {
+        "phalanx.train": {*RunConfig.model_fields, *inspect.signature(train).parameters},
+        "phalanx.RunConfig": set(RunConfig.model_fields),
+        "phalanx.verify": set(inspect.signature(Case).parameters),
+    }
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Call) and (allowed := options.get(ast.unparse(node.func))) is not None:
+            assert {keyword.arg for keyword in node.keywords} <= allowed, f"{block}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", GUIDE], ids=lambda page: page.name)
+def test_every_path_of_the_project_that_is_named_exists(page: Path):
+    for path in re.findall(r"`((?:phalanx|tests|docs|benchmarks|examples)/[\w./]*)`", page.read_text(encoding="utf-8")):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def options_table() -> str:
+    """Every option of RunConfig as a Markdown table."""
+    rows = ["| option | value | default | meaning |", "|---|---|---|---|"]
+    group = ""
+    for name, field in RunConfig.model_fields.items():
+        extra = field.json_schema_extra
+        assert isinstance(extra, dict) and field.description
+        if extra["group"] != group:
+            group = str(extra["group"])
+            rows.append(f"| **{group}** | | | |")
+        value = "on or off" if field.annotation is bool else metavar(field.annotation).replace("|", ", ")
+        rows.append(f"| `{name}` | {value} | {_default(field.default)} | {field.description} |")
+    return "\n".join(rows) + "\n"
+
+
+def _default(value: Any) -> str:
+    if value in (None, "", (), {}):
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{' '.join(map(str, value)) if isinstance(value, tuple) else value}`"
+
+
+def test_the_options_table_in_the_guide_is_what_run_config_says():
+    found = OPTIONS.search(GUIDE.read_text(encoding="utf-8"))
+    assert found is not None
+    assert found[1] == options_table(), "run python tests/test_docs.py to renew it"
+
+
+def test_the_guide_names_every_flag_that_is_not_its_options_name():
+    text = GUIDE.read_text(encoding="utf-8")
+    for name, flag in FLAGS.items():
+        assert f"`{name}` as `{flag}`" in text
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Captures and token streams are made once for all pages and examples, and never where the user keeps theirs."""
+    from tests.run_helpers import shared_captures
+
+    with shared_captures(tmp_path_factory):
+        yield
+
+
+def run(block: Block) -> None:
+    """In this process, because starting Python and torch costs more than these commands do."""
+    if block.language == "python":
+        file = Path(f"block_{block.line}.py")
+        file.write_text(block.text, encoding="utf-8")
+        runpy.run_path(str(file), run_name="__main__")
+        return
+    for line in commands(block):
+        words = arguments(line)
+        if words is None:
+            subprocess.run(["bash", "-c", line], check=True)
+        else:
+            assert main(words) == 0, f"{block}: {line}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/guide.md"])
+def test_what_is_marked_as_running_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: None):
+    monkeypatch.chdir(tmp_path)
+    marked = [block for block in blocks(ROOT / name) if block.runs]
+    assert marked
+    for block in marked:
+        with contextlib.redirect_stdout(io.StringIO()):
+            run(block)
+
+
+def test_every_mark_stands_before_a_block():
+    for page in PAGES:
+        marks = re.findall(r"^<!-- runs -->$", page.read_text(encoding="utf-8"), re.M)
+        assert len(marks) == sum(block.runs for block in blocks(page)), page.name
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: None, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(example)])
+    runpy.run_path(str(example), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "loss " in said or said.count(" exact ") == 4
+
+
+if __name__ == "__main__":
+    GUIDE.write_text(OPTIONS.sub(lambda _: f"<!-- options -->\n{options_table()}<!-- /options -->", GUIDE.read_text()))
