@@ -41,7 +41,8 @@ def main() -> None:
     results = [_combine(name, found) for name, found in runs.items()]
     print(_table(results))
     if options.out:
-        report.write(Path(options.out), "single_gpu", vars(options), results)
+        setting = {name: value for name, value in vars(options).items() if name not in ("out", "candidate")}
+        report.write(Path(options.out), "single_gpu", setting, results)
 
 
 def _options() -> argparse.Namespace:

@@ -39,7 +39,8 @@ class Callbacks:
             except Exception as error:
                 name = f"{type(callback).__name__}.{hook}"
                 raise PhalanxError(
-                    f"callback {name} failed: {type(error).__name__}: {error}", "the callback's own traceback is above"
+                    f"callback {name} failed: {type(error).__name__}: {error}",
+                    "mend the callback; --debug or PHALANX_DEBUG=1 shows its traceback",
                 ) from error
 
 

@@ -44,6 +44,9 @@ class RunConfig(BaseModel):
     model: str = _option("Model", "phalanx-demo", "zoo name, HuggingFace folder or cached hub id", min_length=1)
     task: str | None = _option("Model", None, "what the model learns, e.g. causal-lm (default: from the model)")
     tiny: bool = _option("Model", False, "shrink the model to test size, same structure")
+    model_options: dict[str, OptionValue] = _option(
+        "Model", {}, "value of the model's configuration to change, e.g. num_labels=5 (repeatable)"
+    )
     dropout: float | None = _option("Model", None, "override every dropout probability of the model", ge=0, lt=1)
     freeze: tuple[str, ...] = _option("Model", (), "glob pattern of parameter names that are not trained (repeatable)")
 
@@ -59,7 +62,7 @@ class RunConfig(BaseModel):
 
     steps: int | None = _option("Training", None, "steps to train (instead of epochs)", ge=1)
     epochs: float | None = _option("Training", None, "passes over the data (default: 1, unless steps is given)", gt=0)
-    plan: str = _option("Training", "", "plan as text, e.g. pp=2,dp=2,mb=4 (default: one rank)")
+    plan: str = _option("Training", "", "plan as text, e.g. mb=4,schedule=gpipe (default: mb=1)")
     dtype: Literal["float32", "bfloat16", "float64"] = _option("Training", "float32", "precision of training")
     master_weights: bool = _option("Training", True, "keep float32 master weights when training in bfloat16")
     compile: Literal["auto", "off", "aot_eager", "inductor"] = _option("Training", "auto", "how segments are compiled")
@@ -160,7 +163,7 @@ class RunConfig(BaseModel):
             return tuple(str(v) if isinstance(v, Path) else v for v in cast(Sequence[Any], value))
         return value
 
-    @field_validator("optimizer_options", mode="before")
+    @field_validator("optimizer_options", "model_options", mode="before")
     @classmethod
     def _texts_are_values(cls, value: Any) -> Any:
         if not isinstance(value, dict):
@@ -232,7 +235,7 @@ def _explain_one(detail: ErrorDetails) -> tuple[str, str]:
     if detail["type"] == "literal_error":
         allowed = [str(value) for value in get_args(field.annotation)]
         return f"{shown} is not one of {', '.join(allowed)}", nearest(str(detail["input"]), allowed)
-    if name == "optimizer_options" and inner:
+    if name in ("optimizer_options", "model_options") and inner:
         return f"{shown} must be a number, a text, true, false or a list of numbers", f"{name}: {field.description}"
     if detail["type"] == "missing":
         return f"option {name} = {detail['input']!r} lacks a value", f"{name}: {field.description}"

@@ -5,7 +5,6 @@ Everything that is derived rather than given is decided here, once, with the rea
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -21,18 +20,17 @@ from phalanx.data import Batches, Tokenizer, load_tokenizer, needs_tokenizer, op
 from phalanx.data.own import is_own_dataset
 from phalanx.data.tokenizer import has_tokenizer
 from phalanx.errors import ConfigError, DataError
-from phalanx.model.capture import Captured, capture, infer_inputs
+from phalanx.model.capture import Captured, capture
 from phalanx.model.weights.init_recipe import record
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.configure import override
-from phalanx.model.zoo.meta import parameters_on_meta
-from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve
+from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
 from phalanx.plan.plan import Plan
 from phalanx.runtime.parameters import choose_trainable
 from phalanx.runtime.step import split
 from phalanx.state.snapshot import Mark, digest
 from phalanx.tasks.base import Task
-from phalanx.tasks.custom import Custom
+from phalanx.tasks.custom import Custom, infer_inputs
 from phalanx.tasks.vocabulary import vocab_size
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
@@ -75,7 +73,7 @@ def prepare(model: Model, data: Any, eval_data: Any, config: RunConfig, *, colla
     plan = Plan.parse(config.plan)
     split(config.batch_size, plan.mb)
     dtype = getattr(torch, config.dtype)
-    spec = _with_config(resolve(model, task=config.task, tiny=config.tiny))
+    spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
     task = _task(spec, data, collate)
     spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
 
@@ -158,21 +156,6 @@ def load_buffers(captured: Captured, weights: Weights, device: torch.device) -> 
         name: (weights.read(name, dtype=buffer.dtype) if name in stored else buffer).to(device)
         for name, buffer in captured.buffers.items()
     }
-
-
-def _with_config(spec: ModelSpec) -> ModelSpec:
-    """A factory's configuration is known only once it has run; tasks other than the user's own need one."""
-    if spec.config is not None or spec.task == "custom":
-        return spec
-    assert spec.factory is not None
-    with parameters_on_meta():
-        made = getattr(spec.factory(), "config", None)
-    if made is None:
-        raise ConfigError(
-            f"option task = {spec.task!r}: what {spec.name!r} makes has no HuggingFace configuration",
-            "leave task out and give a dataset that yields the module's inputs",
-        )
-    return replace(spec, config=copy.deepcopy(made))
 
 
 def _task(spec: ModelSpec, data: Any, collate: Collate | None) -> Task:

@@ -36,6 +36,7 @@ class StepFacts:
     samples: int  # consumed, this step included
     lr: float
     tokens: int
+    unit: str  # what `tokens` counts
     flops: float
     eval_loss: float | None
 
@@ -131,7 +132,7 @@ class Reporter:
         snapshot.skipped += not updated
         snapshot.skipped_in_a_row = 0 if updated else snapshot.skipped_in_a_row + 1
         record = {"step": facts.step, "samples": facts.samples, "loss": loss, "lr": facts.lr, "grad_norm": norm}
-        record |= rates
+        record |= rates | {"unit": facts.unit}
         if facts.eval_loss is not None:
             record["eval_loss"] = snapshot.eval_loss = facts.eval_loss
         return record if updated else {**record, "skipped": True}

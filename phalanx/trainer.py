@@ -148,7 +148,8 @@ class Trainer:
     def _facts(self, step: int, batch: Batch, eval_loss: float | None) -> StepFacts:
         run, size = self.run, self.config.batch_size
         flops = training_flops(run.captured, batch, split(size, run.plan.mb))
-        return StepFacts(step, step * size, self._lr(step), run.task.num_tokens(batch), flops, eval_loss)
+        tokens, unit = run.task.num_tokens(batch), run.task.unit
+        return StepFacts(step, step * size, self._lr(step), tokens, unit, flops, eval_loss)
 
     def _save(self, saver: AsyncSaver, reporter: Reporter) -> None:
         reporter.flush()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from phalanx import tasks
 from phalanx.model import interpret, reference
-from phalanx.model.capture import Captured, attention_sites, capture, infer_inputs
+from phalanx.model.capture import Captured, attention_sites, capture
 from phalanx.model.graph.blocks import Blocks
 from phalanx.model.ops import random
 from phalanx.model.segment.compile import Compiler
@@ -19,6 +19,7 @@ from phalanx.model.zoo import zoo
 from phalanx.program.instructions import Program
 from phalanx.runtime.accumulate import Accumulator
 from phalanx.runtime.engine import Engine, MicroBatch
+from phalanx.tasks.custom import infer_inputs
 
 GPT2, LLAMA, NEO, GEMMA3 = "gpt2", "meta-llama/Llama-3.2-1B", "EleutherAI/gpt-neo-2.7B", "google/gemma-3-1b-it"
 T5, WHISPER, MIXTRAL = "google-t5/t5-small", "openai/whisper-small", "mistralai/Mixtral-8x7B-v0.1"

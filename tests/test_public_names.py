@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,10 +26,3 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_dir_lists_the_public_names():
     assert {"train", "Trainer", "RunConfig", "Plan", "verify", "PhalanxError", "__version__"} <= set(dir(phalanx))
-
-
-def test_verify_is_the_function_even_after_its_module_was_imported(tmp_path: Path):
-    (tmp_path / "verify.py").write_text("def verify(): return 'called'\n")
-    code = f"import phalanx; phalanx.__path__.insert(0, {str(tmp_path)!r})\n"
-    code += "import phalanx.verify\nfrom phalanx import verify\nprint(phalanx.verify(), verify())"
-    assert run_python(code) == "called called"

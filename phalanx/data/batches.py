@@ -75,7 +75,8 @@ def open_data(
     """Batches from a path, a list of paths, 'stdlib', 'synthetic[:NUM]', a `datasets` object or a map-style dataset."""
     BrokenData(on_broken)  # refuses an unknown policy even where nothing can be broken
     task.inputs(config, documents=documents)
-    _check_length(task, config, tokens)
+    if not is_own_dataset(data):  # whose samples are as long as they are
+        _check_length(task, config, tokens)
     request = Request(task, config, tokenizer, tokens, seed, documents, on_broken, cache, text_key)
     samples = _samples(data, request, collate)
     return Batches(samples, task, tokens=tokens, seed=seed, shuffle=shuffle)
@@ -159,7 +160,7 @@ def _folder(item: str, request: Request) -> Samples:
 
 def _tokenizer(request: Request, name: str) -> Tokenizer:
     if request.tokenizer is None:
-        raise DataError(f"{name} is text, and no tokenizer was given", "load one, e.g. load_tokenizer('byte', …)")
+        raise DataError(f"{name} is text, and no tokenizer was given", "load one, e.g. load_tokenizer('bytes', …)")
     return request.tokenizer
 
 
@@ -173,5 +174,5 @@ def _check_length(task: Task, config: Any, tokens: int) -> None:
     if limit is not None and tokens > limit:
         raise DataError(
             f"a sample of {tokens} tokens is longer than the model takes ({name} is {limit})",
-            f"lower the sample length to {limit} or less",
+            f"set seq_len to {limit} or less",
         )

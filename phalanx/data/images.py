@@ -39,7 +39,7 @@ def image_samples(folder: Path, request: Request) -> RecordSamples:
     if len(classes) > num_labels(request.config):
         raise DataError(
             f"{folder} has {len(classes)} classes, but the model tells {request.config.num_labels} apart",
-            f"set num_labels={len(classes)} in the model's configuration",
+            f"set the option model_options num_labels={len(classes)}, or num_labels in the model's configuration",
         )
     broken = BrokenData(request.on_broken)
     items = [(file, label) for label, path in enumerate(classes) for file in _images(path, broken)]

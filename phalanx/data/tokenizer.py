@@ -18,7 +18,7 @@ from phalanx.errors import DataError
 
 Ids = NDArray[np.uint32]
 
-BYTE_NAMES = ("byte", "bytes")
+BYTE_NAMES = ("bytes", "byte")
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _ALL_FILES = (*_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -135,7 +135,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_tokenizer(choice: str | None, folder: Path | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer the user chose ('byte' or a folder), else the model folder's, else bytes."""
+    """The tokenizer the user chose ('bytes' or a folder), else the model folder's, else bytes."""
     tokenizer = _load(choice, folder)
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
@@ -156,8 +156,8 @@ def _load(choice: str | None, folder: Path | None) -> Tokenizer:
         return ByteTokenizer()
     if not has_tokenizer(Path(choice)):
         raise DataError(
-            f"tokenizer {choice!r} is neither 'byte' nor a folder with a tokenizer",
-            f"give a folder that holds one of {', '.join(_FILES)}, or 'byte'",
+            f"tokenizer {choice!r} is neither 'bytes' nor a folder with a tokenizer",
+            f"give a folder that holds one of {', '.join(_FILES)}, or 'bytes'",
         )
     return HuggingFaceTokenizer(Path(choice))
 

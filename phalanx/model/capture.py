@@ -211,15 +211,3 @@ def _write(path: Path | None, blocks: Blocks, notes: list[str]) -> None:
     temporary = path.with_suffix(f".{id(blocks)}.tmp")
     temporary.write_text(json.dumps({"blocks": blocks_to_json(blocks), "notes": notes}))
     temporary.replace(path)
-
-
-def infer_inputs(batch: dict[str, Tensor]) -> tuple[Input, ...]:
-    """Input specifications of a batch for a module of the user's own: samples are dynamic, all else is as
-    it is here."""
-    if not batch or any(tensor.dim() == 0 for tensor in batch.values()):
-        raise CaptureError(
-            "a batch must be a dict of tensors whose first dim is the sample", "see docs/guide.md, 'Own data'"
-        )
-    return tuple(
-        Input(name, "float" if t.is_floating_point() else "int64", ("batch", *t.shape[1:])) for name, t in batch.items()
-    )

@@ -31,7 +31,7 @@ _SHAPES = ((2, 21, False), (3, 16, True))  # samples, tokens, padded
 def self_check(spec: ModelSpec, capture: Callable[[ModelSpec, tuple[Input, ...]], Captured], notes: list[str]) -> None:
     """Raises CaptureError naming the tensor that differs. Adds to `notes` when the check cannot be made."""
     if spec.task not in tasks.TASKS or spec.config is None:
-        notes.append("not checked against the plain model after capture: use phalanx verify")
+        notes.append("not checked against the plain model after capture: use phalanx.verify(model, data=[batch])")
         return
     small = spec
     if spec.factory is None:

@@ -144,7 +144,7 @@ def step_texts(record: Record, smoothed: float) -> list[str]:
     parts.append(f"lr {record['lr']:.2e}")
     if record.get("grad_norm") is not None:
         parts.append(f"grad {record['grad_norm']:.3g}")
-    parts += [f"{number_text(record['tokens_per_second'])} tok/s", speed_text(record)]
+    parts += [f"{number_text(record['tokens_per_second'])} {record.get('unit', 'tokens')}/s", speed_text(record)]
     parts += [bytes_text(record["memory_bytes"]), f"eta {seconds_text(record['eta_seconds'])}"]
     if record.get("skipped"):
         parts.append("SKIPPED: gradients are not finite")

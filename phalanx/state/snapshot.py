@@ -20,9 +20,9 @@ from phalanx.state import checkpoint
 # Changing one of these would change what comes next. The plan, the device and all that is shown or saved may change,
 # and so may the number of steps; model and data are recognised by what they are, not by what they are called.
 TRAJECTORY = (
-    "task", "tiny", "dropout", "freeze", "documents", "shuffle", "seq_len", "batch_size", "dtype", "master_weights",
-    "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay", "lr_schedule",
-    "warmup_steps", "min_lr_ratio",
+    "task", "tiny", "model_options", "dropout", "freeze", "documents", "shuffle", "seq_len", "batch_size", "dtype",
+    "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay",
+    "lr_schedule", "warmup_steps", "min_lr_ratio",
 )  # fmt: skip
 
 

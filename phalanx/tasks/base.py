@@ -57,6 +57,11 @@ class Task(ABC):
     auto_class: ClassVar[str]
     modality: ClassVar[Literal["text", "image", "speech"]]
 
+    @property
+    def unit(self) -> str:
+        """What `num_tokens` counts."""
+        return "samples" if self.modality == "image" else "tokens"
+
     @abstractmethod
     def inputs(self, config: Any, *, padding: bool = False, documents: bool = False) -> tuple[Input, ...]:
         """What the model is called with, labels included."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from phalanx.errors import DataError
+from phalanx.errors import CaptureError, DataError
 from phalanx.tasks.base import Batch, Input, Sample, Task
 
 
@@ -40,3 +40,14 @@ class Custom(Task):
 
     def tokens_per_sample(self, tokens: int) -> int:
         return 1
+
+
+def infer_inputs(batch: dict[str, Tensor]) -> tuple[Input, ...]:
+    """What a module of the user's own is called with, read off a batch: samples are dynamic, all else is as here."""
+    if not batch or any(tensor.dim() == 0 for tensor in batch.values()):
+        raise CaptureError(
+            "a batch must be a dict of tensors whose first dim is the sample", "see 'Your own dataset' in docs/guide.md"
+        )
+    return tuple(
+        Input(name, "float" if t.is_floating_point() else "int64", ("batch", *t.shape[1:])) for name, t in batch.items()
+    )

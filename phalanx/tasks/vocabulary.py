@@ -59,7 +59,7 @@ def num_labels(config: Any) -> int:
     if count < 2:
         raise ModelError(
             f"classification needs at least two labels, but {type(config).__name__}.num_labels is {count}",
-            "set num_labels in the model's configuration",
+            "set the option model_options num_labels=…, or num_labels in the model's configuration",
         )
     return count
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from phalanx import tasks
 from phalanx.errors import ConfigError, VerifyError
-from phalanx.model.zoo.zoo import Model, ModelSpec, resolve
+from phalanx.model.zoo.zoo import Model, ModelSpec, resolve, with_config
 from phalanx.tasks.base import Task
+from phalanx.tasks.custom import Custom, infer_inputs
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
@@ -48,6 +49,7 @@ class Case:
     seed: int = 0
     compile: str = "off"
     device: str = "cpu"
+    data: tuple[dict[str, Tensor], ...] = ()  # the user's own batches, taken in turn, instead of synthetic ones
     training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
@@ -66,31 +68,36 @@ class Case:
         return TOLERANCES[self.dtype]
 
     def spec(self) -> ModelSpec:
-        return resolve(self.model, task=self.task, tiny=self.tiny)
+        return with_config(resolve(self.model, task=self.task, tiny=self.tiny))
+
+    def task_of(self, spec: ModelSpec) -> Task:
+        """What the model is called with: by its task, or by what the user's batches hold."""
+        if self.data:
+            return Custom(infer_inputs(self.data[0]))
+        if spec.task not in tasks.TASKS:
+            raise VerifyError(
+                f"verify cannot make batches for '{spec.name}': its task is unknown",
+                f"give batches of your own with data=[…], or name its task; known: {', '.join(tasks.TASKS)}",
+            )
+        return tasks.get(spec.task)
 
     def batches(self, spec: ModelSpec) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(samples consumed before it, batch) of each step, floats in the case's dtype."""
-        consumed, task = 0, task_of(spec)
+        consumed = 0
         for step in range(self.steps):
-            samples, tokens = self._shape(step)
-            batch = task.synthetic(
-                spec.config, batch=samples, tokens=tokens, seed=self.seed + step,
-                padding=self.padding, documents=self.documents,
-            )  # fmt: skip
+            batch = self.data[step % len(self.data)] if self.data else self._synthetic(spec, step)
             yield consumed, {k: v.to(self.torch_dtype) if v.is_floating_point() else v for k, v in batch.items()}
-            consumed += samples
+            consumed += next(iter(batch.values())).shape[0]
+
+    def _synthetic(self, spec: ModelSpec, step: int) -> dict[str, Tensor]:
+        samples, tokens = self._shape(step)
+        return self.task_of(spec).synthetic(
+            spec.config, batch=samples, tokens=tokens, seed=self.seed + step,
+            padding=self.padding, documents=self.documents,
+        )  # fmt: skip
 
     def _shape(self, step: int) -> tuple[int, int]:
         return (self.batch, self.tokens) if step % 2 == 0 else (self.batch - 1, self.tokens * 2 // 3)
-
-
-def task_of(spec: ModelSpec) -> Task:
-    if spec.task not in tasks.TASKS:
-        raise VerifyError(
-            f"verify cannot make batches for '{spec.name}': its task is unknown",
-            f"name it with task=…; known: {', '.join(tasks.TASKS)}",
-        )
-    return tasks.get(spec.task)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import VerifyError
 from phalanx.tasks.base import Task
-from phalanx.verification.case import Case, Step, task_of
+from phalanx.verification.case import Case, Step
 
 
 def run_plain(case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[str, ...]) -> list[Step]:
@@ -31,7 +31,7 @@ def run_plain(case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[
     from phalanx.model.ops import random
 
     spec = case.spec()
-    task = task_of(spec)
+    task = case.task_of(spec)
     model = reference.plain(spec, case.torch_dtype, case.dropout)
     _load(model, initial)
     optimizer = torch.optim.AdamW(

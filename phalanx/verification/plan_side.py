@@ -24,7 +24,7 @@ from phalanx.runtime.engine import Engine
 from phalanx.runtime.optimizer import Optimizer
 from phalanx.runtime.optimizer_choice import make_optimizer
 from phalanx.runtime.step import Feeder, num_samples, split, total_items, total_loss
-from phalanx.verification.case import Case, Execution, Step, task_of
+from phalanx.verification.case import Case, Execution, Step
 
 _NOISE = 0.05  # added to fresh weights: zeros and ones (biases, norms) would hide errors that multiply or add them
 
@@ -32,7 +32,7 @@ _NOISE = 0.05  # added to fresh weights: zeros and ones (biases, norms) would hi
 def prepare(case: Case) -> tuple[ModelSpec, Captured, dict[str, Tensor]]:
     """The captured model of a case and its initial values."""
     spec = case.spec()
-    inputs = task_of(spec).inputs(spec.config, padding=case.padding, documents=case.documents)
+    inputs = case.task_of(spec).inputs(spec.config, padding=case.padding, documents=case.documents)
     captured = capture(spec, inputs, dtype=case.torch_dtype, dropout=case.dropout, check=False)
     return spec, captured, initial_values(spec, captured, case)
 

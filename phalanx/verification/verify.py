@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from phalanx.model.zoo.zoo import Model
 from phalanx.plan.plan import Plan
@@ -14,15 +17,16 @@ from phalanx.verification.plan_side import prepare, run_plan
 from phalanx.verification.report import Fact, Report
 
 
-def verify(model: Model, plan: str | Plan = "", **options: Any) -> Report:
+def verify(model: Model, plan: str | Plan = "", *, data: Sequence[dict[str, Tensor]] = (), **options: Any) -> Report:
     """Proves, or refutes, that `plan` trains `model` exactly as the plain model is trained.
 
     Options are those of `Case`: tiny, dtype ("float64", "float32"), steps, batch, tokens, dropout, padding, documents,
-    seed, compile, device, task.
+    seed, compile, device, task. `data`: batches of your own (dicts of the model's inputs) instead of synthetic ones,
+    needed for modules whose task is unknown.
     """
     text = plan.text if isinstance(plan, Plan) else plan
     with PlainProcess() as process:
-        return verify_case(Case(model, text, **options), process)
+        return verify_case(Case(model, text, data=tuple(data), **options), process)
 
 
 def verify_case(case: Case, process: PlainProcess) -> Report:

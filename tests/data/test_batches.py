@@ -135,7 +135,7 @@ def test_data_of_an_unknown_kind_is_refused(opened, data):
 def test_samples_longer_than_the_model_takes_are_refused(opened):
     with pytest.raises(DataError, match=r"5000 tokens is longer than the model takes .max_position_embeddings is 4096"):
         opened("synthetic", tokens=5000)
-    with pytest.raises(DataError, match=r"max_target_positions is 64(.|\n)*lower the sample length to 64"):
+    with pytest.raises(DataError, match=r"max_target_positions is 64(.|\n)*set seq_len to 64"):
         opened("synthetic", "speech-to-text", tokens=65)
 
 

@@ -86,7 +86,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused(folder):
 
 
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"neither 'byte' nor a folder with a tokenizer(.|\n)*tokenizer.json"):
+    with pytest.raises(DataError, match=r"neither 'bytes' nor a folder with a tokenizer(.|\n)*tokenizer.json"):
         load_tokenizer(str(tmp_path / "nowhere"), None, 300)
 
 

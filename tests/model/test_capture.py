@@ -16,6 +16,7 @@ from phalanx.model import capture, selfcheck
 from phalanx.model.graph import graphs, serialise
 from phalanx.model.zoo import zoo
 from phalanx.tasks.base import Input
+from phalanx.tasks.custom import infer_inputs
 from tests import captured
 
 
@@ -152,12 +153,12 @@ def test_the_self_check_passes_a_right_capture_and_names_what_a_wrong_one_gets_w
 def test_what_cannot_be_checked_is_said() -> None:
     notes: list[str] = []
     selfcheck.self_check(zoo.resolve(nn.Linear(3, 3)), lambda *_: pytest.fail("nothing to capture"), notes)
-    assert notes == ["not checked against the plain model after capture: use phalanx verify"]
+    assert notes == ["not checked against the plain model after capture: use phalanx.verify(model, data=[batch])"]
 
 
 def test_inputs_of_a_users_batch_have_dynamic_samples_and_fixed_sizes() -> None:
     batch = {"image": torch.zeros(4, 3, 8), "label": torch.zeros(4, dtype=torch.int64)}
-    assert capture.infer_inputs(batch) == (
+    assert infer_inputs(batch) == (
         Input("image", "float", ("batch", 3, 8)), Input("label", "int64", ("batch",)),
     )  # fmt: skip
 
@@ -165,4 +166,4 @@ def test_inputs_of_a_users_batch_have_dynamic_samples_and_fixed_sizes() -> None:
 @pytest.mark.parametrize("batch", [{}, {"x": torch.tensor(1.0)}])
 def test_a_batch_without_samples_is_refused(batch: dict[str, Tensor]) -> None:
     with pytest.raises(CaptureError, match="a batch must be a dict of tensors whose first dim is the sample"):
-        capture.infer_inputs(batch)
+        infer_inputs(batch)

@@ -76,7 +76,8 @@ def test_plain_shows_every_number_of_a_step():
     shown = show("plain", io.StringIO(), [record(1)], 5)
     assert shown.splitlines() == [
         "model  phalanx-demo [3M]",
-        "step 1/5  loss 2.0000 (smoothed 2.0000)  lr 1.00e-03  grad 0.5  20.5k tok/s  45.0 GFLOP/s  1.5 GiB  eta 1:15",
+        "step 1/5  loss 2.0000 (smoothed 2.0000)  lr 1.00e-03  grad 0.5  20.5k tokens/s  45.0 GFLOP/s  1.5 GiB  "
+        "eta 1:15",
         "saved [here]",
         "tokens per second  20.5k",
     ]
@@ -116,7 +117,7 @@ def test_json_prints_one_object_per_event_and_nothing_else():
 def test_the_live_display_shows_bar_numbers_messages_and_summary(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "160")
     shown = show("rich", Terminal(), [record(1), record(2, skipped=True), record(3, eval_loss=1.5)], 3)
-    for part in ("phalanx-demo [3M]", "3/3", "smoothed 2.0000", "20.5k tok/s", "45.0 GFLOP/s", "eta 1:15"):
+    for part in ("phalanx-demo [3M]", "3/3", "smoothed 2.0000", "20.5k tokens/s", "45.0 GFLOP/s", "eta 1:15"):
         assert part in shown
     assert "saved [here]" in shown and "tokens per second" in shown
     assert "SKIPPED: gradients are not finite" in shown and "eval 1.5000" in shown

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -112,6 +112,21 @@ def build(
     if device == "meta":
         require_real_buffers(model, spec.name)
     return model.train()
+
+
+def with_config(spec: ModelSpec) -> ModelSpec:
+    """A factory's configuration is known only once it has run; tasks other than the user's own need one."""
+    if spec.config is not None or spec.task == "custom":
+        return spec
+    assert spec.factory is not None
+    with parameters_on_meta():
+        made = getattr(spec.factory(), "config", None)
+    if made is None:
+        raise ConfigError(
+            f"option task = {spec.task!r}: what {spec.name!r} makes has no HuggingFace configuration",
+            "leave task out and give a dataset that yields the module's inputs",
+        )
+    return replace(spec, config=copy.deepcopy(made))
 
 
 def _find(model: str | Path) -> tuple[str, PretrainedConfig, Path | None, str | None]:

@@ -1,0 +1,129 @@
+"""`verify` as a user calls it: that it can fail, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.cli.main import main
+from phalanx.errors import ConfigError, PlanError, VerifyError
+from phalanx.runtime.accumulate import Accumulator
+from phalanx.verification.case import Case
+from phalanx.verification.plain_side import PlainProcess
+from phalanx.verification.verify import verify_case
+
+
+class Net(nn.Module):
+    """A module of somebody's own, with dropout and a weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.drop(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
+        return {"loss": nn.functional.cross_entropy(self.head(hidden), labels)}
+
+
+class Failing(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise RuntimeError("this module never works")
+
+
+BATCHES = tuple({"x": torch.ones(n, 6) / n, "labels": torch.arange(n) % 3} for n in (5, 4))
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[PlainProcess]:
+    with PlainProcess() as plain:
+        yield plain
+
+
+def test_a_module_of_ones_own_is_verified_on_batches_of_ones_own(process: PlainProcess) -> None:
+    report = verify_case(Case(Net(), "mb=2,schedule=zb-h1", data=BATCHES), process)
+    assert report.ok, f"\n{report}"
+
+
+def test_an_error_in_the_runtime_is_found_and_named(process: PlainProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = Accumulator.add
+
+    def wrong(self: Accumulator, names, gradients) -> None:
+        add(self, names, [None if g is None else g * (1 + 1e-6) for g in gradients])
+
+    monkeypatch.setattr(Accumulator, "add", wrong)
+    report = verify_case(Case(Net(), data=BATCHES, steps=1), process)
+    assert not report.ok
+    assert any("gradient" in failure and "1.00e-06" in failure for failure in report.failures)
+
+
+def test_a_backward_that_was_left_out_is_found(process: PlainProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.runtime.engine import Engine
+
+    run = Engine.run
+    monkeypatch.setattr(Engine, "run", lambda self, program, *rest: run(self, (*program[:-2],), *rest))
+    report = verify_case(Case(Net(), "mb=2", data=BATCHES, steps=1), process)
+    assert any("instructions: the plan implies {'F': 2, 'BW': 2}" in failure for failure in report.failures)
+    assert any("gradient" in failure for failure in report.failures)
+
+
+def test_what_the_plain_model_says_when_it_fails_is_shown(process: PlainProcess) -> None:
+    from phalanx.verification.plan_side import prepare
+
+    _, _, initial = prepare(Case(Net(), data=BATCHES))
+    with pytest.raises(VerifyError, match=r"the plain model failed:\n(.|\n)*this module never works"):
+        process.run(Case(Failing(), data=BATCHES), initial, ())
+
+
+def test_a_model_that_cannot_be_handed_over_is_refused(process: PlainProcess) -> None:
+    class Local(Net):
+        pass
+
+    with pytest.raises(VerifyError, match="cannot be handed to the plain process"):
+        verify_case(Case(Local(), data=BATCHES, steps=1), process)
+
+
+def test_a_module_of_unknown_task_needs_batches() -> None:
+    with pytest.raises(VerifyError, match=r"cannot make batches for 'Net'(.|\n)*data=\[…\]"):
+        phalanx.verify(Net())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, r"dtype 'bfloat16' has no tolerance(.|\n)*float64, float32"),
+        ({"batch": 1}, "batch=1 is too small"),
+        ({"tokens": 4}, "tokens=4 is too small"),
+        ({"steps": 0}, "steps=0 is too small"),
+    ],
+)
+def test_settings_without_meaning_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Case("gpt2", **options)  # pyright: ignore
+
+
+def test_a_plan_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(PlanError, match="unknown schedule 'gpip'"):
+        phalanx.verify(Net(), "schedule=gpip", data=BATCHES)
+
+
+def test_the_command_prints_a_report_and_tells_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", "--model", "gpt2", "--tiny", "--steps", "1", "--plan", "mb=2"]
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["ok"] is True
+
+
+def test_the_command_fails_when_the_sides_differ(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phalanx.verification import case
+
+    monkeypatch.setitem(case.TOLERANCES, "float64", 0.0)
+    assert main(["verify", "--model", "gpt2", "--tiny", "--steps", "1"]) == 1
+    assert "NOT EQUAL" in capsys.readouterr().out
