@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
 
 demo: $(STAMP) ## train a small language model on Python's standard library; the result is in runs/demo
 	rm -rf runs/demo
-	$(BIN)/phalanx train --model phalanx-demo --data stdlib --steps 160 --seq-len 128 --batch-size 8 --lr 2e-3 --warmup-steps 10 --out runs/demo
+	$(BIN)/phalanx train --model phalanx-demo --data stdlib --steps 250 --seq-len 128 --batch-size 8 --lr 2e-3 --warmup-steps 10 --out runs/demo
 
 test: lint ## lint, types and every test that is not marked long
 	$(PYTEST) -m "not long"

@@ -105,7 +105,7 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # transformers raises many kinds, all meaning the same to the user
             raise DataError(
                 f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {_first_line(error)}",
-                "save it again with save_pretrained, or choose tokenizer=byte",
+                "save it again with save_pretrained, or choose tokenizer=bytes",
             ) from error
         self.vocab_size = max(self._inner.get_vocab().values()) + 1
         self.bos_id, self.eos_id = self._inner.bos_token_id, self._inner.eos_token_id

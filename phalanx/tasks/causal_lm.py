@@ -17,8 +17,7 @@ from phalanx.tasks.rows import (
     count_tokens,
     document_layout,
     mask_of_lengths,
-    mask_of_rows,
-    pad_rows,
+    pad_labelled,
     random_lengths,
     random_starts,
 )
@@ -75,12 +74,7 @@ class CausalLM(WindowTask, RecordTask):
         return {"input_ids": ids, "labels": labels}
 
     def collate(self, samples: Sequence[Sample], config: Any, tokens: int) -> Batch:
-        rows = [sample["input_ids"] for sample in samples]
-        return {
-            "input_ids": pad_rows(rows, tokens, pad_id(config)),
-            "labels": pad_rows([sample["labels"] for sample in samples], tokens, IGNORE),
-            "attention_mask": mask_of_rows(rows, tokens),
-        }
+        return pad_labelled(samples, tokens, pad_id(config))
 
     def num_tokens(self, batch: Mapping[str, Tensor]) -> int:
         return count_tokens(batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.errors import DataError
 from phalanx.tasks.base import IGNORE, Batch, Input, Sample, Windows, WindowTask
-from phalanx.tasks.rows import count_tokens, mask_of_lengths, mask_of_rows, pad_rows, random_lengths
+from phalanx.tasks.rows import count_tokens, mask_of_lengths, pad_labelled, random_lengths
 from phalanx.tasks.vocabulary import pad_id, random_ids, vocab_size
 
 _HIDDEN, _MASKED, _RANDOM = 0.15, 0.8, 0.9
@@ -49,19 +49,14 @@ class MaskedLM(WindowTask):
         if mask_id is None:
             raise DataError(
                 "task masked-lm hides tokens behind a mask token, but the tokenizer has none",
-                "choose a tokenizer with a mask token, or tokenizer=byte",
+                "choose a tokenizer with a mask token, or tokenizer=bytes",
             )
         mask = torch.ones_like(windows.ids)
         ids, labels = hide(windows.ids, mask, windows.keys, mask_id=mask_id, size=vocab_size(config))
         return {"input_ids": ids, "labels": labels}
 
     def collate(self, samples: Sequence[Sample], config: Any, tokens: int) -> Batch:
-        rows = [sample["input_ids"] for sample in samples]
-        return {
-            "input_ids": pad_rows(rows, tokens, pad_id(config)),
-            "labels": pad_rows([sample["labels"] for sample in samples], tokens, IGNORE),
-            "attention_mask": mask_of_rows(rows, tokens),
-        }
+        return pad_labelled(samples, tokens, pad_id(config))
 
     def num_tokens(self, batch: Mapping[str, Tensor]) -> int:
         return count_tokens(batch)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.tasks.base import IGNORE
+from phalanx.tasks.base import IGNORE, Batch, Sample
 
 
 def pad_rows(rows: Sequence[Sequence[int]], length: int, value: int) -> Tensor:
@@ -26,6 +26,16 @@ def pad_rows(rows: Sequence[Sequence[int]], length: int, value: int) -> Tensor:
 def mask_of_rows(rows: Sequence[Sequence[int]], length: int) -> Tensor:
     """The attention mask of `pad_rows`: 1 on tokens, 0 on padding."""
     return mask_of_lengths(torch.tensor([min(len(row), length) for row in rows]), length)
+
+
+def pad_labelled(samples: Sequence[Sample], length: int, padding: int) -> Batch:
+    """Samples that have a label for every token, as one batch."""
+    rows = [sample["input_ids"] for sample in samples]
+    return {
+        "input_ids": pad_rows(rows, length, padding),
+        "labels": pad_rows([sample["labels"] for sample in samples], length, IGNORE),
+        "attention_mask": mask_of_rows(rows, length),
+    }
 
 
 def mask_of_lengths(lengths: Tensor, length: int) -> Tensor:

@@ -206,3 +206,28 @@ def test_splitting_the_samples_changes_nothing_with_dropout(split: int) -> None:
 
     parts = torch.cat([run(slice(0, split)), run(slice(split, 4))])
     torch.testing.assert_close(parts, run(slice(0, 4)), rtol=0, atol=1e-14)
+
+
+class _Broken(kernels.Chunked):
+    """A fused kernel that a new PyTorch version broke: its results are finite and wrong."""
+
+    def forward(self, q, k, v, spec):
+        out, lse = super().forward(q, k, v, spec)
+        return out * 1.5, lse
+
+
+class _Gone(kernels.Chunked):
+    def forward(self, q, k, v, spec):
+        raise RuntimeError("this operator takes other arguments now")
+
+
+@pytest.mark.parametrize(("kernel", "reason"), [(_Broken, "is off by"), (_Gone, "takes other arguments now")])
+def test_a_fused_kernel_that_disagrees_with_the_chunked_one_is_not_used(
+    kernel: type[kernels.Chunked], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_candidates", lambda *_: [kernel])
+    q = torch.randn(1, 2, 8, 8)
+    spec = Attention(None, None, None, None, True, 0.3, 0, 0.0, 0.0)
+    with pytest.warns(UserWarning, match=f"{kernel.__name__} attention .*cannot be used on cpu: .*{reason}"):
+        chosen = kernels.choose(q, q, q, spec)
+    assert type(chosen) is kernels.Chunked

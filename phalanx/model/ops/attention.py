@@ -43,9 +43,14 @@ class Attention:
     dropout: float
 
     @property
+    def only_windowed(self) -> bool:
+        """Nothing beyond causal or full attention and perhaps a sliding window."""
+        return self.k_segments is None and self.bias is None and not (self.softcap or self.dropout)
+
+    @property
     def plain(self) -> bool:
         """Nothing but causal or full attention: what every fused kernel can do."""
-        return self.k_segments is None and self.bias is None and not (self.window or self.softcap or self.dropout)
+        return self.only_windowed and not self.window
 
 
 def _token_major(x: Tensor) -> Tensor:

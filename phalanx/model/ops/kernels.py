@@ -7,6 +7,8 @@ they can do.
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from phalanx.model.ops.attention import Attention
 
 Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
+# How far a fused kernel's results, of order one, may be from the chunked kernel's.
+_TRUST = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _CHUNK_ELEMENTS = 1 << 24  # scores held at once by the chunked kernel: 64 MiB in float32
 
 
@@ -37,20 +41,57 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def choose(q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> Kernel:
     """The fastest kernel that can do exactly this call."""
-    square = q.shape[2] == k.shape[2] or not spec.causal
-    same_dim = q.shape[-1] == v.shape[-1]
-    if not (square and same_dim):
-        return Chunked()
-    if q.device.type == "cpu":
-        return FusedCpu() if spec.plain else Chunked()
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if q.device.type == "cuda" and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        if spec.plain and q.shape[-1] <= 128 and torch.cuda.get_device_capability(q.device) >= (9, 0):
-            return CuDnn()
-        windowed = spec.causal and spec.window > 0 and spec.k_segments is None and spec.bias is None
-        if spec.plain or (windowed and not spec.softcap and not spec.dropout):
-            return Flash()
+    for kernel in _candidates(q, k, v, spec):
+        if _trusted(kernel, q.device, q.dtype, q.shape[-1], spec.causal, spec.window > 0):
+            return kernel()
     return Chunked()
+
+
+def _candidates(q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> list[type[Kernel]]:
+    """Fused kernels whose documented limits allow this call, fastest first."""
+    dim = q.shape[-1]
+    if dim != v.shape[-1] or (spec.causal and q.shape[2] != k.shape[2]):
+        return []
+    if q.device.type == "cpu":
+        return [FusedCpu] if spec.plain else []
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or dim % 8 or dim > 256:
+        return []
+    hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
+    if spec.plain:
+        return [CuDnn, Flash] if hopper and dim <= 128 else [Flash]
+    return [Flash] if spec.causal and spec.only_windowed else []
+
+
+@cache
+def _trusted(
+    kernel: type[Kernel], device: torch.device, dtype: torch.dtype, dim: int, causal: bool, windowed: bool
+) -> bool:
+    """Fused kernels are private operators of PyTorch that change between versions and devices: each kind of call is
+    compared with the chunked kernel once, on a small problem, before it is believed."""
+    from phalanx.model.ops.attention import Attention
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 4, 80, dim), (1, 2, 80, dim), (1, 2, 80, dim), (1, 4, 80, dim))
+    q, k, v, d_out = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    spec = Attention(None, None, None, None, causal, dim**-0.5, 17 if windowed else 0, 0.0, 0.0)
+    try:
+        found, expected = (_both_ways(each, q, k, v, d_out, spec) for each in (kernel(), Chunked()))
+        worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        worst, reason = float("inf"), str(error).splitlines()[0]
+    else:
+        reason = f"it is off by {worst:.1e}"
+    if worst <= _TRUST[dtype]:
+        return True
+    what = f"{kernel.__name__} attention ({dtype}, head dim {dim}{', windowed' if windowed else ''})"
+    warnings.warn(f"{what} cannot be used on {device}: {reason}; a slower kernel takes its place", stacklevel=2)
+    return False
+
+
+def _both_ways(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, spec: Attention) -> list[Tensor]:
+    out, lse = kernel.forward(q, k, v, spec)
+    gradients = kernel.backward(d_out, q, k, v, out, lse, spec)
+    return [x.double() for x in (out, lse, *gradients) if x is not None]
 
 
 class FusedCpu:
@@ -98,7 +139,7 @@ class Flash:
 
     def backward(self, d_out, q, k, v, out, lse, spec) -> Gradients:
         d_out, q, k, v, out = (x.transpose(1, 2) for x in (d_out, q, k, v, out))
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only when dropout is on
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # read only when dropout is on, which it is not
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             d_out, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, spec.causal,
             state, state.new_empty(0), scale=spec.scale, **_window(spec),
