@@ -33,6 +33,7 @@ test-all: lint ## the same with the long tests
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet
 	$(BIN)/pyright
 
 clean: ## remove the virtual environment, caches and build results (runs/ is kept)

@@ -57,7 +57,7 @@ class Reporter:
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
         self._callbacks = callbacks
         self._saved: Path | None = None
-        self._device = device
+        self._device, self._unit = device, "tokens"
         self._waiting: tuple[StepFacts, Outcome] | None = None
         self._mark = time.perf_counter()
         # A resumed run's totals go on; its rates are those of this process.
@@ -115,12 +115,14 @@ class Reporter:
     def finish(self, folder: Path, exported: Path | None) -> None:
         snapshot = self._snapshot
         summary = {"loss": snapshot.loss, "eval_loss": snapshot.eval_loss, "skipped_steps": snapshot.skipped}
-        summary |= {**self._meter.summary(), "run": str(folder), "export": exported and str(exported)}
+        measured = {name.replace("tokens", self._unit): value for name, value in self._meter.summary().items()}
+        summary |= {**measured, "run": str(folder), "export": exported and str(exported)}
         summary = {name: value for name, value in summary.items() if value is not None}
         self._log.write("finish", **summary)
         self._progress.finish(summary)
 
     def _record(self, facts: StepFacts, loss: float, norm: float, updated: bool) -> dict[str, Any]:
+        self._unit = facts.unit
         now = time.perf_counter()
         seconds, self._mark = max(now - self._mark, 1e-9), now
         rates = self._meter.step(

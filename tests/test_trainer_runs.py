@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.config import RunConfig
-from phalanx.errors import PhalanxError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.state import checkpoint
 from phalanx.trainer import Trainer
 from tests.run_helpers import losses, records, shared_captures, short_config, short_run
@@ -186,3 +186,22 @@ def test_too_many_non_finite_steps_in_a_row_stop_the_run(tmp_path: Path):
         short_run(LLAMA, "synthetic:8", tmp_path, steps=9, max_nonfinite=1, callbacks=[Poison(2, 3, 4)])
     assert "lower lr" in info.value.hint
     assert records(tmp_path, "error")[0]["message"].startswith("the gradients of 2 steps")
+
+
+def test_model_options_change_the_models_configuration(tmp_path: Path):
+    options = {"model_options": {"num_hidden_layers": 2, "num_labels": 3}, "export": True, "steps": 1}
+    result = short_run("google/vit-base-patch16-224-in21k", "synthetic:8", tmp_path, **options)
+    config = result.module().config
+    assert (config.num_hidden_layers, config.num_labels) == (2, 3)
+
+
+def test_an_unknown_model_option_is_refused_with_the_nearest_name(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"num_hiden_layers(.|\n)*num_hidden_layers"):
+        short_run(LLAMA, "synthetic:8", tmp_path, model_options={"num_hiden_layers": 2})
+
+
+def test_images_are_counted_in_samples_not_tokens(tmp_path: Path):
+    short_run("google/vit-base-patch16-224-in21k", "synthetic:8", tmp_path, steps=1)
+    assert records(tmp_path, "step")[0]["unit"] == "samples"
+    finish = records(tmp_path, "finish")[0]
+    assert "samples_per_second" in finish and "tokens_per_second" not in finish

@@ -154,7 +154,7 @@ def test_a_model_without_decoder_start_is_refused():
 
 def test_a_classifier_of_one_label_is_refused():
     config = SimpleNamespace(**{**vars(CONFIG), "num_labels": 1})
-    with pytest.raises(ModelError, match=r"at least two labels(.|\n)*set num_labels"):
+    with pytest.raises(ModelError, match=r"at least two labels(.|\n)*model_options num_labels"):
         tasks.get("text-classification").synthetic(config, batch=1, tokens=8, seed=0)
 
 
