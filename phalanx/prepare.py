@@ -20,7 +20,8 @@ from phalanx.data import Batches, Tokenizer, load_tokenizer, needs_tokenizer, op
 from phalanx.data.own import is_own_dataset
 from phalanx.data.tokenizer import has_tokenizer
 from phalanx.errors import ConfigError, DataError
-from phalanx.model.capture import Captured, capture
+from phalanx.model.capture import capture
+from phalanx.model.captured import Captured
 from phalanx.model.weights.init_recipe import record
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.configure import override

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from phalanx import tasks
 from phalanx.model import interpret, reference
-from phalanx.model.capture import Captured, attention_sites, capture
+from phalanx.model.capture import attention_sites, capture
+from phalanx.model.captured import Captured
 from phalanx.model.graph.blocks import Blocks
 from phalanx.model.ops import random
 from phalanx.model.segment.compile import Compiler

@@ -10,47 +10,26 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from phalanx.config import cache_folder
 from phalanx.errors import CaptureError
+from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs, hooks, stamp
-from phalanx.model.graph.blocks import Blocks, cut, find_layers
+from phalanx.model.graph.blocks import Blocks, cut
 from phalanx.model.graph.export import export
-from phalanx.model.graph.normalise import FlatGraph
+from phalanx.model.graph.flat import FlatGraph
+from phalanx.model.graph.layers import find_layers
 from phalanx.model.graph.serialise import blocks_from_json, blocks_to_json
 from phalanx.model.selfcheck import self_check
 from phalanx.model.weights.weights import tied_names
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.tasks.base import Input
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A model as blocks, and the facts about it that blocks alone do not hold."""
-
-    blocks: Blocks
-    inputs: tuple[Input, ...]
-    shapes: dict[str, tuple[int, ...]]  # of every parameter, by canonical name, in the model's order
-    aliases: dict[str, str]  # tied name → canonical name
-    trainable: tuple[str, ...]  # parameters that require gradients
-    buffers: dict[str, Tensor]
-    notes: tuple[str, ...]  # what could not be done the fast way, for the user
-
-    def dims(self, batch: dict[str, Tensor]) -> dict[str, int]:
-        """The dynamic dims of a concrete batch."""
-        return {
-            dim: batch[spec.name].shape[axis]
-            for spec in self.inputs
-            for axis, dim in enumerate(spec.dims)
-            if isinstance(dim, str)
-        }
 
 
 def capture(

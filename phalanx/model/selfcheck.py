@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,12 +15,10 @@ from torch import Tensor
 from phalanx import tasks
 from phalanx.errors import CaptureError, ConfigError
 from phalanx.model import interpret, reference
+from phalanx.model.captured import Captured
 from phalanx.model.zoo.tiny import tiny
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.tasks.base import Input
-
-if TYPE_CHECKING:
-    from phalanx.model.capture import Captured
 
 TOLERANCE = 1e-9
 _LARGEST_OWN_MODULE = 50_000_000  # parameters; a larger module of the user's own is checked by `phalanx verify` instead

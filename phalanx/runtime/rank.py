@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.config import RunConfig
 from phalanx.data import Batches
-from phalanx.model.capture import Captured
+from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.plan.plan import Plan
 from phalanx.runtime.engine import Engine

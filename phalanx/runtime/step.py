@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import DataError, PlanError
-from phalanx.model.capture import Captured
+from phalanx.model.captured import Captured
 from phalanx.model.graph.expressions import evaluate as value_of
 from phalanx.model.ops.random import sample_keys
 from phalanx.plan.plan import Plan

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config import RunConfig
-from phalanx.model.capture import Captured, attention_sites, capture
+from phalanx.model.capture import attention_sites, capture
+from phalanx.model.captured import Captured
 from phalanx.model.ops import random
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.weights import init_recipe

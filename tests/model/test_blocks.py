@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx.errors import CaptureError
-from phalanx.model.graph.blocks import Block, Blocks, LayerList, Port, find_layers, layer_of
+from phalanx.model.graph.blocks import Block, Blocks, Port
+from phalanx.model.graph.layers import LayerList, find_layers, layer_of
 from phalanx.program.schedules import SCHEDULES
 from tests import captured
 

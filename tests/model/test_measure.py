@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from phalanx import tasks
 from phalanx.errors import CaptureError
-from phalanx.model.capture import Captured, capture
+from phalanx.model.capture import capture
+from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import load
 from phalanx.model.facts.measure import measure
 from phalanx.model.ops import random

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx import tasks
 from phalanx.errors import CaptureError
-from phalanx.model.capture import Captured, capture
+from phalanx.model.capture import capture
+from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import (
     SHIPPED,
     BlockFacts,

@@ -8,18 +8,18 @@ get their values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from phalanx.errors import CaptureError
 from phalanx.model.graph import graphs
+from phalanx.model.graph.flat import FlatGraph, where
 from phalanx.model.graph.flops import flops
-from phalanx.model.graph.functionalise import where
-from phalanx.model.graph.normalise import FlatGraph
+from phalanx.model.graph.layers import LayerList, layer_of
 from phalanx.model.graph.units import unit_of
 
 # What a placeholder is. A wire comes from another block, a value from the prologue; a size is an expression over the
@@ -80,43 +80,6 @@ class Blocks:
     def parameters(self) -> tuple[str, ...]:
         """Every parameter some block uses, in order of first use."""
         return tuple(dict.fromkeys(name for block in self.blocks for name in block.names("parameter")))
-
-
-@dataclass(frozen=True)
-class LayerList:
-    """A list of repeated layers in a model: 'model.layers' with 32 of them."""
-
-    path: str
-    count: int
-
-
-def find_layers(model: nn.Module) -> list[LayerList]:
-    """The outermost lists of two or more parts of one class that have parameters."""
-    found: list[LayerList] = []
-
-    def visit(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            child_path = f"{path}.{name}" if path else name
-            if isinstance(child, nn.ModuleList | nn.Sequential) and _repeats(child):
-                found.append(LayerList(child_path, len(child)))
-            else:
-                visit(child, child_path)
-
-    visit(model, "")
-    return found
-
-
-def _repeats(children: nn.ModuleList | nn.Sequential) -> bool:
-    classes = {type(child) for child in children}
-    return len(children) >= 2 and len(classes) == 1 and any(True for _ in children[0].parameters())
-
-
-def layer_of(path: str, layers: Iterable[LayerList]) -> tuple[str, int] | None:
-    """(list path, index) of the layer a module path lies in."""
-    for layer_list in layers:
-        if path.startswith(layer_list.path + "."):
-            return layer_list.path, int(path[len(layer_list.path) + 1 :].split(".")[0])
-    return None
 
 
 @dataclass

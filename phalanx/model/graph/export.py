@@ -24,7 +24,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import phalanx
 from phalanx.errors import CaptureError
 from phalanx.model.graph import hooks
-from phalanx.model.graph.normalise import FlatGraph, normalise
+from phalanx.model.graph.flat import FlatGraph
+from phalanx.model.graph.normalise import normalise
 from phalanx.model.weights.weights import tied_names
 from phalanx.tasks.base import Input
 

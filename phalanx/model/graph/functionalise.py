@@ -9,39 +9,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from phalanx.errors import CaptureError
-
-if TYPE_CHECKING:
-    from phalanx.model.graph.normalise import FlatGraph
+from phalanx.model.graph.flat import FlatGraph, replace, where
 
 aten = torch.ops.aten
 _COPIES = (aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 _KEYED = (aten.dropout.default, aten.dropout_.default, aten.scaled_dot_product_attention.default)
-
-
-def where(node: fx.Node) -> str:
-    """The module and source line a node came from, for error messages."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
-    source = " ".join(lines[-2:]) if lines else "unknown line"
-    return f"module '{node.meta.get('path') or '<root>'}', {source}"
-
-
-def replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
-    """Every use of `node` becomes `new`, a node or a number; `node` is gone."""
-    if isinstance(new, fx.Node):
-        node.replace_all_uses_with(new)
-    else:
-        for user in list(node.users):
-            user.args = map_arg(user.args, lambda n: new if n is node else n)
-            user.kwargs = map_arg(user.kwargs, lambda n: new if n is node else n)
-    graph.erase_node(node)
 
 
 def inline_modes(flat: FlatGraph) -> None:

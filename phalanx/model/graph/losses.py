@@ -5,16 +5,13 @@ The count is computed from the inputs alone (labels that are not ignored), so ev
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from phalanx.errors import CaptureError
-from phalanx.model.graph.functionalise import where
-
-if TYPE_CHECKING:
-    from phalanx.model.graph.normalise import FlatGraph
+from phalanx.model.graph.flat import FlatGraph, where
 
 aten = torch.ops.aten
 _SUM, _MEAN = 2, 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ import phalanx.model.ops.attention
 import phalanx.model.ops.experts
 import phalanx.model.ops.operators  # noqa: F401  (the three define operators)
 from phalanx.errors import CaptureError
-from phalanx.model.graph.functionalise import inline_modes, make_functional, refuse_coupling, replace, where
+from phalanx.model.graph.flat import FlatGraph, replace, where
+from phalanx.model.graph.functionalise import inline_modes, make_functional, refuse_coupling
 from phalanx.model.graph.losses import rewrite_loss
 
 aten = torch.ops.aten
@@ -27,49 +27,6 @@ _IGNORED = {
     aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default, aten._assert_async.msg,
 }  # fmt: skip
-
-
-@dataclass
-class FlatGraph:
-    """A whole model as one graph. `roles` says what each placeholder is: (kind, name) with kind one of
-    parameter, buffer, constant, input, size (an expression over dynamic dims), dropout (a site's keys)."""
-
-    graph: fx.Graph
-    roles: dict[fx.Node, tuple[str, str]]
-    symbols: dict[str, str]  # the exporter's size symbols → names of dynamic dims ('s34' → 'tokens')
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    loss: fx.Node | None = None  # a sum over items, once `normalise` is done
-    count: fx.Node | None = None  # the number of items in that sum, computed from inputs alone
-
-    def placeholder(self, kind: str, name: str) -> fx.Node:
-        """The placeholder with this role, added after the existing ones when it is new."""
-        for node, role in self.roles.items():
-            if role == (kind, name):
-                return node
-        anchor = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
-        with self.graph.inserting_after(anchor):
-            node = self.graph.placeholder(f"{kind}_{len(self.roles)}")
-        node.meta["path"] = ""
-        self.roles[node] = (kind, name)
-        return node
-
-    def dims_in(self, value: Any) -> set[str | None]:
-        """The dynamic dims that a size depends on."""
-        symbols = value.node.expr.free_symbols if isinstance(value, torch.SymInt) else ()
-        return {self.symbols.get(str(symbol)) for symbol in symbols}
-
-    def size(self, value: Any) -> fx.Node | int:
-        """A size as a number, or as the placeholder named by its expression over the dynamic dims."""
-        expression = value.node.expr if isinstance(value, torch.SymInt | torch.SymBool) else value
-        if getattr(expression, "is_number", True):
-            return int(expression)
-        if unknown := {str(s) for s in expression.free_symbols} - set(self.symbols):
-            raise CaptureError(
-                f"a size depends on the data ({', '.join(sorted(unknown))})",
-                "shapes must follow from the shapes of the inputs alone",
-            )
-        names = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
-        return self.placeholder("size", str(expression.subs(names)))
 
 
 def normalise(flat: FlatGraph, dtype: torch.dtype) -> None:

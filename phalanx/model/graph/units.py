@@ -7,15 +7,12 @@ residual additions to the unit before them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 import phalanx.model.ops.experts  # noqa: F401  (defines an operator named below)
-
-if TYPE_CHECKING:
-    from phalanx.model.graph.blocks import LayerList
+from phalanx.model.graph.layers import LayerList
 
 aten = torch.ops.aten
 _PRODUCTS = (

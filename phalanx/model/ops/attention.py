@@ -12,12 +12,11 @@ out like q; lse [batch, heads, queries].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from phalanx.model.ops import kernels
+from phalanx.model.ops.kernels import Attention
 
 _OPTIONS = "bool causal, float scale, int window, float softcap, float dropout"
 _MASKS = "Tensor? q_segments, Tensor? k_segments, Tensor? bias, Tensor? dropout_keys"
@@ -26,31 +25,6 @@ _BACKWARD = (
     f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASKS}, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Everything but the tensors q, k, v: what may attend to what, and how scores become probabilities."""
-
-    q_segments: Tensor | None
-    k_segments: Tensor | None
-    bias: Tensor | None
-    dropout_keys: Tensor | None
-    causal: bool
-    scale: float
-    window: int  # 0: none; else a query sees itself and the window - 1 keys before it
-    softcap: float  # 0: none
-    dropout: float
-
-    @property
-    def only_windowed(self) -> bool:
-        """Nothing beyond causal or full attention and perhaps a sliding window."""
-        return self.k_segments is None and self.bias is None and not (self.softcap or self.dropout)
-
-    @property
-    def plain(self) -> bool:
-        """Nothing but causal or full attention: what every fused kernel can do."""
-        return self.only_windowed and not self.window
 
 
 def _token_major(x: Tensor) -> Tensor:

@@ -8,21 +8,44 @@ they can do.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx.model.ops import random
 
-if TYPE_CHECKING:
-    from phalanx.model.ops.attention import Attention
-
 Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
 # How far a fused kernel's results, of order one, may be from the chunked kernel's.
 _TRUST = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _CHUNK_ELEMENTS = 1 << 24  # scores held at once by the chunked kernel: 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Everything but the tensors q, k, v: what may attend to what, and how scores become probabilities."""
+
+    q_segments: Tensor | None
+    k_segments: Tensor | None
+    bias: Tensor | None
+    dropout_keys: Tensor | None
+    causal: bool
+    scale: float
+    window: int  # 0: none; else a query sees itself and the window - 1 keys before it
+    softcap: float  # 0: none
+    dropout: float
+
+    @property
+    def only_windowed(self) -> bool:
+        """Nothing beyond causal or full attention and perhaps a sliding window."""
+        return self.k_segments is None and self.bias is None and not (self.softcap or self.dropout)
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but causal or full attention: what every fused kernel can do."""
+        return self.only_windowed and not self.window
 
 
 class Kernel(Protocol):
@@ -68,8 +91,6 @@ def _trusted(
 ) -> bool:
     """Fused kernels are private operators of PyTorch that change between versions and devices: each kind of call is
     compared with the chunked kernel once, on a small problem, before it is believed."""
-    from phalanx.model.ops.attention import Attention
-
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 4, 80, dim), (1, 2, 80, dim), (1, 2, 80, dim), (1, 4, 80, dim))
     q, k, v, d_out = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
