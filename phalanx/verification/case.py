@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx import tasks
 from phalanx.errors import ConfigError, VerifyError
+from phalanx.model.segment.compile import MODES
 from phalanx.model.zoo.zoo import Model, ModelSpec, resolve, with_config
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
@@ -55,6 +56,15 @@ class Case:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"verify: dtype '{self.dtype}' has no tolerance", f"allowed: {', '.join(DTYPES)}")
+        for name, allowed in (("compile", ("auto", *MODES)), ("device", ("auto", "cpu", "cuda"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"verify: {name} '{getattr(self, name)}' is unknown", f"allowed: {', '.join(allowed)}"
+                )
+        if self.data and (self.padding or self.documents):
+            raise ConfigError(
+                "verify: padding and documents shape synthetic batches only", "put them into your own data"
+            )
         for name, least in (("steps", 1), ("batch", 2), ("tokens", 8)):
             if getattr(self, name) < least:
                 raise ConfigError(f"verify: {name}={getattr(self, name)} is too small", f"use {least} or more")

@@ -18,6 +18,7 @@ from phalanx.model.weights import init_recipe
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.plan.plan import Plan
+from phalanx.prepare import choose_device
 from phalanx.program.expand import expand
 from phalanx.program.instructions import Op
 from phalanx.runtime.accumulate import Accumulator
@@ -57,7 +58,7 @@ def _weights(spec: ModelSpec, case: Case) -> Weights:
 
 
 def run_plan(case: Case, spec: ModelSpec, captured: Captured, initial: Mapping[str, Tensor]) -> Execution:
-    plan, device = Plan.parse(case.plan), torch.device(case.device)
+    plan, (device, _) = Plan.parse(case.plan), choose_device(case.device)
     parameters = {name: value.detach().clone().to(device) for name, value in initial.items()}
     engine = Engine(
         captured.blocks, parameters, {name: value.to(device) for name, value in captured.buffers.items()},

@@ -101,11 +101,20 @@ def test_a_module_of_unknown_task_needs_batches() -> None:
         ({"batch": 1}, "batch=1 is too small"),
         ({"tokens": 4}, "tokens=4 is too small"),
         ({"steps": 0}, "steps=0 is too small"),
+        ({"compile": "fast"}, r"compile 'fast' is unknown(.|\n)*auto, off, aot_eager, inductor"),
+        ({"device": "tpu"}, r"device 'tpu' is unknown(.|\n)*auto, cpu, cuda"),
+        ({"data": ({"x": torch.ones(2)},), "padding": True}, "padding and documents shape synthetic batches only"),
     ],
 )
 def test_settings_without_meaning_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Case("gpt2", **options)  # pyright: ignore
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(process: PlainProcess) -> None:
+    with pytest.raises(ConfigError, match="no CUDA device can be used"):
+        verify_case(Case(Net(), data=BATCHES, device="cuda"), process)
 
 
 def test_a_plan_that_does_not_exist_is_refused() -> None:

@@ -22,14 +22,14 @@ from phalanx.model.graph.flops import flops
 from phalanx.model.graph.layers import LayerList, layer_of
 from phalanx.model.graph.units import unit_of
 
-# What a placeholder is. A wire comes from another block, a value from the prologue; a size is an expression over the
-# dynamic dims; dropout is the keys of a site. Inputs, buffers and constants are read directly.
-PORT_KINDS = ("parameter", "wire", "value", "size", "dropout", "input", "buffer", "constant")
-
 
 @dataclass(frozen=True)
 class Port:
-    """Where a placeholder gets its value."""
+    """Where a placeholder gets its value.
+
+    A parameter, input, buffer or constant is read by its name; a wire comes from another block, a value from the
+    prologue; a size is an expression over the dynamic dims; dropout is the keys of a site.
+    """
 
     kind: str
     name: str
