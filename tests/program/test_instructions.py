@@ -37,7 +37,9 @@ def test_spaces_and_lines_between_instructions_do_not_matter() -> None:
     assert from_text(" F0.0\n  BW0.0 ") == from_text("F0.0 BW0.0")
 
 
-@pytest.mark.parametrize("word", ["Q0.1", "F0", "F.1", "SF0.1", "SF0.1<2", "RF0.1>2", "R0.1", "T0/1", "STEP0", "F0.1>2"])
+@pytest.mark.parametrize(
+    "word", ["Q0.1", "F0", "F.1", "SF0.1", "SF0.1<2", "RF0.1>2", "R0.1", "T0/1", "STEP0", "F0.1>2"]
+)
 def test_a_word_that_is_no_instruction_is_shown(word: str) -> None:
     with pytest.raises(PlanError, match="is not an instruction") as refused:
         from_text(f"F0.0 {word}")
