@@ -1,18 +1,20 @@
 """The plan: every decision about how a model is trained, as frozen data with a one-line text form.
 
-Text: `mb=4,schedule=gpipe`; what is not written has its default. A field exists only once the runtime obeys it.
+Text: `pp=2,mb=4,schedule=gpipe`; what is not written has its default. A field exists only once the runtime obeys it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
-from phalanx.errors import PlanError, nearest
+from phalanx.errors import PlanError
+from phalanx.plan import fields
+from phalanx.plan.rules import VIRTUAL_STAGES, validate
 
-SCHEDULES = ("1f1b", "gpipe", "zb-h1")
+SCHEDULES = tuple(VIRTUAL_STAGES)
 AXES = ("pp", "dp", "tp")
 
 
@@ -20,91 +22,121 @@ AXES = ("pp", "dp", "tp")
 class Plan:
     """How one step is carried out.
 
+    pp: ranks in a pipeline. dp: replicas of the pipeline, each with its part of the samples.
     mb: micro-batches per replica; the global batch never changes with it.
     schedule: the order of forward and backward (`program/schedules/`).
+    v: virtual stages per rank. 0, as given, stands for what the schedule needs; a plan never holds it.
+    stages: blocks per stage, first to last; empty while that is not decided.
     recompute: keep only each block's inputs and compute its forward again in the backward.
+    zero: what is sharded over dp: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well.
+    zero_degree: shard over this many consecutive dp ranks and replicate across such groups; 0 stands for all dp ranks.
+    gather: how long parameters stay gathered under zero=3: for a `micro-batch` or a `step`. Empty: see `gathers`.
+    reduce: when gradients are reduced: after each `micro-batch` or once per `step`. Empty: see `reduces`.
     """
 
+    pp: int = 1
+    dp: int = 1
     mb: int = 1
     schedule: str = "1f1b"
+    v: int = 0
+    stages: tuple[int, ...] = ()
     recompute: bool = False
+    zero: int = 0
+    zero_degree: int = 0
+    gather: str = ""
+    reduce: str = ""
 
     def __post_init__(self) -> None:
-        if self.mb < 1:
-            raise PlanError(f"plan: mb={self.mb} is not a number of micro-batches", "use mb=1 or more")
-        if self.schedule not in SCHEDULES:
-            raise PlanError(f"plan: unknown schedule '{self.schedule}'", nearest(self.schedule, SCHEDULES))
+        for name, value in self._values().items():
+            object.__setattr__(self, name, fields.take_value(name, value))
+        if self.v == 0:
+            object.__setattr__(self, "v", VIRTUAL_STAGES.get(self.schedule, 1))
+        validate(self)
+
+    # What follows from the fields.
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.pp * self.dp
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.v
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks over which ZeRO shards."""
+        return (self.zero_degree or self.dp) if self.zero else 1
+
+    @property
+    def gathers(self) -> str:
+        """How long parameters stay gathered: `micro-batch` or `step`; empty where they are never gathered."""
+        return (self.gather or "micro-batch") if self.zero == 3 else ""
+
+    @property
+    def reduces(self) -> str:
+        """When gradients are reduced. Sharded gradients save memory only if no micro-batch leaves its own behind."""
+        return self.reduce or ("micro-batch" if self.zero >= 2 else "step")
+
+    def pp_index(self, stage: int) -> int:
+        """Which rank of the pipeline holds a stage: round and round, or down and up again for the V of `zb-v`."""
+        assert 0 <= stage < self.num_stages
+        if self.schedule == "zb-v" and stage >= self.pp:
+            return self.num_stages - 1 - stage
+        return stage % self.pp
+
+    def stages_of(self, pp_index: int) -> tuple[int, ...]:
+        """The stages that one rank of the pipeline holds, first to last."""
+        assert 0 <= pp_index < self.pp
+        return tuple(stage for stage in range(self.num_stages) if self.pp_index(stage) == pp_index)
+
+    def stage_blocks(self, stage: int) -> range:
+        """The blocks of a stage, as indices into the model's blocks."""
+        assert self.stages, "the plan's stages are not decided: complete it first"
+        assert 0 <= stage < self.num_stages
+        start = sum(self.stages[:stage])
+        return range(start, start + self.stages[stage])
+
+    # How it is written.
 
     @property
     def text(self) -> str:
         """The shortest text that `parse` reads back: only what differs from the defaults."""
-        default = Plan()
-        words = [
-            f"{name}={_FORMAT[name](value)}"
-            for name, value in dataclasses.asdict(self).items()
-            if value != getattr(default, name)
-        ]
-        return ",".join(words)
+        return fields.write(self._unlike_default())
+
+    @property
+    def full_text(self) -> str:
+        """Like `text`, but says pp, dp and mb whatever they are, so that `complete` finds them decided."""
+        unlike = self._unlike_default()
+        return fields.write({name: value for name, value in self._values().items() if name in (*_DECIDED, *unlike)})
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(self._values())
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """Reads what `to_json` wrote; the error names the field and what may stand there."""
         try:
-            fields: object = json.loads(text)
+            content: object = json.loads(text)
         except ValueError as error:
             raise PlanError(f"plan: not JSON: {error}", f"write for example {Plan().to_json()}") from error
-        if not isinstance(fields, dict):
+        if not isinstance(content, dict):
             raise PlanError("plan: not a JSON object", f"write for example {Plan().to_json()}")
-        default = dataclasses.asdict(Plan())
-        for name, value in fields.items():  # pyright: ignore[reportUnknownVariableType]
-            if name not in default:
-                raise PlanError(f"plan: unknown field '{name}'", nearest(str(name), default))  # pyright: ignore
-            if type(value) is not type(default[name]):  # pyright: ignore[reportUnknownArgumentType]
-                raise PlanError(f"plan: {name}={value!r} has the wrong type", f"write for example {default[name]!r}")
-        return Plan(**fields)  # pyright: ignore[reportUnknownArgumentType]
+        return Plan(**fields.take(cast(dict[str, Any], content)))
 
     @staticmethod
     def parse(text: str) -> Plan:
         """Reads the one-line form; the error names the word and what may stand there."""
-        fields: dict[str, object] = {}
-        for word in filter(None, (part.strip() for part in text.split(","))):
-            name, separator, value = word.partition("=")
-            if not separator:
-                raise PlanError(f"plan: '{word}' is not name=value", "write for example mb=4,schedule=gpipe")
-            if name in AXES:
-                _only_one(name, value)
-            elif name not in _READ:
-                raise PlanError(f"plan: unknown field '{name}'", nearest(name, [*_READ, *AXES]))
-            elif name in fields:
-                raise PlanError(f"plan: '{name}' is given twice", "write each field once")
-            else:
-                fields[name] = _READ[name](value)
-        return Plan(**fields)  # pyright: ignore[reportArgumentType]
+        return Plan(**fields.read(text))
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def _unlike_default(self) -> dict[str, Any]:
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        default["v"] = VIRTUAL_STAGES[self.schedule]
+        return {name: value for name, value in self._values().items() if value != default[name]}
 
 
-def _only_one(axis: str, value: str) -> None:
-    if value != "1":
-        raise PlanError(f"plan: {axis}={value} needs several ranks, and this version runs on one", f"use {axis}=1")
-
-
-def _whole_number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise PlanError(f"plan: mb='{text}' is not a whole number", "use mb=1 or more")
-    return int(text)
-
-
-def _yes_or_no(text: str) -> bool:
-    if text not in ("yes", "no"):
-        raise PlanError(f"plan: recompute='{text}' is neither yes nor no", "use recompute=yes or recompute=no")
-    return text == "yes"
-
-
-_READ: dict[str, Callable[[str], object]] = {"mb": _whole_number, "schedule": str, "recompute": _yes_or_no}
-_FORMAT: dict[str, Callable[[object], str]] = {
-    "mb": str,
-    "schedule": str,
-    "recompute": lambda value: "yes" if value else "no",
-}
+_DECIDED = ("pp", "dp", "mb")

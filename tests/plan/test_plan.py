@@ -1,37 +1,85 @@
-"""The plan as text and as JSON, and what is said about a wrong one."""
+"""The plan as text and as JSON, what follows from its fields, and what is said about a wrong one."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
+from phalanx.plan import fields
 from phalanx.plan.plan import AXES, SCHEDULES, Plan
 
-plans = st.builds(Plan, mb=st.integers(1, 10**6), schedule=st.sampled_from(SCHEDULES), recompute=st.booleans())
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any valid plan."""
+    schedule = draw(st.sampled_from(SCHEDULES))
+    pp = draw(st.integers(2 if schedule == "interleaved" else 1, 6))
+    v = draw(st.integers(2, 4)) if schedule == "interleaved" else draw(st.sampled_from([0, Plan(schedule=schedule).v]))
+    dp = draw(st.integers(1, 8))
+    zero = draw(st.integers(0, 3)) if dp > 1 else 0
+    num_stages = pp * (v or Plan(schedule=schedule, pp=pp).v)
+    counts = st.lists(st.integers(1, 99), min_size=num_stages, max_size=num_stages).map(tuple)
+    moments = ["", "step", *(["micro-batch"] if zero >= 2 else [])]
+    return Plan(
+        pp=pp, dp=dp, mb=draw(st.integers(1, 10**6)), schedule=schedule, v=v, stages=draw(st.just(()) | counts),
+        recompute=draw(st.booleans()), zero=zero,
+        zero_degree=draw(st.sampled_from([0, *(d for d in range(2, dp + 1) if dp % d == 0)])) if zero else 0,
+        gather=draw(st.sampled_from(moments)) if zero == 3 else "",
+        reduce=draw(st.sampled_from(moments)) if dp > 1 else "",
+    )  # fmt: skip
 
 
-@given(plans)
+@given(plans())
 def test_text_and_json_read_back(plan: Plan) -> None:
     assert Plan.parse(plan.text) == plan
+    assert Plan.parse(plan.full_text) == plan
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@given(plans, plans)
+@given(plans(), plans())
 def test_texts_are_equal_exactly_when_plans_are(one: Plan, other: Plan) -> None:
     assert (one.text == other.text) == (one == other)
+    assert (one.full_text == other.full_text) == (one == other)
+
+
+@given(plans())
+def test_every_word_of_the_text_is_needed(plan: Plan) -> None:
+    words = plan.text.split(",") if plan.text else []
+    for word in words:
+        rest = ",".join(other for other in words if other != word)
+        with contextlib.suppress(PlanError):  # what is left is not even a plan: the word was needed
+            assert Plan.parse(rest) != plan
+
+
+@given(plans())
+def test_the_full_text_gives_the_mesh_and_the_micro_batches(plan: Plan) -> None:
+    read = fields.read(plan.full_text)
+    assert (read["pp"], read["dp"], read["mb"]) == (plan.pp, plan.dp, plan.mb)
 
 
 def test_the_text_says_only_what_differs_from_the_defaults() -> None:
     assert Plan().text == ""
+    assert Plan().full_text == "pp=1,dp=1,mb=1"
     assert Plan(mb=4, schedule="gpipe", recompute=True).text == "mb=4,schedule=gpipe,recompute=yes"
+    plan = Plan(pp=2, dp=4, schedule="zb-v", stages=(3, 4, 4, 3), zero=3, zero_degree=2, gather="step", reduce="step")
+    shown = "pp=2,dp=4,schedule=zb-v,stages=3-4-4-3,zero=3,zero_degree=2,gather=step,reduce=step"
+    assert plan.text == shown
 
 
 def test_spaces_order_and_axes_of_one_do_not_matter() -> None:
-    assert Plan.parse(" schedule=gpipe, mb=2 ,pp=1,tp=1,dp=1,") == Plan(mb=2, schedule="gpipe")
+    axes = ",".join(f"{axis}=1" for axis in AXES)
+    assert Plan.parse(f" schedule=gpipe, mb=2 ,{axes},") == Plan(mb=2, schedule="gpipe")
+
+
+def test_a_text_tells_what_was_given_from_what_was_not() -> None:
+    assert fields.read("") == {}
+    assert fields.read("mb=1,tp=1,stages=3-4") == {"mb": 1, "stages": (3, 4)}
 
 
 def test_a_plan_cannot_be_changed() -> None:
@@ -39,24 +87,112 @@ def test_a_plan_cannot_be_changed() -> None:
         Plan().mb = 2  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@given(plans())
+def test_a_plan_can_be_used_as_a_key(plan: Plan) -> None:
+    # A list of stages, as JSON has it, must have become a tuple.
+    again = Plan.from_json(plan.to_json())
+    assert {plan: "found"}[again] == "found"
+
+
+# What follows from the fields.
+
+
+@given(plans())
+def test_every_stage_lies_on_exactly_one_rank_of_the_pipeline(plan: Plan) -> None:
+    held = [plan.stages_of(pp_index) for pp_index in range(plan.pp)]
+    assert sorted(stage for stages in held for stage in stages) == list(range(plan.num_stages))
+    assert all(len(stages) == plan.v and list(stages) == sorted(stages) for stages in held)
+    assert all(plan.pp_index(stage) == index for index, stages in enumerate(held) for stage in stages)
+
+
+def test_virtual_stages_go_round_and_round_or_form_a_v() -> None:
+    loop = Plan(pp=3, schedule="interleaved", v=2)
+    assert [loop.pp_index(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    vee = Plan(pp=3, schedule="zb-v")
+    assert [vee.pp_index(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+
+
+def test_virtual_stages_default_to_what_the_schedule_needs() -> None:
+    assert {name: Plan(pp=2, schedule=name).v for name in SCHEDULES} == {
+        "1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2,
+    }  # fmt: skip
+
+
+@given(plans().filter(lambda plan: plan.stages))
+def test_the_blocks_of_the_stages_are_consecutive_and_complete(plan: Plan) -> None:
+    blocks = [block for stage in range(plan.num_stages) for block in plan.stage_blocks(stage)]
+    assert blocks == list(range(sum(plan.stages)))
+    assert tuple(len(plan.stage_blocks(stage)) for stage in range(plan.num_stages)) == plan.stages
+
+
+def test_stages_must_be_decided_before_blocks_are_asked_for() -> None:
+    with pytest.raises(AssertionError, match="not decided"):
+        Plan().stage_blocks(0)
+
+
+def test_the_world_is_as_many_ranks_as_pipelines_times_their_length() -> None:
+    assert (Plan().world, Plan(pp=3, dp=4).world) == (1, 12)
+
+
+def test_zero_shards_over_all_replicas_unless_a_degree_is_given() -> None:
+    shards = [Plan(dp=4).shards, Plan(dp=4, zero=1).shards, Plan(dp=4, zero=1, zero_degree=2).shards]
+    assert shards == [1, 4, 2]
+
+
+def test_when_parameters_are_gathered_and_gradients_reduced_depends_on_zero() -> None:
+    assert [Plan(dp=2, zero=zero).gathers for zero in range(4)] == ["", "", "", "micro-batch"]
+    assert [Plan(dp=2, zero=zero).reduces for zero in range(4)] == ["step", "step", "micro-batch", "micro-batch"]
+    chosen = Plan(dp=2, zero=3, gather="step", reduce="step")
+    assert (chosen.gathers, chosen.reduces) == ("step", "step")
+
+
+# What is said about a wrong plan.
+
+ALL = "allowed: dp, gather, mb, pp, recompute, reduce, schedule, stages, tp, v, zero, zero_degree"
+
 WRONG = {
     "mb": ("'mb' is not name=value", "mb=4,schedule=gpipe"),
     "mb=0": ("mb=0 is not a number of micro-batches", "mb=1 or more"),
+    "pp=0": ("pp=0 is not a number of pipeline ranks", "pp=1 or more"),
+    "dp=0": ("dp=0 is not a number of replicas", "dp=1 or more"),
     "mb=-1": ("mb='-1' is not a whole number", "mb=1 or more"),
     "mb=2.5": ("mb='2.5' is not a whole number", "mb=1 or more"),
     "mb=²": ("mb='²' is not a whole number", "mb=1 or more"),
     "mb=": ("mb='' is not a whole number", "mb=1 or more"),
+    "mb=" + "9" * 5000: ("is not a whole number", "mb=1 or more"),
+    "zero=x": ("zero='x' is not a whole number", "zero=0, 1, 2 or 3"),
     "mb=2,mb=4": ("'mb' is given twice", "each field once"),
+    "tp=1,tp=1": ("'tp' is given twice", "each field once"),
     "schedule=1f1": ("unknown schedule '1f1'", "did you mean '1f1b'"),
-    "schedule=x": ("unknown schedule 'x'", "allowed: 1f1b, gpipe, zb-h1"),
+    "schedule=x": ("unknown schedule 'x'", "allowed: 1f1b, gpipe, interleaved, zb-h1, zb-v"),
+    "schedule=": ("'schedule=' says nothing", "schedule=1f1b"),
     "recompute=true": ("recompute='true' is neither yes nor no", "recompute=yes or recompute=no"),
     "recomptue=yes": ("unknown field 'recomptue'", "did you mean 'recompute'"),
-    "microbatches=4": ("unknown field 'microbatches'", "allowed: dp, mb, pp, recompute, schedule, tp"),
-    **{f"{axis}=2": (f"{axis}=2 needs several ranks", f"use {axis}=1") for axis in AXES},
+    "xyz=4": ("unknown field 'xyz'", ALL),
+    "tp=2": ("tp=2 needs tensor parallelism", "use tp=1"),
+    "pp=2,v=2": ("schedule=1f1b has v=1 (virtual stages per rank), not v=2", "use v=1, or schedule=interleaved"),
+    "pp=2,v=3,schedule=zb-v": ("schedule=zb-v has v=2 (virtual stages per rank), not v=3", "use v=2"),
+    "pp=2,v=1,schedule=interleaved": ("at least 2 virtual stages per rank, not v=1", "v=2 or more, or schedule=1f1b"),
+    "pp=1,schedule=interleaved": ("schedule=interleaved does nothing with pp=1", "pp=2 or more, or schedule=1f1b"),
+    "pp=2,stages=3": ("pp=2 makes 2 stages, and stages=3 has counts for 1", "give 2 counts, or leave stages out"),
+    "pp=2,schedule=zb-v,stages=3-4": ("pp=2 with v=2 makes 4 stages", "give 4 counts"),
+    "pp=2,stages=3-0": ("stages=3-0 leaves stage 1 without blocks", "1 block or more"),
+    "pp=2,stages=3--4": ("stages='3--4' is not a list of block counts", "joined by '-', for example stages=3-4-4-3"),
+    "stages=": ("stages='' is not a list of block counts", "one count per stage"),
+    "dp=2,zero=4": ("zero=4 is not a ZeRO stage", "use zero=0 (off), 1 (optimizer state)"),
+    "zero=1": ("zero=1 does nothing with dp=1", "dp=2 or more, or leave zero out"),
+    "dp=2,zero_degree=2": ("zero_degree=2 does nothing with zero=0", "zero=1, 2 or 3, or leave zero_degree out"),
+    "dp=4,zero=1,zero_degree=3": ("zero_degree=3 cannot shard", "use zero_degree=2 or 4: a divisor of dp above 1"),
+    "dp=4,zero=1,zero_degree=1": ("zero_degree=1 cannot shard", "use zero_degree=2 or 4"),
+    "dp=2,zero=3,gather=steps": ("unknown gather 'steps'", "did you mean 'step'"),
+    "dp=2,zero=2,gather=step": ("gather=step does nothing with zero=2", "zero=3, or leave gather out"),
+    "dp=2,reduce=x": ("unknown reduce 'x'", "allowed: micro-batch, step"),
+    "reduce=step": ("reduce=step does nothing with dp=1", "dp=2 or more, or leave reduce out"),
+    "dp=2,zero=1,reduce=micro-batch": ("reduce=micro-batch saves nothing with zero=1", "zero=2 or 3, or reduce=step"),
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:40])
 def test_a_wrong_text_is_refused_with_the_word_and_what_may_stand_there(text: str) -> None:
     message, hint = WRONG[text]
     with pytest.raises(PlanError) as refused:
@@ -72,7 +208,12 @@ WRONG_JSON = {
     '{"mb": "4"}': ("mb='4' has the wrong type", "for example 1"),
     '{"mb": true}': ("mb=True has the wrong type", "for example 1"),
     '{"recompute": "no"}': ("recompute='no' has the wrong type", "for example False"),
+    '{"schedule": 1}': ("schedule=1 has the wrong type", "for example '1f1b'"),
+    '{"stages": "3-4"}': ("stages='3-4' has the wrong type", "for example [3, 4, 4, 3]"),
+    '{"stages": [3.0]}': ("stages=[3.0] has the wrong type", "for example [3, 4, 4, 3]"),
+    '{"tp": 2}': ("tp=2 needs tensor parallelism", "use tp=1"),
     '{"mb": 0}': ("mb=0 is not a number of micro-batches", "mb=1 or more"),
+    '{"v": -1}': ("has v=1 (virtual stages per rank), not v=-1", "use v=1"),
     '{"schedule": "gpip"}': ("unknown schedule 'gpip'", "did you mean 'gpipe'"),
 }
 
@@ -84,3 +225,9 @@ def test_wrong_json_is_refused_with_the_field_and_what_may_stand_there(text: str
         Plan.from_json(text)
     assert message in refused.value.message
     assert hint in refused.value.hint
+
+
+def test_a_wrong_type_from_python_is_refused_in_the_same_words() -> None:
+    wrong: Any = "4"
+    with pytest.raises(PlanError, match="plan: mb='4' has the wrong type\n  → write for example 1"):
+        Plan(mb=wrong)
