@@ -1,12 +1,19 @@
-"""Boxes: axis-aligned parts of a named tensor, the currency of everything that moves state.
+"""Which elements of which named tensors lie on which rank: boxes, holdings and layouts.
 
-A box says which elements, never where they live or what they are worth. Pure arithmetic on tuples; no torch.
+A box is an axis-aligned part of a tensor; a holding is what one rank has of one tensor; a layout is what all ranks have.
+Values and where they come from are not known here. Pure arithmetic on tuples; no torch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -49,3 +56,111 @@ class Box:
     def relative_to(self, other: Box) -> Box:
         """This box in the coordinates of `other`, which must not start after it in any dim."""
         return Box(tuple(a - b for a, b in zip(self.offset, other.offset, strict=True)), self.shape)
+
+    def without(self, other: Box) -> tuple[Box, ...]:
+        """The elements that are not in `other`, as disjoint boxes."""
+        common = self.intersect(other)
+        if common is None:
+            return (self,) if self.numel else ()
+        parts: list[Box] = []
+        offset, end = list(self.offset), list(self.end)
+        for dim in range(len(self.shape)):
+            for low, high in ((offset[dim], common.offset[dim]), (common.end[dim], end[dim])):
+                if low < high:
+                    spans = [(low, high) if d == dim else (offset[d], end[d]) for d in range(len(self.shape))]
+                    parts.append(Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans)))
+            offset[dim], end[dim] = common.offset[dim], common.end[dim]
+        return tuple(parts)
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """The elements start … stop - 1 of a tensor counted row by row, as boxes in that order (at most 2 · dims - 1)."""
+    assert 0 <= start <= stop <= math.prod(shape), f"{start}:{stop} is not a range of a tensor of shape {shape}"
+    if start == stop:
+        return ()
+    if len(shape) <= 1:
+        return (Box((start,) * len(shape), (stop - start,) * len(shape)),)
+    rest, row = shape[1:], math.prod(shape[1:])
+    first_full, end_full = -(-start // row), stop // row
+    if first_full > end_full:
+        return _in_row(rest, end_full, start - end_full * row, stop - end_full * row)
+    middle = Box((first_full, *(0 for _ in rest)), (end_full - first_full, *rest))
+    return (
+        *(_in_row(rest, first_full - 1, start % row, row) if start % row else ()),
+        *((middle,) if middle.numel else ()),
+        *_in_row(rest, end_full, 0, stop % row),
+    )
+
+
+def _in_row(rest: tuple[int, ...], index: int, start: int, stop: int) -> tuple[Box, ...]:
+    return tuple(Box((index, *box.offset), (1, *box.shape)) for box in boxes_of_range(rest, start, stop))
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds of one logical tensor of this shape: the elements of `boxes`, which are disjoint.
+
+    Its data is a flat tensor: the boxes in order, each row by row. Owners are counted once (norms, saving); what is not
+    owned is a replica of what some other rank owns. The dtype is named as torch names it, for example `bfloat16`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Box, ...]
+    owned: bool = True
+
+    @property
+    def numel(self) -> int:
+        return sum(box.numel for box in self.boxes)
+
+    def places(self) -> tuple[tuple[Box, int], ...]:
+        """Each box with where its elements begin in the data."""
+        starts = accumulate((box.numel for box in self.boxes), initial=0)
+        return tuple(zip(self.boxes, starts, strict=False))
+
+
+Layout = Mapping[int, Sequence[Holding]]
+"""What each rank holds, by rank; a name at most once per rank."""
+
+
+def whole(name: str, tensor: Tensor) -> tuple[Holding, Tensor]:
+    """A tensor that this rank owns all of, as a holding and its data."""
+    shape = tuple(tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Holding(name, shape, dtype, (Box.whole(shape),)), tensor.detach().reshape(-1)
+
+
+def check_layout(layout: Layout) -> None:
+    """Asserts that the owned boxes of every name cover its tensor exactly once and that ranks agree on what it is."""
+    by_name: dict[str, list[Holding]] = {}
+    for rank, holdings in layout.items():
+        names = [holding.name for holding in holdings]
+        assert len(set(names)) == len(names), f"rank {rank} holds a name twice: {sorted(names)}"
+        for holding in holdings:
+            by_name.setdefault(holding.name, []).append(holding)
+    for name, holdings in by_name.items():
+        kinds = {(holding.shape, holding.dtype) for holding in holdings}
+        assert len(kinds) == 1, f"ranks disagree on what {name} is: {sorted(kinds)}"
+        for holding in holdings:
+            outside = [box for box in holding.boxes if not Box.whole(holding.shape).contains(box)]
+            assert not outside, f"{outside} lie outside {name} of shape {holding.shape}"
+            check_disjoint(name, holding.boxes)
+        check_tiles(name, holdings[0].shape, [box for holding in holdings if holding.owned for box in holding.boxes])
+
+
+def check_tiles(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Asserts that the boxes cover a tensor exactly once."""
+    check_disjoint(name, boxes)
+    held, needed = sum(box.numel for box in boxes), math.prod(shape)
+    assert held == needed, f"owners hold {held} of the {needed} elements of {name}"
+
+
+def check_disjoint(name: str, boxes: Iterable[Box]) -> None:
+    """Sweeps along the first dim, so that many row ranges cost little."""
+    reached: list[Box] = []
+    for box in sorted((box for box in boxes if box.numel), key=lambda box: box.offset):
+        reached = [other for other in reached if other.end[:1] > box.offset[:1] or not box.shape]
+        twice = next((other for other in reached if other.intersect(box)), None)
+        assert twice is None, f"{name} is held twice where {twice} and {box} overlap"
+        reached.append(box)

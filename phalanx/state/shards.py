@@ -60,18 +60,20 @@ def header_room(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 class ShardWriter:
-    """Writes tensors into `tensors-00000.safetensors`, `tensors-00001…`, each of about `shard_bytes`."""
+    """Writes tensors into `<prefix>-00000.safetensors`, `<prefix>-00001…`, each of about `shard_bytes`."""
 
     def __init__(
         self,
         folder: Path,
         shard_bytes: int,
         *,
+        prefix: str = "tensors",
         metadata: dict[str, str] | None = None,
         header_bytes: int = HEADER_BYTES,
     ) -> None:
         self._folder = folder
         self._shard_bytes = shard_bytes
+        self._prefix = prefix
         self._metadata = metadata or {}
         self._header_bytes = -(-header_bytes // 8) * 8
         self._open: _OpenShard | None = None
@@ -83,7 +85,7 @@ class ShardWriter:
         if self._open is not None and not self._open.has_room(key, tensor, self._shard_bytes):
             self._finish()
         if self._open is None:
-            name = f"tensors-{len(self._done):05}.safetensors"
+            name = f"{self._prefix}-{len(self._done):05}.safetensors"
             self._open = _OpenShard(self._folder / name, self._metadata, self._header_bytes)
         self._open.write(key, tensor)
         return self._open.path.name
@@ -165,9 +167,15 @@ class TensorFile:
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """One box of a tensor (all of it without `box`), in memory of its own."""
         box = Box.whole(self.shapes[key]) if box is None else box
-        stored = self._handle.get_slice(key)[box.slices()] if box.shape else self._handle.get_tensor(key)
         # The library may hand out a window on the mapped file, which is not ours to keep.
-        return stored.clone(memory_format=torch.contiguous_format)
+        return self._window(key, box).clone(memory_format=torch.contiguous_format)
+
+    def read_into(self, target: Tensor, key: str, box: Box) -> None:
+        """One box of a tensor, copied once."""
+        target.copy_(self._window(key, box))
+
+    def _window(self, key: str, box: Box) -> Tensor:
+        return self._handle.get_slice(key)[box.slices()] if box.shape else self._handle.get_tensor(key)
 
 
 def sync_folder(folder: Path) -> None:

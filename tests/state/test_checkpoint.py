@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.state import checkpoint
+from phalanx.state import checkpoint, saving
 from phalanx.state.async_saver import AsyncSaver
 from phalanx.state.layout import Box
+from phalanx.state.shards import checksum
 
 STATE = {"samples": 640, "config": {"model": "gpt2"}, "data": {"epoch": 1}}
 
@@ -44,7 +45,7 @@ def assert_good(path: Path, step: int) -> None:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 150)
+    monkeypatch.setattr(saving, "SHARD_BYTES", 150)
 
 
 def test_what_was_saved_is_read_back(tmp_path: Path, small_shards: None) -> None:
@@ -143,11 +144,35 @@ def test_contents_are_trusted_when_asked_not_to_verify(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    monkeypatch.setattr(saving, "FORMAT", 3)
     path = save(tmp_path, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 2; this version reads formats up to 1"):
+    with pytest.raises(CheckpointError, match="has format 3; this version reads formats up to 2"):
         checkpoint.open(path)
+
+
+def test_a_folder_of_format_1_still_opens(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    record = json.loads((path / "state.json").read_text())
+    for entry in record["tensors"].values():
+        pieces = entry.pop("pieces")
+        entry["file"] = pieces[0]["file"] if pieces else None
+    # Format 1 stored empty tensors too; these files were written without.
+    record["tensors"].pop("optimizer/empty/w")
+    (path / "state.json").write_text(json.dumps(record | {"format": 1}))
+    marker = json.loads((path / "COMPLETE").read_text())
+    marker["files"]["state.json"] = {
+        "size": (path / "state.json").stat().st_size, "start": 0, "sha256": checksum(path / "state.json"),
+    }  # fmt: skip
+    (path / "COMPLETE").write_text(json.dumps(marker))
+    opened = checkpoint.open(path)
+    assert torch.equal(opened.read("master/w"), tensors(1)["master/w"])
+    assert opened.read("optimizer/step/w").item() == 1.0 and opened.dtype("model/w") == "bfloat16"
+
+
+def test_a_box_outside_the_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is not inside 'master/w' of shape \[5, 6\]"):
+        checkpoint.open(save(tmp_path, 1)).read("master/w", Box((3, 0), (3, 6)))
 
 
 def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:

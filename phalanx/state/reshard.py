@@ -1,0 +1,225 @@
+"""From one layout to another: which boxes must be copied between which ranks, and copying them.
+
+Planning is pure and the same on every rank, so nothing is negotiated: each rank knows what it sends and what it will
+receive. How bytes travel is a transport's work; that a source may be files is `checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from phalanx.state.layout import Box, Holding, Layout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from phalanx.state.checkpoint import Checkpoint
+
+
+class Pending(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> object: ...
+
+
+class Transport(Protocol):
+    """Messages between two ranks arrive in the order in which they were sent; nothing blocks before `wait`."""
+
+    def send(self, peer: int, tensor: Tensor) -> Pending: ...
+
+    def recv(self, peer: int, tensor: Tensor) -> Pending: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """A held box, and where its elements begin in the flat data of the rank that holds it."""
+
+    held: Box
+    start: int
+
+    def view(self, data: Tensor, box: Box) -> Tensor:
+        """The elements of `box`, which lies in the held one, as a tensor of its shape."""
+        held = data[self.start : self.start + self.held.numel].view(self.held.shape)
+        return held[box.relative_to(self.held).slices()]
+
+
+@dataclass(frozen=True)
+class Move:
+    """The elements of `box` of one tensor go from one rank's data to another's (or within one rank's)."""
+
+    name: str
+    dtype: str
+    source: int
+    destination: int
+    box: Box
+    taken_from: Place
+    put_to: Place
+
+
+def plan_moves(old: Layout, new: Layout) -> list[Move]:
+    """Every element of the new layout exactly once, from the rank itself where it has it, else from another.
+
+    Of several ranks that could send, the one that sends least so far does, an owner before a replica. The result
+    depends on nothing but the two layouts.
+    """
+    sources: dict[str, list[tuple[int, Holding]]] = defaultdict(list)
+    for rank in sorted(old):
+        for holding in old[rank]:
+            sources[holding.name].append((rank, holding))
+    wanted = sorted(((holding.name, rank, holding) for rank in new for holding in new[rank]), key=lambda item: item[:2])
+    sent: Counter[int] = Counter()
+    return [
+        move
+        for _, rank, holding in wanted
+        for box, start in holding.places()
+        for move in _moves_to(rank, holding, Place(box, start), sources[holding.name], sent)
+    ]
+
+
+def _moves_to(
+    rank: int, wanted: Holding, put_to: Place, sources: Sequence[tuple[int, Holding]], sent: Counter[int]
+) -> Iterator[Move]:
+    """Covers one box of a destination; `sent` counts the elements that each rank sends to others."""
+    left = [put_to.held] if put_to.held.numel else []
+    ordered = sorted(sources, key=lambda item: (item[0] != rank, sent[item[0]], not item[1].owned, item[0]))
+    for source, holding in ordered:
+        if not left:
+            return
+        assert (holding.shape, holding.dtype) == (wanted.shape, wanted.dtype), f"{wanted.name} changes its kind"
+        for held, start in holding.places():
+            common = [box for box in (part.intersect(held) for part in left) if box is not None]
+            left = [rest for part in left for rest in part.without(held)]
+            for box in common:
+                sent[source] += box.numel * (source != rank)
+                yield Move(wanted.name, wanted.dtype, source, rank, box, Place(held, start), put_to)
+    assert not left, f"no rank holds {left} of {wanted.name}, which rank {rank} needs"
+
+
+def reshard(
+    old: Layout,
+    new: Layout,
+    local: Mapping[str, Tensor],
+    *,
+    rank: int,
+    transport: Transport,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """What `rank` holds in the new layout: flat data by name, on `device`. Every rank of both layouts calls this.
+
+    `local` is this rank's data in the old layout. Between two ranks there is one message per dtype.
+    """
+    return execute(plan_moves(old, new), new.get(rank, ()), local, rank=rank, transport=transport, device=device)
+
+
+def execute(
+    moves: Iterable[Move],
+    holdings: Iterable[Holding],
+    local: Mapping[str, Tensor],
+    *,
+    rank: int,
+    transport: Transport,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """Carries out one rank's part of planned moves; `holdings` is what this rank has afterwards."""
+    result = {holding.name: _empty(holding.numel, holding.dtype, device) for holding in holdings}
+    outgoing, incoming = _messages(moves, rank)
+    sends = [transport.send(peer, _pack(message, local, device)) for (peer, _), message in outgoing if peer != rank]
+    arrivals: list[tuple[Pending, Tensor, list[Move]]] = []
+    for (peer, dtype), message in incoming:
+        if peer == rank:
+            for move in message:
+                source = move.taken_from.view(local[move.name], move.box)
+                move.put_to.view(result[move.name], move.box).copy_(source)
+        else:
+            buffer = _empty(sum(move.box.numel for move in message), dtype, device)
+            arrivals.append((transport.recv(peer, buffer), buffer, message))
+    for pending, buffer, message in arrivals:
+        pending.wait()
+        _unpack(buffer, message, result)
+    for pending in sends:
+        pending.wait()
+    return result
+
+
+def load(checkpoint: Checkpoint, holdings: Iterable[Holding], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """The same state with files as the source: flat data by name, reading only the boxes that are held."""
+    return {item.name: checkpoint.read_flat(item.name, item.boxes).to(device) for item in holdings}
+
+
+def gather_tensors(
+    layout: Layout,
+    local: Mapping[str, Tensor],
+    *,
+    rank: int,
+    transport: Transport,
+    root: int = 0,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors by name on `root`, one at a time, in the layout's order; no rank holds more than one of them.
+
+    Every rank of the layout takes part: those that are not the root yield nothing and are driven by `serve_tensors`.
+    """
+    by_name: dict[str, dict[int, Holding]] = {}
+    for holder in sorted(layout):
+        for holding in layout[holder]:
+            by_name.setdefault(holding.name, {})[holder] = holding
+    for name, holdings in by_name.items():
+        any_of = next(iter(holdings.values()))
+        whole = Holding(name, any_of.shape, any_of.dtype, (Box.whole(any_of.shape),))
+        old, new = {holder: [holding] for holder, holding in holdings.items()}, {root: [whole]}
+        found = reshard(old, new, local, rank=rank, transport=transport, device=device)
+        if rank == root:
+            yield name, found[name].view(whole.shape)
+
+
+def serve_tensors(
+    layout: Layout, local: Mapping[str, Tensor], *, rank: int, transport: Transport, root: int = 0,
+    device: torch.device | str = "cpu",
+) -> None:  # fmt: skip
+    """A rank's part while `root` takes the tensors of `gather_tensors`."""
+    assert rank != root, "the root takes the tensors itself"
+    for _ in gather_tensors(layout, local, rank=rank, transport=transport, root=root, device=device):
+        raise AssertionError("only the root gets tensors")
+
+
+Messages = list[tuple[tuple[int, str], list[Move]]]
+
+
+def _messages(moves: Iterable[Move], rank: int) -> tuple[Messages, Messages]:
+    """This rank's moves by (peer, dtype), out and in. Both ends sort alike, so messages need no tags."""
+    outgoing: dict[tuple[int, str], list[Move]] = defaultdict(list)
+    incoming: dict[tuple[int, str], list[Move]] = defaultdict(list)
+    for move in moves:
+        if move.source == rank:
+            outgoing[move.destination, move.dtype].append(move)
+        if move.destination == rank:
+            incoming[move.source, move.dtype].append(move)
+    return sorted(outgoing.items(), key=lambda item: item[0]), sorted(incoming.items(), key=lambda item: item[0])
+
+
+def _pack(message: list[Move], local: Mapping[str, Tensor], device: torch.device | str) -> Tensor:
+    buffer = _empty(sum(move.box.numel for move in message), message[0].dtype, device)
+    start = 0
+    for move in message:
+        part = buffer[start : start + move.box.numel].view(move.box.shape)
+        part.copy_(move.taken_from.view(local[move.name], move.box))
+        start += move.box.numel
+    return buffer
+
+
+def _unpack(buffer: Tensor, message: list[Move], result: Mapping[str, Tensor]) -> None:
+    start = 0
+    for move in message:
+        part = buffer[start : start + move.box.numel].view(move.box.shape)
+        move.put_to.view(result[move.name], move.box).copy_(part)
+        start += move.box.numel
+
+
+def _empty(numel: int, dtype: str, device: torch.device | str) -> Tensor:
+    import torch
+
+    return torch.empty(numel, dtype=getattr(torch, dtype), device=device)
