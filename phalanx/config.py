@@ -17,7 +17,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from phalanx.errors import ConfigError, nearest
+from phalanx.errors import ConfigError, PhalanxError, nearest
+from phalanx.plan import fields as plan_fields
+from phalanx.plan.plan import Plan
 
 OptionValue = bool | int | float | str | tuple[float, ...] | None
 
@@ -37,7 +39,10 @@ def _option(group: str, default: Any, description: str, **limits: Any) -> Any:
 
 
 class RunConfig(BaseModel):
-    """The options of one run, however it is made: by keyword, `create`, `load` or `override`; all raise ConfigError."""
+    """The options of one run, however it is made: by keyword, `create`, `load` or `override`.
+
+    All raise a ConfigError, or a PlanError for a plan that cannot be read.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -62,7 +67,12 @@ class RunConfig(BaseModel):
 
     steps: int | None = _option("Training", None, "steps to train (instead of epochs)", ge=1)
     epochs: float | None = _option("Training", None, "passes over the data (default: 1, unless steps is given)", gt=0)
-    plan: str = _option("Training", "", "plan as text, e.g. mb=4,schedule=gpipe (default: mb=1)")
+    plan: str = _option(
+        "Training", "", "plan as text, e.g. pp=2,mb=4, or a .json or .yaml file of it; what it leaves out is decided"
+    )
+    ranks: int | None = _option(
+        "Training", None, "local ranks to start (default: what the plan needs, else the CUDA devices, else 1)", ge=1
+    )
     dtype: Literal["float32", "bfloat16", "float64"] = _option("Training", "float32", "precision of training")
     master_weights: bool = _option("Training", True, "keep float32 master weights when training in bfloat16")
     compile: Literal["auto", "off", "aot_eager", "inductor"] = _option("Training", "auto", "how segments are compiled")
@@ -108,8 +118,8 @@ class RunConfig(BaseModel):
         """Read a YAML or JSON file of options; what it leaves out keeps its default."""
         try:
             return cls.model_validate(_read_mapping(Path(path)))
-        except ConfigError as error:
-            raise ConfigError(f"{os.fspath(path)}: {error.message}", error.hint) from None
+        except PhalanxError as error:
+            raise type(error)(f"{os.fspath(path)}: {error.message}", error.hint) from None
 
     def override(self, **options: Any) -> Self:
         """A copy with these options replaced. Giving steps drops epochs and the other way round."""
@@ -169,6 +179,18 @@ class RunConfig(BaseModel):
         if not isinstance(value, dict):
             return value
         return {name: _plain_value(v) for name, v in cast(dict[Any, Any], value).items()}
+
+    @field_validator("plan", mode="before")
+    @classmethod
+    def _plan_as_text(cls, value: Any) -> Any:
+        """Checks how the plan is written; whether it suits the model and the ranks is known later."""
+        if isinstance(value, Plan):
+            return value.full_text
+        if isinstance(value, str | Path) and Path(value).suffix in (".json", ".yaml", ".yml"):
+            return _read_plan(Path(value))
+        if isinstance(value, str):
+            plan_fields.read(value)
+        return value
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -251,6 +273,15 @@ def _plain_value(value: Any) -> Any:
         return json.loads(value.lower())
     except ValueError:
         return value
+
+
+def _read_plan(path: Path) -> str:
+    try:
+        text = plan_fields.write(plan_fields.take(_read_mapping(path)))
+        plan_fields.read(text)  # refuses in a file what it refuses in a text
+    except PhalanxError as error:
+        raise type(error)(f"option plan: {path}: {error.message}", error.hint) from None
+    return text
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from phalanx.errors import PlanError, nearest
 
 Fields = dict[str, Any]  # a plan's fields by name, as many as are given
 
+MAY_BE_EMPTY = ("stages", "gather", "reduce")  # an empty one says as much as none at all
 EXAMPLE = "mb=4,schedule=gpipe"
 
 
@@ -49,7 +50,8 @@ def take(mapping: Mapping[str, Any]) -> Fields:
     """The fields that a mapping (a JSON or YAML file) gives; the error names the field and what may stand there."""
     if "tp" in mapping:
         _only_one(str(mapping["tp"]))
-    return {name: take_value(name, value) for name, value in mapping.items() if name != "tp"}
+    fields = {name: take_value(name, value) for name, value in mapping.items() if name != "tp"}
+    return {name: value for name, value in fields.items() if value or name not in MAY_BE_EMPTY}
 
 
 def take_value(name: str, value: object) -> object:

@@ -107,9 +107,9 @@ class Plan:
 
     @property
     def full_text(self) -> str:
-        """Like `text`, but says pp, dp and mb whatever they are, so that `complete` finds them decided."""
+        """Like `text`, but also says every default that `complete` would otherwise decide anew."""
         unlike = self._unlike_default()
-        return fields.write({name: value for name, value in self._values().items() if name in (*_DECIDED, *unlike)})
+        return fields.write({name: value for name, value in self._values().items() if name in (*_COMPLETED, *unlike)})
 
     def to_json(self) -> str:
         return json.dumps(self._values())
@@ -139,4 +139,4 @@ class Plan:
         return {name: value for name, value in self._values().items() if value != default[name]}
 
 
-_DECIDED = ("pp", "dp", "mb")
+_COMPLETED = ("pp", "dp", "mb", "schedule")

@@ -6,7 +6,7 @@ A value that would do nothing is refused with the reason, never ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PlanError, nearest
 
@@ -20,18 +20,19 @@ MOMENTS = ("micro-batch", "step")
 
 def validate(plan: Plan) -> None:
     """Raises a PlanError for the first rule that the plan breaks."""
-    _check_counts(plan)
+    check_counts({"pp": plan.pp, "dp": plan.dp, "mb": plan.mb})
     _check_schedule(plan)
     _check_stages(plan)
     _check_zero(plan)
     _check_moments(plan)
 
 
-def _check_counts(plan: Plan) -> None:
+def check_counts(fields: Mapping[str, Any]) -> None:
+    """For fields of which not all are given yet."""
     meanings = {"pp": "pipeline ranks", "dp": "replicas", "mb": "micro-batches"}
     for name, meaning in meanings.items():
-        if (count := getattr(plan, name)) < 1:
-            raise PlanError(f"plan: {name}={count} is not a number of {meaning}", f"use {name}=1 or more")
+        if name in fields and fields[name] < 1:
+            raise PlanError(f"plan: {name}={fields[name]} is not a number of {meaning}", f"use {name}=1 or more")
 
 
 def _check_schedule(plan: Plan) -> None:
@@ -56,8 +57,8 @@ def _check_stages(plan: Plan) -> None:
     shown = "-".join(map(str, plan.stages))
     if len(plan.stages) != plan.num_stages:
         made = f"pp={plan.pp}" + (f" with v={plan.v}" if plan.v > 1 else "")
-        message = f"plan: {made} makes {plan.num_stages} stages, and stages={shown} has counts for {len(plan.stages)}"
-        raise PlanError(message, f"give {plan.num_stages} counts, or leave stages out to have them balanced")
+        message = f"plan: {made} needs {plan.num_stages} block counts, and stages={shown} has {len(plan.stages)}"
+        raise PlanError(message, "give one for each of pp × v stages, or leave stages out to have them balanced")
     if min(plan.stages) < 1:
         empty = next(stage for stage, count in enumerate(plan.stages) if count < 1)
         raise PlanError(f"plan: stages={shown} leaves stage {empty} without blocks", "give every stage 1 block or more")

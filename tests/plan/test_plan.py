@@ -58,14 +58,14 @@ def test_every_word_of_the_text_is_needed(plan: Plan) -> None:
 
 
 @given(plans())
-def test_the_full_text_gives_the_mesh_and_the_micro_batches(plan: Plan) -> None:
+def test_the_full_text_gives_the_mesh_the_micro_batches_and_the_schedule(plan: Plan) -> None:
     read = fields.read(plan.full_text)
-    assert (read["pp"], read["dp"], read["mb"]) == (plan.pp, plan.dp, plan.mb)
+    assert (read["pp"], read["dp"], read["mb"], read["schedule"]) == (plan.pp, plan.dp, plan.mb, plan.schedule)
 
 
 def test_the_text_says_only_what_differs_from_the_defaults() -> None:
     assert Plan().text == ""
-    assert Plan().full_text == "pp=1,dp=1,mb=1"
+    assert Plan().full_text == "pp=1,dp=1,mb=1,schedule=1f1b"
     assert Plan(mb=4, schedule="gpipe", recompute=True).text == "mb=4,schedule=gpipe,recompute=yes"
     plan = Plan(pp=2, dp=4, schedule="zb-v", stages=(3, 4, 4, 3), zero=3, zero_degree=2, gather="step", reduce="step")
     shown = "pp=2,dp=4,schedule=zb-v,stages=3-4-4-3,zero=3,zero_degree=2,gather=step,reduce=step"
@@ -174,8 +174,8 @@ WRONG = {
     "pp=2,v=3,schedule=zb-v": ("schedule=zb-v has v=2 (virtual stages per rank), not v=3", "use v=2"),
     "pp=2,v=1,schedule=interleaved": ("at least 2 virtual stages per rank, not v=1", "v=2 or more, or schedule=1f1b"),
     "pp=1,schedule=interleaved": ("schedule=interleaved does nothing with pp=1", "pp=2 or more, or schedule=1f1b"),
-    "pp=2,stages=3": ("pp=2 makes 2 stages, and stages=3 has counts for 1", "give 2 counts, or leave stages out"),
-    "pp=2,schedule=zb-v,stages=3-4": ("pp=2 with v=2 makes 4 stages", "give 4 counts"),
+    "pp=2,stages=3": ("pp=2 needs 2 block counts, and stages=3 has 1", "or leave stages out"),
+    "pp=2,schedule=zb-v,stages=3-4": ("pp=2 with v=2 needs 4 block counts, and stages=3-4 has 2", "pp × v"),
     "pp=2,stages=3-0": ("stages=3-0 leaves stage 1 without blocks", "1 block or more"),
     "pp=2,stages=3--4": ("stages='3--4' is not a list of block counts", "joined by '-', for example stages=3-4-4-3"),
     "stages=": ("stages='' is not a list of block counts", "one count per stage"),
