@@ -94,7 +94,9 @@ class AsyncSaver:
         del self._meetings[:-2]
         return meeting
 
-    def _write(self, step: int, snapshot: list[tuple[Holding, Tensor]], state: dict[str, Any], meeting: Meeting) -> None:
+    def _write(
+        self, step: int, snapshot: list[tuple[Holding, Tensor]], state: dict[str, Any], meeting: Meeting
+    ) -> None:
         try:
             self.last = saving.save(self._folder, step, snapshot, state, self._keep, meeting=meeting)
         except BaseException as error:

@@ -71,7 +71,8 @@ class DcpWeights(Weights):
         items = create_read_items_for_chunk_list(key, entry, [wanted])
         covered = sum(item.lengths.numel() for item in items)
         try:
-            assert covered == box.numel, f"its chunks hold {covered} of {box.numel} elements"
+            if covered != box.numel:
+                raise ValueError(f"its chunks hold {covered} of {box.numel} elements")
             self._reader.read_data(LoadPlan(items), _IntoOneTensor(target)).wait()
         except Exception as error:  # torch raises whatever a damaged file makes its unpickler raise
             raise ModelError(

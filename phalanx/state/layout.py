@@ -1,7 +1,7 @@
 """Which elements of which named tensors lie on which rank: boxes, holdings and layouts.
 
-A box is an axis-aligned part of a tensor; a holding is what one rank has of one tensor; a layout is what all ranks have.
-Values and where they come from are not known here. Pure arithmetic on tuples; no torch.
+A box is an axis-aligned part of a tensor; a holding is what one rank has of one tensor; a layout is what all ranks
+have. Values and where they come from are not known here. Pure arithmetic on tuples; no torch.
 """
 
 from __future__ import annotations

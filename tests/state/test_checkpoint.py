@@ -288,3 +288,12 @@ def test_an_error_in_the_background_surfaces_at_the_next_call(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="could not save the checkpoint"):
         saver.save(2, [("model/w", torch.ones(1))], {})
     assert saver.wait() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_background_save_from_a_gpu_holds_the_values_of_the_moment(tmp_path: Path) -> None:
+    saver, values = AsyncSaver(tmp_path, keep=1), torch.ones(1 << 22, device="cuda")
+    saver.save(1, [("model/w", values), ("model/on_cpu", torch.ones(3))], {})
+    values.zero_()
+    path = saver.wait()
+    assert path is not None and (checkpoint.open(path).read("model/w") == 1).all()

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phalanx.state import checkpoint
+from phalanx.state.layout import Box, Holding, boxes_of_range, check_disjoint, check_layout
+from phalanx.state.reshard import gather_tensors, load, plan_moves, reshard, serve_tensors
+from tests.state import state_workers
+from tests.state.state_workers import Mail, data_of, on_threads, random_case, same_bits
+
+seeds = st.randoms(use_true_random=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seeds, st.integers(1, 4))
+def test_every_element_of_the_new_layout_moves_exactly_once(rng: random.Random, world: int) -> None:
+    old, new, _ = random_case(rng, world)
+    check_layout(old)
+    check_layout(new)
+    moves = plan_moves(old, new)
+    for rank, holdings in new.items():
+        for holding in holdings:
+            arriving = [move for move in moves if (move.destination, move.name) == (rank, holding.name)]
+            assert sum(move.box.numel for move in arriving) == holding.numel
+            check_disjoint(holding.name, [move.box for move in arriving])
+            assert all(move.put_to.held.contains(move.box) for move in arriving)
+    assert all(move.taken_from.held.contains(move.box) for move in moves)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds, st.integers(2, 4))
+def test_what_a_rank_has_already_is_not_sent_to_it(rng: random.Random, world: int) -> None:
+    old, new, _ = random_case(rng, world)
+    for move in plan_moves(old, new):
+        if move.source != move.destination:
+            own = [h for h in old[move.destination] if h.name == move.name]
+            assert not any(box.intersect(move.box) for holding in own for box in holding.boxes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.integers(1, 4))
+def test_any_layout_becomes_any_other_bit_for_bit(rng: random.Random, world: int) -> None:
+    old, new, values = random_case(rng, world)
+    mail = Mail()
+
+    def body(rank: int) -> dict[str, Tensor]:
+        return reshard(old, new, data_of(old[rank], values), rank=rank, transport=mail.seat(rank))
+
+    for rank, found in enumerate(on_threads(world, body)):
+        assert same_bits(found, data_of(new[rank], values))
+    remote = sum(move.box.numel for move in plan_moves(old, new) if move.source != move.destination)
+    assert sum(numel for *_, numel in mail.sent) == remote, "nothing but the moves travels"
+    messages = Counter(message[:3] for message in mail.sent)
+    assert all(count == 1 for count in messages.values()), "one message per pair of ranks and dtype"
+
+
+@given(seeds)
+def test_the_plan_of_moves_does_not_depend_on_the_order_of_ranks(rng: random.Random) -> None:
+    old, new, _ = random_case(rng, 3)
+    turned = {rank: old[rank] for rank in reversed(old)}, {rank: new[rank] for rank in reversed(new)}
+    assert plan_moves(old, new) == plan_moves(*turned)
+
+
+def test_replicas_share_the_sending() -> None:
+    def held(i: int, owned: bool) -> Holding:
+        return Holding(f"t{i}", (10,), "float32", (Box.whole((10,)),), owned)
+
+    old = {rank: [held(i, rank == 0) for i in range(8)] for rank in range(4)}
+    new = {rank: [held(i, rank == 4) for i in range(8)] for rank in (4, 5)}
+    sent = Counter[int]()
+    for move in plan_moves(old, new):
+        sent[move.source] += move.box.numel
+    assert sent == {0: 40, 1: 40, 2: 40, 3: 40}
+    assert plan_moves(old, new)[0].source == 0, "an owner comes first"
+
+
+def test_a_tensor_that_no_rank_holds_is_named() -> None:
+    wanted = Holding("w", (4,), "float32", (Box.whole((4,)),))
+    half = Holding("w", (4,), "float32", (Box((0,), (2,)),))
+    with pytest.raises(AssertionError, match=r"no rank holds .* of w, which rank 1 needs"):
+        plan_moves({0: [half]}, {1: [wanted]})
+
+
+def test_a_state_moves_between_processes_bit_for_bit(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    world, store = 3, str(tmp_path / "store")
+    processes = [
+        context.Process(target=state_workers.reshard_in_a_process, args=(rank, world, store, 25))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * world
+
+
+def test_a_checkpoint_is_read_into_any_layout(tmp_path: Path) -> None:
+    for seed in range(20):
+        _, new, values = random_case(random.Random(seed), 3)
+        opened = checkpoint.open(checkpoint.save(tmp_path, seed, values.items(), {}, keep=1))
+        for holdings in new.values():
+            assert same_bits(load(opened, holdings), data_of(holdings, values))
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_the_root_gets_whole_tensors_one_at_a_time(root: int) -> None:
+    world = 3
+    values = {name: torch.randn(5, 3) for name in ("a", "b", "c")}
+    cuts = [0, 4, 4, 15]
+    layout = {
+        rank: [
+            Holding(name, (5, 3), "float32", boxes_of_range((5, 3), cuts[rank], cuts[rank + 1]))
+            for name in values
+            if name != "c" or rank == 0
+        ]
+        for rank in range(world)
+    }
+    layout[0][-1] = Holding("c", (5, 3), "float32", (Box.whole((5, 3)),))
+    mail = Mail()
+
+    def body(rank: int) -> list[tuple[str, Tensor]]:
+        options = {"rank": rank, "transport": mail.seat(rank), "root": root}
+        local = data_of(layout[rank], values)
+        if rank != root:
+            serve_tensors(layout, local, **options)
+            return []
+        return list(gather_tensors(layout, local, **options))
+
+    found = on_threads(world, body)[root]
+    assert [name for name, _ in found] == ["a", "b", "c"]
+    assert same_bits(dict(found), values)
+    assert max(numel for *_, numel in mail.sent) <= 15, "no message is larger than one tensor"
