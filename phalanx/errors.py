@@ -43,6 +43,10 @@ class CheckpointError(PhalanxError):
     """A checkpoint is missing, incomplete or corrupt."""
 
 
+class RankError(PhalanxError):
+    """A rank failed, died or stopped answering, and the job it belonged to is over."""
+
+
 class VerifyError(PhalanxError):
     """A verification could not be carried out (a failed comparison is a report, not an error)."""
 

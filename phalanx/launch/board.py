@@ -1,0 +1,143 @@
+"""The board: memory that all local ranks and their supervisor see, one slot per rank and one abort flag.
+
+A rank writes what it is doing, the supervisor reads it to notice who stopped answering and to say where. It carries
+nothing that training depends on, so a reader may see a text that is half written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# How long a rank may show no sign of life, by what it is doing. Capture, compilation and saving run long calls that
+# keep every Python thread of the rank waiting.
+SILENCE_ALLOWED = {
+    "start": 60.0, "capture": 60.0, "compile": 60.0, "step": 5.0, "evaluate": 5.0, "save": 60.0, "finished": 60.0,
+}  # fmt: skip
+SILENCE_ALLOWED_WHEN_STOPPED = 5.0
+
+_HEADER = 64
+_SLOT = 256
+_COUNTERS = struct.Struct("<Qq")  # sign of life, step
+_PHASE = slice(16, 32)
+_PLACE = slice(32, 64)
+_INSTRUCTION = slice(64, 192)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a slot said when it was read; `step` is -1 before the first."""
+
+    beat: int
+    step: int
+    phase: str
+    place: str
+    instruction: str
+
+    def where(self) -> str:
+        """'in step 5 at F1.3', 'during capture'."""
+        text = f"in step {self.step}" if self.phase == "step" and self.step >= 0 else f"during {self.phase or 'start'}"
+        return f"{text} at {self.instruction}" if self.instruction else text
+
+
+class Slot:
+    """One rank's part of the board."""
+
+    def __init__(self, memory: mmap.mmap, rank: int) -> None:
+        start = _HEADER + rank * _SLOT
+        self._memory, self._start = memory, start
+        self._phase, self._place, self._instruction = (
+            slice(start + part.start, start + part.stop) for part in (_PHASE, _PLACE, _INSTRUCTION)
+        )
+        self._beat, self._step = _COUNTERS.unpack_from(memory, start)
+
+    def clear(self) -> None:
+        """As before the first job, but with the next sign of life, so that a reader sees the change."""
+        self._memory[self._start + _PHASE.start : self._start + _SLOT] = bytes(_SLOT - _PHASE.start)
+        self._step = -1
+        self.enter("start")
+        self.beat()
+
+    def beat(self) -> None:
+        self._beat += 1
+        _COUNTERS.pack_into(self._memory, self._start, self._beat, self._step)
+
+    def at_step(self, step: int) -> None:
+        self._step = step
+        self.beat()
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase: one of SILENCE_ALLOWED's."""
+        assert phase in SILENCE_ALLOWED, phase
+        self._memory[self._phase] = phase.encode().ljust(16, b"\0")
+        self.at("")
+
+    def at(self, instruction: str) -> None:
+        """The instruction that now begins. Called for each of them, so it must stay near a microsecond."""
+        self._memory[self._instruction] = instruction.encode()[:128].ljust(128, b"\0")
+
+    def sits_at(self, place: str) -> None:
+        """What this rank is in the plan, for messages: 'stage 1'."""
+        self._memory[self._place] = place.encode()[:32].ljust(32, b"\0")
+
+    def read(self) -> Sight:
+        beat, step = _COUNTERS.unpack_from(self._memory, self._start)
+        texts = (self._memory[part].rstrip(b"\0").decode(errors="replace") for part in
+                 (self._phase, self._place, self._instruction))  # fmt: skip
+        return Sight(beat, step, *texts)
+
+
+class Board:
+    """The whole board, in a file that several processes map or in the memory of one."""
+
+    def __init__(self, memory: mmap.mmap, num_slots: int) -> None:
+        self._memory = memory
+        self.slots = tuple(Slot(memory, rank) for rank in range(num_slots))
+
+    @classmethod
+    def create(cls, path: Path, num_slots: int) -> Board:
+        path.write_bytes(bytes(_HEADER + num_slots * _SLOT))
+        return cls.open(path, num_slots)
+
+    @classmethod
+    def open(cls, path: Path, num_slots: int) -> Board:
+        with path.open("r+b") as file:
+            return cls(mmap.mmap(file.fileno(), _HEADER + num_slots * _SLOT), num_slots)
+
+    @classmethod
+    def private(cls, num_slots: int) -> Board:
+        """A board that no other process sees."""
+        return cls(mmap.mmap(-1, _HEADER + num_slots * _SLOT), num_slots)
+
+    @property
+    def aborted(self) -> bool:
+        return self._memory[0] != 0
+
+    def abort(self) -> None:
+        """Tell every rank that the job is over."""
+        self._memory[0] = 1
+
+    def reset(self) -> None:
+        self._memory[0] = 0
+        for slot in self.slots:
+            slot.clear()
+
+
+class SilenceWatch:
+    """Notices when a counter that should move has not moved for as long as its phase allows."""
+
+    def __init__(self) -> None:
+        self._beat, self._since = -1, time.monotonic()
+
+    def silent_for(self, sight: Sight, *, stopped: bool = False) -> float | None:
+        """Seconds of silence, if they are more than the phase allows."""
+        now = time.monotonic()
+        if sight.beat != self._beat:
+            self._beat, self._since = sight.beat, now
+        allowed = SILENCE_ALLOWED.get(sight.phase, SILENCE_ALLOWED["start"])
+        allowed = min(allowed, SILENCE_ALLOWED_WHEN_STOPPED) if stopped else allowed
+        silence = now - self._since
+        return silence if silence > allowed else None

@@ -1,0 +1,161 @@
+"""A crew: ranks on this machine that stay and run one job after the other.
+
+It hosts the store and the board, watches the ranks while a job runs, and turns whatever goes wrong into one error. It
+knows nothing of training: a job is a function that every rank calls with its seat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from phalanx.launch.board import Board
+from phalanx.launch.processes import Processes
+from phalanx.launch.rank_main import Job
+from phalanx.launch.signals import Wish, wishes
+from phalanx.launch.watch import Watch
+
+_TICK_SECONDS = 0.2
+PRELOAD = ("torch", "phalanx.runtime.links", "phalanx.trainer")
+
+
+class Crew:
+    """`size` local ranks, started when the first job needs them. Use it in a `with` statement.
+
+    `device` is auto, cpu or cuda; `environment` adds variables to those of a rank, which has this process's.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        threads_per_rank: int | None = None,
+        device: str = "auto",
+        environment: Callable[[int], Mapping[str, str]] | None = None,
+        preload: tuple[str, ...] = PRELOAD,
+    ) -> None:
+        assert size >= 1, size
+        self.size, self._device, self._preload = size, device, preload
+        self._threads = threads_per_rank or max(1, _num_cores() // size)
+        self._environment = environment or (lambda rank: {})
+        self._generation = 0
+
+    def __enter__(self) -> Crew:
+        self._folder = Path(tempfile.mkdtemp(prefix="phalanx-crew-"))
+        self._board = Board.create(self._folder / "board", self.size)
+        self._processes = Processes(self._folder, self._preload)
+        self._store = _host_store()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._processes.close()
+        del self._store
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Rank → process, of those that run now."""
+        return {rank: process.pid for rank, process in self._processes.alive.items()}
+
+    def run(
+        self,
+        target: Callable[..., Any],
+        *arguments: Any,
+        world: int | None = None,
+        on_event: Callable[[str, Any], None] | None = None,
+    ) -> list[Any]:
+        """`target(seat, *arguments)` on the first `world` ranks; what each returned, by rank.
+
+        Ctrl-C and SIGTERM are passed on to the ranks once; if they leave because of it, so does this function, with
+        KeyboardInterrupt or SystemExit. A second Ctrl-C ends them at once.
+        """
+        world = self.size if world is None else world
+        assert 1 <= world <= self.size, (world, self.size)
+        if self._processes.broken:
+            self._processes.close()
+            self._processes = Processes(self._folder, self._preload)
+        try:
+            self._processes.start(world)
+            job = self._post(world, (target, arguments))
+            with wishes() as wish:
+                self._follow(job, Watch(self._processes, self._board, world), on_event, wish)
+            return [self._result(job, rank) for rank in range(world)]
+        except BaseException:
+            # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
+            self._processes.end()
+            raise
+
+    def _post(self, world: int, task: tuple[Any, ...]) -> Job:
+        self._generation += 1
+        self._board.reset()
+        here = dict(os.environ)
+        job = Job(
+            self._generation, world, self._device, self._folder, self.size, self._store.port, self._threads, here,
+            os.getcwd(), tuple(sys.path),
+        )  # fmt: skip
+        with job.task_file.open("wb") as file:
+            pickle.dump(task, file)
+        for rank, process in self._processes.alive.items():
+            if process.log is not None and process.log.exists():
+                os.truncate(process.log, 0)
+            if rank < world:
+                process.wire.send(dataclasses.replace(job, environment={**here, **self._environment(rank)}))
+        return job
+
+    def _follow(self, job: Job, watch: Watch, on_event: Callable[[str, Any], None] | None, wish: Wish) -> None:
+        """Returns when every rank is done, raises when the job is over in another way."""
+        forwarded = 0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._processes.control, selectors.EVENT_READ)
+            for rank in range(job.world):
+                selector.register(self._processes.alive[rank].wire, selectors.EVENT_READ, rank)
+            while not watch.over():
+                for key, _ in selector.select(_TICK_SECONDS):
+                    if key.data is not None and watch.hear(key.data, on_event):
+                        selector.unregister(key.fileobj)
+                watch.look()
+                if wish.signals and not forwarded:
+                    forwarded = wish.signals[0]
+                    self._processes.deliver(forwarded)
+                if len(wish.signals) > 1:
+                    raise _leaving(wish.signals[-1])
+        watch.conclude()
+
+    def _result(self, job: Job, rank: int) -> Any:
+        file = job.result_file(rank)
+        result = pickle.loads(file.read_bytes())
+        file.unlink()
+        job.task_file.unlink(missing_ok=True)
+        return result
+
+
+def _leaving(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _host_store() -> Any:
+    """A store that only this machine can reach."""
+    import torch.distributed as dist
+
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )  # fmt: skip

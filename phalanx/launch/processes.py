@@ -1,0 +1,133 @@
+"""Local rank processes: started from the fork server, spoken to over wires, signalled and ended.
+
+It knows nothing of jobs; crew.py does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import RankError
+from phalanx.launch.server import Deliver, Ended, Fork, Forked
+from phalanx.launch.wire import Wire
+
+_START_SECONDS = 120.0
+
+
+@dataclass
+class Process:
+    """One rank's process; `code` is None as long as it lives, then its exit code or minus the signal."""
+
+    rank: int
+    pid: int
+    wire: Wire
+    log: Path | None
+    code: int | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped by a signal (SIGSTOP) and can do nothing."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
+    def last_output(self, num_lines: int = 20) -> list[str]:
+        """What it wrote last, where that was not shown."""
+        if self.log is None or not self.log.exists():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - 16384))
+            return file.read().decode(errors="replace").splitlines()[-num_lines:]
+
+
+class Processes:
+    """The fork server and its children. Output of rank 0 is shown, that of the others kept in files of `folder`."""
+
+    def __init__(self, folder: Path, preload: tuple[str, ...]) -> None:
+        self.alive: dict[int, Process] = {}
+        self._folder = folder
+        ours, theirs = socket.socketpair()
+        self.control = Wire(ours)
+        code = f"from phalanx.launch.server import main; main({theirs.fileno()}, {preload!r})"
+        path = os.pathsep.join(part or os.getcwd() for part in sys.path)
+        # A session of its own keeps the terminal's Ctrl-C away from the ranks: who started them decides.
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        theirs.close()
+
+    @property
+    def broken(self) -> bool:
+        return self._server.poll() is not None
+
+    def start(self, num_ranks: int) -> None:
+        """Have ranks 0 … num_ranks-1."""
+        missing = [rank for rank in range(num_ranks) if rank not in self.alive]
+        ours: dict[int, Wire] = {}
+        for rank in missing:
+            end, theirs = socket.socketpair()
+            log = self._log(rank)
+            self.control.send(Fork(rank, str(log) if log else ""), (theirs.fileno(),))
+            theirs.close()
+            ours[rank] = Wire(end)
+        deadline = time.monotonic() + _START_SECONDS
+        while ours:
+            for message in self.control.take():
+                if isinstance(message, Forked):
+                    wire = ours.pop(message.rank)
+                    self.alive[message.rank] = Process(message.rank, message.pid, wire, self._log(message.rank))
+            if self.control.closed or time.monotonic() > deadline:
+                raise RankError("the process that starts ranks ended or does not answer", "its output is above")
+            if ours:
+                time.sleep(0.002)
+
+    def note_ended(self) -> None:
+        """Learn which ranks are gone; they stay in `alive` with their code until `end` is called."""
+        for message in self.control.take():
+            if isinstance(message, Ended):
+                for process in self.alive.values():
+                    if process.pid == message.pid:
+                        process.code = message.code
+
+    def deliver(self, number: int) -> None:
+        """Send a signal to every rank."""
+        for process in self.alive.values():
+            if process.code is None:
+                self.control.send(Deliver(process.pid, number))
+
+    def end(self) -> None:
+        """Kill every rank and wait until they are gone."""
+        deadline = time.monotonic() + 10.0
+        if not self.broken:
+            self.deliver(signal.SIGKILL)
+        while not self.broken and time.monotonic() < deadline:
+            self.note_ended()
+            if all(process.code is not None for process in self.alive.values()):
+                break
+            time.sleep(0.002)
+        for process in self.alive.values():
+            process.wire.close()
+        self.alive.clear()
+
+    def close(self) -> None:
+        """End the ranks and the server."""
+        if not self.broken:
+            self.end()
+        self.control.close()
+        try:
+            self._server.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+
+    def _log(self, rank: int) -> Path | None:
+        return self._folder / f"rank-{rank}.log" if rank else None

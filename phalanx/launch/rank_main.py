@@ -1,0 +1,152 @@
+"""The main function of a local rank: take a job, sit down, run it, report, wait for the next."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.launch.alarm import Alarm, heartbeat
+from phalanx.launch.board import Board
+from phalanx.launch.seat import Seat, local_device
+from phalanx.launch.wire import Wire
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks are asked to do. The function and its arguments are in a file, because they may be large."""
+
+    generation: int
+    world: int
+    device: str
+    folder: Path
+    num_slots: int
+    port: int  # of the store on this machine
+    threads: int
+    environment: Mapping[str, str]
+    directory: str
+    search_path: tuple[str, ...]  # for modules
+
+    @property
+    def task_file(self) -> Path:
+        return self.folder / f"task-{self.generation}.pickle"
+
+    def result_file(self, rank: int) -> Path:
+        return self.folder / f"result-{self.generation}-{rank}.pickle"
+
+
+@dataclass(frozen=True)
+class Event:
+    name: str
+    payload: Any
+
+
+@dataclass(frozen=True)
+class Done:
+    """The job is done here and the result is in its file."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """The job was left because a signal asked for it; `code` is an exit code, None for Ctrl-C."""
+
+    code: int | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """`error` is the exception where it is ours, `text` what happened in one line or more."""
+
+    error: PhalanxError | None
+    text: str
+    traceback: str
+
+
+def serve(rank: int, wire: Wire) -> None:
+    """Run jobs until the wire closes."""
+    faulthandler.enable()
+    while True:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            job: Job = wire.receive()
+        except (EOFError, ConnectionError):
+            return
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        wire.send(_outcome(job, rank, wire))
+
+
+def _outcome(job: Job, rank: int, wire: Wire) -> Done | Left | Failed:
+    try:
+        result = _run(job, rank, wire)
+        with job.result_file(rank).open("wb") as file:
+            pickle.dump(result, file)
+        return Done()
+    except KeyboardInterrupt:
+        return Left(None)
+    except SystemExit as leaving:
+        return Left(leaving.code if isinstance(leaving.code, int) else 1)
+    except BaseException as error:
+        return _failed(error)
+    finally:
+        for output in (sys.stdout, sys.stderr):
+            output.flush()
+
+
+def _run(job: Job, rank: int, wire: Wire) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    _adopt(job)
+    torch.set_num_threads(job.threads)
+    board, alarm = Board.open(job.folder / "board", job.num_slots), Alarm()
+    with heartbeat(board, board.slots[rank], alarm):
+        target, arguments = _task(job)
+        store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+        seat = Seat(
+            rank, job.world, local_rank=rank, node=0, device=local_device(job.device, rank),
+            store=dist.PrefixStore(f"job{job.generation}", store), generation=job.generation, board=board,
+            slot=board.slots[rank], alarm=alarm, on_event=lambda name, payload: wire.send(Event(name, payload)),
+        )  # fmt: skip
+        return target(seat, *arguments)
+
+
+def _adopt(job: Job) -> None:
+    """The environment, folder and module path of the process that asked, as they are now."""
+    for name in set(os.environ) - set(job.environment):
+        del os.environ[name]
+    os.environ.update(job.environment)
+    os.chdir(job.directory)
+    sys.path[:] = job.search_path
+
+
+def _task(job: Job) -> tuple[Any, tuple[Any, ...]]:
+    try:
+        with job.task_file.open("rb") as file:
+            return pickle.load(file)
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"a rank cannot find something it was given: {error}",
+            "ranks do not run the main script: put classes and functions they need into a module that it imports",
+        ) from error
+
+
+def _failed(error: BaseException) -> Failed:
+    ours = error if isinstance(error, PhalanxError) and _survives_pickling(error) else None
+    text = str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
+    return Failed(ours, text, traceback.format_exc())
+
+
+def _survives_pickling(error: PhalanxError) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,68 @@
+"""A seat: what a rank knows of its place among the others, and the ways it has to reach them.
+
+Whoever starts ranks hands out seats; nothing else in a rank reads the environment to find out where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.errors import ConfigError
+from phalanx.launch.alarm import Alarm
+from phalanx.launch.board import Board, Slot
+
+
+@dataclass(frozen=True)
+class Seat:
+    """`store` is a torch.distributed store whose keys are this job's alone (None when there is one rank)."""
+
+    rank: int
+    world: int
+    local_rank: int
+    node: int
+    device: str  # "cpu" or "cuda:<index>"
+    store: Any
+    generation: int
+    board: Board
+    slot: Slot
+    alarm: Alarm = field(default_factory=Alarm)
+    address: str = "127.0.0.1"  # where CPU links listen; "" leaves it to GLOO_SOCKET_IFNAME or the host's name
+    on_event: Callable[[str, Any], None] | None = None
+
+    @classmethod
+    def alone(cls, device: str = "cpu", on_event: Callable[[str, Any], None] | None = None) -> Seat:
+        """The only rank of a world of one, in this process."""
+        board = Board.private(1)
+        board.reset()
+        return cls(0, 1, 0, 0, device, None, 0, board, board.slots[0], on_event=on_event)
+
+    @property
+    def name(self) -> str:
+        """'rank 2 (stage 1)'."""
+        place = self.slot.read().place
+        return f"rank {self.rank} ({place})" if place else f"rank {self.rank}"
+
+    def emit(self, name: str, payload: Any = None) -> None:
+        """Hand an event to whoever started the job. Only rank 0 speaks for the job."""
+        assert self.rank == 0, "events come from rank 0"
+        if self.on_event is not None:
+            self.on_event(name, payload)
+
+
+def local_device(choice: str, local_rank: int) -> str:
+    """The device of a rank: 'cpu', or the GPU that its number on this machine points at (ranks may share one)."""
+    import torch
+
+    assert choice in ("auto", "cpu", "cuda"), choice
+    count = torch.cuda.device_count() if choice != "cpu" and torch.cuda.is_available() else 0
+    if count:
+        index = local_rank % count
+        torch.cuda.set_device(index)
+        return f"cuda:{index}"
+    if choice == "cuda":
+        raise ConfigError(
+            "option device = 'cuda', but no CUDA device can be used", "use device=cpu; phalanx env shows what there is"
+        )
+    return "cpu"

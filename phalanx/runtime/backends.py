@@ -1,0 +1,41 @@
+"""How a communicator of some ranks is made from a store, for CPU and for CUDA. Used by links.py only."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def make_gloo(store: Any, index: int, size: int, timeout: timedelta, address: str) -> Any:
+    """A gloo communicator that listens on `address`."""
+    if not address:
+        return dist.ProcessGroupGloo(store, index, size, timeout)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, index, size, options)
+
+
+def make_nccl(
+    store: Any, index: int, ranks: tuple[int, ...], name: str, timeout: timedelta, device: torch.device
+) -> Any:
+    """An NCCL communicator, connected."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout, options.global_ranks_in_group, options.group_name = timeout, list(ranks), name
+    with torch.cuda.device(device):
+        backend = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+        backend.eager_connect_single_device(device)  # else the first use connects, without a deadline
+    return backend
+
+
+def abort_nccl(backends: list[Any]) -> None:
+    """Give up everything these communicators have under way."""
+    if not backends:
+        return
+    backends[0]._group_start()  # one at a time, each would wait for the others' kernels
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()

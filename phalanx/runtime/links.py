@@ -1,0 +1,280 @@
+"""Links between ranks: groups for collectives and one-way channels for messages between neighbours.
+
+With backends.py the only place that touches torch.distributed. A group is made from (store, generation, ranks), never
+from process-wide defaults; everything is asynchronous and returns a Pending. Order is all that matches messages: there
+are no tags and no headers, so both sides must know the shapes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.launch.deadline import Late, within
+from phalanx.launch.seat import Seat
+from phalanx.runtime.backends import abort_nccl, make_gloo, make_nccl
+from phalanx.runtime.pending import LinkError, Pending, cause, is_lost_connection
+from phalanx.runtime.sockets import Sockets, open_sockets, opened_since, shut
+
+Direction = Literal["f", "b"]
+Flow = tuple[int, int, Direction]  # sender, receiver, direction
+
+
+@dataclass
+class Traffic:
+    """What went over the links in one kind of operation: bytes of the whole tensor, as the plan counts them."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Links:
+    """All links of one rank in one generation. Close them when all is done, abort them when something failed."""
+
+    def __init__(self, seat: Seat, *, timeout: float = 60.0) -> None:
+        self.seat, self.device, self.timeout = seat, torch.device(seat.device), timedelta(seconds=timeout)
+        self.traffic: dict[str, Traffic] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+        self._channels: dict[Flow, Channel] = {}
+        self._pending: set[Pending] = set()
+        self._sockets: Sockets = {}
+        self._lock = threading.Lock()
+        seat.alarm.listen(self._let_go)
+
+    def group(self, ranks: tuple[int, ...], purpose: str = "") -> Group:
+        """The group of these ranks, made on the first call, which all of them must make in the same order."""
+        assert self.seat.rank in ranks and len(set(ranks)) == len(ranks), ranks
+        key = (ranks, purpose)
+        if key not in self._groups:
+            backend = self._connect(ranks, f"group/{purpose}") if len(ranks) > 1 else None
+            self._groups[key] = Group(self, ranks, backend)
+        return self._groups[key]
+
+    def channel(self, peer: int, direction: Direction, way: Literal["out", "in"]) -> Channel:
+        """The channel that carries `direction` (forward or backward) tensors to or from a neighbour."""
+        rank = self.seat.rank
+        flow: Flow = (rank, peer, direction) if way == "out" else (peer, rank, direction)
+        if flow not in self._channels:
+            sender, receiver, _ = flow
+            backend = self._connect((sender, receiver), f"channel/{direction}")
+            self._channels[flow] = Channel(self, peer, way, backend)
+        return self._channels[flow]
+
+    def open_channels(self, flows: Iterable[Flow]) -> None:
+        """Open this rank's part of all the world's channels, in an order that cannot deadlock."""
+        for sender, receiver, direction in sorted(flows):
+            if sender == self.seat.rank:
+                self.channel(receiver, direction, "out")
+            elif receiver == self.seat.rank:
+                self.channel(sender, direction, "in")
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of messages sent to neighbours."""
+        return self.traffic["send"].bytes if "send" in self.traffic else 0
+
+    @property
+    def received_bytes(self) -> int:
+        return self.traffic["recv"].bytes if "recv" in self.traffic else 0
+
+    def close(self) -> None:
+        """Leave in good order. Everything that was started must have been awaited."""
+        assert not self._pending, f"{len(self._pending)} operations were never awaited"
+        self.seat.alarm.forget(self._let_go)
+        if self.device.type == "cuda":
+            for backend in self._backends():
+                backend.shutdown()
+        self._groups.clear()
+        self._channels.clear()
+
+    def abort(self) -> None:
+        """Leave at once. Buffers of unfinished operations must not be used again."""
+        self.seat.alarm.forget(self._let_go)
+        self._let_go()
+        time.sleep(0.05)  # operations that now fail still touch their group
+        for backend in self._backends():
+            # Destroying a group waits for its unfinished operations, for ever: it is never destroyed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+        for pending in self._pending:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
+
+    def __enter__(self) -> Links:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def start(
+        self, kind: str, call: Callable[[], Any], tensors: tuple[Tensor, ...], partners: str,
+        finish: Callable[[], None] | None = None,
+    ) -> Pending:  # fmt: skip
+        """Start an operation and count it; `tensors[0]` is the one whose bytes count."""
+        assert all(tensor.is_contiguous() for tensor in tensors), f"{kind} of a tensor that is not contiguous"
+        try:
+            work = call()
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            raise LinkError(f"{self.seat.name} lost the connection at {kind} {partners} ({cause(error)})") from error
+        traffic = self.traffic.setdefault(kind, Traffic())
+        traffic.calls += 1
+        traffic.bytes += tensors[0].nbytes
+        pending = Pending(
+            self.seat, work, tensors, timeout=self.timeout, subject=kind, partners=partners, finish=finish,
+            ended=self._pending.discard,
+        )  # fmt: skip
+        self._pending.add(pending)
+        return pending
+
+    def _connect(self, ranks: tuple[int, ...], purpose: str) -> Any:
+        """The communicator of these ranks. Made on another thread: a peer that dies meanwhile can block it for ever."""
+        name = f"{purpose}/{'-'.join(map(str, ranks))}"
+        store = dist.PrefixStore(f"generation{self.seat.generation}/{name}", self.seat.store)
+        index = ranks.index(self.seat.rank)
+
+        def make() -> Any:
+            if self.device.type == "cuda":
+                return make_nccl(store, index, ranks, name, self.timeout, self.device)
+            return make_gloo(store, index, len(ranks), self.timeout, self.seat.address)
+
+        before = open_sockets()
+        others = _named(rank for rank in ranks if rank != self.seat.rank)
+        try:
+            backend = within(self.timeout.total_seconds(), make, unless=lambda: self.seat.alarm.reason is not None)
+        except Late:
+            reason = self.seat.alarm.reason or f"no answer for {self.timeout.total_seconds():.0f} s"
+            raise LinkError(f"{self.seat.name} could not connect to {others}: {reason}") from None
+        except RuntimeError as error:
+            raise LinkError(f"{self.seat.name} could not connect to {others} ({cause(error)})") from error
+        with self._lock:
+            self._sockets |= opened_since(before)
+        if self.seat.alarm.reason is not None:
+            self._let_go()
+        return backend
+
+    def _backends(self) -> list[Any]:
+        ends = [*self._groups.values(), *self._channels.values()]
+        return [end.backend for end in ends if end.backend is not None]
+
+    def _let_go(self) -> None:
+        """Make every wait of this rank end, and those of its peers too. Any thread may call it."""
+        with self._lock:
+            shut(self._sockets)
+        if self.device.type == "cuda":
+            with suppress(Late, RuntimeError):
+                within(2.0, lambda: abort_nccl(self._backends()))
+
+
+class Group:
+    """Collectives over some ranks; with one rank they do what is left of them."""
+
+    def __init__(self, links: Links, ranks: tuple[int, ...], backend: Any) -> None:
+        self.ranks, self.backend = ranks, backend
+        self._links, self._partners = links, "with " + _named(rank for rank in ranks if rank != links.seat.rank)
+        self._scratch: list[Tensor] = []
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Pending:
+        """In place."""
+        if self.backend is None:
+            return self._nothing()
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        return self._start("all_reduce", lambda: self.backend.allreduce([tensor], options), (tensor,))
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Pending:
+        """`output` becomes this rank's part (by its index) of the sum of all `input`s."""
+        assert input.numel() == output.numel() * len(self.ranks), (output.shape, input.shape, self.ranks)
+        if self.backend is None:
+            output.view(-1).copy_(input.view(-1))
+            return self._nothing()
+        if output.is_cuda:
+            call = lambda: self.backend._reduce_scatter_base(output.view(-1), input.view(-1))  # noqa: E731
+            return self._start("reduce_scatter", call, (input, output))
+        return self._exchange_and_sum(output, input)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
+        """`output` becomes all `input`s one after the other."""
+        assert output.numel() == input.numel() * len(self.ranks), (output.shape, input.shape, self.ranks)
+        if self.backend is None:
+            output.view(-1).copy_(input.view(-1))
+            return self._nothing()
+        call = lambda: self.backend._allgather_base(output.view(-1), input.view(-1))  # noqa: E731
+        return self._start("all_gather", call, (output, input))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Pending:
+        """`root` is a rank of the world."""
+        if self.backend is None:
+            return self._nothing()
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.ranks.index(root), 0
+        return self._start("broadcast", lambda: self.backend.broadcast([tensor], options), (tensor,))
+
+    def barrier(self) -> Pending:
+        """Its wait returns, on the host, when every rank of the group has come here."""
+        if self.backend is None:
+            return self._nothing()
+        tensor = torch.zeros(1, device=self._links.device)
+        finish = torch.cuda.current_stream().synchronize if tensor.is_cuda else None
+        call = lambda: self.backend.allreduce([tensor], dist.AllreduceOptions())  # noqa: E731
+        return self._start("barrier", call, (tensor,), finish)
+
+    def _exchange_and_sum(self, output: Tensor, input: Tensor) -> Pending:
+        # gloo's own reduce_scatter copies its input on the calling thread and takes twice as long; and torch's sum
+        # adds half-precision numbers in full precision.
+        scratch = self._borrow(input)
+
+        def finish() -> None:
+            torch.sum(scratch.view(len(self.ranks), -1), 0, out=output.view(-1))
+            self._scratch.append(scratch)
+
+        call = lambda: self.backend.alltoall_base(scratch, input.view(-1), [], [])  # noqa: E731
+        return self._start("reduce_scatter", call, (input, output, scratch), finish)
+
+    def _borrow(self, like: Tensor) -> Tensor:
+        for place, tensor in enumerate(self._scratch):
+            if tensor.numel() == like.numel() and tensor.dtype == like.dtype:
+                return self._scratch.pop(place)
+        return torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+
+    def _start(
+        self, kind: str, call: Callable[[], Any], tensors: tuple[Tensor, ...], finish: Callable[[], None] | None = None
+    ) -> Pending:
+        return self._links.start(kind, call, tensors, self._partners, finish)
+
+    def _nothing(self) -> Pending:
+        links = self._links
+        return Pending(links.seat, None, (), timeout=links.timeout, subject="nothing", partners=self._partners)
+
+
+class Channel:
+    """Tensors to or from one neighbour, in order."""
+
+    def __init__(self, links: Links, peer: int, way: Literal["out", "in"], backend: Any) -> None:
+        self.peer, self.way, self.backend, self._links = peer, way, backend, links
+
+    def send(self, tensor: Tensor) -> Pending:
+        assert self.way == "out"
+        return self._links.start("send", lambda: self.backend.send([tensor], 1, 0), (tensor,), f"to rank {self.peer}")
+
+    def recv(self, tensor: Tensor) -> Pending:
+        assert self.way == "in"
+        return self._links.start("recv", lambda: self.backend.recv([tensor], 0, 0), (tensor,), f"from rank {self.peer}")
+
+
+def _named(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"

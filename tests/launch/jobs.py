@@ -1,0 +1,212 @@
+"""What ranks are asked to do in tests of launching and of links."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from phalanx.errors import ConfigError, RankError
+from phalanx.launch.seat import Seat
+from phalanx.runtime.links import Links
+
+LIGHT = ("phalanx.runtime.links",)  # what ranks of these tests need imported
+
+
+def describe(seat: Seat, *arguments: Any) -> tuple[Any, ...]:
+    return seat.rank, seat.world, seat.local_rank, seat.device, seat.generation, os.getpid(), arguments
+
+
+def environment(seat: Seat, name: str) -> tuple[str | None, str, int]:
+    return os.environ.get(name), os.getcwd(), torch.get_num_threads()
+
+
+def collectives(seat: Seat, dtype_name: str) -> dict[str, Any]:
+    dtype, rank, world = getattr(torch, dtype_name), seat.rank, seat.world
+    everyone = tuple(range(world))
+    with Links(seat, timeout=20) as links:
+        group = links.group(everyone)
+        total = torch.arange(6, dtype=dtype) + rank
+        most = torch.full((3,), float(rank), dtype=dtype)
+        part = torch.empty(5, dtype=dtype)
+        gathered = torch.empty(world, 4, dtype=dtype)
+        message = torch.full((7,), float(rank), dtype=dtype)
+        started = [
+            group.all_reduce(total),
+            group.all_reduce(most, "max"),
+            group.reduce_scatter(part, torch.arange(5 * world, dtype=dtype) * (rank + 1)),
+            group.all_gather(gathered, torch.full((4,), float(rank), dtype=dtype)),
+            group.broadcast(message, root=world - 1),
+            group.barrier(),
+        ]
+        for pending in started:
+            pending.wait()
+            assert pending.done()
+        traffic = {kind: (seen.calls, seen.bytes) for kind, seen in links.traffic.items()}
+    found = {"total": total, "most": most, "part": part, "gathered": gathered, "message": message}
+    return {"traffic": traffic, **{name: tensor.double().tolist() for name, tensor in found.items()}}
+
+
+def sub_groups(seat: Seat) -> tuple[float, float, bool]:
+    """Pairs of neighbours and every other rank of four; the same ranks for another purpose are another group."""
+    with Links(seat, timeout=20) as links:
+        pair = (seat.rank // 2 * 2, seat.rank // 2 * 2 + 1)
+        across = (seat.rank % 2, seat.rank % 2 + 2)
+        one, two = torch.tensor([float(seat.rank)]), torch.tensor([float(seat.rank)])
+        links.group(pair).all_reduce(one).wait()
+        links.group(across).all_reduce(two).wait()
+        same = links.group(pair) is links.group(pair) and links.group(pair) is not links.group(pair, "other")
+    return one.item(), two.item(), same
+
+
+def alone_in_a_group(seat: Seat) -> tuple[list[float], list[float], list[float]]:
+    with Links(seat, timeout=20) as links:
+        group = links.group((seat.rank,))
+        same, part, whole = torch.ones(2), torch.empty(2), torch.empty(2)
+        for pending in (
+            group.all_reduce(same), group.reduce_scatter(part, same * 2), group.all_gather(whole, same * 3),
+            group.broadcast(same, seat.rank), group.barrier(),
+        ):  # fmt: skip
+            assert pending.done()
+            pending.wait()
+        assert links.traffic == {}
+    return same.tolist(), part.tolist(), whole.tolist()
+
+
+def relay(seat: Seat, count: int) -> tuple[list[float], int, int]:
+    """Forward messages run down the line and backward ones up, all posted before any is awaited."""
+    rank, last = seat.rank, seat.world - 1
+    line = [(left, left + 1) for left in range(last)]
+    with Links(seat, timeout=20) as links:
+        links.open_channels([(a, b, "f") for a, b in line] + [(b, a, "b") for a, b in line])
+        came = [torch.empty(3) for _ in range(2 * count)]
+        started = []
+        for number in range(count):
+            value = torch.full((3,), 100.0 * rank + number)
+            if rank < last:
+                started.append(links.channel(rank + 1, "f", "out").send(value))
+                started.append(links.channel(rank + 1, "b", "in").recv(came[number]))
+            if rank > 0:
+                started.append(links.channel(rank - 1, "f", "in").recv(came[count + number]))
+                started.append(links.channel(rank - 1, "b", "out").send(value))
+        for pending in started:
+            pending.wait("a message")
+        sent, received = links.sent_bytes, links.received_bytes
+    backward = came[:count] if rank < last else []
+    forward = came[count:] if rank > 0 else []
+    return [tensor[0].item() for tensor in backward + forward], sent, received
+
+
+def wait_too_long(seat: Seat) -> None:
+    seat.slot.sits_at(f"stage {seat.rank}")
+    with Links(seat, timeout=1.0) as links:
+        seat.slot.enter("step")
+        seat.slot.at_step(7)
+        if seat.rank == 1:
+            channel = links.channel(0, "f", "in")
+            seat.slot.at("RF1.3<0")
+            channel.recv(torch.empty(4)).wait("RF1.3")
+        links.channel(1, "f", "out")
+        seat.slot.at("F0.3")
+        time.sleep(30)
+
+
+def never_connected(seat: Seat) -> None:
+    if seat.rank == 0:
+        Links(seat, timeout=1.0).group((0, 1))
+    time.sleep(30)
+
+
+def not_contiguous(seat: Seat) -> None:
+    with Links(seat, timeout=5.0) as links:
+        links.group((0, 1)).all_reduce(torch.zeros(4, 4).T)
+
+
+def left_unawaited(seat: Seat) -> None:
+    with Links(seat, timeout=5.0) as links:
+        links.group((0, 1)).all_reduce(torch.zeros(4))
+
+
+def forever(seat: Seat, folder: str, how: str) -> None:
+    """Steps in lockstep until something happens; says in `folder` that it is on its way."""
+    seat.slot.sits_at(f"stage {seat.rank}")
+    others = tuple(range(seat.world))
+    with Links(seat, timeout=60) as links:
+        group = links.group(others)
+        left, right = (seat.rank - 1) % seat.world, (seat.rank + 1) % seat.world
+        links.open_channels([(rank, (rank + 1) % seat.world, "f") for rank in others])
+        seat.slot.enter("step")
+        for step in range(1_000_000):
+            seat.slot.at_step(step)
+            seat.slot.at(f"F{seat.rank}.{step % 8}")
+            if step == 3:
+                open(os.path.join(folder, f"rank-{seat.rank}"), "w").close()
+            if how == "collective":
+                group.all_reduce(torch.ones(1000)).wait("NORM")
+            else:
+                sent = links.channel(right, "f", "out").send(torch.ones(1000))
+                links.channel(left, "f", "in").recv(torch.empty(1000)).wait("RF")
+                sent.wait()
+
+
+def one_raises(seat: Seat, culprit: int) -> None:
+    seat.slot.sits_at(f"stage {seat.rank}")
+    with Links(seat, timeout=60) as links:
+        group = links.group(tuple(range(seat.world)))
+        seat.slot.enter("step")
+        seat.slot.at_step(2)
+        if seat.rank == culprit:
+            print("about to divide", file=sys.stderr)
+            seat.slot.at("B1.2")
+            _ = 1 // 0
+        group.all_reduce(torch.ones(10)).wait("R1.2/3")
+
+
+def misconfigured(seat: Seat, culprits: tuple[int, ...]) -> None:
+    if seat.rank in culprits:
+        raise ConfigError("option lr = -1 is negative", "use a positive number")
+    with Links(seat, timeout=60) as links:
+        links.group((0, 1))
+
+
+def leaves_by_exit(seat: Seat) -> None:
+    if seat.rank == 1:
+        os._exit(7)
+    time.sleep(30)
+
+
+def unpicklable(seat: Seat) -> Any:
+    return lambda: None
+
+
+def emits(seat: Seat, count: int) -> None:
+    for number in range(count if seat.rank == 0 else 0):
+        seat.emit("step", {"number": number, "payload": b"x" * 100_000})
+
+
+def waits_for_signal(seat: Seat, folder: str, code: int) -> str:
+    """Stops as a trainer does: notes the signal, then leaves or returns."""
+    came = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: came.append(number))
+    open(os.path.join(folder, f"rank-{seat.rank}"), "w").close()
+    while not came:
+        time.sleep(0.01)
+    if code == 0:
+        return signal.Signals(came[0]).name
+    raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(code)
+
+
+def ignores_signals(seat: Seat, folder: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    open(os.path.join(folder, f"rank-{seat.rank}"), "w").close()
+    time.sleep(60)
+
+
+def rank_error(seat: Seat) -> None:
+    raise RankError(f"rank {seat.rank} gave up")
