@@ -1,0 +1,166 @@
+"""`phalanx program`: what a plan makes every rank do, when, and what it costs; predicted, and beside it measured.
+
+A zoo model needs neither torch nor a device: its facts are shipped, and durations follow from an assumed device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli.inspect import DTYPES, TOKENS, choose_dims, find_facts
+from phalanx.errors import ConfigError, PlanError, nearest
+
+if TYPE_CHECKING:
+    from phalanx.model.facts.facts import ModelFacts
+    from phalanx.plan.complete import Completed
+    from phalanx.program.from_facts import Device
+    from phalanx.program.instructions import Program
+    from phalanx.program.timeline import Timeline
+
+
+def register(app: typer.Typer) -> None:
+    app.command("program")(program)
+
+
+def program(
+    model: Annotated[str, typer.Option(help="zoo name, HuggingFace folder or cached hub id")],
+    plan: Annotated[
+        str, typer.Option(help="for example pp=4,mb=8,schedule=zb-h1; what it leaves open is decided")
+    ] = "",
+    ranks: Annotated[int | None, typer.Option(min=1, help="ranks there are (default: what the plan needs)")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="samples of the global batch")] = 8,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"tokens per sample (default: {TOKENS}, or as many as the model takes)")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
+    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="precision of training")] = DTYPES[0],
+    tiny: Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")] = False,
+    device_flops: Annotated[
+        float | None, typer.Option(help="FLOP/s that a device is assumed to reach (default: 1e14)")
+    ] = None,
+    link_bytes: Annotated[
+        float | None, typer.Option(help="bytes/s that a link between ranks is assumed to carry (default: 2.5e10)")
+    ] = None,
+    lowered: Annotated[bool, typer.Option("--lowered", help="print the lowered programs, and nothing else")] = False,
+    svg: Annotated[Path | None, typer.Option(help="draw the step to this SVG file")] = None,
+    png: Annotated[Path | None, typer.Option(help="draw the step to this PNG file (needs matplotlib)")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write the step as a Chrome/Perfetto trace")] = None,
+    measured: Annotated[Path | None, typer.Option(help="lay the timeline that a run wrote beside it")] = None,
+) -> None:
+    """Show what a plan makes every rank do: stages, instructions over time, bubble and memory."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    device = _device(device_flops, link_bytes)
+    facts = find_facts(model, task, dtype, tiny, live=False)
+    prediction = predict(facts, plan, ranks, batch, choose_dims(facts, batch, tokens), device)
+    if lowered:
+        typer.echo("\n".join(_lowered(prediction.programs)))
+        return
+    timelines = {"predicted": prediction.timeline}
+    if measured:
+        timelines["measured"] = _read(measured, prediction.completed.plan.world)
+    from phalanx.cli.program_report import print_report
+
+    print_report(facts, prediction, timelines, sys.stdout.isatty())
+    _write(timelines, svg=svg, png=png, trace=trace)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is known of a plan before it runs. `dims` are those of one micro-batch, the largest."""
+
+    completed: Completed
+    dims: dict[str, int]
+    device: Device
+    block_seconds: tuple[float, ...]  # forward
+    programs: tuple[Program, ...]
+    timeline: Timeline
+
+
+def predict(
+    facts: ModelFacts, plan: str, ranks: int | None, batch: int, dims: dict[str, int], device: Device
+) -> Prediction:
+    """Completes the plan, lowers it, checks the programs and simulates a step of a batch of `dims`."""
+    from phalanx.plan.complete import complete
+    from phalanx.program.check import check
+    from phalanx.program.from_facts import block_seconds, costs_of_facts, shape_of_facts
+    from phalanx.program.lower import lower
+    from phalanx.program.simulate import simulate
+
+    # Only the proportions matter for balancing, and they hardly depend on how many samples are in a micro-batch.
+    seconds = block_seconds(facts, dims, device)
+    completed = complete(plan, world=ranks, batch_size=batch, costs=seconds)
+    chosen, shape = completed.plan, shape_of_facts(facts)
+    part = dims | {"batch": -(-batch // (chosen.dp * chosen.mb))}
+    programs = lower(chosen, shape)
+    check(chosen, shape, programs)
+    timeline = simulate(chosen, shape, programs, costs_of_facts(facts, chosen, part, device))
+    return Prediction(completed, part, device, seconds, programs, timeline)
+
+
+def _device(flops: float | None, link_bytes: float | None) -> Device:
+    from phalanx.program.costs import Link
+    from phalanx.program.from_facts import Device
+
+    default = Device()
+    for name, value in (("device-flops", flops), ("link-bytes", link_bytes)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"option {name} = {value} is not a speed", "give a number above 0, for example 1e14")
+    link = Link(default.link.latency_s, link_bytes) if link_bytes else default.link
+    return Device(flops or default.flops_per_s, default.memory_bytes_per_s, link)
+
+
+def _lowered(programs: Sequence[Program]) -> list[str]:
+    from phalanx.program.instructions import to_text
+
+    return [f"rank {rank}: {to_text(instructions)}" for rank, instructions in enumerate(programs)]
+
+
+def _read(path: Path, world: int) -> Timeline:
+    from phalanx.program.timeline import Timeline
+
+    try:
+        timeline = Timeline.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"option measured = '{path}' cannot be read: {error.strerror}", "name the timeline that a run wrote"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"option measured = '{path}' is not text", "name the timeline that a run wrote") from error
+    except PlanError as error:
+        raise ConfigError(f"option measured = '{path}' is {error.message}", error.hint) from error
+    if timeline.ranks != tuple(range(world)):
+        raise ConfigError(
+            f"option measured = '{path}' is of {len(timeline.ranks)} ranks, and the plan has {world}",
+            "give the plan that was measured",
+        )
+    return timeline
+
+
+def _write(timelines: Mapping[str, Timeline], **paths: Path | None) -> None:
+    from phalanx.observe.chrome import chrome_trace
+    from phalanx.observe.program_png import write_png
+    from phalanx.observe.program_svg import svg
+
+    writers = {
+        "svg": lambda path: path.write_text(svg(timelines), encoding="utf-8"),
+        "png": lambda path: write_png(timelines, path),
+        "trace": lambda path: path.write_text(chrome_trace(timelines), encoding="utf-8"),
+    }
+    for option, path in paths.items():
+        if path is None:
+            continue
+        try:
+            writers[option](path)
+        except OSError as error:
+            raise ConfigError(
+                f"option {option} = '{path}' cannot be written: {error.strerror}",
+                "name a file in a folder that exists and may be written to",
+            ) from error
+        typer.echo(f"{option} written to {path}")

@@ -1,0 +1,103 @@
+"""What the simulator must know of a model and its devices: seconds, bytes and links, as plain numbers.
+
+Where the numbers come from is not known here: `from_facts.py` derives them from a model and an assumed device,
+measurements fill in the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from phalanx.program.instructions import Op
+from phalanx.program.shape import ModelShape
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects ranks. The default is a link that costs nothing."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = inf
+
+    def send(self, size: float) -> float:
+        return self.latency_s + size / self.bytes_per_s
+
+    def gather(self, size: float, num_ranks: int) -> float:
+        """All ranks of a ring end up with all of `size` bytes, of which each had an equal part (or scatter-reduced)."""
+        return (num_ranks - 1) * self.send(size / num_ranks)
+
+    def reduce(self, size: float, num_ranks: int) -> float:
+        """All ranks of a ring end up with the sum of everyone's `size` bytes: each part is reduced, then gathered."""
+        return 2 * self.gather(size, num_ranks)
+
+
+@dataclass(frozen=True)
+class BucketCosts:
+    """One bucket of parameters as a whole; ranks that shard it hold, or work on, their part of it."""
+
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one micro-batch, per block, and of parameters, per bucket.
+
+    backward: gradients of inputs, with the recomputation of the forward where the plan recomputes; weight: gradients
+    of weights.
+    cut_bytes: what crosses to the next block; its gradients on the way back are as large.
+    saved_bytes: kept from a block's forward to the end of its backward.
+    rebuilt_bytes: what recomputation brings back while a block's backward runs.
+    links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    cut_bytes: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    rebuilt_bytes: tuple[int, ...]
+    buckets: tuple[BucketCosts, ...]
+    message_link: Link = Link()
+    group_link: Link = Link()
+    links: Mapping[Ranks, Link] = field(default_factory=dict[Ranks, Link])
+
+    def seconds(self, op: Op, block: int) -> float:
+        """How long a computation takes."""
+        match op:
+            case Op.F:
+                return self.forward[block]
+            case Op.B:
+                return self.backward[block]
+            case Op.W:
+                return self.weight[block]
+            case _:
+                assert op == Op.BW, f"{op} is not a computation"
+                return self.backward[block] + self.weight[block]
+
+    def message(self, source: int, target: int) -> Link:
+        return self.links.get((source, target), self.message_link)
+
+    def group(self, ranks: Ranks) -> Link:
+        return self.links.get(ranks, self.group_link)
+
+
+def uniform(shape: ModelShape, f: float = 1.0, b: float = 1.0, w: float = 1.0, send: float = 0.0) -> Costs:
+    """Every block takes f, b and w, every message `send`, and everything else nothing; each block saves one byte."""
+    n = shape.num_blocks
+    return Costs(
+        forward=(f,) * n,
+        backward=(b,) * n,
+        weight=(w,) * n,
+        cut_bytes=(0,) * n,
+        saved_bytes=(1,) * n,
+        rebuilt_bytes=(0,) * n,
+        buckets=(BucketCosts(),) * shape.num_buckets,
+        message_link=Link(latency_s=send),
+    )

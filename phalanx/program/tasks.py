@@ -1,0 +1,186 @@
+"""Lowered programs as a graph of tasks: what takes time, and what each task waits for.
+
+A rank issues its program in order and computes one thing at a time. Messages and collectives are issued where they
+stand, once the computation before them has ended, and then run beside the computation, in the order of issue on their
+channel (two ranks, one direction) or group. Programs must have passed `check.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.plan.mesh import Mesh
+from phalanx.plan.plan import Plan
+from phalanx.program import timeline
+from phalanx.program.costs import Costs, Ranks
+from phalanx.program.groups import groups_of
+from phalanx.program.holders import buckets_of
+from phalanx.program.instructions import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Op, Program
+from phalanx.program.shape import ModelShape
+
+SCALAR_BYTES = 8
+_NUM_SCALARS = {Op.COUNT: 1, Op.NORM: 3}  # the number of items; loss, squared norm, finiteness
+
+
+@dataclass
+class Task:
+    """Something that occupies a resource on one or several ranks. `places` are (rank, position in its program)."""
+
+    resource: str
+    places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    needs: list[int] = field(default_factory=list[int])  # the first of those that end last is what it waited for
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that the programs are about. `rendezvous`: a message waits until its receiver has asked for it."""
+
+    plan: Plan
+    shape: ModelShape
+    costs: Costs
+    rendezvous: bool
+
+
+class Tasks:
+    """The tasks of all ranks. One that several ranks take part in is found again under its key."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self._places: dict[Hashable, int] = {}
+
+    def add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def joint(self, resource: str, turn: int) -> int:
+        """The task whose turn it is on a channel or group, after the one of the turn before."""
+        if (resource, turn) not in self._places:
+            needs = [self.joint(resource, turn - 1)] if turn else []
+            self._places[resource, turn] = self.add(Task(resource, needs=needs))
+        return self._places[resource, turn]
+
+
+def tasks_of(setting: Setting, programs: Sequence[Program]) -> list[Task]:
+    tasks = Tasks()
+    for rank, program in enumerate(programs):
+        issuer = _Issuer(setting, tasks, rank)
+        for position, instruction in enumerate(program):
+            issuer.issue(position, instruction)
+    return tasks.tasks
+
+
+class _Issuer:
+    """Issues one rank's program: remembers which task brings what a later instruction waits for."""
+
+    def __init__(self, setting: Setting, tasks: Tasks, rank: int) -> None:
+        self.setting, self.tasks, self.rank = setting, tasks, rank
+        self.mesh = Mesh.of(setting.plan)
+        self.computed: list[int] = []  # the last computation
+        self.received: dict[tuple[Op, int | None, int | None], int] = {}
+        self.gathered: dict[int, int] = {}
+        self.reduced: dict[int | None, int] = {}
+        self.ended: list[int] = []  # what the optimizer waits for
+        self.counted: list[int] = []
+        self.turns: dict[str, int] = {}
+
+    def issue(self, position: int, instruction: Instruction) -> None:
+        op = instruction.op
+        if op in SENDS or op in RECEIVES:
+            self._message(position, instruction)
+        elif op in COLLECTIVES:
+            self._collective(position, instruction)
+        elif op in COMPUTE:
+            self._local(position, self._inputs(instruction), self._seconds(instruction))
+        elif op == Op.STEP:
+            self._local(position, self.ended, self._step_seconds())
+        else:
+            assert op == Op.FREE, f"{op} is not in a lowered program"
+            self._local(position, [], 0.0)
+
+    def _local(self, position: int, needs: list[int], seconds: float) -> None:
+        task = Task(timeline.COMPUTE, [(self.rank, position)], [*self.computed, *needs], seconds)
+        self.computed = [self.tasks.add(task)]
+
+    def _seconds(self, instruction: Instruction) -> float:
+        assert instruction.block is not None, f"{instruction} is not lowered"
+        return self.setting.costs.seconds(instruction.op, instruction.block)
+
+    def _inputs(self, instruction: Instruction) -> list[int]:
+        message = Op.RECV_F if instruction.op == Op.F else Op.RECV_B
+        place = (message, instruction.stage, instruction.micro_batch)
+        needs = [self.received[place]] if place in self.received and instruction.op != Op.W else []
+        block, shape = instruction.block, self.setting.shape
+        assert block is not None, f"{instruction} is not lowered"
+        needs += [self.gathered[bucket] for bucket in shape.buckets(block) if bucket in self.gathered]
+        is_loss = block == shape.num_blocks - 1
+        return [*needs, *self.counted] if is_loss else needs
+
+    def _step_seconds(self) -> float:
+        plan, shape, costs = self.setting.plan, self.setting.shape, self.setting.costs
+        pp_index, _ = self.mesh.coordinates(self.rank)
+        trained = [bucket for bucket in buckets_of(plan, shape, pp_index) if shape.trained[bucket]]
+        return sum(costs.buckets[bucket].step_seconds for bucket in trained) / plan.shards
+
+    def _message(self, position: int, instruction: Instruction) -> None:
+        op, peer, costs = instruction.op, instruction.peer, self.setting.costs
+        assert peer is not None, f"{instruction} has no peer"
+        source, target = (self.rank, peer) if op in SENDS else (peer, self.rank)
+        direction = "F" if op in (Op.SEND_F, Op.RECV_F) else "B"
+        place = self._joint(f"{source}→{target} {direction}", position)
+        task = self.tasks.tasks[place]
+        task.seconds = costs.message(source, target).send(message_bytes(self.setting.plan, costs, instruction))
+        if op in SENDS or self.setting.rendezvous:
+            task.needs += self.computed
+        if op in RECEIVES:
+            self.received[op, instruction.stage, instruction.micro_batch] = place
+
+    def _collective(self, position: int, instruction: Instruction) -> None:
+        op, bucket = instruction.op, instruction.block
+        needs = self.computed + (self.ended if op == Op.NORM else [])
+        needs += [self.reduced[bucket]] if op == Op.TIE and bucket in self.reduced else []
+        # A rank alone is its own group: nothing is sent, but the instruction has its place in the timeline.
+        for ranks in groups_of(self.setting.plan, self.setting.shape, self.rank, instruction) or ((self.rank,),):
+            place = self._joint("ranks " + ",".join(map(str, ranks)), position)
+            task = self.tasks.tasks[place]
+            task.seconds = self._collective_seconds(instruction, ranks)
+            task.needs += needs
+            needs = [place]
+        (place,) = needs
+        if op == Op.GATHER:
+            assert bucket is not None
+            self.gathered[bucket] = place
+        elif op == Op.COUNT:
+            self.counted = [place]
+        elif op == Op.REDUCE:
+            self.reduced[bucket] = place
+        if op != Op.GATHER:
+            self.ended.append(place)
+
+    def _collective_seconds(self, instruction: Instruction, ranks: Ranks) -> float:
+        plan, op, link, num_ranks = self.setting.plan, instruction.op, self.setting.costs.group(ranks), len(ranks)
+        if op in _NUM_SCALARS:
+            return link.reduce(_NUM_SCALARS[op] * SCALAR_BYTES, num_ranks)
+        assert instruction.block is not None
+        bucket = self.setting.costs.buckets[instruction.block]
+        if op in (Op.GATHER, Op.SHARE):
+            return link.gather(bucket.weight_bytes, num_ranks)
+        if op == Op.REDUCE and plan.zero and ranks == self.mesh.zero_group(self.rank):
+            return link.gather(bucket.gradient_bytes, num_ranks)
+        return link.reduce(bucket.gradient_bytes / plan.shards, num_ranks)
+
+    def _joint(self, resource: str, position: int) -> int:
+        turn = self.turns.get(resource, 0)
+        self.turns[resource] = turn + 1
+        place = self.tasks.joint(resource, turn)
+        self.tasks.tasks[place].places.append((self.rank, position))
+        return place
+
+
+def message_bytes(plan: Plan, costs: Costs, instruction: Instruction) -> int:
+    """The size of a message: what crosses the cut before or after its stage."""
+    stage = instruction.stage
+    assert stage is not None
+    before = stage if instruction.op in (Op.SEND_F, Op.RECV_B) else stage - 1
+    return costs.cut_bytes[plan.stage_blocks(before)[-1]]

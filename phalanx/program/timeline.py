@@ -1,0 +1,145 @@
+"""When every instruction of a step ran, on every rank: predicted by `simulate.py`, or measured by a run.
+
+Both have the same form, so that they can be drawn, compared and stored by the same code. A timeline only knows times;
+drawing it is the business of `observe/`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from phalanx.errors import PlanError
+from phalanx.program.instructions import Instruction, from_text
+
+COMPUTE = "compute"  # the resource on which a rank computes; every other resource carries communication
+_FORMAT = "phalanx timeline 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One instruction on one rank, in seconds. A message is an event at both ends, a collective at every member.
+
+    cause: the place in `Timeline.events` of what this event waited for last; None where nothing held it up, and in
+    measured timelines.
+    """
+
+    rank: int
+    instruction: Instruction
+    start: float
+    end: float
+    resource: str = COMPUTE
+    cause: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step. `events` are in the order of the ranks, and of each rank's program.
+
+    memory: for each rank the bytes held at its peak by what holds them ("weights", "activations", …); a measured run,
+    which knows only the sum, has one entry. Empty: not known.
+    """
+
+    events: tuple[Event, ...]
+    memory: tuple[Mapping[str, int], ...] = ()
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({event.rank for event in self.events}))
+
+    @cached_property
+    def begin(self) -> float:
+        return min((event.start for event in self.events), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        return max((event.end for event in self.events), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the first event of any rank to the end of the last, communication and optimizer included."""
+        return self.end - self.begin
+
+    def busy(self, rank: int) -> float:
+        """Seconds in which the rank computes: forward, backward and optimizer."""
+        return self._busy.get(rank, 0.0)
+
+    @cached_property
+    def _busy(self) -> dict[int, float]:
+        busy: dict[int, float] = {}
+        for event in self.events:
+            if event.resource == COMPUTE:
+                busy[event.rank] = busy.get(event.rank, 0.0) + event.seconds
+        return busy
+
+    def bubble(self, rank: int) -> float:
+        """The share of the makespan in which the rank does not compute: 1 - busy / makespan.
+
+        It counts idle time before the rank's first and after its last instruction too. With p equal stages, m
+        micro-batches, free communication and a free optimizer it is (p - 1) / (m + p - 1) for GPipe and 1F1B.
+        """
+        return 1 - self.busy(rank) / self.makespan if self.makespan else 0.0
+
+    @property
+    def mean_bubble(self) -> float:
+        """The share of all ranks' time in which nothing is computed."""
+        return sum(map(self.bubble, self.ranks)) / len(self.ranks) if self.ranks else 0.0
+
+    def peak_memory(self, rank: int) -> int | None:
+        """Bytes at the rank's peak; None when the timeline does not know."""
+        return sum(self.memory[rank].values()) if self.memory else None
+
+    def critical_path(self) -> list[Event]:
+        """The events that the last one waited for, one after the other, from the begin of the step to its end.
+
+        Making any of them shorter makes the step shorter unless another path is as long. A measured timeline does not
+        know what waited for what: its path is the last event alone.
+        """
+        path: list[Event] = []
+        place = max(range(len(self.events)), key=lambda i: self.events[i].end, default=None)
+        while place is not None:
+            path.append(self.events[place])
+            place = self.events[place].cause
+        return path[::-1]
+
+    def to_json(self) -> str:
+        """One line per event, so that two of them can be compared with ordinary tools."""
+        rows = [json.dumps(_write_event(event)) for event in self.events]
+        memory = json.dumps([dict(held) for held in self.memory])
+        return f'{{"format": "{_FORMAT}", "memory": {memory}, "events": [\n' + ",\n".join(rows) + "\n]}\n"
+
+    @staticmethod
+    def from_json(text: str) -> Timeline:
+        """Reads what `to_json` wrote; the error says what is not as expected."""
+        try:
+            data: Any = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise ValueError(f"its format is {data['format']!r}")
+            events = tuple(_read_event(row, len(data["events"])) for row in data["events"])
+            memory = tuple({str(name): int(size) for name, size in held.items()} for held in data["memory"])
+            if memory and any(event.rank >= len(memory) for event in events):
+                raise ValueError(f"its memory ends at rank {len(memory) - 1}")
+        except (ValueError, TypeError, LookupError, AttributeError, PlanError) as error:
+            reason = error.message if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
+            raise PlanError(f"not a timeline: {reason}", f"a run writes one that begins with {_FORMAT!r}") from error
+        return Timeline(events, memory)
+
+
+def _write_event(event: Event) -> list[Any]:
+    cause = [] if event.cause is None else [event.cause]
+    return [event.rank, str(event.instruction), event.resource, event.start, event.end, *cause]
+
+
+def _read_event(row: list[Any], num_events: int) -> Event:
+    rank, text, resource, start, end, *cause = row
+    (instruction,) = from_text(text)
+    if cause and not 0 <= cause[0] < num_events:
+        raise ValueError(f"{text} of rank {rank} waits for event {cause[0]}, and there are {num_events}")
+    return Event(int(rank), instruction, float(start), float(end), str(resource), int(cause[0]) if cause else None)
