@@ -1,12 +1,23 @@
-"""From a plan to the program of each rank. Pure: the same plan always gives the same program."""
+"""From a plan to the short view of its program. Pure: the same plan always gives the same program."""
 
 from __future__ import annotations
 
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Instruction, Op, Program
-from phalanx.program.schedules import SCHEDULES
+from phalanx.program.schedules import ORDERS, SCHEDULES
 
 
 def expand(plan: Plan) -> Program:
     """The instructions of one training step on the only rank."""
     return (*SCHEDULES[plan.schedule](plan.mb), Instruction(Op.STEP))
+
+
+def schedule_of(plan: Plan) -> tuple[Program, ...]:
+    """The order of forward and backward on each rank of the pipeline, without messages and collectives."""
+    return ORDERS[plan.schedule](plan.pp, plan.v, plan.mb)
+
+
+def forwards_of(plan: Plan, num_micro_batches: int) -> tuple[Program, ...]:
+    """The same order when nothing but the forward is wanted: forwards wait for forwards only, so it can run as well."""
+    orders = ORDERS[plan.schedule](plan.pp, plan.v, num_micro_batches)
+    return tuple(tuple(instruction for instruction in order if instruction.op is Op.F) for order in orders)

@@ -1,12 +1,35 @@
-"""The orders in which a stage may run its micro-batches; each is one short file."""
+"""The orders in which the ranks of a pipeline may run their stages and micro-batches; each is one short file.
+
+A schedule is a pure function (pp, v, number of micro-batches) → one program in the short view per rank of the pipeline.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from phalanx.program.instructions import Program
 from phalanx.program.schedules.gpipe import gpipe
+from phalanx.program.schedules.interleaved import interleaved
 from phalanx.program.schedules.one_f_one_b import one_f_one_b
-from phalanx.program.schedules.zero_bubble import zero_bubble
+from phalanx.program.schedules.zb_h1 import zb_h1
+from phalanx.program.schedules.zb_v import zb_v
 
-SCHEDULES: dict[str, Callable[[int], Program]] = {"1f1b": one_f_one_b, "gpipe": gpipe, "zb-h1": zero_bubble}
+Schedule = Callable[[int, int, int], tuple[Program, ...]]
+
+ORDERS: dict[str, Schedule] = {
+    "1f1b": one_f_one_b,
+    "gpipe": gpipe,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
+}
+
+
+def _on_one_rank(schedule: Schedule, num_micro_batches: int) -> Program:
+    return schedule(1, 1, num_micro_batches)[0]
+
+
+SCHEDULES: dict[str, Callable[[int], Program]] = {
+    name: partial(_on_one_rank, ORDERS[name]) for name in ("1f1b", "gpipe", "zb-h1")
+}

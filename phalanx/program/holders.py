@@ -1,0 +1,22 @@
+"""Which rank of the pipeline holds which buckets. Follows from where the plan puts the blocks that use them."""
+
+from __future__ import annotations
+
+from phalanx.plan.plan import Plan
+from phalanx.program.shape import ModelShape
+
+
+def buckets_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
+    """The buckets with parameters that a rank of the pipeline holds, in order."""
+    blocks = [block for stage in plan.stages_of(pp_index) for block in plan.stage_blocks(stage)]
+    return tuple(sorted({bucket for block in blocks for bucket in shape.buckets(block)}))
+
+
+def holders(plan: Plan, shape: ModelShape, bucket: int) -> tuple[int, ...]:
+    """The pp indices of the ranks that hold a bucket."""
+    return tuple(pp_index for pp_index in range(plan.pp) if bucket in buckets_of(plan, shape, pp_index))
+
+
+def is_tied(plan: Plan, shape: ModelShape, bucket: int) -> bool:
+    """Whether several ranks of a pipeline add to a bucket's gradients, which must then be summed between them."""
+    return bucket >= shape.num_blocks and shape.trained[bucket] and len(holders(plan, shape, bucket)) > 1

@@ -1,0 +1,97 @@
+"""Sends and receives between stages on different ranks; stages on the same rank hand over by reference.
+
+A result is sent directly after the computation that gives it. A receive is posted one computation of a stage ahead of
+its use, so that the message travels behind that computation, and on each channel in the order of the sends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from phalanx.program.instructions import COMPUTE, Instruction, Op, Program
+from phalanx.program.passes.insert import insert
+
+Piece = tuple[Op, int, int]  # F, B or W (a BW counts as the B that others wait for), stage, micro-batch
+Channel = tuple[Op, int]  # F or B, the pp index at the other end
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a stage's inputs come from and its results go: stages in a row, each held by one rank of the pipeline."""
+
+    num_stages: int
+    holder: Callable[[int], int]  # stage → pp index
+
+    def neighbour(self, stage: int, step: int) -> int | None:
+        """The pp index that holds the stage `step` further on, where that is another rank."""
+        if not 0 <= stage + step < self.num_stages:
+            return None
+        peer = self.holder(stage + step)
+        return None if peer == self.holder(stage) else peer
+
+
+def add_messages(programs: Sequence[Program], route: Route) -> tuple[Program, ...]:
+    """Adds the messages to the programs of all ranks of a pipeline. Peers are pp indices."""
+    spans = [_spans(program) for program in programs]
+    place = {piece: order for pieces in spans for order, piece in enumerate(pieces)}
+    return tuple(_with_messages(program, spans[p], route, place) for p, program in enumerate(programs))
+
+
+def _with_messages(
+    program: Program, spans: dict[Piece, tuple[int, int]], route: Route, place: dict[Piece, int]
+) -> Program:
+    begins = [begin for begin, _ in spans.values()]
+    receives: defaultdict[int, list[Instruction]] = defaultdict(list)
+    for (_, peer), pieces in _arriving(spans, route).items():
+        pieces.sort(key=lambda piece: place[_source(piece)])
+        for piece, posted in zip(pieces, _posts([place[piece] for piece in pieces])):
+            receives[begins[posted]].append(_receive(piece, peer))
+    sends = {end: _sends(piece, route) for piece, (_, end) in spans.items()}
+    return insert(program, receives, sends)
+
+
+def _posts(uses: list[int]) -> list[int]:
+    """When to post receives that arrive in this order: one ahead of the use, and none after one that arrives later."""
+    posts = [max(0, use - 1) for use in uses]
+    return list(accumulate(reversed(posts), min))[::-1]
+
+
+def _spans(program: Program) -> dict[Piece, tuple[int, int]]:
+    """First and last position of each stage's computation on each micro-batch, in order."""
+    spans: dict[Piece, tuple[int, int]] = {}
+    for position, instruction in enumerate(program):
+        if instruction.op in COMPUTE:
+            assert instruction.stage is not None and instruction.micro_batch is not None
+            op = Op.B if instruction.op is Op.BW else instruction.op
+            piece = (op, instruction.stage, instruction.micro_batch)
+            spans[piece] = (spans.get(piece, (position,))[0], position)
+    return spans
+
+
+def _source(piece: Piece) -> Piece:
+    op, stage, micro_batch = piece
+    return (op, stage - 1 if op is Op.F else stage + 1, micro_batch)
+
+
+def _arriving(spans: dict[Piece, tuple[int, int]], route: Route) -> dict[Channel, list[Piece]]:
+    arriving: defaultdict[Channel, list[Piece]] = defaultdict(list)
+    for piece in spans:
+        op, stage, _ = piece
+        if op is not Op.W and (peer := route.neighbour(stage, -1 if op is Op.F else 1)) is not None:
+            arriving[op, peer].append(piece)
+    return arriving
+
+
+def _receive(piece: Piece, peer: int) -> Instruction:
+    op, stage, micro_batch = piece
+    return Instruction(Op.RECV_F if op is Op.F else Op.RECV_B, stage, micro_batch, peer=peer)
+
+
+def _sends(piece: Piece, route: Route) -> list[Instruction]:
+    op, stage, micro_batch = piece
+    if op is Op.W or (peer := route.neighbour(stage, 1 if op is Op.F else -1)) is None:
+        return []
+    return [Instruction(Op.SEND_F if op is Op.F else Op.SEND_B, stage, micro_batch, peer=peer)]

@@ -1,0 +1,26 @@
+"""Reducing gradients over the replicas, started as soon as nothing more is added to them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from phalanx.program.instructions import Instruction, Op, Program
+from phalanx.program.passes.insert import insert
+from phalanx.program.shape import ModelShape
+
+ADDS_TO_GRADIENTS = frozenset((Op.W, Op.BW))
+
+
+def add_reductions(program: Program, shape: ModelShape, *, per_micro_batch: bool) -> Program:
+    """Reduces each trained bucket after its last contribution: of every micro-batch, or of the step."""
+    last: dict[tuple[int, int | None], int] = {}
+    for position, instruction in enumerate(program):
+        if instruction.op in ADDS_TO_GRADIENTS and instruction.block is not None:
+            for bucket in shape.buckets(instruction.block):
+                last[bucket, instruction.micro_batch if per_micro_batch else None] = position
+    after: defaultdict[int, list[Instruction]] = defaultdict(list)
+    for (bucket, _), position in last.items():
+        if shape.trained[bucket]:
+            after[position].append(replace(program[position], op=Op.REDUCE, block=bucket))
+    return insert(program, {}, after)

@@ -1,0 +1,39 @@
+"""The ranks a collective runs over follow from the plan's mesh, ZeRO and what is shared."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from phalanx.plan.plan import Plan
+from phalanx.program.groups import groups_of
+from phalanx.program.instructions import COLLECTIVES, from_text
+from phalanx.program.lower import lower
+from phalanx.program.shape import ModelShape
+from tests.program.random_plans import cases, simple_shape
+
+
+@pytest.mark.parametrize("plan, rank, word, groups", [
+    ("pp=2,dp=4,stages=2-1", 5, "COUNT", [(4, 5, 6, 7)]),
+    ("pp=2,dp=2,stages=2-1", 1, "NORM", [(0, 1, 2, 3)]),
+    ("pp=2,dp=4,stages=2-1", 5, "R1.0/2", [(4, 5, 6, 7)]),
+    ("pp=2,dp=4,zero=1,stages=2-1", 5, "R1.0/2", [(4, 5, 6, 7)]),
+    ("pp=2,dp=4,zero=2,zero_degree=2,stages=2-1", 5, "R1.0/2", [(4, 5), (5, 7)]),
+    ("pp=2,dp=4,zero=3,zero_degree=2,stages=2-1", 6, "G1.0/2", [(6, 7)]),
+    ("pp=2,dp=4,zero=1,zero_degree=2,stages=2-1", 3, "P/0", [(2, 3)]),
+    ("pp=2,dp=2,stages=2-1", 3, "T/3", [(1, 3)]),
+    ("pp=1,dp=1,stages=3", 0, "NORM", []),
+])  # fmt: skip
+def test_each_kind_of_collective_has_its_groups(plan: str, rank: int, word: str, groups: list[tuple[int, ...]]) -> None:
+    (instruction,) = from_text(word)
+    assert list(groups_of(Plan.parse(plan), simple_shape(3, (0, 2)), rank, instruction)) == groups
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_every_rank_is_in_its_groups_and_the_others_see_the_same_one(case: tuple[Plan, ModelShape]) -> None:
+    for rank, program in enumerate(lower(*case)):
+        for instruction in {it for it in program if it.op in COLLECTIVES}:
+            for group in groups_of(*case, rank, instruction):
+                assert rank in group and len(group) > 1
+                assert all(group in groups_of(*case, member, instruction) for member in group)
