@@ -82,8 +82,10 @@ class Timeline:
     def bubble(self, rank: int) -> float:
         """The share of the makespan in which the rank does not compute: 1 - busy / makespan.
 
-        It counts idle time before the rank's first and after its last instruction too. With p equal stages, m
-        micro-batches, free communication and a free optimizer it is (p - 1) / (m + p - 1) for GPipe and 1F1B.
+        It counts idle time before the rank's first and after its last instruction too. With equal stages on p ranks,
+        m micro-batches, free communication and a free optimizer it is (p - 1) / (m + p - 1) for GPipe and 1F1B,
+        (p - 1) / (v m + p - 1) for v virtual stages when p divides m, and for ZB-H1 with enough micro-batches the
+        share of (p - 1) (F + B - W) idle seconds.
         """
         return 1 - self.busy(rank) / self.makespan if self.makespan else 0.0
 

@@ -104,6 +104,20 @@ def test_a_measured_timeline_is_laid_beside_the_prediction(capsys: pytest.Captur
     assert "measured: " in picture.read_text(encoding="utf-8")
 
 
+def test_the_options_about_the_model_choose_whose_facts_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[object] = []
+
+    def find(*arguments: object, live: bool):
+        asked.extend([*arguments, live])
+        return load("gpt2")
+
+    monkeypatch.setattr("phalanx.cli.program.find_facts", find)
+    shown(capsys, "--task", "causal-lm", "--dtype", "float32", "--tiny")
+    assert asked == ["gpt2", "causal-lm", "float32", True, False]
+
+
 def test_a_zoo_model_needs_no_torch():
     code = (
         "import sys; from phalanx.cli.main import main; code = main(sys.argv[1:]);"
