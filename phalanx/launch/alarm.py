@@ -20,7 +20,7 @@ class Alarm:
     def __init__(self) -> None:
         self.reason: str | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
+        self._lock, self._rung = threading.Lock(), threading.Event()
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` when the alarm rings; at once if it already has."""
@@ -40,8 +40,13 @@ class Alarm:
                 return
             self.reason = reason
             listeners = list(self._listeners)
+        self._rung.set()
         for listener in listeners:
             listener()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for it to ring; whether it did."""
+        return self._rung.wait(seconds)
 
 
 @contextmanager

@@ -45,7 +45,8 @@ class Process:
             return []
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - 16384))
-            return file.read().decode(errors="replace").splitlines()[-num_lines:]
+            lines = file.read().decode(errors="replace").splitlines()[-num_lines:]
+        return [line[:200] for line in lines]
 
 
 class Processes:

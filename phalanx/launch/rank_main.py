@@ -72,7 +72,7 @@ class Failed:
 
 def serve(rank: int, wire: Wire) -> None:
     """Run jobs until the wire closes."""
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # short enough to be quoted in an error
     while True:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -112,8 +112,9 @@ def _run(job: Job, rank: int, wire: Wire) -> Any:
         store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
         seat = Seat(
             rank, job.world, local_rank=rank, node=0, device=local_device(job.device, rank),
-            store=dist.PrefixStore(f"job{job.generation}", store), generation=job.generation, board=board,
-            slot=board.slots[rank], alarm=alarm, on_event=lambda name, payload: wire.send(Event(name, payload)),
+            store=dist.PrefixStore(f"job{job.generation}", store), store_port=job.port, generation=job.generation,
+            board=board, slot=board.slots[rank], alarm=alarm,
+            on_event=lambda name, payload: wire.send(Event(name, payload)),
         )  # fmt: skip
         return target(seat, *arguments)
 

@@ -24,6 +24,7 @@ class Seat:
     node: int
     device: str  # "cpu" or "cuda:<index>"
     store: Any
+    store_port: int
     generation: int
     board: Board
     slot: Slot
@@ -36,7 +37,7 @@ class Seat:
         """The only rank of a world of one, in this process."""
         board = Board.private(1)
         board.reset()
-        return cls(0, 1, 0, 0, device, None, 0, board, board.slots[0], on_event=on_event)
+        return cls(0, 1, 0, 0, device, None, 0, 0, board, board.slots[0], on_event=on_event)
 
     @property
     def name(self) -> str:

@@ -173,7 +173,7 @@ class Links:
     def _let_go(self) -> None:
         """Make every wait of this rank end, and those of its peers too. Any thread may call it."""
         with self._lock:
-            shut(self._sockets)
+            shut(self._sockets, spare_port=self.seat.store_port)
         if self.device.type == "cuda":
             with suppress(Late, RuntimeError):
                 within(2.0, lambda: abort_nccl(self._backends()))

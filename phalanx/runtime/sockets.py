@@ -25,13 +25,18 @@ def opened_since(before: Sockets) -> Sockets:
     return {number: inode for number, inode in open_sockets().items() if before.get(number) != inode}
 
 
-def shut(sockets: Sockets) -> None:
-    """End the connections of these sockets that still exist; whoever waits on either end gets an error."""
+def shut(sockets: Sockets, *, spare_port: int) -> None:
+    """End the connections of these sockets that still exist; whoever waits on either end gets an error.
+
+    Connections from or to `spare_port` stay: the store's, which others may open on other threads at any time.
+    """
     for number, inode in sockets.items():
         with suppress(OSError):
             if os.fstat(number).st_ino != inode:
                 continue
             with socket.socket(fileno=os.dup(number)) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6):
-                    one.getpeername()  # raises for a listening socket, which must be left alone
+                if one.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                peer = one.getpeername()  # raises for a listening socket, which must be left alone
+                if spare_port not in (peer[1], one.getsockname()[1]):
                     one.shutdown(socket.SHUT_RDWR)

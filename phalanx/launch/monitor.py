@@ -1,0 +1,165 @@
+"""How ranks without a supervisor notice each other's failure: signs of life and one notice, both in the store.
+
+Every rank shows what it does once a second and watches its left neighbour. The first notice of a failure is the one
+that counts; who reads it rings its alarm, and leaves the process if the main thread does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.launch.board import Sight, SilenceWatch
+from phalanx.launch.deadline import Late, within
+from phalanx.launch.seat import Seat
+
+_TICK_SECONDS = 1.0
+_STORE_SECONDS = 5.0  # after which a store that does not answer is taken for gone
+_SEARCH_SECONDS = 9.0  # for the others to find out who was lost: longer than a neighbour may be silent in a step
+_LEAVE_SECONDS = 8.0  # for the main thread to come back after the alarm rang
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Why the job is over. `lost`: the rank is gone or silent, it did not say so itself."""
+
+    rank: int
+    message: str
+    hint: str = ""
+    lost: bool = False
+
+
+class Monitor:
+    """Runs beside one rank's job, in a `with` statement."""
+
+    def __init__(self, seat: Seat) -> None:
+        # A connection of its own: the main thread's may be busy with a long wait.
+        self._seat, self._store = seat, seat.store.clone()
+        self._left, self._silence = (seat.rank - 1) % seat.world, SilenceWatch()
+        self._notice: Notice | None = None
+        self._finished = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="phalanx-monitor", daemon=True)
+
+    def __enter__(self) -> Monitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join(_STORE_SECONDS + 1.0)
+
+    def finish(self) -> None:
+        """This rank has done its part; its silence from now on means nothing."""
+        self._seat.slot.enter("finished")
+        self._finished = True
+        self._safely(self._show_life)
+        self._safely(lambda: self._store.add("finished", 1))
+
+    def wait_for_all(self) -> bool:
+        """Wait until every rank has finished (the store may live here); False when one failed instead."""
+        while self._seat.alarm.reason is None:
+            if self._safely(lambda: self._store.add("finished", 0)) == self._seat.world:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def heard(self) -> Notice:
+        assert self._notice is not None
+        return self._notice
+
+    def tell(self, error: Exception) -> Notice:
+        """Tell the others why this rank cannot go on, unless one told first; the notice that counts."""
+        from phalanx.runtime.pending import LinkError
+
+        if isinstance(error, LinkError):
+            self._seat.alarm.wait(_SEARCH_SECONDS)
+        notice = self._post(_notice(self._seat, error))
+        self._linger()
+        return notice
+
+    def _post(self, notice: Notice) -> Notice:
+        if self._notice is not None:
+            return self._notice
+        text = json.dumps(dataclasses.asdict(notice))
+        found = self._safely(lambda: self._store.compare_set("notice", "", text))
+        self._notice = Notice(**json.loads(found)) if found else notice
+        return self._notice
+
+    def _linger(self) -> None:
+        """Launchers kill the others as soon as one rank leaves: let them read the notice, and rank 0 print it."""
+        self._safely(lambda: self._store.add("heard", 1))
+        deadline = time.monotonic() + 2 * _TICK_SECONDS + 1.0
+        while time.monotonic() < deadline:
+            count = self._safely(lambda: self._store.add("heard", 0))
+            if count is None or count >= self._seat.world:
+                break
+            time.sleep(0.05)
+        if self._seat.rank != 0:
+            time.sleep(1.0)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_TICK_SECONDS):
+            try:
+                notice = within(_STORE_SECONDS, self._look)
+            except (Late, RuntimeError):
+                notice = Notice(0, "the store of this job does not answer: rank 0 or its launcher is gone", lost=True)
+            if notice is not None and not self._ended.is_set():
+                self._leave(notice)
+                return
+
+    def _look(self) -> Notice | None:
+        if not self._finished:
+            self._show_life()
+        if self._store.check(["notice"]):
+            return Notice(**json.loads(self._store.get("notice")))
+        key = f"life/{self._left}"
+        if self._left == self._seat.rank or not self._store.check([key]):
+            return None
+        sight = Sight(**json.loads(self._store.get(key)))
+        seconds = self._silence.silent_for(sight)
+        if seconds is None or sight.phase == "finished":
+            return None
+        name = f"rank {self._left} ({sight.place})" if sight.place else f"rank {self._left}"
+        message = f"{name} stopped answering for {seconds:.0f} s {sight.where()}"
+        return self._post(Notice(self._left, message, lost=True))
+
+    def _show_life(self) -> None:
+        self._seat.slot.beat()
+        self._store.set(f"life/{self._seat.rank}", json.dumps(dataclasses.asdict(self._seat.slot.read())))
+
+    def _leave(self, notice: Notice) -> None:
+        self._notice = notice
+        self._seat.alarm.ring(notice.message)
+        if self._ended.wait(_LEAVE_SECONDS):
+            return
+        if self._seat.rank == 0 or (notice.rank == 0 and notice.lost):
+            sys.stderr.write(f"error: {notice.message}\n" + (f"  → {notice.hint}\n" if notice.hint else ""))
+            sys.stderr.flush()
+        os._exit(1)
+
+    def _safely(self, call: Callable[[], Any]) -> Any:
+        """The store's answer, None when it gives none."""
+        try:
+            return within(_STORE_SECONDS, call)
+        except (Late, RuntimeError):
+            return None
+
+
+def _notice(seat: Seat, error: Exception) -> Notice:
+    from phalanx.runtime.pending import LinkError
+
+    message = error.message if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
+    hint = error.hint if isinstance(error, PhalanxError) else "PHALANX_DEBUG=1 shows the traceback"
+    if not isinstance(error, LinkError):
+        message = f"{seat.name} failed {seat.slot.read().where()}: {message}"
+    return Notice(seat.rank, message, hint)

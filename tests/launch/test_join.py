@@ -1,0 +1,107 @@
+"""Joining ranks that torchrun, SLURM or MPI started: real processes, real stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.join import join
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+SLURM = {
+    "SLURM_PROCID": "{rank}", "SLURM_NTASKS": "{world}", "SLURM_LOCALID": "{rank}", "SLURM_NODEID": "0",
+    "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid()),
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{world}", "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "{world}",
+}  # fmt: skip
+
+
+def clean_environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PHALANX_DEBUG": "0"}
+
+
+def start(template: dict[str, str], world: int, *job: object) -> list[subprocess.Popen[str]]:
+    arguments = [job[0], *(json.dumps(argument) for argument in job[1:])]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.joiner", *map(str, arguments)], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**clean_environment(), **{key: text.format(rank=rank, world=world) for key, text in template.items()}},
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+
+
+def torchrun(port: int, *job: object) -> subprocess.CompletedProcess[str]:
+    arguments = [str(job[0]), *(json.dumps(argument) for argument in job[1:])]
+    return subprocess.run(
+        [*TORCHRUN, str(port), "-m", "tests.launch.joiner", *arguments], cwd=ROOT, text=True, capture_output=True,
+        env=clean_environment(), timeout=60,
+    )  # fmt: skip
+
+
+def port_for(test: int) -> int:
+    return 33000 + (os.getpid() * 7 + test) % 20000
+
+
+def test_ranks_started_by_torchrun_meet_and_compute_together():
+    done = torchrun(port_for(1), "relay", 3)
+    assert done.returncode == 0, done.stderr
+    results = sorted(json.loads(line) for line in done.stdout.splitlines())
+    assert results == [[0, 0, [[100.0, 101.0, 102.0], 36, 36]], [1, 0, [[0.0, 1.0, 2.0], 36, 36]]]
+
+
+def test_under_torchrun_the_failure_of_one_rank_is_printed_once_by_rank_0():
+    began = time.monotonic()
+    done = torchrun(port_for(2), "one_raises", 1)
+    assert done.returncode != 0
+    text = "error: rank 1 (stage 1) failed in step 2 at B1.2: ZeroDivisionError"
+    assert done.stderr.count(text) == 1, done.stderr
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("template", [SLURM, OPEN_MPI], ids=["SLURM", "Open MPI"])
+def test_ranks_meet_under_other_launchers(template: dict[str, str]):
+    ranks = start(template, 2, "relay", 2)
+    outputs = [process.communicate(timeout=60) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert [json.loads(out)[2] for out, _ in outputs] == [[[100.0, 101.0], 24, 24], [[0.0, 1.0], 24, 24]]
+
+
+def wait_until_under_way(folder: Path, world: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < world:
+        assert time.monotonic() < deadline, "the ranks did not get under way"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_a_supervisor_a_lost_rank_is_named_by_rank_0(number: signal.Signals, tmp_path: Path):
+    job = {**SLURM, "SLURM_JOB_ID": f"{os.getpid()}{number.value}"}
+    ranks = start(job, 3, "forever", str(tmp_path), "collective")
+    wait_until_under_way(tmp_path, 3)
+    ranks[1].send_signal(number)
+    began = time.monotonic()
+    try:
+        _, err = ranks[0].communicate(timeout=30)
+        assert ranks[2].wait(timeout=30) == 1
+        assert time.monotonic() - began < 20
+        assert ranks[0].returncode == 2 and "error: rank 1 (stage 1) stopped answering for" in err, err
+    finally:
+        ranks[1].kill()
+        for process in ranks:
+            process.communicate(timeout=10)
+
+
+def test_without_a_launcher_nothing_is_joined():
+    assert join("cpu", variables={"PATH": "/bin"}) is None

@@ -1,0 +1,117 @@
+"""Groups and channels between real processes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from phalanx.errors import RankError
+from phalanx.launch.crew import Crew
+from phalanx.launch.seat import Seat
+from phalanx.runtime.links import Links
+from phalanx.runtime.pending import cause
+from phalanx.runtime.sockets import open_sockets, opened_since, shut
+from tests.launch import jobs
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with Crew(4, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as crew:
+        yield crew
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_collectives_give_what_their_names_say(crew: Crew, world: int, dtype: str):
+    for rank, found in enumerate(crew.run(jobs.collectives, dtype, world=world)):
+        ranks, weights = range(world), sum(range(1, world + 1))
+        assert found["total"] == [world * item + sum(ranks) for item in range(6)]
+        assert found["most"] == [world - 1] * 3
+        assert found["part"] == [weights * (5 * rank + item) for item in range(5)]
+        assert found["gathered"] == [[float(other)] * 4 for other in ranks]
+        assert found["message"] == [world - 1] * 7
+        size = getattr(torch, dtype).itemsize
+        assert found["traffic"] == {
+            "all_reduce": (2, 9 * size), "reduce_scatter": (1, 5 * world * size), "all_gather": (1, 4 * world * size),
+            "broadcast": (1, 7 * size), "barrier": (1, 4),
+        }  # fmt: skip
+
+
+def test_groups_are_any_set_of_ranks_and_kept_by_purpose(crew: Crew):
+    assert crew.run(jobs.sub_groups) == [(1.0, 2.0, True), (1.0, 4.0, True), (5.0, 2.0, True), (5.0, 4.0, True)]
+
+
+def test_a_group_of_one_communicates_nothing(crew: Crew):
+    assert crew.run(jobs.alone_in_a_group, world=1) == [([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])]
+
+
+def test_a_single_rank_needs_no_crew():
+    assert jobs.alone_in_a_group(Seat.alone()) == ([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])
+
+
+def test_messages_arrive_in_order_on_channels_of_both_directions(crew: Crew):
+    results = crew.run(jobs.relay, 4)
+    for rank, (values, sent, received) in enumerate(results):
+        expected = [100.0 * (rank + 1) + number for number in range(4)] if rank < 3 else []
+        expected += [100.0 * (rank - 1) + number for number in range(4)] if rank > 0 else []
+        assert values == expected
+        assert sent == received == (24 if 0 < rank < 3 else 12) * 4
+
+
+def test_a_wait_that_takes_too_long_says_who_waited_for_what_and_what_the_others_did(crew: Crew):
+    with pytest.raises(RankError) as caught:
+        crew.run(jobs.wait_too_long, world=2)
+    message = caught.value.message
+    assert message.startswith("rank 1 (stage 1) waited 1 s for RF1.3 from rank 0\n"), message
+    assert "meanwhile rank 0 was in step 7 at F0.3" in message
+    assert "timeout" in caught.value.hint
+
+
+def test_a_rank_that_never_joins_a_group_is_named(crew: Crew):
+    with pytest.raises(RankError, match="rank 0 could not connect to rank 1: no answer for 1 s"):
+        crew.run(jobs.never_connected, world=2)
+
+
+@pytest.mark.parametrize(
+    ("job", "text"), [(jobs.not_contiguous, "not contiguous"), (jobs.left_unawaited, "1 operations were never awaited")]
+)
+def test_our_own_mistakes_are_asserted(crew: Crew, job: object, text: str):
+    with pytest.raises(RankError, match=f"AssertionError: .*{text}"):
+        crew.run(job, world=2)  # type: ignore[arg-type]
+
+
+def test_links_refuse_a_group_this_rank_is_not_in():
+    with Links(Seat.alone()) as links, pytest.raises(AssertionError):
+        links.group((1,))
+
+
+def connected() -> tuple[socket.socket, socket.socket, int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        client = socket.create_connection(listener.getsockname())
+        return client, listener.accept()[0], listener.getsockname()[1]
+
+
+def test_an_abort_shuts_the_sockets_opened_since_and_spares_the_store():
+    early, early_end, _ = connected()
+    before = open_sockets()
+    late, late_end, _ = connected()
+    store, store_end, port = connected()
+    with early, early_end, late, late_end, store, store_end:
+        shut(opened_since(before), spare_port=port)
+        assert late_end.recv(1) == b""
+        for one, other in ((early, early_end), (store, store_end)):
+            one.sendall(b"x")
+            assert other.recv(1) == b"x"
+
+
+def test_library_errors_are_told_without_their_sources():
+    error = RuntimeError(
+        "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused by …"
+    )
+    assert cause(error) == "Connection closed by peer [127.0.0.1]:1"
+    assert cause(ValueError()) == "ValueError"
