@@ -51,6 +51,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="phalanx-monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
+        self._safely(self._show_life)
         self._thread.start()
         return self
 
@@ -84,7 +85,7 @@ class Monitor:
         if isinstance(error, LinkError):
             self._seat.alarm.wait(_SEARCH_SECONDS)
         notice = self._post(_notice(self._seat, error))
-        self._linger()
+        self._linger(self._seat.world - notice.lost)
         return notice
 
     def _post(self, notice: Notice) -> Notice:
@@ -95,13 +96,13 @@ class Monitor:
         self._notice = Notice(**json.loads(found)) if found else notice
         return self._notice
 
-    def _linger(self) -> None:
+    def _linger(self, num_listeners: int) -> None:
         """Launchers kill the others as soon as one rank leaves: let them read the notice, and rank 0 print it."""
         self._safely(lambda: self._store.add("heard", 1))
         deadline = time.monotonic() + 2 * _TICK_SECONDS + 1.0
         while time.monotonic() < deadline:
             count = self._safely(lambda: self._store.add("heard", 0))
-            if count is None or count >= self._seat.world:
+            if count is None or count >= num_listeners:
                 break
             time.sleep(0.05)
         if self._seat.rank != 0:

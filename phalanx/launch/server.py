@@ -123,8 +123,8 @@ def _become_rank(message: Fork, control: Wire, descriptor: int, parent: int) -> 
 
         serve(message.rank, Wire(socket.socket(fileno=descriptor)))
         code = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         for output in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -13,7 +13,7 @@ def make_gloo(store: Any, index: int, size: int, timeout: timedelta, address: st
     """A gloo communicator that listens on `address`."""
     if not address:
         return dist.ProcessGroupGloo(store, index, size, timeout)
-    options = dist.ProcessGroupGloo._Options()
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name it otherwise
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, index, size, options)
@@ -23,7 +23,7 @@ def make_nccl(
     store: Any, index: int, ranks: tuple[int, ...], name: str, timeout: timedelta, device: torch.device
 ) -> Any:
     """An NCCL communicator, connected."""
-    options = dist.ProcessGroupNCCL.Options()
+    options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout, options.global_ranks_in_group, options.group_name = timeout, list(ranks), name
     with torch.cuda.device(device):
         backend = dist.ProcessGroupNCCL(store, index, len(ranks), options)

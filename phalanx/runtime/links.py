@@ -191,7 +191,7 @@ class Group:
         """In place."""
         if self.backend is None:
             return self._nothing()
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return self._start("all_reduce", lambda: self.backend.allreduce([tensor], options), (tensor,))
 

@@ -38,7 +38,8 @@ class Pending:
         finish: Callable[[], None] | None = None,
         ended: Callable[[Pending], None] | None = None,
     ) -> None:
-        self._seat, self._work, self._tensors, self._timeout = seat, work, tensors, timeout
+        self._seat, self._work, self._timeout = seat, work, timeout
+        self._tensors, self._on_cuda = tensors, any(tensor.is_cuda for tensor in tensors)
         self._subject, self._partners, self._finish, self._ended = subject, partners, finish, ended
 
     def wait(self, what: str = "") -> None:
@@ -48,7 +49,7 @@ class Pending:
             return
         began = time.monotonic()
         try:
-            if self._tensors[0].is_cuda:
+            if self._on_cuda:
                 work.wait()  # orders streams, does not block; a timeout here would make the host wait
             else:
                 work.wait(self._timeout)

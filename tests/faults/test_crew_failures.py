@@ -57,8 +57,13 @@ class Blow(threading.Thread):
         os.kill(self.pids[self.rank], self.number)
 
 
-@pytest.mark.parametrize("how", ["collective", "messages"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [
+        ("collective", signal.SIGKILL), ("messages", signal.SIGKILL), ("messages", signal.SIGSTOP),
+        ("collective", signal.SIGSEGV), pytest.param("collective", signal.SIGSTOP, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_a_lost_rank_is_named_and_the_others_end(crew: Crew, tmp_path: Path, how: str, number: signal.Signals):
     blow = Blow(crew, tmp_path, 1, number)
     blow.start()

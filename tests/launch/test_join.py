@@ -85,11 +85,12 @@ def wait_until_under_way(folder: Path, world: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_without_a_supervisor_a_lost_rank_is_named_by_rank_0(number: signal.Signals, tmp_path: Path):
     job = {**SLURM, "SLURM_JOB_ID": f"{os.getpid()}{number.value}"}
     ranks = start(job, 3, "forever", str(tmp_path), "collective")
     wait_until_under_way(tmp_path, 3)
+    time.sleep(1.5)  # ranks show what they do once a second
     ranks[1].send_signal(number)
     began = time.monotonic()
     try:
