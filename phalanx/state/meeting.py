@@ -50,7 +50,7 @@ class Meeting:
 
     def fail(self, phase: str, error: BaseException) -> None:
         """Tells the others that this rank cannot do its part."""
-        self._report(phase, f"rank {self.rank} failed: {error or type(error).__name__}")
+        self._report(phase, f"rank {self.rank} failed: {str(error) or type(error).__name__}")
 
     def forget(self, phase: str) -> None:
         self.rendezvous.forget(f"{self.key}/{phase}")

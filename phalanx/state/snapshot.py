@@ -52,6 +52,7 @@ class Snapshot:
     flops: float = 0.0
     seconds: float = 0.0
     optimizer: dict[str, Any] = field(default_factory=dict)  # scalars of the optimizer's state, by name
+    loss_scale: dict[str, float] | None = None  # in float16
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

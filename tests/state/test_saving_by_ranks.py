@@ -146,6 +146,20 @@ def test_the_failure_of_one_rank_is_told_to_all_at_once(
     assert_good(ranks[1].wait() or tmp_path, 3)
 
 
+def test_a_failure_without_words_is_told_by_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(saving, "_merge_indices", fail)
+    ranks = savers(tmp_path, 2)
+    for rank, saver in enumerate(ranks):
+        saver.save(1, pieces_of(rank, 2, 1), {"step": 1})
+    with pytest.raises(MemoryError):
+        ranks[0].wait()
+    with pytest.raises(CheckpointError, match="rank 0 failed: MemoryError"):
+        ranks[1].wait()
+
+
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     ranks = savers(tmp_path, 3, timeout=0.3)
     for rank in (0, 2):

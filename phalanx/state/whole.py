@@ -1,0 +1,55 @@
+"""Whole tensors from what ranks hold of them, one at a time, on rank 0. For export; nobody holds the whole model."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from phalanx.state.layout import Holding
+from phalanx.state.rendezvous import StoreRendezvous
+from phalanx.state.reshard import gather_tensors
+
+if TYPE_CHECKING:
+    from phalanx.launch.seat import Seat
+    from phalanx.runtime.links import Channel, Links, Pending
+
+_TIMEOUT = 600.0
+
+
+class _ToRoot:
+    """Messages of other ranks to rank 0."""
+
+    def __init__(self, links: Links, rank: int, world: int) -> None:
+        links.open_channels((peer, 0, "f") for peer in range(1, world))
+        self._channels: dict[int, Channel] = (
+            {0: links.channel(0, "f", "out")} if rank else {p: links.channel(p, "f", "in") for p in range(1, world)}
+        )
+
+    def send(self, peer: int, tensor: Tensor) -> Pending:
+        return self._channels[peer].send(tensor)
+
+    def recv(self, peer: int, tensor: Tensor) -> Pending:
+        return self._channels[peer].recv(tensor)
+
+
+def whole_tensors(
+    pieces: Iterable[tuple[Holding, Tensor]], seat: Seat, links: Links, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by its name on rank 0; the other ranks must exhaust it too, and get nothing."""
+    held = list(pieces)
+    if seat.world == 1:
+        yield from ((holding.name, data.view(holding.shape)) for holding, data in held)
+        return
+    meeting = StoreRendezvous(seat.store, seat.rank)
+    meeting.arrive("holdings", base64.b64encode(pickle.dumps([holding for holding, _ in held])).decode())
+    answers = meeting.wait_all("holdings", seat.world, _TIMEOUT)
+    layout = {rank: pickle.loads(base64.b64decode(answer)) for rank, answer in enumerate(answers)}
+    local = {holding.name: data for holding, data in held}
+    yield from gather_tensors(
+        layout, local, rank=seat.rank, transport=_ToRoot(links, seat.rank, seat.world), device=device
+    )
