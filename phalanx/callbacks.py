@@ -7,7 +7,7 @@ reported under its name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.errors import ConfigError, PhalanxError, nearest
 
@@ -18,6 +18,12 @@ HOOKS = {
     "on_checkpoint": "(path) once a checkpoint is complete",
     "on_end": "(result) when the run is over",
 }
+
+
+class Hear(Protocol):
+    """Where a run's hooks are called: (name of the hook, its arguments)."""
+
+    def __call__(self, hook: str, *arguments: Any) -> None: ...
 
 
 class Callbacks:

@@ -30,7 +30,7 @@ ACTS_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "betas": ("optimizer", ("adamw",)),
     "eps": ("optimizer", ("adamw",)),
     "min_lr_ratio": ("lr_schedule", ("cosine", "linear")),
-    "master_weights": ("dtype", ("bfloat16",)),
+    "master_weights": ("dtype", ("bfloat16", "float16")),
 }
 
 
@@ -73,10 +73,13 @@ class RunConfig(BaseModel):
     ranks: int | None = _option(
         "Training", None, "local ranks to start (default: what the plan needs, else the CUDA devices, else 1)", ge=1
     )
-    dtype: Literal["float32", "bfloat16", "float64"] = _option("Training", "float32", "precision of training")
-    master_weights: bool = _option("Training", True, "keep float32 master weights when training in bfloat16")
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = _option(
+        "Training", "float32", "precision of training"
+    )
+    master_weights: bool = _option("Training", True, "keep float32 master weights when training in half precision")
     compile: Literal["auto", "off", "aot_eager", "inductor"] = _option("Training", "auto", "how segments are compiled")
     device: Literal["auto", "cpu", "cuda"] = _option("Training", "auto", "where to train")
+    timeout: float = _option("Training", 60.0, "seconds a rank waits for another before the run is given up", gt=0)
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
     clip: float | None = _option("Training", 1.0, "global gradient norm limit ('none': no clipping)", gt=0)
     max_nonfinite: int = _option(

@@ -20,19 +20,22 @@ from phalanx.data import Batches, Tokenizer, load_tokenizer, needs_tokenizer, op
 from phalanx.data.own import is_own_dataset
 from phalanx.data.tokenizer import has_tokenizer
 from phalanx.errors import ConfigError, DataError
+from phalanx.launch.seat import Seat
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.weights.init_recipe import record
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.configure import override
 from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
+from phalanx.plan.complete import complete, needed_ranks
 from phalanx.plan.plan import Plan
 from phalanx.runtime.parameters import choose_trainable
-from phalanx.runtime.step import split
 from phalanx.state.snapshot import Mark, digest
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
 from phalanx.tasks.vocabulary import vocab_size
+
+MOST_STAGES = 16  # on one rank: for what can be said about a plan before the model is known
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -68,11 +71,13 @@ class Prepared:
         return Mark(self.batches.describe(), digest(self.batches.num_samples, seen))
 
 
-def prepare(model: Model, data: Any, eval_data: Any, config: RunConfig, *, collate: Collate | None = None) -> Prepared:
-    """Resolves everything in the order in which mistakes are cheapest to find: options, plan, model, data, capture."""
-    device, device_reason = choose_device(config.device)
-    plan = Plan.parse(config.plan)
-    split(config.batch_size, plan.mb)
+def prepare(
+    model: Model, data: Any, eval_data: Any, config: RunConfig, seat: Seat, *, collate: Collate | None = None
+) -> Prepared:
+    """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan."""
+    device = torch.device(seat.device)
+    # Whatever the model's blocks cost, this much of the plan must fit ranks and batch.
+    complete(config.plan, world=seat.world, batch_size=config.batch_size, costs=[1.0] * seat.world * MOST_STAGES)
     dtype = getattr(torch, config.dtype)
     spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
     task = _task(spec, data, collate)
@@ -92,22 +97,33 @@ def prepare(model: Model, data: Any, eval_data: Any, config: RunConfig, *, colla
     inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
     captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout)
     trainable = choose_trainable(captured.trainable, captured.shapes, captured.aliases, config.freeze)
+    if not set(trainable) & set(captured.blocks.parameters()):
+        raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
+    costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
+    plan, reasons = complete(config.plan, world=seat.world, batch_size=config.batch_size, costs=costs)
     return Prepared(
         spec, task, tokenizer, batches, eval_batches, captured, trainable, plan, device, dtype, total_steps,
-        {"device": device_reason, "steps": length_reason},
+        {**reasons, "device": device_reason(config.device, device), "steps": length_reason},
     )  # fmt: skip
 
 
-def choose_device(choice: str) -> tuple[torch.device, str]:
-    """The device to train on, and why it is that one."""
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "option device = 'cuda', but no CUDA device can be used", "use device=cpu; phalanx env shows what there is"
-        )
-    if choice == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu"), "chosen" if choice == "cpu" else "there is no CUDA device"
-    name = torch.cuda.get_device_name()
-    return torch.device("cuda", torch.cuda.current_device()), name if choice == "cuda" else f"{name}, found"
+def choose_num_ranks(config: RunConfig) -> int:
+    """How many ranks to start on this machine: as asked for, as the plan needs, or one per GPU."""
+    needed = needed_ranks(config.plan)
+    if config.ranks is not None:
+        return config.ranks
+    if needed is not None:
+        return needed
+    usable = torch.cuda.is_available() and config.device != "cpu"
+    return max(1, torch.cuda.device_count()) if usable else 1
+
+
+def device_reason(choice: str, device: torch.device) -> str:
+    """Why it is this one."""
+    if device.type == "cpu":
+        return "chosen" if choice == "cpu" else "there is no CUDA device"
+    name = torch.cuda.get_device_name(device)
+    return name if choice == "cuda" else f"{name}, found"
 
 
 def run_length(config: RunConfig, batches: Batches) -> tuple[int, str]:

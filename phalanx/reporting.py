@@ -5,6 +5,7 @@ On a GPU a step's numbers are read one step late, so that reading them never kee
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from phalanx.callbacks import Callbacks
+from phalanx.callbacks import Hear
 from phalanx.config import RunConfig
 from phalanx.errors import PhalanxError
 from phalanx.observe.metrics import Meter, peak_memory
@@ -35,14 +36,15 @@ class StepFacts:
     step: int
     samples: int  # consumed, this step included
     lr: float
-    tokens: int
-    unit: str  # what `tokens` counts
-    flops: float
+    unit: str  # what is counted as tokens
     eval_loss: float | None
 
 
 class Reporter:
-    """Keeps the snapshot's counters and passes every finished step on. `losses` are those of this process's steps."""
+    """Keeps the snapshot's counters and passes every finished step on. `losses` are those of this process's steps.
+
+    Every rank has one and comes to the same numbers; only that of rank 0 is heard.
+    """
 
     def __init__(
         self,
@@ -50,12 +52,13 @@ class Reporter:
         meter: Meter,
         log: RunLog,
         progress: Progress,
-        callbacks: Callbacks,
+        hear: Hear,
         device: torch.device,
     ) -> None:
         self.losses: list[float] = []
+        self.stops = False  # whether a step that was reported had been asked to be the last
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
-        self._callbacks = callbacks
+        self._hear = hear
         self._saved: Path | None = None
         self._device, self._unit = device, "tokens"
         self._waiting: tuple[StepFacts, Outcome] | None = None
@@ -82,11 +85,12 @@ class Reporter:
             return
         (facts, outcome), self._waiting = self._waiting, None
         loss, norm, updated = outcome.read()
-        record = self._record(facts, loss, norm, updated)
+        self.stops = self.stops or outcome.stops()
+        record = self._record(facts, loss, norm, updated, *outcome.counted())
         self.losses.append(loss)
         self._log.write("step", **record)
         self._progress.step(record)
-        self._callbacks.call("on_step", record)
+        self._hear("on_step", record)
         self._require_finite(updated)
 
     @contextmanager
@@ -103,13 +107,15 @@ class Reporter:
         if path is not None and path != self._saved:
             self._saved = path
             self._log.write("checkpoint", path=str(path))
-            self._callbacks.call("on_checkpoint", path)
+            self._hear("on_checkpoint", path)
 
-    def stopped(self, by: signal.Signals, saved: Path | None) -> None:
+    def stopped(self, by: signal.Signals | None, saved: Path | None) -> None:
+        """by: the signal that this rank got, None if another rank did."""
         step, total = self._snapshot.step, self._snapshot.total_steps
-        self._log.write("stop", signal=by.name, step=step)
+        name = by.name if by is not None else "a signal"
+        self._log.write("stop", signal=name, step=step)
         self._progress.message(
-            f"stopped by {by.name} after step {step} of {total}, saved in {saved}; go on with --resume auto"
+            f"stopped by {name} after step {step} of {total}, saved in {saved}; go on with --resume auto"
         )
 
     def finish(self, folder: Path, exported: Path | None) -> None:
@@ -121,12 +127,14 @@ class Reporter:
         self._log.write("finish", **summary)
         self._progress.finish(summary)
 
-    def _record(self, facts: StepFacts, loss: float, norm: float, updated: bool) -> dict[str, Any]:
+    def _record(
+        self, facts: StepFacts, loss: float, norm: float, updated: bool, tokens: float, flops: float
+    ) -> dict[str, Any]:
         self._unit = facts.unit
         now = time.perf_counter()
         seconds, self._mark = max(now - self._mark, 1e-9), now
         rates = self._meter.step(
-            facts.step, tokens=facts.tokens, flops=facts.flops, seconds=seconds, memory_bytes=peak_memory(self._device)
+            facts.step, tokens=int(tokens), flops=flops, seconds=seconds, memory_bytes=peak_memory(self._device)
         )
         snapshot = self._snapshot
         snapshot.step, snapshot.samples, snapshot.loss = facts.step, facts.samples, loss
@@ -151,41 +159,47 @@ class Reporter:
 
 def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[str, Any]:
     """What is trained, on what and how, with the reasons for whatever was derived."""
-    parameters = rank.parameters
-    counts = {name: value.numel() for name, value in parameters.values.items()}
-    trained = sum(counts[name] for name in parameters.trainable)
+    counts = {name: math.prod(shape) for name, shape in run.captured.shapes.items()}
+    trained = sum(counts[name] for name in run.trainable)
     rows: dict[str, Any] = {
         "model": f"{run.spec.name} ({run.spec.task})",
         "parameters": f"{sum(counts.values()):,}, {trained:,} of them trained",
         "weights": origin,
         "data": run.batches.describe(),
         "device": f"{run.device} ({run.reasons['device']}), segments compiled: {rank.compiler.mode}",
-        "dtype": config.dtype + (" with float32 master weights" if parameters.masters else ""),
+        "dtype": config.dtype + (" with float32 master weights" if rank.keeps_masters else ""),
         "plan": _plan_text(run, config),
-        "optimizer": _optimizer_text(config, rank),
+        "optimizer": _optimizer_text(run, config, rank),
         "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
     }
     if run.tokenizer is not None:
         rows["tokenizer"] = f"{type(run.tokenizer).__name__}, {run.tokenizer.vocab_size:,} tokens"
     if run.eval_batches is not None:
         rows["evaluation"] = run.eval_batches.describe()
+    if run.plan.world > 1:
+        rows["ranks"] = f"{run.plan.world} ({run.plan.pp} in a pipeline × {run.plan.dp} replicas)"
+        rows["stages"] = "; ".join(
+            reason for name, reason in run.reasons.items() if name in ("pp", "dp", "mb", "stages")
+        )
     for number, note in enumerate(run.captured.notes, start=1):
         rows[f"note {number}"] = note
     return rows
 
 
 def _plan_text(run: Prepared, config: RunConfig) -> str:
-    sizes = split(config.batch_size, run.plan.mb)
-    shown = str(sizes[0]) if len(set(sizes)) == 1 else f"{sizes[-1]} to {sizes[0]}"
-    kept = "recomputed in the backward" if run.plan.recompute else "kept for the backward"
+    plan = run.plan
+    sizes = [size for part in split(config.batch_size, plan.dp) for size in split(part, plan.mb)]
+    shown = str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
+    replicas = "" if plan.dp == 1 else f"{plan.dp} replicas × "
+    kept = "recomputed in the backward" if plan.recompute else "kept for the backward"
     return (
-        f"{run.plan.text or 'mb=1'}: {run.plan.mb} × {shown} of the {config.batch_size} samples, "
-        f"schedule {run.plan.schedule}, activations {kept}"
+        f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {config.batch_size} samples, "
+        f"schedule {plan.schedule}, activations {kept}"
     )
 
 
-def _optimizer_text(config: RunConfig, rank: Rank) -> str:
-    optimizer, weights = rank.optimizer.inner, rank.parameters.weights
+def _optimizer_text(run: Prepared, config: RunConfig, rank: Rank) -> str:
+    optimizer, trained = rank.optimizer.inner, run.trainable
     end = "" if config.lr_schedule == "constant" else f" to {config.min_lr_ratio:.0%}"
     warmup = f" after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
     parts = [
@@ -194,6 +208,6 @@ def _optimizer_text(config: RunConfig, rank: Rank) -> str:
         f"clipped at norm {config.clip:g}" if config.clip is not None else "not clipped",
     ]
     if any(group.get("weight_decay") for group in optimizer.param_groups):
-        matrices = sum(decays(weight) for weight in weights.values())
-        parts.append(f"decay {config.weight_decay:g} on {matrices} matrices of {len(weights)} tensors")
+        matrices = sum(decays(run.captured.shapes[name]) for name in trained)
+        parts.append(f"decay {config.weight_decay:g} on {matrices} matrices of {len(trained)} tensors")
     return ", ".join(parts)

@@ -106,6 +106,11 @@ class Plan:
         return fields.write(self._unlike_default())
 
     @property
+    def shown(self) -> str:
+        """The text for people: never empty, and without the stages that they did not ask for."""
+        return dataclasses.replace(self, stages=()).text or "mb=1"
+
+    @property
     def full_text(self) -> str:
         """Like `text`, but also says every default that `complete` would otherwise decide anew."""
         unlike = self._unlike_default()

@@ -1,19 +1,26 @@
-"""Gradients added up over micro-batches, in float32 (float64 when training in it).
+"""Gradients added up over micro-batches and ranks, in float32 at least.
 
-A single gradient is kept as it came, since there is nothing to add. Every weight gradient of every plan passes
-through `Accumulator.add`, so that the order and precision of the sum are decided in one place.
+Every weight gradient of every plan passes through `Gradients.add`, so that the order and precision of the sum are
+decided in one place. Where nothing is reduced, a single gradient is kept as it came; where something is, gradients are
+added up in one flat buffer per bucket, which is reduced in one message while the backward goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.runtime.buckets import BufferPool, Shelf
+from phalanx.runtime.links import Group, Pending
+
 
 class Accumulator:
-    """The gradients of one step, by parameter name. A parameter used in several places gets one sum."""
+    """Gradients by parameter name, each kept as it came until there is something to add. A parameter used in several
+    places gets one sum."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -25,16 +32,185 @@ class Accumulator:
             total = self._sums.get(name)
             if total is None:
                 self._sums[name] = gradient
-            elif gradient.dtype == _wide(total.dtype):
+            elif gradient.dtype == wide(total.dtype):
                 self._sums[name] = gradient.add_(total)
             else:
-                self._sums[name] = total.to(_wide(total.dtype)).add_(gradient)
+                self._sums[name] = total.to(wide(total.dtype)).add_(gradient)
 
-    def take(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def take(self) -> dict[str, Tensor]:
         """The finished sums, which now belong to the caller; parameters that got no gradient are absent."""
         sums, self._sums = self._sums, {}
-        return {name: sums[name] for name in names if name in sums}
+        return sums
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+@dataclass(frozen=True)
+class Reduction:
+    """Over whom a bucket's gradients are summed. A group of one rank does nothing.
+
+    sharded: each rank of `zero` keeps its own part of the sum, else all keep all of it. That is then summed over
+    `replicas`, the groups beside `zero`, and over `tie`, the stages that hold this bucket.
+    """
+
+    zero: Group
+    replicas: Group
+    tie: Group
+    sharded: bool
+
+
+class BucketGradients:
+    """The gradients of one bucket whose sum is not this rank's alone."""
+
+    def __init__(self, shelf: Shelf, how: Reduction, pool: BufferPool) -> None:
+        self._shelf, self._how, self._pool = shelf, how, pool
+        self._dtype = wide(shelf.dtype)
+        self._buffer: Tensor | None = None  # sums of this rank since the last reduction
+        self._views: dict[str, Tensor] = {}
+        self._added: set[str] = set()  # since the last reduction
+        self._seen: set[str] = set()  # in this step
+        self._moving: tuple[Tensor, Tensor, Pending] | None = None  # what is summed over ranks, and where to
+        self._sum: Tensor | None = None  # this rank's part of the sum over ranks
+        self._final: Pending | None = None  # on the way to the last sum
+
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        self._open()
+        new = [name for name in gradients if name not in self._added]
+        if new:
+            torch._foreach_copy_([self._views[name] for name in new], [gradients[name] for name in new])
+        for name in gradients.keys() & self._added:
+            self._views[name].add_(gradients[name])
+        self._added.update(gradients)
+
+    def reduce(self) -> None:
+        """Starts the sum over ranks of what was added since the last time."""
+        buffer = self._close()
+        self.collect()
+        if self._how.sharded:
+            part = self._pool.take(self._shelf.layout.shard_size, self._dtype, self._shelf.device)
+            self._moving = (buffer, part, self._how.zero.reduce_scatter(part, buffer))
+        else:
+            self._moving = (buffer, buffer, self._how.zero.all_reduce(buffer))
+
+    def collect(self) -> None:
+        """Waits for the sum that is on its way and adds it to those before."""
+        if self._moving is None:
+            return
+        buffer, part, pending = self._moving
+        pending.wait("gradients")
+        self._moving = None
+        if part is not buffer:
+            self._pool.give(buffer)
+        if self._sum is None:
+            self._sum = part
+        else:
+            self._sum.add_(part)
+            self._pool.give(part)
+
+    def complete(self) -> None:
+        """Takes in every reduction and starts the sum over replicas."""
+        self.collect()
+        if self._sum is None:  # this rank has no replicas
+            self._sum = self._close()
+        if len(self._how.replicas.ranks) > 1:
+            self._final = self._how.replicas.all_reduce(self._sum)
+
+    def tie(self) -> None:
+        """Starts the sum over the stages that hold this bucket."""
+        self.complete()
+        self._settle()
+        assert self._sum is not None
+        self._final = self._how.tie.all_reduce(self._sum)
+
+    def take(self) -> dict[str, Tensor]:
+        """What this rank's pieces get; absent what no loss depends on. Valid until `release`."""
+        self._settle()
+        assert self._sum is not None, "complete() comes first"
+        pieces = self._shelf.cut(self._sum)
+        # Another stage may have a gradient where this one has none; nobody knows, so zero stands for none there.
+        found = pieces if len(self._how.tie.ranks) > 1 else {n: piece for n, piece in pieces.items() if n in self._seen}
+        self._seen = set()
+        return found
+
+    def release(self) -> None:
+        """The sum's memory may be used again."""
+        if self._sum is not None:
+            self._pool.give(self._sum)
+            self._sum = None
+
+    def _settle(self) -> None:
+        if self._final is not None:
+            self._final.wait("gradients")
+            self._final = None
+
+    def _open(self) -> None:
+        if self._buffer is None:
+            self._buffer = self._pool.take(self._shelf.layout.size, self._dtype, self._shelf.device)
+            self._views = self._shelf.views(self._buffer)
+
+    def _close(self) -> Tensor:
+        """The sums of this rank, zero where nothing was added."""
+        self._open()
+        assert self._buffer is not None
+        for name in self._views.keys() - self._added:
+            self._views[name].zero_()
+        self._seen |= self._added
+        buffer, self._buffer, self._added = self._buffer, None, set()
+        return buffer
+
+
+class Gradients:
+    """All gradients of one step on this rank. `home`: the bucket of each parameter whose sum is not this rank's alone.
+
+    in_flight: how many reductions may be under way at once; their buffers are what ZeRO 2 saves.
+    """
+
+    def __init__(
+        self, buckets: Mapping[int, BucketGradients], home: Mapping[str, int], in_flight: int | None = None
+    ) -> None:
+        self._buckets, self._home, self._in_flight = buckets, home, in_flight
+        self._alone = Accumulator()
+        self._moving: deque[BucketGradients] = deque()
+        self._tied: set[int] = set()
+
+    def add(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+        alone: dict[str, Tensor] = {}
+        by_bucket: dict[int, dict[str, Tensor]] = {}
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None:
+                home = self._home.get(name)
+                into = alone if home is None else by_bucket.setdefault(home, {})
+                into[name] = into[name] + gradient if name in into else gradient
+        self._alone.add(list(alone), list(alone.values()))
+        for bucket, found in by_bucket.items():
+            self._buckets[bucket].add(found)
+
+    def reduce(self, bucket: int) -> None:
+        self._buckets[bucket].reduce()
+        self._moving.append(self._buckets[bucket])
+        while self._in_flight is not None and len(self._moving) > self._in_flight:
+            self._moving.popleft().collect()
+
+    def tie(self, bucket: int) -> None:
+        self._buckets[bucket].tie()
+        self._tied.add(bucket)
+
+    def finish(self) -> dict[str, Tensor]:
+        """The gradients of this rank's pieces; parameters that got none are absent."""
+        self._moving.clear()
+        for index, bucket in self._buckets.items():
+            if index not in self._tied:
+                bucket.complete()
+        self._tied.clear()
+        found = self._alone.take()
+        for bucket in self._buckets.values():
+            found |= bucket.take()
+        return found
+
+    def release(self) -> None:
+        """After the update: nothing of what `finish` gave is used any more."""
+        for bucket in self._buckets.values():
+            bucket.release()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which gradients of this precision are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32

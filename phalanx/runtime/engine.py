@@ -1,216 +1,194 @@
-"""Runs a program: forwards, backwards and weight gradients of blocks, and nothing it was not told to.
+"""Runs a lowered program, and does nothing that it was not told to.
 
-The engine holds what is alive on this rank — parameters, values of each micro-batch, what forwards saved — and hands
-gradients to an accumulator. It orders nothing, and knows no optimizer and no data.
+The engine knows which object carries out which instruction, and what flows between the stages of one rank. It orders
+nothing: a computation waits for what it needs, everything else is started where it stands in the program.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
-from torch import Tensor, fx
 
-from phalanx.model.graph import graphs
-from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.graph.expressions import evaluate
-from phalanx.model.graph.normalise import retarget, without_dropout
-from phalanx.model.ops import random
-from phalanx.model.segment import segments
-from phalanx.model.segment.compile import Compiler
-from phalanx.model.segment.segments import Saved, Segment
-from phalanx.program.instructions import Op, Program
-from phalanx.runtime.accumulate import Accumulator
+from phalanx.plan.plan import Plan
+from phalanx.program.instructions import Instruction, Op
+from phalanx.program.shape import ModelShape
+from phalanx.runtime.accumulate import Gradients
+from phalanx.runtime.compute import Compute
+from phalanx.runtime.messages import Messages
+from phalanx.runtime.micro_batch import MicroBatch, StageRun
+from phalanx.runtime.parameters import Parameters
+from phalanx.runtime.totals import StepRun, Totals
 
 
-@dataclass
-class MicroBatch:
-    """One micro-batch: its inputs, the samples' dropout keys, and everything computed from it that is still needed."""
+class Watch(Protocol):
+    """Told of every instruction before and after it runs (a board for the supervisor, a timeline)."""
 
-    inputs: Mapping[str, Tensor]
-    keys: Tensor  # [samples]
-    dims: dict[str, int]
-    values: dict[str, Tensor] = field(default_factory=dict)
-    dropout: dict[str, Tensor] = field(default_factory=dict)
-    wires: dict[str, Tensor] = field(default_factory=dict)
-    differentiable: dict[str, bool] = field(default_factory=dict)  # per wire
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    saved: dict[str, tuple[Segment, Saved]] = field(default_factory=dict)
-    for_weights: dict[str, tuple[Segment, Saved]] = field(default_factory=dict)
-    sources: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)  # where each kind of port finds its value
-    loss: Tensor | None = None  # summed over items
+    def begin(self, instruction: Instruction) -> None: ...
+
+    def end(self, instruction: Instruction) -> None: ...
 
 
 class Engine:
-    """One rank's executor. `parameters` are plain tensors without autograd; those in `trainable` get gradients."""
+    """One rank's executor. Without `totals` it only runs forwards, and keeps nothing for a backward."""
 
     def __init__(
         self,
-        blocks: Blocks,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        plan: Plan,
+        shape: ModelShape,
+        compute: Compute,
+        parameters: Parameters,
         *,
-        trainable: set[str],
-        device: torch.device,
-        compiler: Compiler,
-        recompute: bool = False,
-        dropout: bool = True,
+        messages: Messages | None = None,
+        gradients: Gradients | None = None,
+        totals: Totals | None = None,
+        watches: Iterable[Watch] = (),
     ) -> None:
-        self.blocks, self.parameters, self.trainable = blocks, parameters, trainable
-        self.device, self.compiler, self.recompute = device, compiler, recompute
+        self.compute, self.parameters, self.watches = compute, parameters, list(watches)
+        self._plan, self._messages, self._totals = plan, messages, totals
+        self._gradients = gradients or Gradients({}, {})
+        self._buckets = [shape.buckets(block) for block in range(shape.num_blocks)]
+        self._blocks = [plan.stage_blocks(stage) for stage in range(plan.num_stages)]
+        self._crossing = [compute.blocks.crossing(blocks[0]) for blocks in self._blocks]
+        self._done_with = [self._last_uses(stage) for stage in range(plan.num_stages)]
         self.executed: Counter[str] = Counter()
-        self._buffers = buffers
-        self._constants = {name: value.to(device) for name, value in blocks.constants.items()}
-        self._prologue = fx.GraphModule({}, _graph(blocks.prologue, device, dropout)).forward
-        self._templates = {key: _graph(t.text, device, dropout) for key, t in blocks.templates.items()}
-        self._segments: dict[tuple[object, ...], Segment] = {}
-        self._by_place: dict[tuple[object, ...], Segment] = {}
-        names = [name for block in blocks.blocks for name in block.names("dropout")] if dropout else []
-        self._site_names = list(dict.fromkeys(names))
-        self._sites = torch.tensor([random.site_hash(n) for n in self._site_names], dtype=torch.int64, device=device)
+        self._actions = self._make_actions()
 
-    def micro_batch(self, inputs: Mapping[str, Tensor], keys: Tensor, dims: dict[str, int]) -> MicroBatch:
-        """Computes everything that follows from the inputs alone."""
-        batch = MicroBatch(inputs, keys, dims)
-        batch.sources = {
-            "parameter": self.parameters, "buffer": self._buffers, "constant": self._constants, "input": inputs,
-            "wire": batch.wires, "value": batch.values, "dropout": batch.dropout,
-        }  # fmt: skip
-        arguments = [self._argument(port, batch) for port in self.blocks.prologue_ports]
-        with torch.no_grad():
-            batch.values.update(zip(self.blocks.values, self._prologue(*arguments), strict=True))
-            if self._site_names:
-                rows = random.site_keys(keys, self._sites)
-                batch.dropout.update(zip(self._site_names, rows.unbind(0), strict=True))
-        return batch
-
-    def run(self, program: Program, batches: Sequence[MicroBatch], scale: Tensor, accumulator: Accumulator) -> None:
-        """Runs every instruction but STEP, which is the caller's.
-        scale: the gradient of each summed loss (1 / items)."""
-        actions: dict[Op, Callable[[MicroBatch], None]] = {
-            Op.F: self.forward,
-            Op.B: lambda batch: self._backward(batch, scale, None),
-            Op.BW: lambda batch: self._backward(batch, scale, accumulator),
-            Op.W: lambda batch: self._weight(batch, accumulator),
-        }
+    def run(self, program: Iterable[Instruction], step: StepRun) -> None:
+        """Runs the instructions in order. May be called with one part of a program after the other."""
         with torch.no_grad():
             for instruction in program:
-                if instruction.op in actions:
-                    actions[instruction.op](batches[instruction.micro_batch])
-                    self.executed[str(instruction.op)] += 1
+                for watch in self.watches:
+                    watch.begin(instruction)
+                self._actions[instruction.op](instruction, step)
+                for watch in self.watches:
+                    watch.end(instruction)
+                self.executed[str(instruction.op)] += 1
 
-    @torch.no_grad()
-    def forward(self, batch: MicroBatch, keep: bool = True) -> None:
-        """All blocks in order. keep: for a backward to come; without it nothing is saved (evaluation)."""
-        remaining = _uses(self.blocks)
-        for block in self.blocks.blocks:
-            arguments = [self._argument(port, batch) for port in block.ports]
-            segment = self._segment(block, arguments, batch)
-            outputs, saved = segment.forward([a for a in arguments if isinstance(a, Tensor)])
-            for wire in block.names("wire"):
-                remaining[wire] -= 1
-                if not remaining[wire]:
-                    batch.wires.pop(wire, None)
-            batch.wires.update(zip(block.outputs, outputs, strict=True))
-            if keep:
-                batch.saved[block.name] = (segment, saved)
-        batch.loss = batch.wires.pop(self.blocks.loss)
+    def settle(self) -> None:
+        """Waits until nothing is on its way, in or out."""
+        self.parameters.settle()
+        if self._messages is not None:
+            self._messages.settle()
 
-    def keeps_only_inputs(self) -> bool:
-        """Whether every segment run so far keeps nothing for its backward but what it was given."""
-        return all(segment.keeps_only_inputs for segment in self._segments.values())
+    def _make_actions(self) -> dict[Op, Callable[[Instruction, StepRun], None]]:
+        actions: dict[Op, Callable[[Instruction, StepRun], None]] = {
+            Op.F: self._forward,
+            Op.GATHER: lambda i, step: self.parameters.gather(_block(i)),
+            Op.FREE: lambda i, step: self.parameters.free(_block(i)),
+        }
+        if messages := self._messages:
+            actions |= {
+                Op.SEND_F: lambda i, step: messages.send_forward(i, _batch(i, step)),
+                Op.SEND_B: lambda i, step: messages.send_backward(i, _batch(i, step)),
+                Op.RECV_F: lambda i, step: messages.post(i, _batch(i, step)),
+                Op.RECV_B: lambda i, step: messages.post(i, _batch(i, step)),
+            }
+        if totals := self._totals:
+            actions |= {
+                Op.B: self._backward,
+                Op.BW: self._backward,
+                Op.W: self._weight,
+                Op.REDUCE: lambda i, step: self._gradients.reduce(_block(i)),
+                Op.TIE: lambda i, step: self._gradients.tie(_block(i)),
+                Op.COUNT: lambda i, step: totals.count(step),
+                Op.NORM: lambda i, step: totals.norm(step, self._gradients.finish()),
+                Op.STEP: self._step,
+                Op.SHARE: lambda i, step: self.parameters.share(_block(i)),
+            }
+        return actions
 
-    def _backward(self, batch: MicroBatch, scale: Tensor, accumulator: Accumulator | None) -> None:
-        """All blocks in reverse: input gradients, and with an accumulator weight gradients in the same functions."""
-        assert batch.loss is not None, "forward comes before backward"
-        batch.gradients = {self.blocks.loss: scale.to(batch.loss.dtype)}
-        for block in reversed(self.blocks.blocks):
-            segment, saved = batch.saved.pop(block.name)
-            if not any(segment.differentiable):
-                batch.gradients.pop(self.blocks.loss, None)  # nothing at all is trained
-                continue
-            d_outputs = self._output_gradients(block, segment, batch)
-            parameters = [self.parameters[name] for name in block.names("parameter")]
-            if accumulator is None:
-                d_inputs, for_weights = segment.backward(parameters, saved, d_outputs)
-                batch.for_weights[block.name] = (segment, for_weights)
-            else:
-                d_inputs, d_parameters = segment.backward_weight(parameters, saved, d_outputs)
-                accumulator.add(block.names("parameter"), d_parameters)
-            del saved
-            self._add_gradients(block, d_inputs, batch)
+    def _forward(self, instruction: Instruction, step: StepRun) -> None:
+        batch, run, stage, block = _place(instruction, step)
+        if block == self._blocks[stage][0] and stage > 0:
+            self._take_inputs(stage, _micro_batch(instruction), batch, run)
+        self.parameters.ready(self._buckets[block])
+        self.compute.forward(block, batch, run, keep=self._totals is not None)
+        for wire in self._done_with[stage].get(block, ()):
+            del run.wires[wire]
+        if block == len(self._buckets) - 1:
+            batch.loss = run.wires.pop(self.compute.blocks.loss)
 
-    def _weight(self, batch: MicroBatch, accumulator: Accumulator) -> None:
-        for block in reversed(self.blocks.blocks):
-            if block.name in batch.for_weights:
-                segment, for_weights = batch.for_weights.pop(block.name)
-                parameters = [self.parameters[name] for name in block.names("parameter")]
-                accumulator.add(block.names("parameter"), segment.weight(parameters, for_weights))
+    def _backward(self, instruction: Instruction, step: StepRun) -> None:
+        batch, run, stage, block = _place(instruction, step)
+        if block == self._blocks[stage][-1]:
+            self._take_gradients(stage, _micro_batch(instruction), batch, run, step)
+        self.parameters.ready(self._buckets[block])
+        if instruction.op is Op.B:
+            self.compute.backward(block, run)
+        else:
+            self._gradients.add(self._names(block), self.compute.backward_weight(block, run))
 
-    def _output_gradients(self, block: Block, segment: Segment, batch: MicroBatch) -> list[Tensor]:
-        """What later blocks sent back for each differentiable output; zero where none of them needed it."""
-        found: list[Tensor] = []
-        for wire, needed, node in zip(block.outputs, segment.differentiable, segment.outputs, strict=True):
-            gradient = batch.gradients.pop(wire, None)
-            if needed:
-                like = node.meta["val"]
-                found.append(
-                    torch.zeros(like.shape, dtype=like.dtype, device=self.device) if gradient is None else gradient
-                )
+    def _weight(self, instruction: Instruction, step: StepRun) -> None:
+        _, run, _, block = _place(instruction, step)
+        self.parameters.ready(self._buckets[block])
+        self._gradients.add(self._names(block), self.compute.weight(block, run))
+
+    def _step(self, instruction: Instruction, step: StepRun) -> None:
+        assert self._totals is not None
+        self._totals.step(step)
+        self._gradients.release()
+        if self._messages is not None:
+            self._messages.settle()
+
+    def _take_inputs(self, stage: int, micro_batch: int, batch: MicroBatch, run: StageRun) -> None:
+        """What the stage before left: by reference if it is on this rank, else by message."""
+        if self._plan.pp_index(stage - 1) == self._plan.pp_index(stage):
+            before = batch.stages[stage - 1]
+            for wire in self._crossing[stage]:
+                run.wires[wire], run.differentiable[wire] = before.wires.pop(wire), before.differentiable[wire]
+        else:
+            assert self._messages is not None
+            self._messages.inputs(stage, micro_batch, run)
+
+    def _take_gradients(
+        self, stage: int, micro_batch: int, batch: MicroBatch, run: StageRun, step: StepRun
+    ) -> None:  # fmt: skip
+        """The gradients of what the stage put out; on the last stage that is the loss."""
+        if stage == self._plan.num_stages - 1:
+            assert batch.loss is not None and self._totals is not None, "forward comes before backward"
+            run.gradients[self.compute.blocks.loss] = self._totals.scale(step).to(batch.loss.dtype)
+        elif self._plan.pp_index(stage + 1) == self._plan.pp_index(stage):
+            after = batch.stages[stage + 1].gradients
+            run.gradients.update({wire: after.pop(wire) for wire in self._crossing[stage + 1] if wire in after})
+        else:
+            assert self._messages is not None
+            self._messages.output_gradients(stage, micro_batch, run)
+
+    def _last_uses(self, stage: int) -> dict[int, list[str]]:
+        """Per block of a stage, the wires that nobody needs once it has run."""
+        blocks = self.compute.blocks
+        leaving = set(self._crossing[stage + 1]) if stage + 1 < self._plan.num_stages else {blocks.loss}
+        last: dict[str, int] = {}
+        for number in self._blocks[stage]:
+            last |= dict.fromkeys((*blocks.blocks[number].outputs, *blocks.blocks[number].names("wire")), number)
+        found: dict[int, list[str]] = {}
+        for wire, number in last.items():
+            if wire not in leaving:
+                found.setdefault(number, []).append(wire)
         return found
 
-    def _add_gradients(self, block: Block, d_inputs: Sequence[Tensor | None], batch: MicroBatch) -> None:
-        tensor_ports = [p for p in block.ports if p.kind not in ("parameter", "size")]
-        for port, gradient in zip(tensor_ports, d_inputs, strict=True):
-            if port.kind == "wire" and gradient is not None:
-                earlier = batch.gradients.get(port.name)
-                batch.gradients[port.name] = gradient if earlier is None else earlier + gradient
-
-    def _argument(self, port: Port, batch: MicroBatch) -> Tensor | int:
-        if port.kind == "size":
-            return evaluate(port.name, batch.dims)
-        if port.kind == "dropout" and not self._site_names:
-            return batch.keys  # evaluation: the port is there, nothing reads it
-        return batch.sources[port.kind][port.name]
-
-    def _segment(self, block: Block, arguments: Sequence[Tensor | int], batch: MicroBatch) -> Segment:
-        """The functions for these shapes, found by block and dims; blocks whose templates and shapes agree
-        share them."""
-        place = (block.name, *batch.dims.values(), *(batch.differentiable[wire] for wire in block.names("wire")))
-        segment = self._by_place.get(place)
-        if segment is None:
-            segment = self._by_place[place] = self._shared_segment(block, arguments, batch)
-        for wire, differentiable in zip(block.outputs, segment.differentiable, strict=True):
-            batch.differentiable[wire] = differentiable
-        return segment
-
-    def _shared_segment(self, block: Block, arguments: Sequence[Tensor | int], batch: MicroBatch) -> Segment:
-        wants = tuple(self._wants_gradient(port, batch) for port in block.ports if port.kind != "size")
-        shapes = tuple((a.shape, a.dtype, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
-        key = (block.template, wants, shapes)
-        if key not in self._segments:
-            self._segments[key] = segments.build(
-                self._templates[block.template], arguments,
-                [port.kind == "parameter" for port in block.ports if port.kind != "size"], wants,
-                recompute=self.recompute, compiler=self.compiler,
-            )  # fmt: skip
-        return self._segments[key]
-
-    def _wants_gradient(self, port: Port, batch: MicroBatch) -> bool:
-        if port.kind == "parameter":
-            return port.name in self.trainable
-        return port.kind == "wire" and batch.differentiable[port.name]
+    def _names(self, block: int) -> tuple[str, ...]:
+        return self.compute.blocks.blocks[block].names("parameter")
 
 
-def _graph(text: str, device: torch.device, dropout: bool) -> fx.Graph:
-    graph = graphs.load(text)
-    retarget(graph, device)
-    if not dropout:
-        without_dropout(graph)
-    return graph
+def _place(instruction: Instruction, step: StepRun) -> tuple[MicroBatch, StageRun, int, int]:
+    batch, stage = _batch(instruction, step), instruction.stage
+    assert stage is not None
+    return batch, batch.stage(stage), stage, _block(instruction)
 
 
-def _uses(blocks: Blocks) -> Counter[str]:
-    return Counter(wire for block in blocks.blocks for wire in block.names("wire"))
+def _batch(instruction: Instruction, step: StepRun) -> MicroBatch:
+    return step.batches[_micro_batch(instruction)]
+
+
+def _micro_batch(instruction: Instruction) -> int:
+    assert instruction.micro_batch is not None
+    return instruction.micro_batch
+
+
+def _block(instruction: Instruction) -> int:
+    assert instruction.block is not None
+    return instruction.block

@@ -26,16 +26,19 @@ def explain_out_of_memory(what: str, hints: list[str], device: torch.device) -> 
 
 def step_needs(plan: Plan, batch_size: int) -> tuple[str, list[str]]:
     """What does not fit when a step runs out of memory, and which plans need less."""
-    largest = math.ceil(batch_size / plan.mb)
+    part = math.ceil(batch_size / plan.dp)
+    largest = math.ceil(part / plan.mb)
     samples = "1 sample" if largest == 1 else f"{largest} samples"
-    what = f"a micro-batch of {samples} (batch_size {batch_size}, plan {plan.text or 'mb=1'}) does not fit"
+    what = f"a micro-batch of {samples} (batch_size {batch_size}, plan {plan.shown}) does not fit"
     hints: list[str] = []
-    if plan.mb < batch_size:
-        hints.append(f"cut the batch into more micro-batches (plan mb={min(2 * plan.mb, batch_size)})")
+    if plan.mb < part:
+        hints.append(f"cut the batch into more micro-batches (plan mb={min(2 * plan.mb, part)})")
     if plan.schedule == "gpipe" and plan.mb > 1:
         hints.append("keep one micro-batch's activations at a time (plan schedule=1f1b)")
     if not plan.recompute:
         hints.append("keep less for the backward (plan recompute=yes)")
+    if plan.dp > 1 and plan.zero < 3:
+        hints.append(f"share what replicas keep (plan zero={plan.zero + 1})")
     return what, hints or ["use a shorter seq_len, dtype=bfloat16, or a smaller model"]
 
 

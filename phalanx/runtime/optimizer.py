@@ -1,4 +1,4 @@
-"""The update of one step: global norm, clipping, skipping of non-finite gradients, the optimizer, refreshed copies.
+"""The update of one step: clipping, skipping of non-finite gradients, the optimizer, refreshed copies.
 
 On the way that is fused nothing waits for the device: clipping and skipping are decided there. State goes in and out as
 named tensors. Which optimizer it is was decided in `optimizer_choice.py`.
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError
+from phalanx.runtime.parameters import Weight
 
 _GROUP = "group."
 _PLAIN = bool | int | float | str | None
@@ -20,50 +21,43 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping equals
 
 
 class Optimizer:
-    """Updates `weights` by their gradients and writes them into `copies`, which the engine computes with.
+    """Updates the pieces in `weights` by their gradients and rounds them into the copies that the model computes with.
 
     A weight and its copy are one tensor unless weights are kept in higher precision.
     """
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        weights: Mapping[str, Tensor],
-        copies: Mapping[str, Tensor],
-        clip: float | None,
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, weights: Mapping[str, Weight], clip: float | None) -> None:
         self.inner, self.weights, self.clip = inner, weights, clip
-        apart = [name for name, weight in weights.items() if copies[name] is not weight]
-        self._copies, self._copied = [copies[name] for name in apart], [weights[name] for name in apart]
+        apart = [weight for weight in weights.values() if weight.copy is not weight.exact]
+        self._copies, self._copied = [weight.copy for weight in apart], [weight.exact for weight in apart]
         # Only these start from zeroed state: fused SGD, told to skip its first step, leaves its momentum undefined.
         adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
         self._skips_on_device = adam and bool(inner.defaults.get("fused"))
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """One update; returns the gradients' norm before clipping and whether the update was made, both on the device.
+    def step(
+        self, gradients: Mapping[str, Tensor], lr: float, norm: Tensor, finite: Tensor, loss_scale: Tensor | None = None
+    ) -> None:
+        """One update. A weight without a gradient is left alone; if not all is finite, nothing changes.
 
-        A weight without a gradient is left alone. If the loss or any gradient is not finite, nothing changes.
+        norm: of the gradients of all ranks, before clipping. loss_scale: what gradients are still multiplied by.
         """
-        if not gradients:
-            raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
-        norm = global_norm(list(gradients.values()))
-        finite = norm.isfinite() & loss.isfinite()
         for group in self.inner.param_groups:
             group["lr"] = lr
+        factor = self._divisor(norm, loss_scale)
         if self._skips_on_device:
-            self._update_on_device(gradients, norm, finite)
+            self._update_on_device(gradients, factor, finite)
         elif bool(finite):
-            self._clip_in_place(gradients, norm)
+            _divide(gradients, factor)
             self._update(gradients)
         if self._copied:
             torch._foreach_copy_(self._copies, self._copied)
-        return norm, finite
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The state's tensors as `optimizer/<slot>/<parameter>`; what a group keeps has the slot `group.<number>`."""
-        for key, value in self._state():
-            if isinstance(value, Tensor):
-                yield key, value
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The state's tensors as (slot, parameter, tensor)."""
+        for name, weight in self.weights.items():
+            for slot, value in self.inner.state.get(weight.exact, {}).items():
+                if isinstance(value, Tensor):
+                    yield slot, name, value
 
     def scalars(self) -> dict[str, Any]:
         """What else the state holds, by the same names; JSON."""
@@ -76,19 +70,22 @@ class Optimizer:
                 )
         return found
 
-    def load(self, names: Iterable[str], read: Callable[[str], Tensor], scalars: Mapping[str, Any]) -> None:
-        """Takes back what `tensors` and `scalars` gave; `names` lists the tensors there are, others among them."""
+    def load(
+        self, slots: Iterable[tuple[str, str]], read: Callable[[str, str], Tensor], scalars: Mapping[str, Any]
+    ) -> None:
+        """Takes back what `tensors` and `scalars` gave. slots: the (slot, parameter) pairs of all ranks; `read` gives
+        this rank's piece of one."""
         groups = {id(weight): group for group in self.inner.param_groups for weight in group["params"]}
-        for key in (*(name for name in names if name.startswith("optimizer/")), *scalars):
+        for slot, name in slots:
+            if name in self.weights:
+                weight = self.weights[name].exact
+                self.inner.state[weight][slot] = read(slot, name).to(_home(slot, weight, groups[id(weight)]))
+        for key, value in scalars.items():
             _, slot, name = key.split("/", 2)
-            value = scalars[key] if key in scalars else read(key)
             if slot.startswith(_GROUP):
                 self.inner.param_groups[int(slot.removeprefix(_GROUP))][name] = value
-                continue
-            weight = self.weights[name]
-            if isinstance(value, Tensor):
-                value = value.to(_home(slot, weight, groups[id(weight)]))
-            self.inner.state[weight][slot] = value
+            elif name in self.weights:
+                self.inner.state[self.weights[name].exact][slot] = value
 
     def _state(self) -> Iterator[tuple[str, Any]]:
         for number, group in enumerate(self.inner.param_groups):
@@ -97,39 +94,47 @@ class Optimizer:
                 if isinstance(value, Tensor | _PLAIN):
                     yield f"optimizer/{_GROUP}{number}/{name}", value
         for name, weight in self.weights.items():
-            for slot, value in self.inner.state.get(weight, {}).items():
+            for slot, value in self.inner.state.get(weight.exact, {}).items():
                 yield f"optimizer/{slot}/{name}", value
 
-    def _update_on_device(self, gradients: Mapping[str, Tensor], norm: Tensor, finite: Tensor) -> None:
+    def _divisor(self, norm: Tensor, loss_scale: Tensor | None) -> Tensor | None:
+        """What gradients are to be divided by before they are used; None for nothing."""
+        if self.clip is None:
+            return loss_scale
+        clipping = ((norm + _EPSILON) / self.clip).clamp(min=1.0)
+        return clipping if loss_scale is None else clipping * loss_scale
+
+    def _update_on_device(self, gradients: Mapping[str, Tensor], divisor: Tensor | None, finite: Tensor) -> None:
         # torch's fused optimizers divide gradients by `grad_scale` as they read them, and do nothing on `found_inf`.
         inner: Any = self.inner
         inner.found_inf = (~finite).float()
         inner.grad_scale = None
-        if norm.dtype == torch.float64:
-            self._clip_in_place(gradients, norm)  # their scale is float32, too coarse here
-        elif self.clip is not None:
-            inner.grad_scale = ((norm + _EPSILON) / self.clip).clamp(min=1.0)
+        if any(gradient.dtype == torch.float64 for gradient in gradients.values()):
+            _divide(gradients, divisor)  # their scale is float32, too coarse here
+        elif divisor is not None:
+            inner.grad_scale = divisor.float()
         self._update(gradients)
-
-    def _clip_in_place(self, gradients: Mapping[str, Tensor], norm: Tensor) -> None:
-        if self.clip is not None:
-            torch._foreach_mul_(list(gradients.values()), (self.clip / (norm + _EPSILON)).clamp(max=1.0))
 
     def _update(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():
-            weight = self.weights[name]
+            weight = self.weights[name].exact
             weight.grad = gradient.to(weight.dtype)
         self.inner.step()
         self.inner.zero_grad(set_to_none=True)
 
 
-def global_norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of all gradients as one vector, in their precision (float32 at least)."""
+def squared_norm(gradients: list[Tensor], like: Tensor) -> Tensor:
+    """The squared norm of all gradients as one vector; zero, on the device of `like`, if there are none."""
     norms: list[Tensor] = []
     for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):  # torch fuses only over one dtype
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         norms += torch._foreach_norm([g for g in gradients if g.dtype == dtype], 2, dtype=wide)
-    return torch.linalg.vector_norm(torch.stack(norms))
+    return torch.stack(norms).double().square().sum() if norms else torch.zeros_like(like)
+
+
+def _divide(gradients: Mapping[str, Tensor], divisor: Tensor | None) -> None:
+    if divisor is not None and gradients:
+        torch._foreach_mul_(list(gradients.values()), divisor.reciprocal())
 
 
 def _home(slot: str, weight: Tensor, group: Mapping[str, Any]) -> torch.device:

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, nearest
+from phalanx.runtime.parameters import Weight
 
+_ELEMENT_WISE = (
+    torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
+    torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
 _NAMED: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 def make_optimizer(
-    weights: Mapping[str, Tensor], config: RunConfig, optimizer_class: type[Any] | None = None
+    weights: Mapping[str, Weight], config: RunConfig, optimizer_class: type[Any] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of the run. `optimizer_class` stands before the one that `config` names."""
+    """The optimizer of the run, for these pieces. `optimizer_class` stands before the one that `config` names."""
     chosen = optimizer_class or _NAMED.get(config.optimizer) or _import(config.optimizer)
     if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer {chosen!r} is not a torch optimizer", "give a subclass of torch.optim.Optimizer")
@@ -31,6 +35,7 @@ def make_optimizer(
             f"optimizer {chosen.__name__} evaluates the loss several times per step, which a program cannot do",
             "choose an optimizer whose step needs no closure",
         )
+    _require_element_wise(chosen, weights)
     options = _arguments(chosen, config)
     decayed = _takes(chosen, "weight_decay")
     if not decayed and config.weight_decay != RunConfig.model_fields["weight_decay"].default:
@@ -48,19 +53,30 @@ def make_optimizer(
         ) from error
 
 
-def decays(weight: Tensor) -> bool:
+def decays(shape: Sequence[int]) -> bool:
     """Matrices decay; biases, norms and other vectors do not."""
-    return weight.dim() >= 2
+    return len(shape) >= 2
 
 
-def _groups(weights: Mapping[str, Tensor], weight_decay: float | None) -> list[dict[str, Any]]:
+def _groups(weights: Mapping[str, Weight], weight_decay: float | None) -> list[dict[str, Any]]:
+    """The same groups on every rank, even where one of them has nothing in it."""
     if weight_decay is None:
-        return [{"params": list(weights.values())}]
-    groups: list[dict[str, Any]] = [
-        {"params": [w for w in weights.values() if decays(w)], "weight_decay": weight_decay},
-        {"params": [w for w in weights.values() if not decays(w)], "weight_decay": 0.0},
+        return [{"params": [weight.exact for weight in weights.values()]}]
+    return [
+        {"params": [w.exact for w in weights.values() if decays(w.piece.shape)], "weight_decay": weight_decay},
+        {"params": [w.exact for w in weights.values() if not decays(w.piece.shape)], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+
+
+def _require_element_wise(chosen: type[Any], weights: Mapping[str, Weight]) -> None:
+    """A rank that holds part of a tensor can only update it if no element's update depends on the others."""
+    if chosen in _ELEMENT_WISE or all(weight.piece.is_whole for weight in weights.values()):
+        return
+    known = ", ".join(sorted(kind.__name__ for kind in _ELEMENT_WISE))
+    raise ConfigError(
+        f"optimizer {chosen.__name__} is not known to update each element by itself, but ZeRO splits tensors",
+        f"use zero=0, or one of torch's {known}",
+    )
 
 
 def _arguments(chosen: type[Any], config: RunConfig) -> dict[str, Any]:

@@ -1,65 +1,145 @@
 """The parameters of this rank: what the engine computes with and, where that is another thing, what is updated.
 
-In bfloat16 the optimizer works on float32 master weights, of which the engine's parameters are rounded copies.
+In half precision the optimizer works on float32 master weights, of which the engine's parameters are rounded copies.
+Under ZeRO a rank updates only its pieces, and with stage 3 keeps only those.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, nearest
+from phalanx.runtime.buckets import Bucket, BufferPool, Read, Sharding, Shelf
+from phalanx.runtime.flat import Piece
+from phalanx.runtime.links import Group
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """values: every parameter in the dtype of training; masters: float32 weights of trainable ones, where kept."""
+class Weight:
+    """A piece of a parameter that this rank keeps: what is saved, what is updated, what is computed with."""
 
-    values: dict[str, Tensor]
-    masters: dict[str, Tensor]
-    trainable: tuple[str, ...]
+    piece: Piece
+    exact: Tensor  # in the highest precision there is
+    copy: Tensor  # in the precision of training; the same tensor unless there are masters
+    trained: bool
+    bucket: int
 
     @property
-    def weights(self) -> dict[str, Tensor]:
+    def key(self) -> str:
+        """Its name in a checkpoint."""
+        return f"{'model' if self.exact is self.copy else 'master'}/{self.piece.name}"
+
+
+class Parameters:
+    """`values` are the parameters that can be computed with now, `weights` the pieces that this rank keeps, by name."""
+
+    def __init__(self, buckets: Mapping[int, Bucket]) -> None:
+        self._buckets = buckets
+        self._pool = BufferPool()
+        self.values: dict[str, Tensor] = {}
+        self._gathered: set[int] = set()
+        self.peak_gathered = 0
+        self.weights: dict[str, Weight] = {}
+        for index, bucket in buckets.items():
+            self.values |= bucket.resident()
+            for piece, exact, copy in bucket.weights():
+                self.weights[piece.name] = Weight(piece, exact, copy, True, index)
+            for piece, tensor in bucket.kept():
+                self.weights[piece.name] = Weight(piece, tensor, tensor, False, index)
+
+    @property
+    def trained(self) -> dict[str, Weight]:
         """What the optimizer updates."""
-        return {name: self.masters.get(name, self.values[name]) for name in self.trainable}
+        return {name: weight for name, weight in self.weights.items() if weight.trained}
 
-    def exact(self, name: str) -> Tensor:
-        """A parameter in the highest precision there is."""
-        return self.masters.get(name, self.values[name])
+    @property
+    def resident_elements(self) -> int:
+        """Elements of parameters that are always here."""
+        whole = {name for bucket in self._buckets.values() for name in bucket.resident()}
+        pieces = (weight.piece for weight in self.weights.values() if weight.piece.name not in whole)
+        elements = sum(self.values[name].numel() for name in whole)
+        return elements + sum(piece.stop - piece.start for piece in pieces)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint holds: `master/<name>` where there is one, else `model/<name>`."""
-        for name, value in self.values.items():
-            yield (f"master/{name}", self.masters[name]) if name in self.masters else (f"model/{name}", value)
+    def bucket(self, index: int) -> Bucket:
+        return self._buckets[index]
+
+    def held(self) -> Collection[int]:
+        return self._buckets.keys()
+
+    def gather(self, index: int) -> None:
+        self._buckets[index].gather(self._pool)
+        self._gathered.add(index)
+        self.peak_gathered = max(self.peak_gathered, len(self._gathered))
+
+    def free(self, index: int) -> None:
+        for name in self._buckets[index].free(self._pool):
+            self.values.pop(name, None)
+        self._gathered.discard(index)
+
+    def share(self, index: int) -> None:
+        self._buckets[index].share()
+
+    def ready(self, indices: Iterable[int]) -> None:
+        """Waits until the parameters of these buckets have arrived."""
+        for index in indices:
+            if self._buckets[index].is_arriving:
+                self.values.update(self._buckets[index].arrive())
+
+    def settle(self) -> None:
+        """Waits for everything that is on its way."""
+        self.ready(self._buckets)
 
 
 def load_parameters(
-    names: Iterable[str],
-    read: Callable[[str, bool], Tensor],
+    held: Mapping[int, Sequence[str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Read,
     *,
-    trainable: Sequence[str],
+    trainable: Collection[str],
     dtype: torch.dtype,
     master_weights: bool,
     device: torch.device,
+    sharding: Sharding,
+    zero: Group,
 ) -> Parameters:
-    """Reads one parameter at a time. `read` gives the values of a name, and is told whether they become a master."""
-    values: dict[str, Tensor] = {}
-    masters: dict[str, Tensor] = {}
+    """Reads one parameter at a time. held: the names of each bucket that this rank keeps."""
+    keeps_masters = master_weights and dtype in (torch.bfloat16, torch.float16)
     learns = set(trainable)
-    keeps_masters = master_weights and dtype == torch.bfloat16
-    for name in names:
-        has_master = keeps_masters and name in learns
-        value = read(name, has_master)
-        if has_master:
-            masters[name] = value.to(device, torch.float32)
-        # Integer parameters exist (tables of quantised modules); they are not trained and keep their type.
-        values[name] = value.to(device, dtype if value.is_floating_point() else value.dtype)
-    return Parameters(values, masters, tuple(trainable))
+    found: dict[int, Bucket] = {}
+    for index, names in held.items():
+        loose = {name: value.to(device) for name in names if (value := _loose(name, read, learns)) is not None}
+        flat = [name for name in names if name not in loose]
+        trained = _shelf([n for n in flat if n in learns], shapes, sharding, dtype, device)
+        frozen = _shelf([n for n in flat if n not in learns], shapes, sharding, dtype, device)
+        found[index] = Bucket(trained, frozen, loose, zero)
+        for shelf in found[index].shelves:
+            masters = shelf.fill(read, keeps_masters and shelf is trained)
+            if shelf is trained:
+                found[index].masters = masters
+    return Parameters(found)
+
+
+def _loose(name: str, read: Read, learns: Collection[str]) -> Tensor | None:
+    """Integer parameters exist (tables of quantised modules); they are not trained and keep their type."""
+    if name in learns:
+        return None
+    value = read(name, False, None)
+    return None if value.is_floating_point() else value
+
+
+def _shelf(
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    sharding: Sharding,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Shelf | None:
+    return Shelf({name: shapes[name] for name in names}, sharding, dtype, device) if names else None
 
 
 def choose_trainable(

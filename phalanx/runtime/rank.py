@@ -1,33 +1,49 @@
 """What lives on this rank's device: parameters, buffers, the optimizer's state, and the engines that run on them.
 
-It is built from values that are read one at a time and gives them back as named tensors; where they come from and go to
+It is built from values that are read one at a time and gives them back as named pieces; where they come from and go to
 is the caller's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.data import Batches
+from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.plan.plan import Plan
-from phalanx.runtime.engine import Engine
+from phalanx.program.check import check
+from phalanx.program.lower import lower
+from phalanx.runtime.accumulate import BucketGradients, Gradients
+from phalanx.runtime.buckets import BufferPool, Read
+from phalanx.runtime.compute import Compute
+from phalanx.runtime.engine import Engine, Watch
+from phalanx.runtime.evaluation import Evaluator
+from phalanx.runtime.flat import Piece
+from phalanx.runtime.formation import Connections, Formation
+from phalanx.runtime.links import Links
+from phalanx.runtime.loss_scale import LossScale
+from phalanx.runtime.messages import Messages
+from phalanx.runtime.model_shape import bucket_names
 from phalanx.runtime.optimizer import Optimizer
 from phalanx.runtime.optimizer_choice import make_optimizer
 from phalanx.runtime.parameters import load_parameters
-from phalanx.runtime.step import Feeder, Step, evaluate, split
-from phalanx.state.checkpoint import Checkpoint
-from phalanx.tasks.base import Batch
+from phalanx.runtime.step import Feeder, Step, split
+from phalanx.runtime.totals import Totals
+from phalanx.runtime.wires import Wires
+from phalanx.state.layout import Holding, boxes_of_range
+
+IN_FLIGHT = 2  # reductions under way at once where whole gradients are not to be kept (ZeRO 2 and 3)
 
 
 class Rank:
-    """Trains and evaluates one captured model under one plan. `step` is called with (batch, stream position, lr)."""
+    """Trains and evaluates one captured model under one plan. `step` is called with this rank's part of a batch."""
 
     def __init__(
         self,
@@ -35,53 +51,132 @@ class Rank:
         config: RunConfig,
         plan: Plan,
         *,
-        device: torch.device,
+        seat: Seat,
         trainable: Sequence[str],
-        read: Callable[[str, bool], Tensor],
+        read: Read,
         buffers: Mapping[str, Tensor],
         optimizer_class: type[Any] | None = None,
+        watches: Iterable[Watch] = (),
     ) -> None:
-        self.captured, self.device, self.dtype = captured, device, getattr(torch, config.dtype)
-        self.compiler = Compiler(resolve_mode(config.compile, device))
+        self.captured, self.seat, self.plan = captured, seat, plan
+        self.device, self.dtype = torch.device(seat.device), getattr(torch, config.dtype)
         self._seed, self._buffers = config.seed, buffers
-        self._sizes = split(config.batch_size, plan.mb)
+        self.compiler = Compiler(resolve_mode(config.compile, self.device))
+        blocks = captured.blocks
+        buckets = bucket_names(blocks, trainable)
+        unused = tuple(name for name in captured.shapes if name not in set(blocks.parameters()))
+        self.formation = Formation(plan, buckets, unused, seat.rank)
+        programs = lower(plan, buckets.shape)
+        self.peaks = check(plan, buckets.shape, programs)[seat.rank]
+        self.links = Links(seat, timeout=config.timeout)
+        self.connections = Connections(self.formation, self.links)
         self.parameters = load_parameters(
-            captured.shapes, read, trainable=trainable, dtype=self.dtype, master_weights=config.master_weights,
-            device=device,
+            self.formation.held(), captured.shapes, read, trainable=trainable, dtype=self.dtype,
+            master_weights=config.master_weights, device=self.device, sharding=self.formation.sharding(),
+            zero=self.connections.gather,
         )  # fmt: skip
-        weights = self.parameters.weights
-        inner = make_optimizer(weights, config, optimizer_class)
-        self.optimizer = Optimizer(inner, weights, self.parameters.values, config.clip)
-        self.step = Step(self._feeder(trainable, recompute=plan.recompute, dropout=True), self.optimizer, plan)
-        self._evaluator = self._feeder((), recompute=False, dropout=False)
+        weights = self.parameters.trained
+        self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class), weights, config.clip)
+        self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
+        engine, feeder = self._engine(trainable, watches, trains=True)
+        self.step = Step(feeder, engine, programs[seat.rank], plan.mb)
+        size = split(split(config.batch_size, plan.dp)[0], plan.mb)[0]
+        self._evaluator = Evaluator(*self._engine((), watches, trains=False), self.formation, self.connections, size)
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether what is updated is kept in higher precision than what is computed with."""
+        return any(weight.exact is not weight.copy for weight in self.parameters.weights.values())
+
+    def part(self, first: int, samples: int) -> tuple[int, int]:
+        """Where this rank's part of a global batch of `samples` at stream position `first` begins, and its length."""
+        index, sizes = self.formation.dp_index, split(samples, self.plan.dp)
+        return first + sum(sizes[:index]), sizes[index]
 
     def evaluate(self, batches: Batches, samples: int) -> float:
         """The mean loss over the first `samples` samples, in micro-batches of the size that training uses."""
-        size = self._sizes[0]
+        return self._evaluator(batches, samples)
 
-        def parts() -> Iterator[tuple[int, Batch]]:
-            for first in range(0, samples, size):
-                yield first, batches.batch(first, min(size, samples - first))
+    def holdings(self) -> Iterator[tuple[Holding, Tensor]]:
+        """Everything a checkpoint holds, as far as it lies here."""
+        self.parameters.settle()
+        for weight in self.parameters.weights.values():
+            yield self._holding(weight.key, weight.piece, weight.exact, weight.bucket)
+        for slot, name, tensor in self.optimizer.tensors():
+            weight = self.parameters.weights[name]
+            piece = weight.piece
+            if tensor.shape != weight.exact.shape:  # a counter, the same on every rank that holds a part
+                first = piece.start == 0 and self.formation.owns(weight.bucket)
+                whole = (piece.name, tuple(tensor.shape), 0, tensor.numel())
+                yield _described(f"optimizer/{slot}/{name}", Piece(*whole), tensor, first)
+            else:
+                yield self._holding(f"optimizer/{slot}/{name}", piece, tensor, weight.bucket)
 
-        return evaluate(self._evaluator, parts())
+    def values(self) -> Iterator[tuple[Holding, Tensor]]:
+        """The parameters alone, by their own names, in the precision of training."""
+        for weight in self.parameters.weights.values():
+            yield self._holding(weight.piece.name, weight.piece, weight.copy, weight.bucket)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything a checkpoint holds, by name."""
-        yield from self.parameters.tensors()
-        yield from self.optimizer.tensors()
+    def exact_values(self) -> Iterator[tuple[Holding, Tensor]]:
+        """The same in the highest precision there is."""
+        for weight in self.parameters.weights.values():
+            yield self._holding(weight.piece.name, weight.piece, weight.exact, weight.bucket)
 
-    def restore_optimizer(self, found: Checkpoint, scalars: Mapping[str, Any]) -> None:
-        self.optimizer.load(found.names(), found.read, scalars)
+    def restore_optimizer(
+        self, slots: Iterable[tuple[str, str]], read: Callable[[str, Piece], Tensor], scalars: Mapping[str, Any]
+    ) -> None:
+        """slots: the (slot, parameter) pairs that were saved; read: (key, piece) → its elements."""
 
-    @torch.no_grad()
-    def fill(self, module: nn.Module) -> None:
-        """Copies the values of parameters into a module that names them alike."""
-        for name, parameter in module.named_parameters():
-            parameter.copy_(self.parameters.exact(name))
+        def piece_of(slot: str, name: str) -> Tensor:
+            weight = self.parameters.weights[name]
+            found = read(f"optimizer/{slot}/{name}", weight.piece)
+            return found.view(weight.exact.shape) if found.numel() == weight.exact.numel() else found
 
-    def _feeder(self, trainable: Sequence[str], *, recompute: bool, dropout: bool) -> Feeder:
-        engine = Engine(
-            self.captured.blocks, self.parameters.values, self._buffers, trainable=set(trainable), device=self.device,
-            compiler=self.compiler, recompute=recompute, dropout=dropout,
+        self.optimizer.load(slots, piece_of, scalars)
+
+    def close(self) -> None:
+        self.step.engine.settle()
+        self.links.close()
+
+    def _holding(self, key: str, piece: Piece, tensor: Tensor, bucket: int) -> tuple[Holding, Tensor]:
+        return _described(key, piece, tensor, self.formation.owns(bucket))
+
+    def _engine(self, trainable: Sequence[str], watches: Iterable[Watch], trains: bool) -> tuple[Engine, Feeder]:
+        formation, connections = self.formation, self.connections
+        compute = Compute(
+            self.captured.blocks, self.parameters.values, self._buffers, trainable=trainable, device=self.device,
+            compiler=self.compiler, recompute=trains and self.plan.recompute, dropout=trains,
         )  # fmt: skip
-        return Feeder(self.captured, engine, seed=self._seed, dtype=self.dtype)
+        messages = None
+        if self.plan.pp > 1:
+            wires = Wires(compute, self.captured.shapes, self.dtype)
+            messages = Messages(wires, formation.first_blocks, self.seat.rank, connections.channel, self.device)
+        engine = Engine(
+            self.plan, formation.shape, compute, self.parameters, messages=messages, watches=watches,
+            gradients=self._gradients() if trains else None, totals=self._totals() if trains else None,
+        )  # fmt: skip
+        return engine, Feeder(self.captured, compute, seed=self._seed, dtype=self.dtype)
+
+    def _gradients(self) -> Gradients:
+        pool = BufferPool()
+        found: dict[int, BucketGradients] = {}
+        home: dict[str, int] = {}
+        for index in self.parameters.held():
+            shelf = self.parameters.bucket(index).trained
+            if shelf is None or index == self.formation.shape.num_buckets or self.connections.is_alone(index):
+                continue
+            found[index] = BucketGradients(shelf, self.connections.reduction(index, self.plan.zero > 0), pool)
+            home |= dict.fromkeys((place.name for place in shelf.layout.places), index)
+        return Gradients(found, home, IN_FLIGHT if self.plan.zero >= 2 else None)
+
+    def _totals(self) -> Totals:
+        owned = {name for name, weight in self.parameters.trained.items() if self.formation.owns(weight.bucket)}
+        return Totals(
+            self.optimizer, self.captured.blocks.count, self.connections.replicas, self.connections.world, owned,
+            counts=self.formation.is_first, loss_scale=self.loss_scale,
+        )  # fmt: skip
+
+
+def _described(key: str, piece: Piece, tensor: Tensor, owned: bool) -> tuple[Holding, Tensor]:
+    boxes = boxes_of_range(piece.shape, piece.start, piece.stop)
+    return Holding(key, piece.shape, str(tensor.dtype).removeprefix("torch."), boxes, owned), tensor.reshape(-1)

@@ -20,8 +20,8 @@ class StopRequest:
 
 
 @contextmanager
-def stop_request() -> Iterator[StopRequest]:
-    """Within it the first signal is noted and answered; a second one acts as it would have without us."""
+def stop_request(say: bool = True) -> Iterator[StopRequest]:
+    """Within it the first signal is noted and, with `say`, answered; a second one acts as it would have without us."""
     request = StopRequest()
     # Only the main thread may set handlers; elsewhere whoever started the thread decides what signals do.
     if threading.current_thread() is not threading.main_thread():
@@ -37,7 +37,8 @@ def stop_request() -> Iterator[StopRequest]:
         request.signal = signal.Signals(number)
         restore()
         # A handler may run in the middle of a print, so it must not print itself.
-        os.write(2, f"\n{request.signal.name}: finishing this step and saving; once more stops at once\n".encode())
+        if say:
+            os.write(2, f"\n{request.signal.name}: finishing this step and saving; once more stops at once\n".encode())
 
     before.update({number: signal.signal(number, note) for number in _SIGNALS})
     try:

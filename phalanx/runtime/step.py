@@ -1,12 +1,12 @@
-"""One step in one process: a batch is cut into micro-batches, the program is run on them, the optimizer is called.
+"""One step on one rank: its part of the batch is cut into micro-batches, and the program is run on them.
 
-Evaluation is the same without gradients and dropout. Nothing here reads a result from the device; `Outcome.read` does,
-whenever the caller wants it.
+Nothing here reads a result from the device; `Outcome.read` does, whenever the caller wants it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +14,12 @@ from torch import Tensor
 
 from phalanx.errors import DataError, PlanError
 from phalanx.model.captured import Captured
-from phalanx.model.graph.expressions import evaluate as value_of
 from phalanx.model.ops.random import sample_keys
-from phalanx.plan.plan import Plan
-from phalanx.program.expand import expand
-from phalanx.runtime.accumulate import Accumulator
-from phalanx.runtime.engine import Engine, MicroBatch
-from phalanx.runtime.optimizer import Optimizer
+from phalanx.program.instructions import Program
+from phalanx.runtime.compute import Compute
+from phalanx.runtime.engine import Engine
+from phalanx.runtime.micro_batch import MicroBatch
+from phalanx.runtime.totals import StepRun
 from phalanx.tasks.base import Batch
 
 
@@ -28,15 +27,16 @@ from phalanx.tasks.base import Batch
 class Outcome:
     """What a step gave, perhaps still on its way from the device."""
 
-    values: Tensor  # [3]: loss, gradient norm, 1 if the update was made
+    values: Tensor  # loss, gradient norm, 1 if the update was made, ranks asked to stop, what was counted over all
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, loss: Tensor, norm: Tensor, updated: Tensor) -> Outcome:
-        values = torch.stack([loss.double(), norm.double(), updated.double()])
+    def of(cls, step: StepRun) -> Outcome:
+        assert step.loss is not None and step.norm is not None and step.updated is not None
+        values = torch.stack([step.loss, step.norm, step.updated.double(), *step.counted])
         if values.device.type != "cuda":
             return cls(values, None)
-        on_host = torch.empty(3, dtype=torch.float64, pin_memory=True)
+        on_host = torch.empty(values.shape, dtype=torch.float64, pin_memory=True)
         on_host.copy_(values, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
@@ -45,22 +45,33 @@ class Outcome:
     def read(self) -> tuple[float, float, bool]:
         """Loss, gradient norm, and whether the update was made; waits for the device."""
         if self.arrived is not None:
-            self.arrived.synchronize()
-        loss, norm, updated = self.values.tolist()
+            while not self.arrived.query():  # not synchronize(): a rank that waits for a dead one must be stoppable
+                time.sleep(1e-4)
+        loss, norm, updated = self.values[:3].tolist()
         return loss, norm, bool(updated)
+
+    def stops(self) -> bool:
+        """Whether any rank was asked to stop before this step; all ranks get the same answer."""
+        self.read()
+        return bool(self.values[3])
+
+    def counted(self) -> list[float]:
+        """The sums over all parts of the batch of what each rank was given to count."""
+        self.read()
+        return self.values[4:].tolist()
 
 
 class Feeder:
-    """Turns batches into micro-batches of an engine: checked, moved to the device, with their dropout keys."""
+    """Turns batches into micro-batches: checked, moved to the device, with their dropout keys."""
 
-    def __init__(self, captured: Captured, engine: Engine, *, seed: int, dtype: torch.dtype) -> None:
-        self.captured, self.engine = captured, engine
+    def __init__(self, captured: Captured, compute: Compute, *, seed: int, dtype: torch.dtype) -> None:
+        self.captured, self.compute = captured, compute
         self._seed, self._dtype = seed, dtype
 
     def micro_batches(self, batch: Batch, first: int, sizes: Sequence[int]) -> list[MicroBatch]:
         """Consecutive parts of the samples at stream positions from `first` on."""
         require_inputs(self.captured, batch)
-        device = self.engine.device
+        device = self.compute.device
         on_device = {name: self._move(tensor) for name, tensor in batch.items()}
         keys = sample_keys(self._seed, first, sum(sizes), device)
         parts: list[MicroBatch] = []
@@ -68,58 +79,39 @@ class Feeder:
         for size in sizes:
             inputs = {name: tensor[begin : begin + size] for name, tensor in on_device.items()}
             dims = self.captured.dims(inputs)
-            parts.append(self.engine.micro_batch(inputs, keys[begin : begin + size], dims))
+            parts.append(self.compute.micro_batch(inputs, keys[begin : begin + size], dims))
             begin += size
         return parts
 
     def _move(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-        if self.engine.device.type != "cuda" or tensor.device.type == "cuda":
+        if self.compute.device.type != "cuda" or tensor.device.type == "cuda":
             return tensor
-        return tensor.pin_memory().to(self.engine.device, non_blocking=True)
+        return tensor.pin_memory().to(self.compute.device, non_blocking=True)
 
 
 class Step:
-    """The training step of a plan."""
+    """The training step of a plan on this rank."""
 
-    def __init__(self, feeder: Feeder, optimizer: Optimizer, plan: Plan) -> None:
-        self.feeder, self.optimizer, self.plan = feeder, optimizer, plan
-        self._program = expand(plan)
-        self._accumulator = Accumulator()
+    def __init__(self, feeder: Feeder, engine: Engine, program: Program, num_micro_batches: int) -> None:
+        self.feeder, self.engine, self.program = feeder, engine, program
+        self._num_micro_batches = num_micro_batches
 
-    def __call__(self, batch: Batch, first: int, lr: float) -> Outcome:
-        """Trains on the samples at stream positions from `first` on."""
-        sizes = split(num_samples(batch), self.plan.mb)
-        engine = self.feeder.engine
-        parts = self.feeder.micro_batches(batch, first, sizes)
-        items = total_items(engine, parts)
-        engine.run(self._program, parts, items.reciprocal(), self._accumulator)
-        loss = total_loss(parts) / items
-        gradients = self._accumulator.take(self.optimizer.weights)
-        return Outcome.of(loss, *self.optimizer.step(gradients, lr, loss))
+    def __call__(
+        self, batch: Batch, first: int, lr: float, counts: Sequence[float] = (), stop: bool = False
+    ) -> Outcome:
+        """Trains on this rank's part of the samples, which stand at stream positions from `first` on.
 
+        counts: numbers about this part of the batch, to be summed over all parts. stop: this rank is asked to stop.
+        """
+        step = self.begin(batch, first, lr)
+        step.counts, step.stop = tuple(counts), stop
+        self.engine.run(self.program, step)
+        return Outcome.of(step)
 
-@torch.no_grad()
-def evaluate(feeder: Feeder, batches: Iterator[tuple[int, Batch]]) -> float:
-    """The mean loss per item over (stream position, batch) pairs, each run as one micro-batch, forward only."""
-    loss, items = 0.0, 0.0
-    for first, batch in batches:
-        parts = feeder.micro_batches(batch, first, [num_samples(batch)])
-        feeder.engine.forward(parts[0], keep=False)
-        loss += float(total_loss(parts))
-        items += float(total_items(feeder.engine, parts))
-    return loss / items if items else float("nan")
-
-
-def total_items(engine: Engine, parts: Sequence[MicroBatch]) -> Tensor:
-    """How many items the losses of these micro-batches are sums over."""
-    return torch.stack([part.values[engine.blocks.count].double() for part in parts]).sum()
-
-
-def total_loss(parts: Sequence[MicroBatch]) -> Tensor:
-    losses = [part.loss.double() for part in parts if part.loss is not None]
-    assert len(losses) == len(parts), "every micro-batch has been forward"
-    return torch.stack(losses).sum()
+    def begin(self, batch: Batch, first: int, lr: float) -> StepRun:
+        sizes = split(num_samples(batch), self._num_micro_batches)
+        return StepRun(self.feeder.micro_batches(batch, first, sizes), lr)
 
 
 def num_samples(batch: Mapping[str, Tensor]) -> int:
@@ -163,9 +155,6 @@ def training_flops(captured: Captured, batch: Batch, sizes: Sequence[int]) -> fl
     total = 0
     for size in set(sizes):
         dims = captured.dims({name: tensor[:size] for name, tensor in batch.items()})
-        blocks = captured.blocks
-        forward = sum(
-            value_of(text, dims) for block in blocks.blocks for text in blocks.templates[block.template].flops.values()
-        )
+        forward = sum(captured.blocks.flops(dims))
         total += 3 * forward * list(sizes).count(size)
     return float(total)

@@ -13,6 +13,8 @@ from phalanx import tasks
 from phalanx.errors import ConfigError, VerifyError
 from phalanx.model.segment.compile import MODES
 from phalanx.model.zoo.zoo import Model, ModelSpec, resolve, with_config
+from phalanx.plan import fields
+from phalanx.plan.plan import Plan
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
 
@@ -42,7 +44,7 @@ class Case:
     task: str | None = None
     dtype: str = "float64"
     steps: int = 2
-    batch: int = 4
+    batch: int | None = None  # samples of the first step; None: at least 4, and as many as the plan has parts
     tokens: int = 24
     dropout: float | None = None  # None: the model's own
     padding: bool = False
@@ -66,8 +68,17 @@ class Case:
                 "verify: padding and documents shape synthetic batches only", "put them into your own data"
             )
         for name, least in (("steps", 1), ("batch", 2), ("tokens", 8)):
-            if getattr(self, name) < least:
+            value = getattr(self, name)
+            if value is not None and value < least:
                 raise ConfigError(f"verify: {name}={getattr(self, name)} is too small", f"use {least} or more")
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the first step; every second step has one less."""
+        if self.data:
+            return min(next(iter(batch.values())).shape[0] for batch in self.data) + 1
+        given = fields.read(self.plan)
+        return self.batch or max(4, given.get("dp", 1) * given.get("mb", 4 * given.get("pp", 1)) + 1)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -107,7 +118,7 @@ class Case:
         )  # fmt: skip
 
     def _shape(self, step: int) -> tuple[int, int]:
-        return (self.batch, self.tokens) if step % 2 == 0 else (self.batch - 1, self.tokens * 2 // 3)
+        return (self.num_samples, self.tokens) if step % 2 == 0 else (self.num_samples - 1, self.tokens * 2 // 3)
 
 
 @dataclass
@@ -123,6 +134,7 @@ class Step:
 class Execution:
     """What the plan side did beyond the numbers, for proving that the plan was really executed."""
 
+    plan: Plan
     steps: list[Step]
     facts: dict[str, Any]  # measured, by name
     implied: dict[str, Any]  # what the plan implies for the same names

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.config import RunConfig
+from phalanx.errors import VerifyError
+from phalanx.launch.crew import Crew
+from phalanx.launch.seat import Seat, local_device
 from phalanx.model.capture import attention_sites, capture
 from phalanx.model.captured import Captured
 from phalanx.model.ops import random
-from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.weights import init_recipe
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.zoo import ModelSpec, build
+from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.prepare import choose_device
-from phalanx.program.expand import expand
-from phalanx.program.instructions import Op
-from phalanx.runtime.accumulate import Accumulator
-from phalanx.runtime.engine import Engine
-from phalanx.runtime.optimizer import Optimizer
-from phalanx.runtime.optimizer_choice import make_optimizer
-from phalanx.runtime.step import Feeder, num_samples, split, total_items, total_loss
+from phalanx.program.check import check
+from phalanx.program.holders import buckets_of
+from phalanx.program.lower import lower
+from phalanx.runtime.model_shape import BucketNames, bucket_names
 from phalanx.verification.case import Case, Execution, Step
+from phalanx.verification.rank_side import Trace, facts_of, run_rank
 
 _NOISE = 0.05  # added to fresh weights: zeros and ones (biases, norms) would hide errors that multiply or add them
 
@@ -57,58 +60,71 @@ def _weights(spec: ModelSpec, case: Case) -> Weights:
     return SeededWeights(init_recipe.record(lambda: build(spec)), case.seed)
 
 
-def run_plan(case: Case, spec: ModelSpec, captured: Captured, initial: Mapping[str, Tensor]) -> Execution:
-    plan, (device, _) = Plan.parse(case.plan), choose_device(case.device)
-    parameters = {name: value.detach().clone().to(device) for name, value in initial.items()}
-    engine = Engine(
-        captured.blocks, parameters, {name: value.to(device) for name, value in captured.buffers.items()},
-        trainable=set(captured.trainable), device=device,
-        compiler=Compiler(resolve_mode(case.compile, device)), recompute=plan.recompute,
-    )  # fmt: skip
-    feeder = Feeder(captured, engine, seed=case.seed, dtype=case.torch_dtype)
-    optimizer = _optimizer(case, captured, parameters)
-    steps = [
-        _step(feeder, optimizer, plan, case, consumed, batch, parameters) for consumed, batch in case.batches(spec)
-    ]
-    facts, implied = _evidence(engine, plan, case, captured)
-    return Execution(steps, facts, implied, attention_sites(captured.blocks))
+def run_plan(case: Case, captured: Captured, initial: Mapping[str, Tensor], crew: Crew | None = None) -> Execution:
+    """The case under its plan: in this process if the plan has one rank, else on the ranks of a crew."""
+    plan = complete_plan(case, captured)
+    with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
+        torch.save({name: value.detach() for name, value in initial.items()}, Path(folder) / "initial.pt")
+        job = (case, plan, captured, Path(folder))
+        if plan.world == 1:
+            traces = [run_rank(Seat.alone(local_device(case.device, 0)), *job)]
+        else:
+            with contextlib.ExitStack() as stack:
+                crew = crew or stack.enter_context(Crew(plan.world, device=case.device))
+                traces = crew.run(run_rank, *job, world=plan.world)
+    steps = [_assemble(traces, number, captured) for number in range(case.steps)]
+    return Execution(
+        plan, steps, facts_of(traces, plan), _implied(plan, case, captured), attention_sites(captured.blocks)
+    )
 
 
-def _optimizer(case: Case, captured: Captured, parameters: Mapping[str, Tensor]) -> Optimizer:
-    weights = {name: parameters[name] for name in captured.trainable}
-    training = case.training
-    config = RunConfig(lr=training.lr, betas=training.betas, eps=training.eps, weight_decay=training.weight_decay)
-    return Optimizer(make_optimizer(weights, config), weights, weights, training.clip)
+def complete_plan(case: Case, captured: Captured) -> Plan:
+    _, batch = next(case.batches(case.spec()))
+    costs = captured.blocks.flops(captured.dims(batch))
+    return complete(case.plan, world=None, batch_size=case.num_samples - 1, costs=costs).plan
 
 
-def _step(
-    feeder: Feeder, optimizer: Optimizer, plan: Plan, case: Case,
-    consumed: int, batch: dict[str, Tensor], parameters: Mapping[str, Tensor],
-) -> Step:  # fmt: skip
-    """As `runtime.step.Step`, keeping the gradients for comparison before the optimizer uses them up."""
-    parts = feeder.micro_batches(batch, consumed, split(num_samples(batch), plan.mb))
-    items, accumulator = total_items(feeder.engine, parts), Accumulator()
-    feeder.engine.run(expand(plan), parts, items.reciprocal(), accumulator)
-    loss = total_loss(parts) / items
-    gradients = accumulator.take(optimizer.weights)
-    kept = {name: gradient.to(case.torch_dtype).cpu().clone() for name, gradient in gradients.items()}
-    optimizer.step(gradients, case.training.lr, loss)
-    return Step(float(loss), kept, {name: value.cpu().clone() for name, value in parameters.items()})
+def _assemble(traces: Sequence[Trace], number: int, captured: Captured) -> Step:
+    """One step of all ranks as if there were one: every element comes from the rank that owns it."""
+    losses = {trace.losses[number] for trace in traces}
+    if len(losses) > 1:
+        raise VerifyError(
+            f"ranks disagree on the loss of step {number + 1}: {sorted(losses)}", "this is a bug: report it"
+        )
+    gradients = _joined([trace.gradients[number] for trace in traces], captured)
+    return Step(losses.pop(), gradients, _joined([trace.parameters[number] for trace in traces], captured))
 
 
-def _evidence(engine: Engine, plan: Plan, case: Case, captured: Captured) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was done, and what the plan says should have been."""
-    program = Counter(str(i.op) for _ in range(case.steps) for i in expand(plan) if i.op is not Op.STEP)
-    element = torch.finfo(case.torch_dtype).bits // 8
-    sizes = [torch.Size(shape).numel() for shape in captured.shapes.values()]
-    measured = {
-        "instructions": dict(engine.executed),
-        "parameter bytes": sum(p.numel() * p.element_size() for p in engine.parameters.values()),
-        "only inputs kept for backward": engine.keeps_only_inputs(),
-    }
-    implied = {
-        "instructions": dict(program),
-        "parameter bytes": sum(sizes) * element,
+def _joined(parts: Sequence[list[tuple[str, int, Tensor]]], captured: Captured) -> dict[str, Tensor]:
+    """Whole tensors; what no rank answers for stays NaN, which equals nothing."""
+    found: dict[str, Tensor] = {}
+    for name, start, elements in (piece for part in parts for piece in part):
+        if name not in found:
+            found[name] = torch.full((math.prod(captured.shapes[name]),), math.nan, dtype=elements.dtype)
+        found[name][start : start + elements.numel()] = elements
+    return {name: value.view(captured.shapes[name]) for name, value in found.items()}
+
+
+def _implied(plan: Plan, case: Case, captured: Captured) -> dict[str, Any]:
+    """What the plan says should have been done, for the names in `facts_of`."""
+    buckets = bucket_names(captured.blocks, captured.trainable)
+    programs = lower(plan, buckets.shape)
+    peaks = check(plan, buckets.shape, programs)
+    return {
+        "instructions": [dict(Counter(str(i.op) for i in program for _ in range(case.steps))) for program in programs],
+        "parameter elements kept": _kept(plan, buckets, captured),
         "only inputs kept for backward": plan.recompute,
+        "buckets gathered at once": [peak.gathered for peak in peaks],
     }
-    return measured, implied
+
+
+def _kept(plan: Plan, buckets: BucketNames, captured: Captured) -> list[int]:
+    """Elements of parameters on all replicas of each rank of the pipeline: whole on each, or once per ZeRO group."""
+    copies = plan.dp // plan.shards if plan.zero == 3 else plan.dp
+    used = set(captured.blocks.parameters())
+    found: list[int] = []
+    for pp_index in range(plan.pp):
+        names = [name for bucket in buckets_of(plan, buckets.shape, pp_index) for name in buckets.names[bucket]]
+        names += [name for name in captured.shapes if name not in used and plan.pp_index(0) == pp_index]
+        found.append(copies * sum(math.prod(captured.shapes[name]) for name in names))
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.launch.crew import Crew
 from phalanx.model.zoo.zoo import Model
 from phalanx.plan.plan import Plan
 from phalanx.verification.case import Case
@@ -24,19 +25,19 @@ def verify(model: Model, plan: str | Plan = "", *, data: Sequence[dict[str, Tens
     seed, compile, device, task. `data`: batches of your own (dicts of the model's inputs) instead of synthetic ones,
     needed for modules whose task is unknown.
     """
-    text = plan.text if isinstance(plan, Plan) else plan
+    text = plan.full_text if isinstance(plan, Plan) else plan
     with PlainProcess() as process:
         return verify_case(Case(model, text, data=tuple(data), **options), process)
 
 
-def verify_case(case: Case, process: PlainProcess) -> Report:
-    """As `verify`, with a plain process that may serve many cases."""
+def verify_case(case: Case, process: PlainProcess, crew: Crew | None = None) -> Report:
+    """As `verify`, with a plain process and ranks that may serve many cases."""
     started = time.perf_counter()
     spec, captured, initial = prepare(case)
-    execution = run_plan(case, spec, captured, initial)
+    execution = run_plan(case, captured, initial, crew)
     plain = process.run(case, initial, execution.attention_sites)
     facts = tuple(Fact(name, execution.implied[name], measured) for name, measured in execution.facts.items())
     return Report(
-        spec.name, Plan.parse(case.plan).text, case.dtype, case.tolerance,
+        spec.name, execution.plan.text, case.dtype, case.tolerance,
         tuple(compare(execution.steps, plain)), facts, time.perf_counter() - started,
     )  # fmt: skip

@@ -8,7 +8,7 @@ get their values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import fx
 
 from phalanx.errors import CaptureError
 from phalanx.model.graph import graphs
+from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.flat import FlatGraph, where
 from phalanx.model.graph.flops import flops
 from phalanx.model.graph.layers import LayerList, layer_of
@@ -76,6 +77,12 @@ class Blocks:
         made = [wire for block in self.blocks[:cut] for wire in block.outputs]
         used = {wire for block in self.blocks[cut:] for wire in block.names("wire")}
         return tuple(wire for wire in made if wire in used)
+
+    def flops(self, dims: Mapping[str, int]) -> list[int]:
+        """Forward floating-point operations of each block."""
+        return [
+            sum(evaluate(text, dims) for text in self.templates[block.template].flops.values()) for block in self.blocks
+        ]
 
     def parameters(self) -> tuple[str, ...]:
         """Every parameter some block uses, in order of first use."""

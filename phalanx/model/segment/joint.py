@@ -28,6 +28,27 @@ class Joint:
     gradients: tuple[fx.Node | None, ...]  # per input; None where no gradient is wanted or none flows
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What a tensor that crosses a cut looks like, and whether its gradient is taken back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def outline(graph: fx.Graph, arguments: Sequence[Any], wants_gradient: Sequence[bool]) -> tuple[Outline, ...]:
+    """The outlines of the outputs of `graph` called with `arguments`, of which nothing but their looks is used."""
+    mode = _fake_mode(arguments)
+    tensors = [_fake(mode, a, w) for a, w in zip(_tensors(arguments), wants_gradient, strict=True)]
+    with mode, torch.enable_grad():
+        outputs = _as_function(graph, arguments)(tensors)
+    return tuple(Outline(tuple(out.shape), out.dtype, out.requires_grad) for out in outputs)
+
+
 def trace(
     graph: fx.Graph,
     arguments: Sequence[Any],

@@ -13,7 +13,7 @@ from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.insert import insert
 from phalanx.program.shape import ModelShape
 
-USES_PARAMETERS = frozenset((Op.F, Op.B, Op.BW))
+USES_PARAMETERS = frozenset((Op.F, Op.B, Op.W, Op.BW))  # W recomputes from them what was not kept
 
 
 def gather_per_micro_batch(program: Program, shape: ModelShape) -> Program:

@@ -1,0 +1,203 @@
+"""Runs blocks: the forward, input gradients and weight gradients of one block on one micro-batch.
+
+It keeps the functions of each template for each set of shapes. It orders nothing and sends nothing: what a block needs
+from elsewhere is there when it is called, or it is a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from phalanx.model.graph import graphs
+from phalanx.model.graph.blocks import Block, Blocks, Port
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.graph.normalise import retarget, without_dropout
+from phalanx.model.ops import random
+from phalanx.model.segment import segments
+from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.joint import Outline, outline
+from phalanx.model.segment.segments import Segment
+from phalanx.runtime.micro_batch import MicroBatch, StageRun
+
+
+class Compute:
+    """`parameters` are plain tensors without autograd; those in `trainable` get gradients."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        *,
+        trainable: Collection[str],
+        device: torch.device,
+        compiler: Compiler,
+        recompute: bool = False,
+        dropout: bool = True,
+    ) -> None:
+        self.blocks, self.device = blocks, device
+        self._parameters, self._trainable = parameters, set(trainable)
+        self._compiler, self._recompute, self._buffers = compiler, recompute, buffers
+        self._constants = {name: value.to(device) for name, value in blocks.constants.items()}
+        self._prologue = fx.GraphModule({}, _graph(blocks.prologue, device, dropout)).forward
+        self._templates = {key: _graph(t.text, device, dropout) for key, t in blocks.templates.items()}
+        self._segments: dict[tuple[object, ...], Segment] = {}
+        self._by_place: dict[tuple[object, ...], Segment] = {}
+        self._outlines: dict[tuple[object, ...], tuple[Outline, ...]] = {}
+        names = [name for block in blocks.blocks for name in block.names("dropout")] if dropout else []
+        self._site_names = list(dict.fromkeys(names))
+        self._sites = torch.tensor([random.site_hash(n) for n in self._site_names], dtype=torch.int64, device=device)
+
+    def micro_batch(self, inputs: Mapping[str, Tensor], keys: Tensor, dims: dict[str, int]) -> MicroBatch:
+        """Computes everything that follows from the inputs alone."""
+        batch = MicroBatch(inputs, keys, dims)
+        arguments = [self._argument(port, batch, None) for port in self.blocks.prologue_ports]
+        with torch.no_grad():
+            batch.values.update(zip(self.blocks.values, self._prologue(*arguments), strict=True))
+            if self._site_names:
+                rows = random.site_keys(keys, self._sites)
+                batch.dropout.update(zip(self._site_names, rows.unbind(0), strict=True))
+        return batch
+
+    def forward(self, number: int, batch: MicroBatch, run: StageRun, keep: bool) -> None:
+        """One block. keep: for a backward to come; without it nothing is saved (evaluation)."""
+        block = self.blocks.blocks[number]
+        arguments = [self._argument(port, batch, run) for port in block.ports]
+        segment = self._segment(block, arguments, batch, run)
+        outputs, saved = segment.forward([a for a in arguments if isinstance(a, Tensor)])
+        run.wires.update(zip(block.outputs, outputs, strict=True))
+        run.differentiable.update(zip(block.outputs, segment.differentiable, strict=True))
+        if keep:
+            run.saved[number] = (segment, saved)
+
+    def backward(self, number: int, run: StageRun) -> None:
+        """Input gradients of one block."""
+        segment, saved = run.saved.pop(number)
+        block = self.blocks.blocks[number]
+        if any(segment.differentiable):
+            d_outputs = self._output_gradients(block, segment, run)
+            d_inputs, for_weights = segment.backward(self._of(block), saved, d_outputs)
+            run.for_weights[number] = (segment, for_weights)
+            self._add_gradients(block, d_inputs, run)
+
+    def weight(self, number: int, run: StageRun) -> list[Tensor | None]:
+        """Gradients of the block's parameters, as its B left them to do; none where nothing is trained."""
+        block = self.blocks.blocks[number]
+        if number not in run.for_weights:
+            return [None] * len(block.names("parameter"))
+        segment, for_weights = run.for_weights.pop(number)
+        return segment.weight(self._of(block), for_weights)
+
+    def backward_weight(self, number: int, run: StageRun) -> list[Tensor | None]:
+        """Input gradients and weight gradients in one function."""
+        segment, saved = run.saved.pop(number)
+        block = self.blocks.blocks[number]
+        if not any(segment.differentiable):
+            return [None] * len(block.names("parameter"))
+        d_outputs = self._output_gradients(block, segment, run)
+        d_inputs, d_parameters = segment.backward_weight(self._of(block), saved, d_outputs)
+        del saved
+        self._add_gradients(block, d_inputs, run)
+        return d_parameters
+
+    def outlines(
+        self, number: int, batch: MicroBatch, run: StageRun, parameters: Mapping[str, Tensor]
+    ) -> tuple[Outline, ...]:
+        """What the outputs of a block look like, without computing them; `parameters` need not have values."""
+        block = self.blocks.blocks[number]
+        arguments = [
+            parameters[port.name] if port.kind == "parameter" else self._argument(port, batch, run)
+            for port in block.ports
+        ]
+        wants = tuple(self._wants_gradient(port, run) for port in block.ports if port.kind != "size")
+        key = (block.template, wants, _shapes(arguments))
+        if key not in self._outlines:
+            self._outlines[key] = outline(self._templates[block.template], arguments, wants)
+        return self._outlines[key]
+
+    def keeps_only_inputs(self) -> bool:
+        """Whether every segment run so far keeps nothing for its backward but what it was given."""
+        return all(segment.keeps_only_inputs for segment in self._segments.values())
+
+    def _of(self, block: Block) -> list[Tensor]:
+        return [self._parameters[name] for name in block.names("parameter")]
+
+    def _output_gradients(self, block: Block, segment: Segment, run: StageRun) -> list[Tensor]:
+        """What later blocks sent back for each differentiable output; zero where none of them needed it."""
+        found: list[Tensor] = []
+        for wire, needed, node in zip(block.outputs, segment.differentiable, segment.outputs, strict=True):
+            gradient = run.gradients.pop(wire, None)
+            if needed:
+                like = node.meta["val"]
+                found.append(
+                    torch.zeros(like.shape, dtype=like.dtype, device=self.device) if gradient is None else gradient
+                )
+        return found
+
+    def _add_gradients(self, block: Block, d_inputs: Sequence[Tensor | None], run: StageRun) -> None:
+        tensor_ports = [p for p in block.ports if p.kind not in ("parameter", "size")]
+        for port, gradient in zip(tensor_ports, d_inputs, strict=True):
+            if port.kind == "wire" and gradient is not None:
+                earlier = run.gradients.get(port.name)
+                run.gradients[port.name] = gradient if earlier is None else earlier + gradient
+
+    def _argument(self, port: Port, batch: MicroBatch, run: StageRun | None) -> Tensor | int:
+        match port.kind:
+            case "size":
+                return evaluate(port.name, batch.dims)
+            case "parameter":
+                return self._parameters[port.name]
+            case "wire":
+                assert run is not None
+                return run.wires[port.name]
+            case "dropout":  # in evaluation the port is there, and nothing reads it
+                return batch.dropout[port.name] if self._site_names else batch.keys
+            case "value":
+                return batch.values[port.name]
+            case "input":
+                return batch.inputs[port.name]
+            case "buffer":
+                return self._buffers[port.name]
+            case _:
+                return self._constants[port.name]
+
+    def _segment(self, block: Block, arguments: Sequence[Tensor | int], batch: MicroBatch, run: StageRun) -> Segment:
+        """The functions for these shapes, found by block and dims; blocks whose templates and shapes agree
+        share them."""
+        wires = tuple(run.differentiable[wire] for wire in block.names("wire"))
+        place = (block.name, *batch.dims.values(), *wires)
+        segment = self._by_place.get(place)
+        if segment is None:
+            segment = self._by_place[place] = self._shared_segment(block, arguments, run)
+        return segment
+
+    def _shared_segment(self, block: Block, arguments: Sequence[Tensor | int], run: StageRun) -> Segment:
+        wants = tuple(self._wants_gradient(port, run) for port in block.ports if port.kind != "size")
+        key = (block.template, wants, _shapes(arguments))
+        if key not in self._segments:
+            self._segments[key] = segments.build(
+                self._templates[block.template], arguments,
+                [port.kind == "parameter" for port in block.ports if port.kind != "size"], wants,
+                recompute=self._recompute, compiler=self._compiler,
+            )  # fmt: skip
+        return self._segments[key]
+
+    def _wants_gradient(self, port: Port, run: StageRun) -> bool:
+        if port.kind == "parameter":
+            return port.name in self._trainable
+        return port.kind == "wire" and run.differentiable[port.name]
+
+
+def _shapes(arguments: Sequence[Tensor | int]) -> tuple[object, ...]:
+    return tuple((a.shape, a.dtype, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
+
+
+def _graph(text: str, device: torch.device, dropout: bool) -> fx.Graph:
+    graph = graphs.load(text)
+    retarget(graph, device)
+    if not dropout:
+        without_dropout(graph)
+    return graph

@@ -1,0 +1,63 @@
+"""The loss on data that is not trained on: a forward-only program, with dropout off and nothing kept."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.data import Batches
+from phalanx.program.instructions import Program
+from phalanx.program.lower import lower_forward
+from phalanx.runtime.engine import Engine
+from phalanx.runtime.formation import Connections, Formation
+from phalanx.runtime.step import Feeder
+from phalanx.runtime.totals import StepRun, total_items, total_loss
+
+
+class Evaluator:
+    """size: samples in a micro-batch."""
+
+    def __init__(
+        self, engine: Engine, feeder: Feeder, formation: Formation, connections: Connections, size: int
+    ) -> None:
+        self._engine, self._feeder, self._formation = engine, feeder, formation
+        self._connections, self._size = connections, size
+        self._programs: dict[int, Program] = {}
+
+    @torch.no_grad()
+    def __call__(self, batches: Batches, samples: int) -> float:
+        """The mean loss per item over the first `samples` samples.
+
+        Replicas take micro-batches in turn. All run equally many, because some of their communication is common; one
+        that comes too late to have a share runs the first micro-batch again and does not count it.
+        """
+        starts = range(0, samples, self._size)
+        dp, mine = self._formation.plan.dp, self._formation.dp_index
+        rounds = -(-len(starts) // dp)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._engine.compute.device)
+        for begin in range(0, rounds, self._formation.plan.mb):
+            turns = [mine + dp * turn for turn in range(begin, min(begin + self._formation.plan.mb, rounds))]
+            step = self._forward(batches, [starts[turn] if turn < len(starts) else 0 for turn in turns], samples)
+            counted = [batch for turn, batch in zip(turns, step.batches, strict=True) if turn < len(starts)]
+            if counted and counted[0].loss is not None:
+                items = total_items(counted, self._feeder.captured.blocks.count)
+                sums += torch.stack([total_loss(counted, items), items])
+        self._engine.settle()
+        self._connections.world.all_reduce(sums).wait("the evaluation's loss")
+        loss, items = sums.tolist()
+        return loss / items if items else float("nan")
+
+    def _forward(self, batches: Batches, starts: list[int], samples: int) -> StepRun:
+        parts = []
+        for start in starts:
+            count = min(self._size, samples - start)
+            parts += self._feeder.micro_batches(batches.batch(start, count), start, [count])
+        step = StepRun(parts, lr=0.0)
+        self._engine.run(self._program(len(parts)), step)
+        return step
+
+    def _program(self, num_micro_batches: int) -> Program:
+        if num_micro_batches not in self._programs:
+            formation = self._formation
+            programs = lower_forward(formation.plan, formation.shape, num_micro_batches)
+            self._programs[num_micro_batches] = programs[formation.rank]
+        return self._programs[num_micro_batches]

@@ -1,0 +1,116 @@
+"""One rank of the plan side: runs its part of every step through the same objects as training, and reports its pieces.
+
+A target of `launch`: everything it is given and gives back can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config import RunConfig
+from phalanx.launch.seat import Seat
+from phalanx.model.captured import Captured
+from phalanx.plan.plan import Plan
+from phalanx.program.instructions import Op
+from phalanx.runtime.flat import Piece
+from phalanx.runtime.rank import Rank
+from phalanx.runtime.step import num_samples
+from phalanx.verification.case import Case
+
+
+@dataclass
+class Trace:
+    """What one rank did. Pieces are (name, first element, elements), of those this rank owns."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[list[tuple[str, int, Tensor]]] = field(default_factory=list)
+    parameters: list[list[tuple[str, int, Tensor]]] = field(default_factory=list)
+    instructions: dict[str, int] = field(default_factory=dict)
+    parameter_elements: int = 0
+    keeps_only_inputs: bool = True
+    peak_gathered: int = 0
+    sent_bytes: int = 0
+
+
+def run_rank(seat: Seat, case: Case, plan: Plan, captured: Captured, folder: Path) -> Trace:
+    """Every step of the case. folder: holds the initial values of all parameters in `initial.pt`."""
+    torch.set_num_threads(1 if seat.world > 1 else torch.get_num_threads())
+    initial: Mapping[str, Tensor] = torch.load(folder / "initial.pt", mmap=True)
+
+    def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
+        value = initial[name]
+        return value if piece is None else value.reshape(-1)[piece.start : piece.stop]
+
+    device = torch.device(seat.device)
+    rank = Rank(
+        captured, _config(case), plan, seat=seat, trainable=captured.trainable, read=read,
+        buffers={name: value.to(device) for name, value in captured.buffers.items()},
+    )  # fmt: skip
+    trace = Trace()
+    for consumed, batch in case.batches(case.spec()):
+        _step(rank, case, consumed, batch, trace)
+    _describe(rank, trace)
+    rank.close()
+    return trace
+
+
+def _config(case: Case) -> RunConfig:
+    training = case.training
+    return RunConfig.create(
+        lr=training.lr, betas=training.betas, eps=training.eps, weight_decay=training.weight_decay, clip=training.clip,
+        seed=case.seed, dtype=case.dtype, compile=case.compile, batch_size=case.num_samples,
+    )  # fmt: skip
+
+
+def _step(rank: Rank, case: Case, consumed: int, batch: dict[str, Tensor], trace: Trace) -> None:
+    """As `runtime.step.Step`, looking at the gradients before the optimizer uses them up."""
+    first, count = rank.part(consumed, num_samples(batch))
+    begin = first - consumed
+    mine = {name: tensor[begin : begin + count] for name, tensor in batch.items()}
+    step = rank.step.begin(mine, first, case.training.lr)
+    program = rank.step.program
+    before = tuple(takewhile(lambda instruction: instruction.op is not Op.STEP, program))
+    rank.step.engine.run(before, step)
+    trace.gradients.append(_owned(rank, step.gradients))
+    rank.step.engine.run(program[len(before) :], step)
+    assert step.loss is not None
+    trace.losses.append(float(step.loss))
+    rank.parameters.settle()
+    weights = {name: weight.exact for name, weight in rank.parameters.weights.items()}
+    trace.parameters.append(_owned(rank, weights))
+
+
+def _owned(rank: Rank, tensors: Mapping[str, Tensor]) -> list[tuple[str, int, Tensor]]:
+    found: list[tuple[str, int, Tensor]] = []
+    for name, tensor in tensors.items():
+        weight = rank.parameters.weights[name]
+        if rank.formation.owns(weight.bucket):
+            found.append((name, weight.piece.start, tensor.detach().reshape(-1).cpu().clone()))
+    return found
+
+
+def _describe(rank: Rank, trace: Trace) -> None:
+    engine = rank.step.engine
+    trace.instructions = dict(engine.executed)
+    trace.parameter_elements = rank.parameters.resident_elements
+    trace.keeps_only_inputs = engine.compute.keeps_only_inputs()
+    trace.peak_gathered = rank.parameters.peak_gathered
+    trace.sent_bytes = rank.links.sent_bytes
+
+
+def facts_of(traces: list[Trace], plan: Plan) -> dict[str, Any]:
+    """What was measured, by name: per rank, and elements kept per rank of the pipeline, over its replicas."""
+    kept = [trace.parameter_elements for trace in traces]
+    return {
+        "instructions": [trace.instructions for trace in traces],
+        "parameter elements kept": [sum(kept[p * plan.dp : (p + 1) * plan.dp]) for p in range(plan.pp)],
+        "only inputs kept for backward": all(trace.keeps_only_inputs for trace in traces),
+        "buckets gathered at once": [trace.peak_gathered for trace in traces],
+    }
