@@ -6,7 +6,6 @@ holds what the user asked for, not what was derived from it: the plan, the devic
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +14,8 @@ from typing import Any, Literal, Self, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic_core import ErrorDetails
 
+from phalanx.config_text import explain, plain_value, read_mapping, read_plan
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.plan import fields as plan_fields
 from phalanx.plan.plan import Plan
@@ -120,7 +119,7 @@ class RunConfig(BaseModel):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a YAML or JSON file of options; what it leaves out keeps its default."""
         try:
-            return cls.model_validate(_read_mapping(Path(path)))
+            return cls.model_validate(read_mapping(Path(path)))
         except PhalanxError as error:
             raise type(error)(f"{os.fspath(path)}: {error.message}", error.hint) from None
 
@@ -145,7 +144,7 @@ class RunConfig(BaseModel):
         try:
             return validate(options)
         except ValidationError as error:
-            raise _explain(error) from None
+            raise explain(error, cls.model_fields) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -181,7 +180,7 @@ class RunConfig(BaseModel):
     def _texts_are_values(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: _plain_value(v) for name, v in cast(dict[Any, Any], value).items()}
+        return {name: plain_value(v) for name, v in cast(dict[Any, Any], value).items()}
 
     @field_validator("plan", mode="before")
     @classmethod
@@ -190,7 +189,7 @@ class RunConfig(BaseModel):
         if isinstance(value, Plan):
             return value.full_text
         if isinstance(value, str | Path) and Path(value).suffix in (".json", ".yaml", ".yml"):
-            return _read_plan(Path(value))
+            return read_plan(Path(value))
         if isinstance(value, str):
             plan_fields.read(value)
         return value
@@ -239,64 +238,3 @@ def _check_together(config: RunConfig) -> None:
         raise ConfigError(f"option optimizer = {config.optimizer!r} is unknown", suggestion)
     if config.profile_steps is not None:
         parse_steps(config.profile_steps)
-
-
-def _explain(error: ValidationError) -> ConfigError:
-    # A value that fits no member of a union is reported once per member; the first one stands for all.
-    details = {detail["loc"][:2]: detail for detail in reversed(error.errors(include_url=False))}
-    problems = [_explain_one(detail) for detail in reversed(details.values())]
-    if len(problems) == 1:
-        return ConfigError(*problems[0])
-    return ConfigError("\n  ".join([f"{len(problems)} options are wrong:", *(f"{m}; {hint}" for m, hint in problems)]))
-
-
-def _explain_one(detail: ErrorDetails) -> tuple[str, str]:
-    """(what is wrong, what to do) for one of pydantic's findings."""
-    name, *inner = (str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        return f"unknown option {name!r}", nearest(name, RunConfig.model_fields)
-    field = RunConfig.model_fields[name]
-    shown = f"option {'.'.join([name, *inner[:1]])} = {detail['input']!r}"
-    if detail["type"] == "literal_error":
-        allowed = [str(value) for value in get_args(field.annotation)]
-        return f"{shown} is not one of {', '.join(allowed)}", nearest(str(detail["input"]), allowed)
-    if name in ("optimizer_options", "model_options") and inner:
-        return f"{shown} must be a number, a text, true, false or a list of numbers", f"{name}: {field.description}"
-    if detail["type"] == "missing":
-        return f"option {name} = {detail['input']!r} lacks a value", f"{name}: {field.description}"
-    said = re.sub(r"^(Value error, must|\w+ should) ", "must ", detail["msg"])
-    return f"{shown} {said}", f"{name}: {field.description}"
-
-
-def _plain_value(value: Any) -> Any:
-    """'0.9' → 0.9, 'true' → True: YAML reads 1e-3 as text, and the command line has nothing but texts."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value.lower())
-    except ValueError:
-        return value
-
-
-def _read_plan(path: Path) -> str:
-    try:
-        text = plan_fields.write(plan_fields.take(_read_mapping(path)))
-        plan_fields.read(text)  # refuses in a file what it refuses in a text
-    except PhalanxError as error:
-        raise type(error)(f"option plan: {path}: {error.message}", error.hint) from None
-    return text
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        content: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", "give the path of a YAML or JSON file") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"is neither YAML nor JSON: {error}", "correct the line that is named") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"holds a {type(content).__name__}, not options", "write one 'option: value' per line")
-    return {str(name): value for name, value in cast(dict[Any, Any], content).items()}
