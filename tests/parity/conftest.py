@@ -1,4 +1,4 @@
-"""One plain process and one capture cache serve all parity tests of a worker."""
+"""One plain process, one crew of ranks and one capture cache serve all parity tests of a worker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from phalanx.launch.crew import Crew
 from phalanx.verification.plain_side import PlainProcess
 
 
@@ -13,6 +14,13 @@ from phalanx.verification.plain_side import PlainProcess
 def plain_process() -> Iterator[PlainProcess]:
     with PlainProcess() as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def crew() -> Iterator[Crew]:
+    """Four warm ranks, of which a case uses as many as its plan has."""
+    with Crew(4, device="cpu") as ranks:
+        yield ranks
 
 
 @pytest.fixture(autouse=True)
