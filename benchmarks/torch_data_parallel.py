@@ -1,0 +1,98 @@
+"""Data parallel training with torch's own tools: DistributedDataParallel and FSDP2, each in its faster variants.
+
+Each function builds one contestant on one rank. Half precision is done as is usual there: autocast for DDP, a mixed
+precision policy for FSDP2; both keep float32 weights and reduce float32 gradients, as Phalanx does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contest import Build, Step
+from contest_setting import CLIP, Setting, adamw
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.launch.seat import Seat
+from phalanx.model.graph.layers import find_layers
+from phalanx.plan.plan import Plan
+
+
+def ddp(seat: Seat, setting: Setting, plan: Plan, *, bucket_mib: int) -> Step:
+    model = _model(seat, setting)
+    wrapped = DistributedDataParallel(
+        model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=bucket_mib, broadcast_buffers=False
+    )
+    half = setting.torch_dtype != torch.float32
+    return _step(seat, setting, wrapped, lambda: _autocast(seat, setting) if half else nullcontext())
+
+
+def fsdp2(seat: Seat, setting: Setting, plan: Plan, *, reshard: bool) -> Step:
+    model = _model(seat, setting)
+    policy = MixedPrecisionPolicy(param_dtype=setting.torch_dtype, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": init_device_mesh(_kind(seat), (seat.world,)), "mp_policy": policy}
+    for layer in _layers(model):
+        fully_shard(layer, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    return _step(seat, setting, model, nullcontext)
+
+
+DDP: dict[str, Build] = {
+    "DDP, 25 MiB buckets": partial(ddp, bucket_mib=25),
+    "DDP, 100 MiB buckets": partial(ddp, bucket_mib=100),
+}
+FSDP2_RESHARD: dict[str, Build] = {"FSDP2, resharding after forward": partial(fsdp2, reshard=True)}
+FSDP2_KEEP: dict[str, Build] = {"FSDP2, keeping parameters": partial(fsdp2, reshard=False)}
+
+
+def _step(
+    seat: Seat, setting: Setting, model: nn.Module, precision: Callable[[], AbstractContextManager[Any]]
+) -> Step:  # fmt: skip
+    parameters = list(model.parameters())
+    optimizer = adamw(parameters)
+    share = setting.size.samples // seat.world
+    begin = seat.rank * share
+    inputs = {name: tensor[begin : begin + share].to(seat.device) for name, tensor in setting.batch().items()}
+
+    def step() -> Callable[[], float]:
+        with precision():
+            loss = model(**inputs).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return lambda: _mean(loss.detach())
+
+    return step
+
+
+def _model(seat: Seat, setting: Setting) -> nn.Module:
+    model = setting.module().to(seat.device)
+    if _kind(seat) == "cuda":
+        for layer in _layers(model):
+            layer.compile()
+    return model
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [layer for found in find_layers(model) for layer in model.get_submodule(found.path).children()]
+
+
+def _autocast(seat: Seat, setting: Setting) -> AbstractContextManager[Any]:
+    return torch.autocast(_kind(seat), setting.torch_dtype)
+
+
+def _kind(seat: Seat) -> str:
+    return torch.device(seat.device).type
+
+
+def _mean(loss: Tensor) -> float:
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size()
