@@ -218,14 +218,19 @@ def pieces_of(rank: int, world: int, step: int) -> Iterator[tuple[Holding, Tenso
 def save_in_a_process(rank: int, world: int, port: int, folder: Path, victim: int, moment: str, report: Path) -> None:
     """Saves step 1, then step 2 in whose middle the victim kills itself; the others write down what they were told."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-    saver = AsyncSaver(folder, 2, rank=rank, world=world, rendezvous=StoreRendezvous(store, rank), timeout=1)
-    saver.save(1, pieces_of(rank, world, 1), {"step": 1})
-    saver.wait()
+
+    def saver(job: str, timeout: float) -> AsyncSaver:
+        meeting_place = StoreRendezvous(dist.PrefixStore(job, store), rank)
+        return AsyncSaver(folder, 2, rank=rank, world=world, rendezvous=meeting_place, timeout=timeout)
+
+    first, second = saver("first", 30), saver("second", 2)
+    first.save(1, pieces_of(rank, world, 1), {"step": 1})
+    first.wait()
     if rank == victim:
         _die_at(moment)
     try:
-        saver.save(2, pieces_of(rank, world, 2), {"step": 2})
-        saver.wait()
+        second.save(2, pieces_of(rank, world, 2), {"step": 2})
+        second.wait()
         report.write_text("saved")
     except Exception as error:
         report.write_text(f"{type(error).__name__}: {error}")

@@ -100,7 +100,7 @@ def test_a_state_moves_between_processes_bit_for_bit(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(120)
     assert [process.exitcode for process in processes] == [0] * world
 
 

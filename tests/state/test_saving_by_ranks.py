@@ -161,11 +161,11 @@ def test_a_failure_without_words_is_told_by_its_kind(tmp_path: Path, monkeypatch
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
-    ranks = savers(tmp_path, 3, timeout=0.3)
+    ranks = savers(tmp_path, 3, timeout=1.5)
     for rank in (0, 2):
         ranks[rank].save(1, pieces_of(rank, 3, 1), {"step": 1})
     for rank in (0, 2):
-        with pytest.raises(CheckpointError, match=r"rank 1 did not report within 0.3 s\n.*earlier .* are intact"):
+        with pytest.raises(CheckpointError, match=r"rank 1 did not report within 1.5 s\n.*earlier .* are intact"):
             ranks[rank].wait()
     assert list(tmp_path.iterdir()) == []
 
@@ -240,14 +240,15 @@ def test_reports_of_finished_saves_do_not_pile_up(tmp_path: Path) -> None:
     assert len(board) == 2 * len(saving.PHASES)
 
 
-@pytest.mark.parametrize(("victim", "moment"), [(1, "write"), (2, "index"), (0, "write"), (0, "index"), (0, "rename")])
+@pytest.mark.parametrize(("victim", "moment"), [(1, "write"), (2, "index"), (0, "write"), (0, "rename")])
 def test_a_rank_killed_while_saving_leaves_the_checkpoint_before_and_is_named(
     tmp_path: Path, victim: int, moment: str
 ) -> None:
     world, folder = 3, tmp_path / "checkpoints"
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    # Forked: the interpreter with torch is there already, and only Python code and plain copies run in the ranks.
-    context = multiprocessing.get_context("fork")
+    # Not forked from here: this process has threads (the store's), whose locks a fork would copy as they stand.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.state.state_workers"])
     processes = [
         context.Process(
             target=state_workers.save_in_a_process,
@@ -258,12 +259,12 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before_and_is_named(
     for process in processes:
         process.start()
     for process in processes:
-        process.join(20)
+        process.join(60)
     assert processes[victim].exitcode == -signal.SIGKILL
     for rank in set(range(world)) - {victim}:
         assert processes[rank].exitcode == 0
         told = (tmp_path / str(rank)).read_text()
-        assert told.startswith("CheckpointError") and f"rank {victim} did not report within 1 s" in told
+        assert told.startswith("CheckpointError") and f"rank {victim} did not report within 2 s" in told
     assert [path.name for path in checkpoint.find(folder)] == ["step-00000001"]
     assert_good(folder / "step-00000001", 1)
     alone = checkpoint.save(folder, 3, [("model/a", state_of(3)), ("model/b", state_of(3))], {"step": 3}, keep=1)
