@@ -148,6 +148,11 @@ def run_length(config: RunConfig, batches: Batches) -> tuple[int, str]:
             f"option profile_steps = {config.profile_steps} begins after the last of {total} steps ({reason})",
             f"choose steps between 1 and {total}",
         )
+    if config.timeline_step is not None and config.timeline_step > total:
+        raise ConfigError(
+            f"option timeline_step = {config.timeline_step} is after the last of {total} steps ({reason})",
+            f"choose a step between 1 and {total}",
+        )
     return total, reason
 
 

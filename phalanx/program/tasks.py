@@ -127,8 +127,7 @@ class _Issuer:
         op, peer, costs = instruction.op, instruction.peer, self.setting.costs
         assert peer is not None, f"{instruction} has no peer"
         source, target = (self.rank, peer) if op in SENDS else (peer, self.rank)
-        direction = "F" if op in (Op.SEND_F, Op.RECV_F) else "B"
-        place = self._joint(f"{source}→{target} {direction}", position)
+        place = self._joint(channel_name(source, target, op), position)
         task = self.tasks.tasks[place]
         task.seconds = costs.message(source, target).send(message_bytes(self.setting.plan, costs, instruction))
         if op in SENDS or self.setting.rendezvous:
@@ -142,7 +141,7 @@ class _Issuer:
         needs += [self.reduced[bucket]] if op == Op.TIE and bucket in self.reduced else []
         # A rank alone is its own group: nothing is sent, but the instruction has its place in the timeline.
         for ranks in groups_of(self.setting.plan, self.setting.shape, self.rank, instruction) or ((self.rank,),):
-            place = self._joint("ranks " + ",".join(map(str, ranks)), position)
+            place = self._joint(group_name(ranks), position)
             task = self.tasks.tasks[place]
             task.seconds = self._collective_seconds(instruction, ranks)
             task.needs += needs
@@ -176,6 +175,16 @@ class _Issuer:
         place = self.tasks.joint(resource, turn)
         self.tasks.tasks[place].places.append((self.rank, position))
         return place
+
+
+def channel_name(source: int, target: int, op: Op) -> str:
+    """The resource on which messages of this kind travel from one rank to another."""
+    return f"{source}→{target} {'F' if op in (Op.SEND_F, Op.RECV_F) else 'B'}"
+
+
+def group_name(ranks: Ranks) -> str:
+    """The resource on which collectives over these ranks run."""
+    return "ranks " + ",".join(map(str, ranks))
 
 
 def message_bytes(plan: Plan, costs: Costs, instruction: Instruction) -> int:

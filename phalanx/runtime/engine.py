@@ -24,9 +24,12 @@ from phalanx.runtime.totals import StepRun, Totals
 
 
 class Watch(Protocol):
-    """Told of every instruction before and after it runs (a board for the supervisor, a timeline)."""
+    """Told of every instruction before and after it runs (a board for the supervisor, a timeline); and of a
+    computation, in between, when it has everything that it waited for."""
 
     def begin(self, instruction: Instruction) -> None: ...
+
+    def ready(self, instruction: Instruction) -> None: ...
 
     def end(self, instruction: Instruction) -> None: ...
 
@@ -104,7 +107,7 @@ class Engine:
         batch, run, stage, block = _place(instruction, step)
         if block == self._blocks[stage][0] and stage > 0:
             self._take_inputs(stage, _micro_batch(instruction), batch, run)
-        self.parameters.ready(self._buckets[block])
+        self._have_parameters(instruction)
         self.compute.forward(block, batch, run, keep=self._totals is not None)
         for wire in self._done_with[stage].get(block, ()):
             del run.wires[wire]
@@ -115,7 +118,7 @@ class Engine:
         batch, run, stage, block = _place(instruction, step)
         if block == self._blocks[stage][-1]:
             self._take_gradients(stage, _micro_batch(instruction), batch, run, step)
-        self.parameters.ready(self._buckets[block])
+        self._have_parameters(instruction)
         if instruction.op is Op.B:
             self.compute.backward(block, run)
         else:
@@ -123,7 +126,7 @@ class Engine:
 
     def _weight(self, instruction: Instruction, step: StepRun) -> None:
         _, run, _, block = _place(instruction, step)
-        self.parameters.ready(self._buckets[block])
+        self._have_parameters(instruction)
         self._gradients.add(self._names(block), self.compute.weight(block, run))
 
     def _step(self, instruction: Instruction, step: StepRun) -> None:
@@ -132,6 +135,12 @@ class Engine:
         self._gradients.release()
         if self._messages is not None:
             self._messages.settle()
+
+    def _have_parameters(self, instruction: Instruction) -> None:
+        """The last thing that a computation waits for."""
+        self.parameters.ready(self._buckets[_block(instruction)])
+        for watch in self.watches:
+            watch.ready(instruction)
 
     def _take_inputs(self, stage: int, micro_batch: int, batch: MicroBatch, run: StageRun) -> None:
         """What the stage before left: by reference if it is on this rank, else by message."""

@@ -19,5 +19,8 @@ class BoardWatch:
             text = self._texts[instruction] = str(instruction)
         self._slot.at(text)
 
+    def ready(self, instruction: Instruction) -> None:
+        pass
+
     def end(self, instruction: Instruction) -> None:
         pass
