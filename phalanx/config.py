@@ -110,7 +110,7 @@ class RunConfig(BaseModel):
     json_output: bool = _option("Display", False, "print JSON lines on standard output instead")
     profile_steps: str | None = _option("Display", None, "A:B writes a torch.profiler trace of steps A to B (first: 1)")
     timeline_step: int | None = _option(
-        "Display", None, "write when each instruction of this step ran to timeline.json (phalanx program --measured)", ge=1
+        "Display", None, "write the measured timeline of this step to timeline.json (phalanx program --measured)", ge=1
     )
 
     @classmethod

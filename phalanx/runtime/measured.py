@@ -105,8 +105,8 @@ def merge(parts: Sequence[Timeline]) -> Timeline:
 def gather(part: Timeline, seat: Seat, world: Group, timeout: float) -> Timeline | None:
     """All parts as one timeline, on rank 0; every rank must come here, once in a run.
 
-    Ranks of one machine share a clock. That of another machine is compared with rank 0's when all leave a barrier, which
-    they do at the same time but for the network's latency: between machines a timeline is no more exact than that.
+    Ranks of one machine share a clock. That of another machine is compared with rank 0's when all leave a barrier,
+    which they do at the same time but for the network's latency: between machines a timeline is no more exact.
     """
     if seat.world == 1:
         return merge([part])

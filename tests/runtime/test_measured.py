@@ -1,9 +1,10 @@
-"""Measured timelines: what a run writes holds every instruction in order, waits apart, and lies beside the prediction."""
+"""Measured timelines hold every instruction in order and no waiting, and lie beside the prediction."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_run_writes_every_instruction_of_every_rank_once_and_in_order(measured
         events = of_rank(timeline, rank)
         assert tuple(event.instruction for event in events) == program
         assert all(event.start <= event.end for event in events)
-        assert all(before.end <= after.start for before, after in zip(events, events[1:]))
+        assert all(before.end <= after.start for before, after in pairwise(events))
     assert timeline.begin == 0 and timeline.makespan < 60
     assert all(timeline.peak_memory(rank) for rank in (0, 1))
 
@@ -60,7 +61,9 @@ def test_no_rank_computes_with_what_another_has_not_sent_yet(measured: Path) -> 
     """Ranks of one machine share a clock; and the time in which a computation waits is not part of it."""
     timeline = Timeline.from_json(measured.read_text())
     begun = {str(event.instruction): event.start for event in timeline.events}
-    computed = {(e.instruction.op, e.instruction.stage, e.instruction.micro_batch): e for e in reversed(timeline.events)}
+    computed = {
+        (e.instruction.op, e.instruction.stage, e.instruction.micro_batch): e for e in reversed(timeline.events)
+    }
     for sent in (event for event in timeline.events if event.instruction.op in SENDS):
         op, stage = sent.instruction.op, sent.instruction.stage
         assert stage is not None
