@@ -29,6 +29,7 @@ from phalanx.reporting import Reporter, StepFacts, header
 from phalanx.result import Summary
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.memory import explain_out_of_memory, model_needs, step_needs
+from phalanx.runtime.measured import writing
 from phalanx.runtime.rank import Rank
 from phalanx.runtime.schedule import lr_factor
 from phalanx.runtime.signals import StopRequest, stop_request
@@ -106,7 +107,7 @@ class Loop:
             for step in range(self.snapshot.step + 1, self.run.total_steps + 1):
                 slot.at_step(step)
                 batch, first = self._batch(step)
-                with profiler.step(step):
+                with profiler.step(step), self._timeline(step):
                     outcome = self._step(batch, first, step, stop)
                 slot.enter("step")  # the first of them also compiled
                 eval_loss = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else None
@@ -118,6 +119,11 @@ class Loop:
                 if stopping:
                     break
             reporter.saved(saver.wait())
+
+    def _timeline(self, step: int) -> contextlib.AbstractContextManager[None]:
+        if step != self.config.timeline_step:
+            return contextlib.nullcontext()
+        return writing(self.rank, self.folder / "timeline.json", self.config.timeout)
 
     def _batch(self, step: int) -> tuple[Batch, int]:
         """This rank's part of the batch, and its place in the stream of samples."""
