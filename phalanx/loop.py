@@ -72,6 +72,7 @@ class Loop:
         self.job, self.seat, self._hear = job, seat, hear
         self.config, self.folder = job.config, job.folder
         self._is_heard = seat.rank == 0
+        self._resumed: Path | None = None  # the checkpoint that the run went on from
 
     def fit(self) -> Summary:
         """Trains to the end, from the beginning or from a checkpoint.
@@ -118,6 +119,7 @@ class Loop:
                 reporter.saved(saver.last)
                 if stopping:
                     break
+            slot.enter("save")
             reporter.saved(saver.wait())
 
     def _timeline(self, step: int) -> contextlib.AbstractContextManager[None]:
@@ -155,7 +157,7 @@ class Loop:
             return None
         outcome.read()  # so that the step's time is not taken for the evaluation's
         samples = min(self.config.eval_samples, batches.num_samples or self.config.eval_samples)
-        with reporter.paused():
+        with reporter.paused(), self.seat.slot.within("evaluate"):
             loss = self.rank.evaluate(batches, samples)
         self._hear("on_evaluate", {"step": step, "eval_loss": loss, "eval_samples": samples})
         return loss
@@ -175,7 +177,7 @@ class Loop:
 
     def _save(self, saver: AsyncSaver, reporter: Reporter) -> None:
         reporter.flush()
-        with reporter.paused():
+        with reporter.paused(), self.seat.slot.within("save"):
             self.snapshot.optimizer = self.rank.optimizer.scalars()
             self.snapshot.loss_scale = self.rank.loss_scale.state() if self.rank.loss_scale else None
             saver.save(self.snapshot.step, self.rank.holdings(), self.snapshot.to_json())
@@ -191,7 +193,7 @@ class Loop:
         self.seat.slot.enter("compile")
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
-            self.snapshot = restore(found, self.snapshot)
+            self.snapshot, self._resumed = restore(found, self.snapshot), found.path
         weights, origin = open_weights(job.model, run.spec, config.seed)
 
         def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
@@ -240,7 +242,6 @@ class Loop:
 
     def _end(self, reporter: Reporter, saver: AsyncSaver, stop: StopRequest) -> Summary:
         """Exports and sums up; or, if the run was stopped, says how to go on."""
-        self.seat.slot.enter("save")
         if reporter.stops and self.snapshot.step < self.run.total_steps:
             reporter.stopped(stop.signal, saver.last)
             self.rank.close()
@@ -250,8 +251,8 @@ class Loop:
         exported = self._export() if self.config.export else None
         reporter.finish(self.folder, exported)
         self.rank.close()
-        snapshot, saved = self.snapshot, saver.wait()
-        assert saved is not None, "the last step is always saved"
+        snapshot, saved = self.snapshot, saver.wait() or self._resumed
+        assert saved is not None, "the last step is always saved, and a run that had none left went on from it"
         return Summary(
             snapshot.step, snapshot.loss, snapshot.eval_loss, tuple(reporter.losses), snapshot.skipped, self.folder,
             saved, exported, None if isinstance(self.job.model, nn.Module) else self.run.spec,

@@ -76,8 +76,7 @@ def prepare(
 ) -> Prepared:
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan."""
     device = torch.device(seat.device)
-    # Whatever the model's blocks cost, this much of the plan must fit ranks and batch.
-    complete(config.plan, world=seat.world, batch_size=config.batch_size, costs=[1.0] * seat.world * MOST_STAGES)
+    _require_fit(config, seat.world)
     dtype = getattr(torch, config.dtype)
     spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
     task = _task(spec, data, collate)
@@ -109,13 +108,21 @@ def prepare(
 
 def choose_num_ranks(config: RunConfig) -> int:
     """How many ranks to start on this machine: as asked for, as the plan needs, or one per GPU."""
-    needed = needed_ranks(config.plan)
-    if config.ranks is not None:
-        return config.ranks
-    if needed is not None:
-        return needed
     usable = torch.cuda.is_available() and config.device != "cpu"
-    return max(1, torch.cuda.device_count()) if usable else 1
+    found = max(1, torch.cuda.device_count()) if usable else 1
+    ranks = config.ranks or needed_ranks(config.plan) or found
+    _require_fit(config, ranks)  # before any is started
+    return ranks
+
+
+def _require_fit(config: RunConfig, world: int) -> None:
+    """Whatever the model's blocks cost, this much of the plan must fit ranks and batch."""
+    if config.ranks not in (None, world):
+        raise ConfigError(
+            f"option ranks = {config.ranks}, but the launcher started {world}",
+            "leave ranks out where a launcher starts them, or have it start as many",
+        )
+    complete(config.plan, world=world, batch_size=config.batch_size, costs=[1.0] * world * MOST_STAGES)
 
 
 def device_reason(choice: str, device: torch.device) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +40,12 @@ class Sight:
     instruction: str
 
     def where(self) -> str:
-        """'in step 5 at F1.3', 'during capture'."""
-        text = f"in step {self.step}" if self.phase == "step" and self.step >= 0 else f"during {self.phase or 'start'}"
+        """'in step 5 at F1.3', 'during save after step 5', 'during capture'."""
+        text = f"during {self.phase or 'start'}"
+        if self.phase == "step" and self.step >= 0:
+            text = f"in step {self.step}"
+        elif self.phase in ("evaluate", "save") and self.step > 0:
+            text = f"{text} after step {self.step}"
         return f"{text} at {self.instruction}" if self.instruction else text
 
 
@@ -67,6 +73,7 @@ class Slot:
 
     def at_step(self, step: int) -> None:
         self._step = step
+        self.at("")
         self.beat()
 
     def enter(self, phase: str) -> None:
@@ -74,6 +81,14 @@ class Slot:
         assert phase in SILENCE_ALLOWED, phase
         self._memory[self._phase] = phase.encode().ljust(16, b"\0")
         self.at("")
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """A phase in the middle of another, which then goes on; an error leaves the board as it is, to be read."""
+        before = self.read().phase
+        self.enter(phase)
+        yield
+        self.enter(before)
 
     def at(self, instruction: str) -> None:
         """The instruction that now begins. Called for each of them, so it must stay near a microsecond."""

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from phalanx.errors import ConfigError, PhalanxError
@@ -80,7 +81,12 @@ def serve(rank: int, wire: Wire) -> None:
         except (EOFError, ConnectionError):
             return
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _leave)
         wire.send(_outcome(job, rank, wire))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _outcome(job: Job, rank: int, wire: Wire) -> Done | Left | Failed:

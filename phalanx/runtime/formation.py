@@ -58,6 +58,13 @@ class Formation:
         """Whether this rank holds the first stage."""
         return 0 in self.stages
 
+    @property
+    def place(self) -> str:
+        """In words, for messages: 'stage 1', 'stages 0, 3', 'stage 1, replica 0'."""
+        numbers = ", ".join(map(str, self.stages))
+        stages = f"stage {numbers}" if len(self.stages) == 1 else f"stages {numbers}"
+        return stages if self.plan.dp == 1 else f"{stages}, replica {self.dp_index}"
+
     def held(self) -> dict[int, tuple[str, ...]]:
         """The names of the parameters in each bucket that this rank holds."""
         found = {bucket: self.buckets.names[bucket] for bucket in buckets_of(self.plan, self.shape, self.pp_index)}

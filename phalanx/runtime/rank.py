@@ -66,6 +66,8 @@ class Rank:
         buckets = bucket_names(blocks, trainable)
         unused = tuple(name for name in captured.shapes if name not in set(blocks.parameters()))
         self.formation = Formation(plan, buckets, unused, seat.rank)
+        if seat.world > 1:
+            seat.slot.sits_at(self.formation.place)
         programs = lower(plan, buckets.shape)
         self.peaks = check(plan, buckets.shape, programs)[seat.rank]
         self.links = Links(seat, timeout=config.timeout)
