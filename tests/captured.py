@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
 
 from phalanx import tasks
+from phalanx.config import RunConfig
+from phalanx.launch.seat import Seat
 from phalanx.model import interpret, reference
 from phalanx.model.capture import attention_sites, capture
 from phalanx.model.captured import Captured
@@ -17,9 +20,13 @@ from phalanx.model.graph.blocks import Blocks
 from phalanx.model.ops import random
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.zoo import zoo
-from phalanx.program.instructions import Program
-from phalanx.runtime.accumulate import Accumulator
-from phalanx.runtime.engine import Engine, MicroBatch
+from phalanx.plan.complete import complete
+from phalanx.program.instructions import Op, Program
+from phalanx.program.lower import lower
+from phalanx.runtime.compute import Compute
+from phalanx.runtime.micro_batch import MicroBatch
+from phalanx.runtime.rank import Rank
+from phalanx.runtime.totals import StepRun
 from phalanx.tasks.custom import infer_inputs
 
 GPT2, LLAMA, NEO, GEMMA3 = "gpt2", "meta-llama/Llama-3.2-1B", "EleutherAI/gpt-neo-2.7B", "google/gemma-3-1b-it"
@@ -62,26 +69,50 @@ class Case:
         loss.backward()
         return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
-    def engine(self, *, recompute=False, mode="off", dropout=True, frozen: Sequence[str] = ()) -> Engine:
-        return Engine(
-            self.blocks, self.parameters, self.captured.buffers, trainable=set(self.captured.trainable) - set(frozen),
-            device=torch.device("cpu"), compiler=Compiler(mode), recompute=recompute, dropout=dropout,
+    def compute(self, *, dropout: bool = True) -> Compute:
+        return Compute(
+            self.blocks, self.parameters, self.captured.buffers, trainable=self.captured.trainable,
+            device=torch.device("cpu"), compiler=Compiler("off"), dropout=dropout,
         )  # fmt: skip
 
-    def micro_batches(self, engine: Engine, sizes: Sequence[int], seed: int = 0) -> list[MicroBatch]:
+    def rank(self, plan: str = "", *, frozen: Sequence[str] = (), **options: object) -> Rank:
+        """The only rank of a plan, with the plain model's values."""
+        samples = next(iter(self.batch.values())).shape[0]
+        costs = self.blocks.flops(self.captured.dims(self.batch))
+        config = RunConfig.create(**{"dtype": "float64", "compile": "off", "batch_size": samples, **options})
+        return Rank(
+            self.captured, config, complete(plan, world=1, batch_size=samples, costs=costs).plan, seat=Seat.alone(),
+            trainable=[name for name in self.captured.trainable if name not in frozen],
+            read=lambda name, is_master, piece: self.parameters[name], buffers=self.captured.buffers,
+        )  # fmt: skip
+
+    def micro_batches(self, compute: Compute, sizes: Sequence[int], seed: int = 0) -> list[MicroBatch]:
         keys, parts, begin = random.sample_keys(seed, 0, sum(sizes)), [], 0
         for size in sizes:
             inputs = {name: tensor[begin : begin + size] for name, tensor in self.batch.items()}
-            parts.append(engine.micro_batch(inputs, keys[begin : begin + size], self.captured.dims(inputs)))
+            parts.append(compute.micro_batch(inputs, keys[begin : begin + size], self.captured.dims(inputs)))
             begin += size
         return parts
 
-    def step(self, engine: Engine, program: Program, parts: list[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and gradients of a program run on these micro-batches."""
-        items = sum(part.values[self.blocks.count].double() for part in parts)
-        accumulator = Accumulator()
-        engine.run(program, parts, 1 / items, accumulator)
-        return sum(part.loss for part in parts) / items, accumulator.take(self.parameters)
+    def step(
+        self, rank: Rank, sizes: Sequence[int] | list[MicroBatch], schedule: str = "1f1b", seed: int = 0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and gradients of these micro-batches, or of micro-batches of these sizes, in the order of a schedule."""
+        parts = [part for part in sizes if isinstance(part, MicroBatch)]
+        parts = parts or self.micro_batches(rank.step.engine.compute, sizes, seed)
+        return run(rank, before_step(rank, schedule, len(parts)), parts)
+
+
+def before_step(rank: Rank, schedule: str, num_micro_batches: int) -> Program:
+    """A program for the rank up to where the gradients are ready."""
+    plan = replace(rank.plan, schedule=schedule, mb=num_micro_batches)
+    return tuple(takewhile(lambda instruction: instruction.op is not Op.STEP, lower(plan, rank.formation.shape)[0]))
+
+
+def run(rank: Rank, program: Program, parts: list[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+    step = StepRun(parts, lr=0.0)
+    rank.step.engine.run(program, step)
+    return step.loss, step.gradients
 
 
 @cache

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from phalanx.errors import CaptureError
 from phalanx.model.graph.blocks import Block, Blocks, Port
 from phalanx.model.graph.layers import LayerList, find_layers, layer_of
-from phalanx.program.schedules import SCHEDULES
 from tests import captured
 
 CROSSING = {
@@ -101,9 +100,7 @@ X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
 
 def require_exact_in_blocks(case: captured.Case, sizes: tuple[int, ...] = (2, 3)) -> None:
-    engine = case.engine()
-    parts = case.micro_batches(engine, sizes)
-    captured.require_equal(case.step(engine, SCHEDULES["zb-h1"](len(sizes)), parts), case.plain())
+    captured.require_equal(case.step(case.rank(), sizes, "zb-h1"), case.plain())
 
 
 def names(case: captured.Case) -> list[str]:

@@ -13,7 +13,6 @@ from phalanx.errors import CaptureError
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import cut
 from phalanx.model.graph.export import export
-from phalanx.program.schedules import SCHEDULES
 from phalanx.tasks.base import Input
 from tests import captured
 
@@ -58,20 +57,18 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
 def test_micro_batches_of_uneven_sizes_add_up_exactly(name: str) -> None:
     loss, labels = LOSSES[name]
     case = captured.own(Model(loss), x=X, labels=labels)
-    engine = case.engine()
-    parts = case.micro_batches(engine, [1, 4, 2])
-    captured.require_equal(case.step(engine, SCHEDULES["1f1b"](3), parts), case.plain())
+    captured.require_equal(case.step(case.rank(), [1, 4, 2]), case.plain())
 
 
 def test_the_count_leaves_ignored_labels_out() -> None:
     case = captured.own(Model(functional.cross_entropy), x=X, labels=CLASSES)
-    counts = [part.values[case.blocks.count].item() for part in case.micro_batches(case.engine(), [3, 4])]
+    counts = [part.values[case.blocks.count].item() for part in case.micro_batches(case.compute(), [3, 4])]
     assert counts == [2, 3]
 
 
 def test_the_count_of_a_mean_is_a_whole_number_of_elements() -> None:
     case = captured.own(Model(functional.mse_loss), x=X, labels=VALUES)
-    [part] = case.micro_batches(case.engine(), [7])
+    [part] = case.micro_batches(case.compute(), [7])
     count = part.values[case.blocks.count]
     assert (count.dtype, count.item()) == (torch.int64, 28)
 

@@ -1,4 +1,4 @@
-"""Facts measured on fake tensors, against what models really have and what the engine really keeps."""
+"""Facts measured on fake tensors, against what models really have and what is really kept for a backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.model.facts.measure import measure
 from phalanx.model.ops import random
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.zoo.zoo import ModelSpec, build, resolve
-from phalanx.runtime.engine import Engine
+from phalanx.runtime.compute import Compute
 from phalanx.tasks.base import Input
 
 DTYPE = torch.bfloat16
@@ -42,19 +42,21 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
 @pytest.mark.parametrize(
     "name", ["phalanx-demo", pytest.param("whisper-small", marks=long), pytest.param("t5-small", marks=long)]
 )
-def test_measured_saved_bytes_are_what_the_engine_keeps(name: str) -> None:
+def test_measured_saved_bytes_are_what_is_kept_for_the_backward(name: str) -> None:
     spec, captured = _captured(name)
     facts = measure(spec, captured, DTYPE)
     parameters = {key: p.detach() for key, p in build(spec, dtype=DTYPE).named_parameters()}
-    engine = Engine(
+    compute = Compute(
         captured.blocks, parameters, captured.buffers,
         trainable=set(captured.trainable), device=torch.device("cpu"), compiler=Compiler("off"),
     )  # fmt: skip
     inputs = tasks.get(spec.task).synthetic(spec.config, batch=3, tokens=23, seed=0)
     inputs = {key: value.to(DTYPE) if value.is_floating_point() else value for key, value in inputs.items()}
-    batch = engine.micro_batch(inputs, random.sample_keys(0, 0, 3), captured.dims(inputs))
-    engine.forward(batch)
-    kept = _storages([tensor for _, saved in batch.saved.values() for tensor in saved])
+    batch = compute.micro_batch(inputs, random.sample_keys(0, 0, 3), captured.dims(inputs))
+    run = batch.stage(0)
+    for number in range(len(captured.blocks.blocks)):
+        compute.forward(number, batch, run, keep=True)
+    kept = _storages([tensor for _, saved in run.saved.values() for tensor in saved])
     held = _storages([*parameters.values(), *captured.buffers.values()])
     assert facts.saved_bytes(batch.dims) == sum(size for storage, size in kept.items() if storage not in held)
     first = facts.blocks[0].crossing[0]

@@ -81,8 +81,8 @@ class Call:
 @cache
 def call(name: str, block_name: str) -> Call:
     case = captured.named(name)
-    engine = case.engine()
-    [batch] = case.micro_batches(engine, [3])
+    compute = case.compute()
+    [batch] = case.micro_batches(compute, [3])
     [block] = [b for b in case.blocks.blocks if b.name == block_name]
     generator = torch.Generator().manual_seed(0)
     arguments = []
@@ -91,26 +91,18 @@ def call(name: str, block_name: str) -> Call:
         if port.kind == "wire":
             arguments.append(torch.randn(shapes[port.name], generator=generator, dtype=torch.float64))
         else:
-            arguments.append(engine._argument(port, batch))
+            arguments.append(compute._argument(port, batch, None))
     wants = [port.kind in ("parameter", "wire") for port in block.ports if port.kind != "size"]
     return Call(case, block, graphs.load(case.blocks.templates[block.template].text), arguments, wants)
 
 
 def wire_shapes(case: captured.Case) -> dict[str, torch.Size]:
-    """From a forward that keeps every wire."""
-    engine = case.engine()
-    [batch] = case.micro_batches(engine, [3])
-    shapes: dict[str, torch.Size] = {}
-
-    class Keeping(dict):
-        def update(self, pairs) -> None:
-            pairs = list(pairs)
-            shapes.update({name: value.shape for name, value in pairs})
-            super().update(pairs)
-
-    batch.wires = batch.sources["wire"] = Keeping()
-    engine.forward(batch, keep=False)
-    return shapes
+    """From a forward, which keeps every wire unless an engine lets go of them."""
+    compute = case.compute()
+    [batch] = case.micro_batches(compute, [3])
+    for number in range(len(case.blocks.blocks)):
+        compute.forward(number, batch, batch.stage(0), keep=False)
+    return {name: wire.shape for name, wire in batch.stage(0).wires.items()}
 
 
 def d_outputs_for(segment: Segment) -> list[Tensor]:
