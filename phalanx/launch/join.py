@@ -30,7 +30,7 @@ def join(device: str = "auto", *, variables: Mapping[str, str] | None = None) ->
     board = Board.private(place.world)
     board.reset()
     return Seat(
-        place.rank, place.world, place.local_rank, place.node, local_device(device, place.local_rank),
+        place.rank, place.world, place.local_rank, place.node, local_device(device, place.local_rank, place.world),
         _meet(place), place.port, generation=0, board=board, slot=board.slots[place.rank],
         address="127.0.0.1" if place.one_machine else "",
     )  # fmt: skip

@@ -117,7 +117,7 @@ def _run(job: Job, rank: int, wire: Wire) -> Any:
         target, arguments = _task(job)
         store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
         seat = Seat(
-            rank, job.world, local_rank=rank, node=0, device=local_device(job.device, rank),
+            rank, job.world, local_rank=rank, node=0, device=local_device(job.device, rank, job.world),
             store=dist.PrefixStore(f"job{job.generation}", store), store_port=job.port, generation=job.generation,
             board=board, slot=board.slots[rank], alarm=alarm,
             on_event=lambda name, payload: wire.send(Event(name, payload)),

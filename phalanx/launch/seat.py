@@ -5,6 +5,7 @@ Whoever starts ranks hands out seats; nothing else in a rank reads the environme
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,10 +53,21 @@ class Seat:
             self.on_event(name, payload)
 
 
-def local_device(choice: str, local_rank: int) -> str:
+# Kernels are loaded before any rank waits for another: loading waits for all that the GPU does, and a message that has
+# not come yet is such a thing. And each channel is a communicator of its own, so that nothing is serialised.
+_FOR_SEVERAL_RANKS = {
+    "CUDA_MODULE_LOADING": "EAGER",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+}
+
+
+def local_device(choice: str, local_rank: int, world: int = 1) -> str:
     """The device of a rank: 'cpu', or the GPU that its number on this machine points at (ranks may share one)."""
     import torch
 
+    if choice != "cpu" and world > 1:
+        for name, value in _FOR_SEVERAL_RANKS.items():
+            os.environ.setdefault(name, value)  # CUDA has not started yet
     assert choice in ("auto", "cpu", "cuda"), choice
     count = torch.cuda.device_count() if choice != "cpu" and torch.cuda.is_available() else 0
     if count:

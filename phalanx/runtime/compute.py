@@ -6,6 +6,7 @@ from elsewhere is there when it is called, or it is a bug.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -50,6 +51,12 @@ class Compute:
         names = [name for block in blocks.blocks for name in block.names("dropout")] if dropout else []
         self._site_names = list(dict.fromkeys(names))
         self._sites = torch.tensor([random.site_hash(n) for n in self._site_names], dtype=torch.int64, device=device)
+
+    def on(self, parameters: Mapping[str, Tensor]) -> Compute:
+        """The same, with the same functions, on other values of the parameters."""
+        other = copy.copy(self)
+        other._parameters = parameters
+        return other
 
     def micro_batch(self, inputs: Mapping[str, Tensor], keys: Tensor, dims: dict[str, int]) -> MicroBatch:
         """Computes everything that follows from the inputs alone."""

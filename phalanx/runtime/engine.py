@@ -7,7 +7,7 @@ nothing: a computation waits for what it needs, everything else is started where
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ from phalanx.runtime.messages import Messages
 from phalanx.runtime.micro_batch import MicroBatch, StageRun
 from phalanx.runtime.parameters import Parameters
 from phalanx.runtime.totals import StepRun, Totals
+from phalanx.runtime.warm_up import WarmUp
 
 
 class Watch(Protocol):
@@ -48,9 +49,10 @@ class Engine:
         gradients: Gradients | None = None,
         totals: Totals | None = None,
         watches: Iterable[Watch] = (),
+        warm_up: WarmUp | None = None,
     ) -> None:
         self.compute, self.parameters, self.watches = compute, parameters, list(watches)
-        self._plan, self._messages, self._totals = plan, messages, totals
+        self._plan, self._messages, self._totals, self._warm_up = plan, messages, totals, warm_up
         self._gradients = gradients or Gradients({}, {})
         self._buckets = [shape.buckets(block) for block in range(shape.num_blocks)]
         self._blocks = [plan.stage_blocks(stage) for stage in range(plan.num_stages)]
@@ -59,8 +61,10 @@ class Engine:
         self.executed: Counter[str] = Counter()
         self._actions = self._make_actions()
 
-    def run(self, program: Iterable[Instruction], step: StepRun) -> None:
+    def run(self, program: Sequence[Instruction], step: StepRun) -> None:
         """Runs the instructions in order. May be called with one part of a program after the other."""
+        if self._warm_up is not None:
+            self._warm_up(program, step.batches)
         with torch.no_grad():
             for instruction in program:
                 for watch in self.watches:

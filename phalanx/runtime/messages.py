@@ -85,7 +85,7 @@ class Messages:
     def _leave(self, pending: Pending) -> None:
         self._leaving.append(pending)
         while self._leaving and self._leaving[0].done():
-            self._leaving.popleft()
+            self._leaving.popleft().wait()
 
 
 def _ends(instruction: Instruction) -> tuple[int, int]:

@@ -36,6 +36,7 @@ from phalanx.runtime.optimizer_choice import make_optimizer
 from phalanx.runtime.parameters import load_parameters
 from phalanx.runtime.step import Feeder, Step, split
 from phalanx.runtime.totals import Totals
+from phalanx.runtime.warm_up import WarmUp
 from phalanx.runtime.wires import Wires
 from phalanx.state.layout import Holding, boxes_of_range
 
@@ -149,12 +150,14 @@ class Rank:
             self.captured.blocks, self.parameters.values, self._buffers, trainable=trainable, device=self.device,
             compiler=self.compiler, recompute=trains and self.plan.recompute, dropout=trains,
         )  # fmt: skip
-        messages = None
+        messages, warm_up = None, None
         if self.plan.pp > 1:
             wires = Wires(compute, self.captured.shapes, self.dtype)
             messages = Messages(wires, formation.first_blocks, self.seat.rank, connections.channel, self.device)
+            if self.device.type == "cuda":
+                warm_up = WarmUp(compute, wires, self.captured.shapes, self.dtype)
         engine = Engine(
-            self.plan, formation.shape, compute, self.parameters, messages=messages, watches=watches,
+            self.plan, formation.shape, compute, self.parameters, messages=messages, watches=watches, warm_up=warm_up,
             gradients=self._gradients() if trains else None, totals=self._totals() if trains else None,
         )  # fmt: skip
         return engine, Feeder(self.captured, compute, seed=self._seed, dtype=self.dtype)
