@@ -95,12 +95,13 @@ class Case:
         return parts
 
     def step(
-        self, rank: Rank, sizes: Sequence[int] | list[MicroBatch], schedule: str = "1f1b", seed: int = 0
+        self, rank: Rank, sizes: Sequence[int], schedule: str = "1f1b", seed: int = 0
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and gradients of these micro-batches, or of micro-batches of these sizes, in the order of a schedule."""
-        parts = [part for part in sizes if isinstance(part, MicroBatch)]
-        parts = parts or self.micro_batches(rank.step.engine.compute, sizes, seed)
-        return run(rank, before_step(rank, schedule, len(parts)), parts)
+        """Loss and gradients of micro-batches of these sizes in the order of a schedule; they must leave nothing."""
+        parts = self.micro_batches(rank.step.engine.compute, sizes, seed)
+        found = run(rank, before_step(rank, schedule, len(parts)), parts)
+        require_released(parts)
+        return found
 
 
 def before_step(rank: Rank, schedule: str, num_micro_batches: int) -> Program:
@@ -137,6 +138,11 @@ def own(model: nn.Module, **batch: Tensor) -> Case:
     spec = zoo.resolve(model)
     captured = capture(spec, infer_inputs(batch), dtype=DOUBLE, check=False, use_cache=False)
     return Case(captured, model, batch, batch)
+
+
+def require_released(parts: Sequence[MicroBatch]) -> None:
+    for run in (run for part in parts for run in part.stages.values()):
+        assert (run.wires, run.saved, run.gradients, run.for_weights) == ({}, {}, {}, {})
 
 
 def require_equal(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:

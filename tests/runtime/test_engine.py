@@ -2,71 +2,74 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
-from torch import Tensor
 
 from phalanx.model import reference
-from phalanx.program.instructions import Instruction, Op, from_text
-from phalanx.program.schedules import SCHEDULES
-from phalanx.runtime.accumulate import Accumulator
-from phalanx.runtime.engine import Engine, MicroBatch
+from phalanx.program.instructions import COMPUTE, Instruction, Op, from_text
+from phalanx.program.lower import lower_forward
+from phalanx.program.passes.blocks import to_blocks
+from phalanx.runtime.engine import Engine
+from phalanx.runtime.rank import Rank
+from phalanx.runtime.totals import StepRun
 from tests import captured
 
 SPLITS = [(3,), (1, 2), (1, 1, 1)]
-
-
-def require_released(parts: list[MicroBatch]) -> None:
-    for part in parts:
-        assert (part.wires, part.saved, part.gradients, part.for_weights) == ({}, {}, {}, {})
+T5 = pytest.param(captured.T5, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    """One engine of GPT-2 for many tests: what it traced is used again, as in training."""
-    return captured.named(captured.GPT2).engine()
+def rank() -> Rank:
+    """One rank of GPT-2 for many tests: what it traced is used again, as in training."""
+    return captured.named(captured.GPT2).rank()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.fixture(scope="module")
+def two_stages() -> Rank:
+    """The same with two stages on the one rank, which hand over by reference."""
+    return captured.named(captured.GPT2).rank("schedule=zb-v")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
 def test_every_schedule_and_split_equals_autograd_with_dropout_on(
-    schedule: str, sizes: tuple[int, ...], engine: Engine
+    schedule: str, sizes: tuple[int, ...], rank: Rank
 ) -> None:
     case = captured.named(captured.GPT2)
-    parts = case.micro_batches(engine, sizes)
-    captured.require_equal(case.step(engine, SCHEDULES[schedule](len(sizes)), parts), case.plain())
-    require_released(parts)
+    captured.require_equal(case.step(rank, sizes, schedule), case.plain())
 
 
-T5 = pytest.param(captured.T5, marks=pytest.mark.long)
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+def test_stages_on_one_rank_hand_over_exactly(sizes: tuple[int, ...], two_stages: Rank) -> None:
+    case = captured.named(captured.GPT2)
+    assert two_stages.plan.num_stages == 2
+    captured.require_equal(case.step(two_stages, sizes, "zb-v"), case.plain())
 
 
 @pytest.mark.parametrize("name", [captured.WHISPER, captured.MIXTRAL, T5])
 def test_several_wires_and_experts_get_their_gradients(name: str) -> None:
     case = captured.named(name)
-    engine = case.engine()
-    parts = case.micro_batches(engine, (1, 2))
-    captured.require_equal(case.step(engine, SCHEDULES["zb-h1"](2), parts), case.plain())
-    require_released(parts)
+    captured.require_equal(case.step(case.rank(), (1, 2), "zb-h1"), case.plain())
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_recomputation_changes_nothing_not_even_dropout(schedule: str) -> None:
     case = captured.named(captured.GPT2)
-    engine = case.engine(recompute=True)
-    captured.require_equal(case.step(engine, SCHEDULES[schedule](2), case.micro_batches(engine, (2, 1))), case.plain())
-    assert engine.keeps_only_inputs()
+    rank = case.rank("recompute=yes")
+    captured.require_equal(case.step(rank, (2, 1), schedule), case.plain())
+    assert rank.step.engine.compute.keeps_only_inputs()
 
 
 def test_compiled_segments_give_the_same() -> None:
     case = captured.named(captured.GPT2)
-    engine = case.engine(mode="aot_eager")
-    captured.require_equal(case.step(engine, SCHEDULES["1f1b"](1), case.micro_batches(engine, (3,))), case.plain())
+    captured.require_equal(case.step(case.rank(compile="aot_eager"), (3,)), case.plain())
 
 
-def test_another_seed_drops_other_elements(engine: Engine) -> None:
+def test_another_seed_drops_other_elements(rank: Rank) -> None:
     case = captured.named(captured.GPT2)
-    losses = [case.step(engine, SCHEDULES["1f1b"](1), case.micro_batches(engine, (3,), seed))[0] for seed in (0, 1)]
+    losses = [case.step(rank, (3,), seed=seed)[0] for seed in (0, 1)]
     assert losses[0] != losses[1]
     torch.testing.assert_close(losses[1], case.plain(seed=1)[0], rtol=1e-11, atol=0)
 
@@ -75,41 +78,38 @@ def test_one_capture_serves_other_batch_sizes_and_lengths() -> None:
     case = captured.named(captured.LLAMA)
     shorter = {name: tensor[:2, :5] for name, tensor in case.batch.items()}
     other = captured.Case(case.captured, case.model, shorter, {name: shorter[name] for name in case.raw})
-    engine = case.engine()
+    rank = case.rank()
     for one, sizes in ((case, (3,)), (other, (1, 1)), (case, (1, 2))):
-        parts = one.micro_batches(engine, sizes)
-        captured.require_equal(one.step(engine, SCHEDULES["1f1b"](len(sizes)), parts), one.plain())
+        captured.require_equal(one.step(rank, sizes), one.plain())
 
 
 def test_blocks_that_share_a_template_share_their_functions() -> None:
     case = captured.named(captured.GPT2)
-    engine = case.engine()
-    case.step(engine, SCHEDULES["1f1b"](1), case.micro_batches(engine, (3,)))
-    assert len(engine._segments) == len(case.blocks.templates) == 3
+    rank = case.rank()
+    case.step(rank, (3,))
+    assert len(rank.step.engine.compute._segments) == len(case.blocks.templates) == 3
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_frozen_beginning_stops_the_backward_early_and_the_rest_is_exact(schedule: str) -> None:
     case = captured.named(captured.LLAMA, tie_word_embeddings=False)
     frozen = [n for n in case.parameters if n.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))]
-    engine = case.engine(frozen=frozen)
-    parts = case.micro_batches(engine, (2, 1))
-    engine.forward(parts[0])
-    kept = {name: saved for name, (_, saved) in parts[0].saved.items()}
+    rank = case.rank(frozen=frozen)
+    [part] = case.micro_batches(rank.step.engine.compute, (2,))
+    forwards = [instruction for instruction in rank.step.program if instruction.op is Op.F]
+    rank.step.engine.run(forwards, StepRun([part], lr=0.0))
+    kept = {case.blocks.blocks[number].name: saved for number, (_, saved) in part.stage(0).saved.items()}
     assert [name for name, saved in kept.items() if not saved] == ["embedding", "model.layers.0", "model.layers.1"]
-    parts = case.micro_batches(engine, (2, 1))
-    got = case.step(engine, SCHEDULES[schedule](2), parts)
+    got = case.step(rank, (2, 1), schedule)
     loss, gradients = case.plain()
     assert set(got[1]) == set(case.parameters) - set(frozen)
     captured.require_equal(got, (loss, {name: gradients[name] for name in got[1]}))
-    require_released(parts)
 
 
 def test_a_frozen_tied_embedding_trains_the_layers_between() -> None:
     case = captured.named(captured.GPT2)
     frozen = ["transformer.wte.weight", "transformer.wpe.weight"]
-    engine = case.engine(frozen=frozen)
-    got = case.step(engine, SCHEDULES["1f1b"](1), case.micro_batches(engine, (3,)))
+    got = case.step(case.rank(frozen=frozen), (3,))
     loss, gradients = case.plain()
     assert set(got[1]) == set(case.parameters) - set(frozen)
     captured.require_equal(got, (loss, {name: gradients[name] for name in got[1]}))
@@ -117,68 +117,70 @@ def test_a_frozen_tied_embedding_trains_the_layers_between() -> None:
 
 def test_with_everything_frozen_there_is_a_loss_and_no_gradient() -> None:
     case = captured.named(captured.GPT2)
-    engine = case.engine(frozen=list(case.parameters))
-    parts = case.micro_batches(engine, (3,))
-    loss, gradients = case.step(engine, SCHEDULES["1f1b"](1), parts)
+    rank = case.rank(frozen=list(case.parameters))
+    parts = case.micro_batches(rank.step.engine.compute, (3,))
+    loss, gradients = captured.run(rank, rank.step.program[:-1], parts)
     assert gradients == {}
     torch.testing.assert_close(loss, case.plain()[0], rtol=1e-11, atol=0)
-    require_released(parts)
 
 
 @pytest.mark.parametrize("name", [captured.GPT2, captured.WHISPER, T5])
-def test_evaluation_equals_the_model_in_eval_mode_and_keeps_nothing(name: str) -> None:
+def test_without_totals_it_equals_the_model_in_eval_mode_and_keeps_nothing(name: str) -> None:
     case = captured.named(name)
-    engine = case.engine(dropout=False)
-    parts = case.micro_batches(engine, (1, 2))
-    for part in parts:
-        engine.forward(part, keep=False)
+    rank, compute = case.rank(), case.compute(dropout=False)
+    engine = Engine(rank.plan, rank.formation.shape, compute, rank.parameters)
+    parts = case.micro_batches(compute, (1, 2))
+    engine.run(lower_forward(rank.plan, rank.formation.shape, 2)[0], StepRun(parts, lr=0.0))
     total = sum(part.loss for part in parts) / sum(part.values[case.blocks.count] for part in parts)
     case.model.eval()
     with torch.no_grad(), reference.Widen():
         expected = reference.loss(case.model, case.raw)
     torch.testing.assert_close(total, expected, rtol=1e-11, atol=0)
-    require_released(parts)
+    captured.require_released(parts)
 
 
-def test_the_engine_counts_what_it_executed(engine: Engine) -> None:
+def test_the_engine_counts_what_it_executed(rank: Rank) -> None:
     case = captured.named(captured.GPT2)
+    engine, blocks = rank.step.engine, len(case.blocks.blocks)
     engine.executed.clear()
-    case.step(engine, (*SCHEDULES["zb-h1"](2), Instruction(Op.STEP)), case.micro_batches(engine, (1, 2)))
-    assert engine.executed == {"F": 2, "B": 2, "W": 2}
+    case.step(rank, (1, 2), "zb-h1")
+    assert engine.executed == {"F": 2 * blocks, "B": 2 * blocks, "W": 2 * blocks, "NORM": 1}
 
 
-def test_weight_gradients_may_wait_until_all_micro_batches_are_back(engine: Engine) -> None:
+def test_watches_are_told_of_every_instruction_and_when_a_computation_has_what_it_needs(rank: Rank) -> None:
+    seen: list[tuple[str, Instruction]] = []
+
+    class Watch:
+        def begin(self, instruction: Instruction) -> None:
+            seen.append(("begin", instruction))
+
+        def ready(self, instruction: Instruction) -> None:
+            seen.append(("ready", instruction))
+
+        def end(self, instruction: Instruction) -> None:
+            seen.append(("end", instruction))
+
+    rank.step.engine.watches.append(Watch())
+    try:
+        captured.named(captured.GPT2).step(rank, (3,))
+    finally:
+        rank.step.engine.watches.clear()
+    expected: list[tuple[str, Instruction]] = []
+    for instruction in captured.before_step(rank, "1f1b", 1):
+        ready = [("ready", instruction)] if instruction.op in COMPUTE else []
+        expected += [("begin", instruction), *ready, ("end", instruction)]
+    assert seen == expected
+
+
+def test_weight_gradients_may_wait_until_all_micro_batches_are_back(rank: Rank) -> None:
     case = captured.named(captured.GPT2)
-    program = from_text("F0.0 F0.1 B0.0 B0.1 W0.1 W0.0")
-    captured.require_equal(case.step(engine, program, case.micro_batches(engine, (1, 2))), case.plain())
+    order = to_blocks(from_text("F0.0 F0.1 B0.0 B0.1 W0.1 W0.0"), rank.plan.stage_blocks)
+    assert Counter(instruction.op for instruction in order)[Op.W] == 2 * len(case.blocks.blocks)
+    parts = case.micro_batches(rank.step.engine.compute, (1, 2))
+    captured.require_equal(captured.run(rank, (*order, Instruction(Op.NORM)), parts), case.plain())
 
 
-def test_parameters_are_read_when_used_and_never_changed(engine: Engine) -> None:
+def test_parameters_are_never_changed_by_the_passes_through_the_model(rank: Rank) -> None:
     case = captured.named(captured.GPT2)
-    before = {name: value.clone() for name, value in case.parameters.items()}
-    case.step(engine, SCHEDULES["1f1b"](1), case.micro_batches(engine, (3,)))
-    assert all(torch.equal(engine.parameters[name], value) for name, value in before.items())
-
-
-class TestAccumulator:
-    def test_gradients_of_one_name_are_summed_and_missing_ones_left_out(self) -> None:
-        accumulator = Accumulator()
-        accumulator.add(["a", "b"], [torch.ones(2), None])
-        accumulator.add(["a", "c"], [torch.ones(2), torch.zeros(1)])
-        sums = accumulator.take(["c", "b", "a"])
-        assert list(sums) == ["c", "a"]
-        assert sums["a"].tolist() == [2, 2]
-
-    def test_taking_empties_it(self) -> None:
-        accumulator = Accumulator()
-        accumulator.add(["a"], [torch.ones(2)])
-        accumulator.take(["a"])
-        assert accumulator.take(["a"]) == {}
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_many_small_gradients_are_summed_in_float32(self, dtype: torch.dtype) -> None:
-        accumulator = Accumulator()
-        for _ in range(1000):
-            accumulator.add(["a"], [torch.ones(1, dtype=dtype)])
-        total: Tensor = accumulator.take(["a"])["a"]
-        assert (total.dtype, total.item()) == (torch.float32, 1000)
+    case.step(rank, (3,))
+    assert all(torch.equal(rank.parameters.values[name], value) for name, value in case.parameters.items())

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from phalanx.config import RunConfig
 from phalanx.errors import CheckpointError, ConfigError, PlanError
-from phalanx.runtime.optimizer import Optimizer, global_norm
+from phalanx.runtime.flat import Piece
+from phalanx.runtime.optimizer import Optimizer, squared_norm
 from phalanx.runtime.optimizer_choice import make_optimizer
-from phalanx.runtime.parameters import choose_trainable, load_parameters
+from phalanx.runtime.parameters import Weight, choose_trainable
 from phalanx.runtime.schedule import lr_factor
 from phalanx.runtime.step import split
 
@@ -65,11 +66,23 @@ def gradients(step: int, dtype: torch.dtype = torch.float32, scale: float = 3.0)
     return {name: scale * torch.randn(shape, dtype=dtype, generator=generator) for name, shape in shapes.items()}
 
 
+def held(values: dict[str, Tensor]) -> dict[str, Weight]:
+    """These tensors as a rank that keeps all of them holds them."""
+    return {
+        name: Weight(Piece(name, tuple(value.shape), 0, value.numel()), value, value, trained=True, bucket=0)
+        for name, value in values.items()
+    }
+
+
 def made(values: dict[str, Tensor], clip: float | None = 1.0, **options: Any) -> Optimizer:
-    return Optimizer(make_optimizer(values, RunConfig.create(**options)), values, values, clip)
+    return Optimizer(make_optimizer(held(values), RunConfig.create(**options)), held(values), clip)
 
 
-LOSS = torch.tensor(1.0)
+def update(optimizer: Optimizer, found: dict[str, Tensor], lr: float) -> Tensor:
+    """A step of the only rank; returns the norm of its gradients."""
+    norm = squared_norm(list(found.values()), torch.zeros(())).sqrt()
+    optimizer.step(found, lr, norm, norm.isfinite())
+    return norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -84,12 +97,12 @@ def test_the_update_equals_clip_grad_norm_and_plain_adamw(dtype: torch.dtype, cl
         lr=0.1, betas=(0.9, 0.95), foreach=False,
     )  # fmt: skip
     for step in range(4):
-        norm, finite = optimizer.step(gradients(step, dtype), 0.1, LOSS)
+        norm = update(optimizer, gradients(step, dtype), 0.1)
         for name, gradient in gradients(step, dtype).items():
             theirs[name].grad = gradient
         expected = nn.utils.clip_grad_norm_([theirs["matrix"], theirs["bias"]], clip or float("inf"))
         plain.step()
-        assert norm.item() == pytest.approx(expected.item(), rel=1e-6) and bool(finite)
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance)
@@ -97,45 +110,58 @@ def test_the_update_equals_clip_grad_norm_and_plain_adamw(dtype: torch.dtype, cl
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}])
-@pytest.mark.parametrize("broken", ["gradient", "loss"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("when", [0, 2])
-def test_a_step_that_is_not_finite_changes_nothing(options: Any, broken: str, when: int):
+def test_a_step_that_is_not_finite_changes_nothing(options: Any, value: float, when: int):
     skipping, without = weights(), weights()
     first, second = made(skipping, lr=0.1, **options), made(without, lr=0.1, **options)
     for step in range(4):
         if step == when:
             bad = gradients(9)
-            if broken == "gradient":
-                bad["bias"][1] = float("nan")
-            _, finite = first.step(bad, 0.1, LOSS * (float("inf") if broken == "loss" else 1))
-            assert not bool(finite)
-        assert bool(first.step(gradients(step), 0.1, LOSS)[1])
-        second.step(gradients(step), 0.1, LOSS)
+            bad["bias"][1] = value
+            assert not update(first, bad, 0.1).isfinite()
+        update(first, gradients(step), 0.1)
+        update(second, gradients(step), 0.1)
+    assert not torch.equal(without["matrix"], weights()["matrix"])
     assert all(torch.equal(skipping[name], without[name]) for name in without)
 
 
-def test_the_global_norm_is_that_of_all_gradients_as_one_vector():
-    found = global_norm([torch.full((3,), 2.0), torch.full((2, 2), 1.0)])
-    assert found.item() == pytest.approx(4.0)
-    assert global_norm([torch.ones(2, dtype=torch.float64)]).dtype == torch.float64
+def test_finite_gradients_are_not_used_where_another_rank_has_others():
+    values = weights()
+    made(values).step(gradients(0), 0.1, torch.tensor(float("inf")), torch.tensor(False))
+    assert all(torch.equal(values[name], value) for name, value in weights().items())
+
+
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize("options", [{}, {"optimizer": "sgd"}], ids=["on the device", "on the host"])
+def test_the_scale_of_the_loss_is_taken_out_of_gradients_before_they_are_clipped(options: Any, clip: float | None):
+    scaled, plain = weights(), weights()
+    update(made(plain, clip, **options), gradients(0), 0.1)
+    scale = torch.tensor(512.0, dtype=torch.float64)
+    norm = squared_norm(list(gradients(0).values()), torch.zeros(())).sqrt()
+    larger = {name: 512 * gradient for name, gradient in gradients(0).items()}
+    made(scaled, clip, **options).step(larger, 0.1, norm, norm.isfinite(), scale)
+    for name, value in plain.items():
+        torch.testing.assert_close(scaled[name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_the_norm_is_that_of_all_gradients_as_one_vector():
+    mixed = [torch.full((3,), 2.0), torch.full((2, 2), 1.0, dtype=torch.bfloat16)]
+    assert squared_norm(mixed, torch.zeros(())).item() == pytest.approx(16.0)
+    assert squared_norm([], torch.ones(())).item() == 0
 
 
 def test_parameters_are_refreshed_from_float32_masters():
-    names = weights()
-    parameters = load_parameters(
-        names, lambda name, is_master: names[name].clone(), trainable=["matrix"], dtype=torch.bfloat16,
-        master_weights=True, device=torch.device("cpu"),
-    )  # fmt: skip
-    assert list(parameters.masters) == ["matrix"] and parameters.values["bias"].dtype == torch.bfloat16
-    inner = make_optimizer(parameters.weights, RunConfig(weight_decay=0))
-    optimizer = Optimizer(inner, parameters.weights, parameters.values, clip=None)
+    exact = weights()["matrix"]
+    copy = exact.bfloat16()
+    weight = Weight(Piece("matrix", (4, 3), 0, 12), exact, copy, trained=True, bucket=0)
+    inner = make_optimizer({"matrix": weight}, RunConfig(weight_decay=0))
+    optimizer = Optimizer(inner, {"matrix": weight}, clip=None)
     for _ in range(20):
-        optimizer.step({"matrix": torch.ones(4, 3)}, 1e-4, LOSS)
-    moved = names["matrix"] - parameters.masters["matrix"]
+        update(optimizer, {"matrix": torch.ones(4, 3)}, 1e-4)
     # Steps of 1e-4 are lost in bfloat16 weights of about one; in the masters they add up.
-    assert torch.allclose(moved, torch.full((4, 3), 20e-4), rtol=0.2)
-    assert torch.equal(parameters.values["matrix"], parameters.masters["matrix"].bfloat16())
-    assert [name for name, _ in parameters.tensors()] == ["master/matrix", "model/bias", "model/unused"]
+    assert torch.allclose(weights()["matrix"] - exact, torch.full((4, 3), 20e-4), rtol=0.2)
+    assert torch.equal(copy, exact.bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -153,24 +179,24 @@ def test_the_state_is_named_and_comes_back(options: Any):
     values = weights()
     optimizer = made(values, lr=0.05, **options)
     for step in range(3):
-        optimizer.step(gradients(step), 0.05, LOSS)
-    stored, scalars = {name: t.clone() for name, t in optimizer.tensors()}, optimizer.scalars()
+        update(optimizer, gradients(step), 0.05)
+    stored, scalars = {(slot, name): t.clone() for slot, name, t in optimizer.tensors()}, optimizer.scalars()
     others = {name: value.clone() for name, value in values.items()}
     restored = made(others, lr=0.05, **options)
-    restored.load((*stored, "model/matrix"), lambda key: stored[key].clone(), scalars)
+    elsewhere = ("exp_avg", "on another rank")
+    restored.load((*stored, elsewhere), lambda slot, name: stored[slot, name].clone(), scalars)
     for step in range(3, 5):
-        optimizer.step(gradients(step), 0.05, LOSS)
-        restored.step(gradients(step), 0.05, LOSS)
+        update(optimizer, gradients(step), 0.05)
+        update(restored, gradients(step), 0.05)
     assert all(torch.equal(values[name], others[name]) for name in values)
-    assert not any("unused" in name for name in stored)
+    assert not any(name == "unused" for _, name in stored)
 
 
 def test_adamw_names_its_moments_by_parameter():
     optimizer = made(weights())
-    optimizer.step(gradients(0), 0.1, LOSS)
-    assert {"optimizer/exp_avg/matrix", "optimizer/exp_avg_sq/bias", "optimizer/step/bias"} <= dict(
-        optimizer.tensors()
-    ).keys()
+    update(optimizer, gradients(0), 0.1)
+    found = {(slot, name) for slot, name, _ in optimizer.tensors()}
+    assert found == {(slot, name) for slot in ("exp_avg", "exp_avg_sq", "step") for name in ("matrix", "bias")}
 
 
 class KeepsLists(torch.optim.SGD):
@@ -181,9 +207,9 @@ class KeepsLists(torch.optim.SGD):
 
 
 def test_state_that_cannot_be_saved_is_named():
-    optimizer = Optimizer(KeepsLists(list(weights().values()), lr=0.1), values := weights(), values, None)
-    optimizer.inner = KeepsLists(list(values.values()), lr=0.1)
-    optimizer.step(gradients(0), 0.1, LOSS)
+    values = weights()
+    optimizer = Optimizer(KeepsLists(list(values.values()), lr=0.1), held(values), None)
+    update(optimizer, gradients(0), 0.1)
     with pytest.raises(CheckpointError, match="KeepsLists keeps a list in optimizer/history/matrix"):
         optimizer.scalars()
 
@@ -207,13 +233,27 @@ def test_state_that_cannot_be_saved_is_named():
 )  # fmt: skip
 def test_an_optimizer_that_cannot_be_made_is_refused(options: Any, message: str, hint: str):
     with pytest.raises(ConfigError, match=message) as info:
-        make_optimizer(weights(), RunConfig.create(**options))
+        make_optimizer(held(weights()), RunConfig.create(**options))
     assert hint in info.value.hint
 
 
-def test_without_any_gradient_the_step_is_refused():
-    with pytest.raises(ConfigError, match="no trainable parameter takes part in the loss"):
-        made(weights()).step({}, 0.1, LOSS)
+class OfWholeTensors(torch.optim.SGD):
+    """Somebody's own, which may look at a tensor as a whole."""
+
+
+def test_a_part_of_a_tensor_is_only_given_to_optimizers_that_update_each_element_by_itself():
+    part = {"matrix": Weight(Piece("matrix", (4, 3), 0, 5), torch.ones(5), torch.ones(5), trained=True, bucket=0)}
+    assert make_optimizer(part, RunConfig())
+    with pytest.raises(ConfigError, match="OfWholeTensors is not known to update each element by itself") as info:
+        make_optimizer(part, RunConfig(), OfWholeTensors)
+    assert "use zero=0" in info.value.hint and "AdamW" in info.value.hint
+    assert make_optimizer(held(weights()), RunConfig(), OfWholeTensors)
+
+
+def test_matrices_decay_by_their_own_shape_even_where_only_a_row_of_elements_is_here():
+    part = {"matrix": Weight(Piece("matrix", (4, 3), 0, 5), torch.ones(5), torch.ones(5), trained=True, bucket=0)}
+    decayed, kept = make_optimizer(part, RunConfig(weight_decay=0.3)).param_groups
+    assert (len(decayed["params"]), decayed["weight_decay"], kept["params"]) == (1, 0.3, [])
 
 
 NAMES = ("embed.weight", "layers.0.mlp.weight", "layers.1.mlp.weight", "norm.weight")
