@@ -28,8 +28,8 @@ from phalanx.prepare import Collate, Prepared, load_buffers, open_weights, prepa
 from phalanx.reporting import Reporter, StepFacts, header
 from phalanx.result import Summary
 from phalanx.runtime.flat import Piece
-from phalanx.runtime.memory import explain_out_of_memory, model_needs, step_needs
 from phalanx.runtime.measured import writing
+from phalanx.runtime.memory import explain_out_of_memory, model_needs, step_needs
 from phalanx.runtime.rank import Rank
 from phalanx.runtime.schedule import lr_factor
 from phalanx.runtime.signals import StopRequest, stop_request

@@ -29,14 +29,14 @@ def short_config(out: Path, **options: Any) -> RunConfig:
     return RunConfig.create(**{**SHORT, "out": out, **options})
 
 
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [record for record in read_log(folder / "log-rank0.jsonl") if record["kind"] == kind]
+def records(folder: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    return [record for record in read_log(folder / f"log-rank{rank}.jsonl") if record["kind"] == kind]
 
 
-def losses(folder: Path) -> dict[int, float]:
+def losses(folder: Path, rank: int = 0) -> dict[int, float]:
     """Step → loss as the log tells it; a step that was repeated after a crash must have repeated its loss."""
     found: dict[int, float] = {}
-    for record in records(folder, "step"):
+    for record in records(folder, "step", rank):
         assert found.setdefault(record["step"], record["loss"]) == record["loss"], f"step {record['step']} differs"
     return found
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from phalanx.handover import pack
 from phalanx.launch.crew import Crew
@@ -13,8 +17,27 @@ from phalanx.trainer import Trainer, fit_on_rank
 from tests.run_helpers import short_config
 
 
-def fit(crew: Crew, out: Path, model: Any, data: Any, **options: Any) -> Summary:
+def fit(
+    crew: Crew, out: Path, model: Any, data: Any, on_event: Callable[[str, Any], None] | None = None, **options: Any
+) -> Summary:
     """What rank 0 of `phalanx.train` returns, on as many ranks of the crew as the plan needs."""
     trainer = Trainer(model, data, short_config(out, **options))
     with pack(trainer.job) as parcel:
-        return crew.run(fit_on_rank, parcel, world=needed_ranks(trainer.config.plan) or 1)[0]
+        ranks = needed_ranks(trainer.config.plan) or 1
+        return crew.run(fit_on_rank, parcel, world=ranks, on_event=on_event)[0]
+
+
+class Breaks:
+    """A dataset of which one sample cannot be read."""
+
+    def __init__(self, size: int, broken: int) -> None:
+        self._size, self._broken = size, broken
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == self._broken:
+            raise OSError(f"sample {index} cannot be read")
+        ids = torch.arange(16) + index
+        return {"input_ids": ids, "labels": ids}
