@@ -41,7 +41,7 @@ from phalanx.state.huggingface import export
 from phalanx.state.layout import boxes_of_range
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
-from phalanx.state.whole import whole_tensors
+from phalanx.runtime.whole import whole_tensors
 from phalanx.tasks.base import Batch
 
 
@@ -261,7 +261,7 @@ class Loop:
     def _export(self) -> Path:
         """Rank 0 writes; the others hand it what they hold, one tensor at a time."""
         spec = self.run.spec
-        tensors = whole_tensors(self.rank.values(), self.seat, self.rank.links, self.run.device)
+        tensors = whole_tensors(self.rank.values(), self.seat, self.run.device)
         folder = self.folder / "export"
         if not self._is_heard:
             for _ in tensors:

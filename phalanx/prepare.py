@@ -30,6 +30,7 @@ from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
 from phalanx.plan.complete import complete, needed_ranks
 from phalanx.plan.plan import Plan
 from phalanx.runtime.parameters import choose_trainable
+from phalanx.state.dcp import DcpWeights, is_dcp
 from phalanx.state.snapshot import Mark, digest
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
@@ -169,6 +170,8 @@ def open_weights(model: Model, spec: ModelSpec, seed: int) -> tuple[Weights, str
         return ModuleWeights(model), "the module's own values"
     seeded = SeededWeights(record(lambda: build(spec)), seed)
     folder = spec.folder
+    if folder is not None and is_dcp(folder):
+        return DcpWeights(folder, build(spec, device="meta")), f"from {folder} (torch.distributed.checkpoint)"
     if folder is None or not any((*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*.bin"))):
         return seeded, f"initialised from seed {seed}"
     stored = SafetensorsWeights(folder, build(spec, device="meta"), missing_from=seeded)

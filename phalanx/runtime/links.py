@@ -40,9 +40,13 @@ class Traffic:
 
 
 class Links:
-    """All links of one rank in one generation. Close them when all is done, abort them when something failed."""
+    """All links of one rank in one generation. Close them when all is done, abort them when something failed.
 
-    def __init__(self, seat: Seat, *, timeout: float = 60.0) -> None:
+    name: tells these links from others of the same generation.
+    """
+
+    def __init__(self, seat: Seat, *, timeout: float = 60.0, name: str = "") -> None:
+        self._name = name
         self.seat, self.device, self.timeout = seat, torch.device(seat.device), timedelta(seconds=timeout)
         self.traffic: dict[str, Traffic] = {}
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
@@ -143,7 +147,7 @@ class Links:
     def _connect(self, ranks: tuple[int, ...], purpose: str) -> Any:
         """The communicator of these ranks. Made on another thread: a peer that dies meanwhile can block it for ever."""
         name = f"{purpose}/{'-'.join(map(str, ranks))}"
-        store = dist.PrefixStore(f"generation{self.seat.generation}/{name}", self.seat.store)
+        store = dist.PrefixStore(f"generation{self.seat.generation}/{self._name}/{name}", self.seat.store)
         index = ranks.index(self.seat.rank)
 
         def make() -> Any:

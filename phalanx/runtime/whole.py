@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phalanx.runtime.links import Channel, Links
+from phalanx.runtime.pending import Pending
 from phalanx.state.layout import Holding
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.reshard import gather_tensors
 
 if TYPE_CHECKING:
     from phalanx.launch.seat import Seat
-    from phalanx.runtime.links import Channel, Links, Pending
 
-_TIMEOUT = 600.0
+_TIMEOUT = 3600.0  # seconds: rank 0 may write many tensors to a slow disk before it asks for the next
 
 
 class _ToRoot:
@@ -38,7 +39,7 @@ class _ToRoot:
 
 
 def whole_tensors(
-    pieces: Iterable[tuple[Holding, Tensor]], seat: Seat, links: Links, device: torch.device
+    pieces: Iterable[tuple[Holding, Tensor]], seat: Seat, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by its name on rank 0; the other ranks must exhaust it too, and get nothing."""
     held = list(pieces)
@@ -50,6 +51,6 @@ def whole_tensors(
     answers = meeting.wait_all("holdings", seat.world, _TIMEOUT)
     layout = {rank: pickle.loads(base64.b64decode(answer)) for rank, answer in enumerate(answers)}
     local = {holding.name: data for holding, data in held}
-    yield from gather_tensors(
-        layout, local, rank=seat.rank, transport=_ToRoot(links, seat.rank, seat.world), device=device
-    )
+    with Links(seat, timeout=_TIMEOUT, name="whole") as links:
+        to_root = _ToRoot(links, seat.rank, seat.world)
+        yield from gather_tensors(layout, local, rank=seat.rank, transport=to_root, device=device)
