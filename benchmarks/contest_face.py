@@ -99,7 +99,8 @@ def _crew(world: int, gpu: bool) -> Iterator[Crew]:
 
 
 def _setting(shape: str, options: argparse.Namespace, masters: bool) -> Setting:
-    return Setting(shape, GPU_SIZE if options.gpu else CPU_SIZE, _dtype(options), masters)
+    dtype = _dtype(options)
+    return Setting(shape, GPU_SIZE if options.gpu else CPU_SIZE, dtype, masters or dtype == "float32")
 
 
 def _dtype(options: argparse.Namespace) -> str:

@@ -6,6 +6,7 @@ precision policy for FSDP2; both keep float32 weights and reduce float32 gradien
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -27,9 +28,10 @@ from phalanx.plan.plan import Plan
 
 def ddp(seat: Seat, setting: Setting, plan: Plan, *, bucket_mib: int) -> Step:
     model = _model(seat, setting)
-    wrapped = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=bucket_mib, broadcast_buffers=False
-    )
+    with warnings.catch_warnings(action="ignore"):  # the new name of broadcast_buffers is unknown to older versions
+        wrapped = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=bucket_mib, broadcast_buffers=False
+        )
     half = setting.torch_dtype != torch.float32
     return _step(seat, setting, wrapped, lambda: _autocast(seat, setting) if half else nullcontext())
 

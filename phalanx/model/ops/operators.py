@@ -55,7 +55,13 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-    return _CrossEntropySum.apply(logits, targets, ignore_index, smoothing)
+    if logits.device.type != "cpu":
+        return _CrossEntropySum.apply(logits, targets, ignore_index, smoothing)
+    # A CPU runs it operator by operator, and torch's own make the fewest passes over the logits.
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.nn.functional.cross_entropy(
+        wide, targets, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum"
+    )
 
 
 _library.impl("dropout", _dropout, "CompositeImplicitAutograd")
