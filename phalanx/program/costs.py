@@ -55,6 +55,7 @@ class Costs:
     saved_bytes: kept from a block's forward to the end of its backward.
     rebuilt_bytes: what recomputation brings back while a block's backward runs.
     links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
+    issue_seconds: what starting to send or receive a message takes of the rank's own time.
     """
 
     forward: tuple[float, ...]
@@ -67,6 +68,7 @@ class Costs:
     message_link: Link = Link()
     group_link: Link = Link()
     links: Mapping[Ranks, Link] = field(default_factory=dict[Ranks, Link])
+    issue_seconds: float = 0.0
 
     def seconds(self, op: Op, block: int) -> float:
         """How long a computation takes."""

@@ -63,9 +63,15 @@ def _events(tasks: Sequence[Task], ends: Sequence[float], programs: Sequence[Pro
     events: list[Event] = []
     for rank, position, place in order:
         task = tasks[place]
-        last = max(task.needs, key=lambda need: ends[need], default=None)
-        start, cause = 0.0, None
+        last = _last_need(task, ends)
+        start, cause = 0.0 if last is None else ends[last], None
+        while last is not None and not tasks[last].places:  # what is not shown waited for something that is
+            last = _last_need(tasks[last], ends)
         if last is not None:
-            start, cause = ends[last], index.get((last, rank), index[last, tasks[last].places[0][0]])
+            cause = index.get((last, rank), index[last, tasks[last].places[0][0]])
         events.append(Event(rank, programs[rank][position], start, ends[place], task.resource, cause))
     return events
+
+
+def _last_need(task: Task, ends: Sequence[float]) -> int | None:
+    return max(task.needs, key=lambda need: ends[need], default=None)

@@ -25,7 +25,8 @@ _NUM_SCALARS = {Op.COUNT: 1, Op.NORM: 3}  # the number of items; loss, squared n
 
 @dataclass
 class Task:
-    """Something that occupies a resource on one or several ranks. `places` are (rank, position in its program)."""
+    """Something that occupies a resource on one or several ranks. `places` are (rank, position in its program); what
+    has none takes time, but is not shown."""
 
     resource: str
     places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -127,6 +128,8 @@ class _Issuer:
         op, peer, costs = instruction.op, instruction.peer, self.setting.costs
         assert peer is not None, f"{instruction} has no peer"
         source, target = (self.rank, peer) if op in SENDS else (peer, self.rank)
+        if costs.issue_seconds:
+            self.computed = [self.tasks.add(Task(timeline.COMPUTE, [], self.computed, costs.issue_seconds))]
         place = self._joint(channel_name(source, target, op), position)
         task = self.tasks.tasks[place]
         task.seconds = costs.message(source, target).send(message_bytes(self.setting.plan, costs, instruction))

@@ -12,6 +12,7 @@ import torch
 
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError
+from phalanx.launch.crew import Crew
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import SENDS, Op, from_text
 from phalanx.program.lower import lower
@@ -19,6 +20,7 @@ from phalanx.program.shape import ModelShape
 from phalanx.program.timeline import Event, Timeline
 from phalanx.runtime.measured import Recorder, merge
 from tests.run_helpers import shared_captures, short_run
+from tests.runtime.clock_jobs import gather_from_another_machine
 
 PLAN = "pp=2,mb=2,schedule=zb-h1"
 SHAPE = ModelShape(4, (), (True,) * 4, (True,) * 4)
@@ -124,3 +126,13 @@ def test_merged_parts_begin_at_zero_and_keep_each_ranks_memory() -> None:
     merged = merge(parts)
     assert [(e.rank, e.start, e.end) for e in merged.events] == [(0, 1.0, 2.0), (1, 0.0, 3.0)]
     assert merged.memory == ({"measured": 5}, {"measured": 7})
+
+
+def test_the_clock_of_another_machine_is_compared_with_that_of_rank_0() -> None:
+    with Crew(2, device="cpu") as crew:
+        timeline, nothing = crew.run(gather_from_another_machine, 1000.0)
+    assert nothing is None
+    assert [(event.rank, str(event.instruction)) for event in timeline.events] == [
+        (0, "COUNT"), (0, "F0.0/0"), (1, "COUNT"), (1, "F0.0/0"),
+    ]  # fmt: skip
+    assert timeline.makespan < 10

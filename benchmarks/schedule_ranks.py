@@ -1,0 +1,159 @@
+"""The rank's side of `schedules.py`: every schedule is built once, and then they run in turn, step by step.
+
+A recorded step begins on all ranks at once, after a barrier, and is nothing but its program; a whole step is what
+training does, micro-batches cut and all. Links are measured by passing a message to and fro.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from contest_setting import Setting
+from torch import Tensor
+
+from phalanx.config import RunConfig
+from phalanx.lab.timed import Durations, replace_compute
+from phalanx.launch.seat import Seat
+from phalanx.model.captured import Captured
+from phalanx.plan.plan import Plan
+from phalanx.program.costs import Link
+from phalanx.program.timeline import Timeline
+from phalanx.runtime.flat import Piece
+from phalanx.runtime.measured import recording
+from phalanx.runtime.pending import Pending
+from phalanx.runtime.rank import Rank
+
+LR = 1e-3
+WARM_UP, GROUPS, ROUND_TRIPS, SMALL = 2, 9, 5, 64
+
+
+@dataclass(frozen=True)
+class Bench:
+    """durations: waits that stand for computation; None: compute. All plans cut micro-batches of the same size."""
+
+    setting: Setting
+    plans: Mapping[str, Plan]
+    rounds: int
+    durations: Durations | None = None
+
+    @property
+    def cut_elements(self) -> int:
+        """What crosses a cut in one message."""
+        size, (mb,) = self.setting.size, {plan.mb for plan in self.plans.values()}
+        return size.samples // mb * size.tokens * size.width
+
+    @property
+    def cut_bytes(self) -> int:
+        return self.cut_elements * self.setting.torch_dtype.itemsize
+
+
+@dataclass
+class Seen:
+    """What one rank measured: by schedule, its part of every recorded step and the seconds of every whole one."""
+
+    link: Link
+    parts: dict[str, list[Timeline]] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+
+def run_bench(seat: Seat, bench: Bench, captured: Captured) -> Seen:
+    """The job of one rank."""
+    batch = {name: tensor.to(torch.device(seat.device)) for name, tensor in bench.setting.batch().items()}
+    ranks: dict[str, Rank] = {}
+    for name, plan in bench.plans.items():
+        ranks[name] = _build(name, seat, bench, plan, captured)
+        for _ in range(WARM_UP):
+            ranks[name].step(batch, 0, LR).read()
+        if seat.rank == 0:
+            seat.emit("ready", name)
+    seen = Seen(_link(next(iter(ranks.values())), bench))
+    for _ in range(bench.rounds):
+        for name, rank in ranks.items():
+            seen.parts.setdefault(name, []).append(_recorded(rank, batch))
+            seen.seconds.setdefault(name, []).append(_whole(rank, batch))
+    for rank in ranks.values():
+        rank.close()
+    return seen
+
+
+def _build(name: str, seat: Seat, bench: Bench, plan: Plan, captured: Captured) -> Rank:
+    own = replace(seat, store=dist.PrefixStore(name, seat.store))  # the schedules have links of the same names
+    device, setting = torch.device(seat.device), bench.setting
+
+    def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
+        shape = captured.shapes[name] if piece is None else (piece.stop - piece.start,)
+        value = torch.empty(shape, device=device)
+        return value.normal_(0, 0.02) if len(captured.shapes[name]) > 1 else value.fill_(1.0)
+
+    config = RunConfig.create(
+        lr=LR, dtype=setting.dtype, master_weights=setting.masters, batch_size=setting.size.samples, compile="off"
+    )
+    rank = Rank(
+        captured, config, plan, seat=own, trainable=captured.trainable, read=read,
+        buffers={name: value.to(device) for name, value in captured.buffers.items()},
+    )  # fmt: skip
+    if bench.durations is not None:
+        replace_compute(rank.step.engine, bench.durations)
+    return rank
+
+
+def _recorded(rank: Rank, batch: Mapping[str, Tensor]) -> Timeline:
+    step = rank.step.begin(batch, 0, LR)
+    with recording(rank) as recorder:
+        _meet(rank)
+        rank.step.engine.run(rank.step.program, step)
+    return recorder.timeline()
+
+
+def _whole(rank: Rank, batch: Mapping[str, Tensor]) -> float:
+    _meet(rank)
+    begin = time.perf_counter()
+    rank.step(batch, 0, LR).read()
+    return time.perf_counter() - begin
+
+
+def _meet(rank: Rank) -> None:
+    rank.connections.world.barrier().wait("all ranks")
+
+
+def _link(rank: Rank, bench: Bench) -> Link:
+    """What connects rank 0 and rank 1, from a small message and one as large as the program's."""
+    elements, width = bench.cut_elements, bench.setting.torch_dtype.itemsize
+    small, large = (_one_way(rank, n, bench.setting.torch_dtype) for n in (elements // SMALL, elements))
+    if large <= small:
+        return Link(latency_s=large)
+    bytes_per_s = (elements - elements // SMALL) * width / (large - small)
+    return Link(max(0.0, large - elements * width / bytes_per_s), bytes_per_s)
+
+
+def _one_way(rank: Rank, elements: int, dtype: torch.dtype) -> float:
+    """Seconds of one message, on rank 0; what others return has no meaning."""
+    out, back = (torch.zeros(elements, dtype=dtype, device=rank.device) for _ in range(2))
+    found: list[float] = []
+    for _ in range(GROUPS):
+        _meet(rank)
+        begin = time.perf_counter()
+        for _ in range(ROUND_TRIPS if rank.seat.rank < 2 else 0):
+            _to_and_fro(rank, out, back)
+        if rank.device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append((time.perf_counter() - begin) / (2 * ROUND_TRIPS))
+    _meet(rank)
+    return statistics.median(found)
+
+
+def _to_and_fro(rank: Rank, out: Tensor, back: Tensor) -> None:
+    is_first = rank.seat.rank == 0
+    sent = _send(rank, out) if is_first else None
+    rank.connections.channel(*((1, 0, "b") if is_first else (0, 1, "f"))).recv(back).wait("a message")
+    (sent or _send(rank, out)).wait("a message to leave")
+
+
+def _send(rank: Rank, tensor: Tensor) -> Pending:
+    way = (0, 1, "f") if rank.seat.rank == 0 else (1, 0, "b")
+    return rank.connections.channel(*way).send(tensor)

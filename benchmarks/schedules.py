@@ -1,0 +1,177 @@
+"""Schedules: the step and bubble that the simulator predicts beside what ranks measure.
+
+    python benchmarks/schedules.py [--rounds 8] [--out docs/results/schedules.json]
+    python benchmarks/schedules.py --gpu [--out docs/results/schedules_gpu.json]
+
+Three settings: 2 CPU ranks that compute; 4 CPU ranks whose computation is a timed wait, with real communication; and
+with --gpu 4 ranks that share one GPU. All schedules run in turn, one recorded step each per round. Every second round
+is used for a profile: of 1F1B (F, BW, norm, update) and of ZB-H1 (B and W apart). From it and the link's speed every
+schedule is simulated, and compared with the median of the other rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import report
+from contest_setting import Setting, Size
+from schedule_profile import FUSED, SPLIT, Profile, costs, profile
+from schedule_ranks import Bench, Seen, run_bench
+from shared_gpu import rank_environment, shared_gpu
+
+from phalanx.launch.crew import Crew
+from phalanx.model.captured import Captured
+from phalanx.plan.complete import complete
+from phalanx.plan.plan import Plan
+from phalanx.program.compare import Pair
+from phalanx.program.instructions import Op
+from phalanx.program.lower import lower
+from phalanx.program.shape import ModelShape
+from phalanx.program.simulate import simulate
+from phalanx.program.timeline import Timeline
+from phalanx.runtime.measured import merge
+from phalanx.runtime.model_shape import bucket_names
+
+SCHEDULES = {"gpipe": "", FUSED: "", "interleaved": ",v=2", SPLIT: "", "zb-v": ""}
+HEADERS = ["ranks", "schedule", "simulated ms", "measured ms", "error", "bubble", "measured", "whole step ms"]
+WAITS = {Op.F: 4e-3, Op.B: 5e-3, Op.W: 4e-3, Op.BW: 9e-3}  # of a layer
+ENDS = (0.25, 0.75)  # the same of the embedding and of head and loss, as parts of a layer's
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Ranks of one sort: how many, the model they run, and whether they really compute."""
+
+    name: str
+    pp: int
+    size: Size
+    dtype: str
+    timed: bool = False
+
+
+CPU = Kind("2 CPU ranks", 2, Size(layers=6, width=256, vocabulary=2048, samples=8, tokens=64), "float32")
+TIMED = Kind("4 CPU ranks, timed waits", 4, Size(14, 256, 2048, samples=8, tokens=64), "float32", timed=True)
+GPU = Kind("4 ranks on one GPU", 4, Size(14, 2048, 16384, samples=16, tokens=1024), "bfloat16")
+
+
+def main() -> None:
+    options = _options()
+    results: list[dict[str, Any]] = []
+    kinds = [GPU] if options.gpu else [CPU, TIMED]
+    for kind in (kind for kind in kinds if options.only in kind.name):
+        results += _measure(kind, options.rounds)
+        print(report.table(HEADERS, rows(results[-len(SCHEDULES) :])), flush=True)
+    if options.out:
+        setting = {kind.name: asdict(kind) for kind in kinds} | {"rounds": options.rounds}
+        report.write(Path(options.out), "schedules", setting, results)
+
+
+def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One for each schedule, as tables and pages show them."""
+    found: list[list[str]] = []
+    for result in results:
+        measured, whole = result["measured_seconds"], result["whole_seconds"]
+        spread = f"{measured['median'] * 1e3:.1f} ({measured['low'] * 1e3:.1f}–{measured['high'] * 1e3:.1f})"
+        error = Pair(result["simulated_seconds"], measured["median"]).error
+        bubbles = [f"{result['simulated_bubble']:.1%}", f"{result['measured_bubble']['median']:.1%}"]
+        found.append([
+            result["ranks"], result["schedule"], f"{result['simulated_seconds'] * 1e3:.1f}", spread, f"{error:+.1%}",
+            *bubbles, f"{whole['median'] * 1e3:.1f}",
+        ])  # fmt: skip
+    return found
+
+
+def _measure(kind: Kind, rounds: int) -> Iterator[dict[str, Any]]:
+    """Every schedule on ranks of one kind: measured, and predicted from the other half of the rounds."""
+    setting = Setting("llama", kind.size, kind.dtype, masters=True)
+    captured = setting.capture()
+    bench = Bench(setting, _plans(kind, setting, captured), rounds, _waits(kind) if kind.timed else None)
+    with _crew(kind) as crew:
+        seen: list[Seen] = crew.run(run_bench, bench, captured, on_event=_say)
+    steps = {name: [merge(parts) for parts in zip(*(s.parts[name] for s in seen))] for name in bench.plans}
+    names = bucket_names(captured.blocks, captured.trainable)
+    elements = [sum(math.prod(captured.shapes[n]) for n in names.names[b]) for b in range(names.shape.num_buckets)]
+    halves = {name: found[::2] for name, found in steps.items()}
+    known = profile(halves, bench.plans[FUSED], names.shape, elements)
+    for name, plan in bench.plans.items():
+        predicted = _simulate(known, plan, names.shape, elements, bench, seen[0])
+        whole = [max(seconds) for seconds in zip(*(s.seconds[name] for s in seen))]
+        yield _result(kind, plan, predicted, steps[name][1::2], whole, _about(known, seen[0]))
+
+
+def _plans(kind: Kind, setting: Setting, captured: Captured) -> dict[str, Plan]:
+    dims = captured.dims(setting.batch())
+    weights = _waits(kind)[Op.F] if kind.timed else captured.blocks.flops(dims)
+    texts = {name: f"pp={kind.pp},mb=8,schedule={name}{more}" for name, more in SCHEDULES.items()}
+    samples = setting.size.samples
+    return {n: complete(t, world=kind.pp, batch_size=samples, costs=weights).plan for n, t in texts.items()}
+
+
+def _waits(kind: Kind) -> dict[Op, tuple[float, ...]]:
+    first, last = ENDS
+    return {op: (first * s, *(s,) * kind.size.layers, last * s) for op, s in WAITS.items()}
+
+
+def _say(event: str, schedule: str) -> None:
+    print(f"{schedule} {event}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _crew(kind: Kind) -> Iterator[Crew]:
+    if kind is GPU:
+        with shared_gpu(kind.pp), Crew(kind.pp, device="cuda", environment=rank_environment) as crew:
+            yield crew
+        return
+    with Crew(kind.pp, threads_per_rank=1, device="cpu") as crew:
+        yield crew
+
+
+def _simulate(
+    known: Profile, plan: Plan, shape: ModelShape, elements: Sequence[int], bench: Bench, seen: Seen
+) -> Timeline:
+    return simulate(plan, shape, lower(plan, shape), costs(known, plan, shape, elements, bench.cut_bytes, seen.link))
+
+
+def _result(
+    kind: Kind, plan: Plan, predicted: Timeline, steps: Sequence[Timeline], whole: list[float], about: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ranks": kind.name, "schedule": plan.schedule, "plan": plan.full_text,
+        "simulated_seconds": predicted.makespan, "simulated_bubble": predicted.mean_bubble,
+        "measured_seconds": report.summary([step.makespan for step in steps]),
+        "measured_bubble": report.summary([step.mean_bubble for step in steps]),
+        "whole_seconds": report.summary(whole), **about,
+    }  # fmt: skip
+
+
+def _about(known: Profile, seen: Seen) -> dict[str, Any]:
+    """What the simulator was given, and how busy the machine was with other things."""
+    blocks = {str(op): statistics.median(seconds) for op, seconds in known.blocks.items()}
+    return {
+        "link": asdict(seen.link), "norm_seconds": known.norm, "issue_seconds": known.issue, "block_seconds": blocks,
+        "cores": os.cpu_count(), "load": os.getloadavg()[1],
+    }  # fmt: skip
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", help="4 ranks that share one GPU, instead of CPU ranks")
+    parser.add_argument("--only", default="", help="of the CPU settings the one whose name contains this")
+    parser.add_argument("--rounds", type=int, default=8, help="recorded steps of each schedule (default: 8)")
+    parser.add_argument("--out", help="write the results as JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What ranks are asked to do in tests of measured timelines."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
+from phalanx.launch.seat import Seat
+from phalanx.plan.plan import Plan
+from phalanx.program.instructions import from_text
+from phalanx.program.shape import ModelShape
+from phalanx.program.timeline import Timeline
+from phalanx.runtime import measured
+from phalanx.runtime.links import Links
+
+
+def gather_from_another_machine(seat: Seat, ahead: float) -> Timeline | None:
+    """Both ranks do something at the same time, but the clock of rank 1, which is on another machine, is ahead."""
+    if seat.rank == 1:
+        seat = replace(seat, node=1)
+        measured.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
+    recorder = measured.Recorder(
+        Plan(dp=2, stages=(1,)), ModelShape(1, (), (True,), (True,)), seat.rank, torch.device("cpu")
+    )
+    with Links(seat, timeout=20) as links:
+        world = links.group((0, 1))
+        world.barrier().wait()
+        for instruction in from_text("COUNT F0.0/0"):
+            recorder.begin(instruction)
+            recorder.end(instruction)
+        return measured.gather(recorder.timeline(), seat, world, timeout=20)
