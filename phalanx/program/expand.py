@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from phalanx.plan.plan import Plan
-from phalanx.program.instructions import Instruction, Op, Program
-from phalanx.program.schedules import ORDERS, SCHEDULES
-
-
-def expand(plan: Plan) -> Program:
-    """The instructions of one training step on the only rank."""
-    return (*SCHEDULES[plan.schedule](plan.mb), Instruction(Op.STEP))
+from phalanx.program.instructions import Op, Program
+from phalanx.program.schedules import SCHEDULES
 
 
 def schedule_of(plan: Plan) -> tuple[Program, ...]:
     """The order of forward and backward on each rank of the pipeline, without messages and collectives."""
-    return ORDERS[plan.schedule](plan.pp, plan.v, plan.mb)
+    return SCHEDULES[plan.schedule](plan.pp, plan.v, plan.mb)
 
 
 def forwards_of(plan: Plan, num_micro_batches: int) -> tuple[Program, ...]:
     """The same order when nothing but the forward is wanted: forwards wait for forwards only, so it can run as well."""
-    orders = ORDERS[plan.schedule](plan.pp, plan.v, num_micro_batches)
+    orders = SCHEDULES[plan.schedule](plan.pp, plan.v, num_micro_batches)
     return tuple(tuple(instruction for instruction in order if instruction.op is Op.F) for order in orders)

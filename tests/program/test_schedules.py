@@ -13,10 +13,10 @@ from phalanx.plan.plan import Plan
 from phalanx.program.expand import forwards_of, schedule_of
 from phalanx.program.grid import place
 from phalanx.program.instructions import Instruction, Op, Program, to_text
-from phalanx.program.schedules import ORDERS
+from phalanx.program.schedules import SCHEDULES
 
 ranks, counts = st.integers(1, 8), st.integers(1, 24)
-names = st.sampled_from(sorted(ORDERS))
+names = st.sampled_from(sorted(SCHEDULES))
 quick = settings(max_examples=50, deadline=None)
 
 
@@ -35,7 +35,7 @@ def most_open(program: Program, closing: Sequence[Op]) -> int:
 
 def span(name: str, pp: int, v: int, num_micro_batches: int) -> int:
     """The time of a step in units of F = B = W = 1, all stages being equal; everything must be able to run."""
-    rows = place(ORDERS[name](pp, v, num_micro_batches))
+    rows = place(SCHEDULES[name](pp, v, num_micro_batches))
     assert all(cell.runs for row in rows for cell in row)
     return max(row[-1].end for row in rows)
 
@@ -44,7 +44,7 @@ def span(name: str, pp: int, v: int, num_micro_batches: int) -> int:
 @given(names, ranks, counts)
 def test_every_stage_does_every_micro_batch_once_and_in_order(name: str, pp: int, num_micro_batches: int) -> None:
     v = virtual(name)
-    programs = ORDERS[name](pp, v, num_micro_batches)
+    programs = SCHEDULES[name](pp, v, num_micro_batches)
     assert len(programs) == pp
     seen: dict[tuple[int | None, int | None], list[Op]] = {}
     for program in programs:
@@ -66,18 +66,18 @@ def test_ranks_run_the_stages_that_the_plan_gives_them(name: str, pp: int, num_m
 @quick
 @given(ranks, counts)
 def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_there_are_stages_ahead(pp: int, mb: int) -> None:
-    assert [most_open(program, [Op.BW]) for program in ORDERS["gpipe"](pp, 1, mb)] == [mb] * pp
+    assert [most_open(program, [Op.BW]) for program in SCHEDULES["gpipe"](pp, 1, mb)] == [mb] * pp
     expected = [min(pp - pp_index, mb) for pp_index in range(pp)]
-    assert [most_open(program, [Op.BW]) for program in ORDERS["1f1b"](pp, 1, mb)] == expected
-    assert [most_open(program, [Op.B]) for program in ORDERS["zb-h1"](pp, 1, mb)] == expected
+    assert [most_open(program, [Op.BW]) for program in SCHEDULES["1f1b"](pp, 1, mb)] == expected
+    assert [most_open(program, [Op.B]) for program in SCHEDULES["zb-h1"](pp, 1, mb)] == expected
 
 
 @quick
 @given(ranks, counts)
 def test_zero_bubble_needs_no_more_memory_than_1f1b_on_its_first_rank(pp: int, mb: int) -> None:
-    assert all(most_open(program, [Op.W]) <= pp for program in ORDERS["zb-h1"](pp, 1, mb))
+    assert all(most_open(program, [Op.W]) <= pp for program in SCHEDULES["zb-h1"](pp, 1, mb))
     # Its stages are half as large, so 2 pp of them are pp stages of 1f1b.
-    assert all(most_open(program, [Op.W]) <= 2 * pp for program in ORDERS["zb-v"](pp, 2, mb))
+    assert all(most_open(program, [Op.W]) <= 2 * pp for program in SCHEDULES["zb-v"](pp, 2, mb))
 
 
 @quick
@@ -130,8 +130,8 @@ def test_an_evaluation_runs_every_forward_once_and_nothing_else(name: str, pp: i
     ("zb-v", 2, 1, ["F0.0 F3.0 B3.0 W3.0 B0.0 W0.0", "F1.0 F2.0 B2.0 B1.0 W2.0 W1.0"]),
 ])  # fmt: skip
 def test_stored_programs_replay_identically(name: str, pp: int, mb: int, texts: list[str]) -> None:
-    assert [to_text(program) for program in ORDERS[name](pp, virtual(name), mb)] == texts
+    assert [to_text(program) for program in SCHEDULES[name](pp, virtual(name), mb)] == texts
 
 
 def test_plans_know_exactly_the_schedules_there_are() -> None:
-    assert sorted(plan.SCHEDULES) == sorted(ORDERS)
+    assert sorted(plan.SCHEDULES) == sorted(SCHEDULES)

@@ -6,7 +6,6 @@ A schedule is a pure function (pp, v, number of micro-batches) → one program i
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from phalanx.program.instructions import Program
 from phalanx.program.schedules.gpipe import gpipe
@@ -17,19 +16,10 @@ from phalanx.program.schedules.zb_v import zb_v
 
 Schedule = Callable[[int, int, int], tuple[Program, ...]]
 
-ORDERS: dict[str, Schedule] = {
+SCHEDULES: dict[str, Schedule] = {
     "1f1b": one_f_one_b,
     "gpipe": gpipe,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-v": zb_v,
-}
-
-
-def _on_one_rank(schedule: Schedule, num_micro_batches: int) -> Program:
-    return schedule(1, 1, num_micro_batches)[0]
-
-
-SCHEDULES: dict[str, Callable[[int], Program]] = {
-    name: partial(_on_one_rank, ORDERS[name]) for name in ("1f1b", "gpipe", "zb-h1")
 }
