@@ -27,6 +27,7 @@ from phalanx.model.weights.init_recipe import record
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.configure import override
 from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
+from phalanx.plan import fields
 from phalanx.plan.complete import complete, needed_ranks
 from phalanx.plan.plan import Plan
 from phalanx.runtime.parameters import choose_trainable
@@ -123,7 +124,8 @@ def _require_fit(config: RunConfig, world: int) -> None:
             f"option ranks = {config.ranks}, but the launcher started {world}",
             "leave ranks out where a launcher starts them, or have it start as many",
         )
-    complete(config.plan, world=world, batch_size=config.batch_size, costs=[1.0] * world * MOST_STAGES)
+    num_blocks = sum(fields.read(config.plan).get("stages", ())) or world * MOST_STAGES
+    complete(config.plan, world=world, batch_size=config.batch_size, costs=[1.0] * num_blocks)
 
 
 def device_reason(choice: str, device: torch.device) -> str:

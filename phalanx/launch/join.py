@@ -7,6 +7,8 @@ why before it leaves.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +22,8 @@ from phalanx.launch.place import Place, find_place
 from phalanx.launch.seat import Seat, local_device
 
 _MEET_SECONDS = 120.0
+# A script may train several times. All ranks count alike, so that the keys of one job never meet another's.
+_jobs = itertools.count()
 
 
 def join(device: str = "auto", *, variables: Mapping[str, str] | None = None) -> Seat | None:
@@ -72,13 +76,20 @@ def _as_error(notice: Notice) -> RankError:
 
 
 def _meet(place: Place) -> Any:
-    """The job's store, reached or, on rank 0 where the launcher has none, hosted."""
+    """The keys of this job in the launcher's store or, where it has none, in one that rank 0 hosts."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(f"phalanx/{place.attempt}/{next(_jobs)}", _reach(place))
+
+
+@functools.cache  # one that is hosted here lives as long as the process
+def _reach(place: Place) -> Any:
     import torch.distributed as dist
 
     hosts = place.rank == 0 and not place.store_exists
     where, began = f"{place.host}:{place.port}", time.monotonic()
     try:
-        store = dist.TCPStore(
+        return dist.TCPStore(
             place.host, place.port, is_master=hosts, timeout=timedelta(seconds=_MEET_SECONDS), wait_for_workers=False
         )
     except RuntimeError as error:
@@ -92,4 +103,3 @@ def _meet(place: Place) -> Any:
             f"in {time.monotonic() - began:.0f} s",
             "rank 0 must run, and its host and port be reachable; MASTER_ADDR and MASTER_PORT say where",
         ) from None
-    return dist.PrefixStore(f"phalanx/{place.attempt}", store)

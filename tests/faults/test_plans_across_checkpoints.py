@@ -20,7 +20,7 @@ from tests.run_helpers import losses, shared_captures, short_run
 # Dropout, clipping, warm-up, weight decay, and batches that end inside an epoch of 13 samples.
 OPTIONS = {
     "dtype": "float64", "batch_size": 8, "lr": 3e-3, "lr_schedule": "constant", "warmup_steps": 2, "clip": 0.5,
-    "seed": 3, "export": False,
+    "seed": 3, "export": False, "device": "cpu",
 }  # fmt: skip
 DATA = "synthetic:13"
 TOLERANCE = {"float64": 1e-9, "float32": 2e-5}

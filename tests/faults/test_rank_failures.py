@@ -30,7 +30,7 @@ DATA = "synthetic:7"
 ENDLESS = 100_000
 OPTIONS = {
     "batch_size": 4, "lr": 3e-3, "lr_schedule": "constant", "warmup_steps": 2, "checkpoint_every": 2, "export": False,
-    "resume": "auto",
+    "resume": "auto", "device": "cpu",
 }  # fmt: skip
 PIPELINE, REPLICAS = "pp=2,mb=2", "dp=2,zero=1"
 PLACES = {PIPELINE: "rank 1 (stage 1)", REPLICAS: "rank 1 (stage 0, replica 1)"}

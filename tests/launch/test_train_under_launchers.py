@@ -1,0 +1,206 @@
+"""Training among ranks that torchrun or SLURM started, or that `phalanx train` starts itself; and plans that do not fit
+the ranks there are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import trainer
+from phalanx.cli.main import main
+from phalanx.errors import ConfigError, PlanError
+from phalanx.launch.crew import Crew
+from tests.faults.ranks import fit
+from tests.run_helpers import SHORT, losses, records, shared_captures, short_run
+
+ROOT = Path(__file__).parents[2]
+DATA = "synthetic:7"
+ENDLESS = 100_000
+OPTIONS = {"lr": 3e-3, "lr_schedule": "constant", "export": False, "device": "cpu"}
+PLAN = "pp=2,mb=2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    with shared_captures(tmp_path_factory), Crew(2, threads_per_rank=1, device="cpu") as crew:
+        # The capture is made here once, unchecked, instead of by the ranks.
+        short_run("gpt2", DATA, tmp_path_factory.mktemp("first"), **{**OPTIONS, "steps": 2})
+        yield crew
+
+
+def local(crew: Crew, out: Path, steps: int) -> dict[int, float]:
+    """Step → loss with ranks of our own."""
+    fit(crew, out, "gpt2", DATA, **{**OPTIONS, "plan": PLAN, "steps": steps})
+    return losses(out)
+
+
+def command(out: Path, **options: object) -> list[str]:
+    given = {**SHORT, **OPTIONS, "model": "gpt2", "data": DATA, "plan": PLAN, **options, "out": out}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if not isinstance(value, bool)]
+    flags += [f"--{'' if value else 'no-'}{name}" for name, value in given.items() if isinstance(value, bool)]
+    return ["-m", "phalanx", "train", *flags]
+
+
+def started(arguments: list[str], **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PHALANX_DEBUG": "0", **variables},
+    )  # fmt: skip
+
+
+def torchrun(out: Path, **options: object) -> subprocess.Popen[str]:
+    port = 33000 + (os.getpid() * 11 + len(str(out))) % 20000
+    run = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    return started([*run, *command(out, **options)])
+
+
+def slurm(job: int, out: Path, **options: object) -> list[subprocess.Popen[str]]:
+    """Two tasks, as srun starts them."""
+    common = {"SLURM_NTASKS": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    common["SLURM_JOB_ID"] = f"{os.getpid()}{job}"
+    return [
+        started(command(out, **options), SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **common) for rank in range(2)
+    ]
+
+
+def wait_for_step(out: Path, rank: int, step: int, process: subprocess.Popen[str]) -> None:
+    deadline, log = time.monotonic() + 120, out / f"log-rank{rank}.jsonl"
+    while not (log.exists() and f'"step": {step},' in log.read_text()):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the ranks did not get under way"
+        time.sleep(0.05)
+
+
+def test_under_torchrun_the_losses_are_those_of_our_own_ranks(crew: Crew, tmp_path: Path):
+    process = torchrun(tmp_path / "joined", steps=4)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    assert "error" not in err.lower() and out == ""
+    assert losses(tmp_path / "joined") == local(crew, tmp_path / "local", 4)
+
+
+def test_under_slurm_a_killed_rank_ends_the_job_and_rank_0_tells_of_it(crew: Crew, tmp_path: Path):
+    ranks = slurm(1, tmp_path / "joined", steps=ENDLESS)
+    wait_for_step(tmp_path / "joined", 1, 4, ranks[1])
+    time.sleep(1.5)  # ranks show what they do once a second
+    ranks[1].kill()
+    began = time.monotonic()
+    _, err = ranks[0].communicate(timeout=60)
+    ranks[1].communicate()
+    assert time.monotonic() - began < 20
+    assert ranks[0].returncode == 2 and err.count("error:") == 1 and "Traceback" not in err, err
+    assert re.match(r"error: rank 1 \(stage 1\) stopped answering for \d+ s in step \d+", err), err
+    found = losses(tmp_path / "joined")
+    expected = local(crew, tmp_path / "local", 4)
+    assert {step: found[step] for step in expected} == expected
+
+
+@pytest.mark.long
+def test_under_torchrun_a_killed_worker_ends_the_job_and_is_named(tmp_path: Path):
+    process = torchrun(tmp_path, steps=ENDLESS)
+    wait_for_step(tmp_path, 1, 4, process)
+    worker = next(pid for pid in children(process.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(worker, signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    # torchrun notices first, ends the others and tells which one it was.
+    assert process.returncode != 0 and "Signal 9 (SIGKILL)" in err and f"pid: {worker}" in err, err
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.long
+def test_a_plan_for_more_ranks_than_the_launcher_started_is_refused_by_rank_0(tmp_path: Path):
+    ranks = slurm(2, tmp_path, plan="pp=4", steps=3)
+    (_, first), (_, second) = (process.communicate(timeout=120) for process in ranks)
+    assert [process.returncode for process in ranks] == [2, 1], (first, second)
+    assert first.splitlines() == [
+        "error: plan: pp=4 does not divide the number of ranks: there are 2",
+        "  → use pp=1 or 2, or start a number of ranks that 4 divides",
+    ]
+    assert second == ""
+
+
+@pytest.fixture
+def alone_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = str(33000 + os.getpid() * 13 % 20000)
+    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("alone_under_torchrun")
+def test_a_plan_or_a_number_of_ranks_that_the_launcher_does_not_have_is_refused(tmp_path: Path):
+    with pytest.raises(PlanError) as plan:
+        short_run("gpt2", DATA, tmp_path, **OPTIONS, plan="pp=4")
+    assert plan.value.message == "plan: pp=4 does not divide the number of ranks: there is 1"
+    with pytest.raises(ConfigError) as ranks:
+        short_run("gpt2", DATA, tmp_path, **OPTIONS, ranks=2)
+    assert ranks.value.message == "option ranks = 2, but the launcher started 1"
+    assert "leave ranks out where a launcher starts them" in ranks.value.hint
+
+
+@pytest.mark.usefixtures("alone_under_torchrun")
+def test_a_script_under_a_launcher_may_train_several_times(tmp_path: Path):
+    first, second = (short_run("gpt2", DATA, tmp_path / name, **OPTIONS) for name in ("first", "second"))
+    assert len(first.losses) == 3 and first.losses == second.losses
+
+
+def test_without_plan_and_ranks_a_cpu_is_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trainer, "Crew", None)  # nobody is started
+    short_run("gpt2", DATA, tmp_path, **OPTIONS)
+    assert json.loads((tmp_path / "plan.json").read_text())["pp"] == 1
+    assert "ranks" not in records(tmp_path, "start")[0]["header"]
+
+
+def test_a_number_of_ranks_alone_makes_a_plan(crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+
+    def lent(size: int, device: str) -> contextlib.AbstractContextManager[Crew]:
+        asked.append(size)
+        return contextlib.nullcontext(crew)
+
+    monkeypatch.setattr(trainer, "Crew", lent)
+    result = short_run("gpt2", DATA, tmp_path, **OPTIONS, ranks=2)
+    header = records(tmp_path, "start")[0]["header"]
+    assert json.loads((tmp_path / "plan.json").read_text())["pp"] == 2
+    assert header["ranks"] == "2 (2 in a pipeline × 1 replicas)"
+    assert "pp 2: all ranks in one pipeline" in header["stages"]
+    assert asked == [2] and list(result.losses) == list(losses(tmp_path).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ranks=3", "--plan=pp=2"), "plan: pp=2 does not divide the number of ranks: there are 3"),
+        (("--ranks=2", "--plan=pp=2,dp=2"), "plan: pp=2 × dp=2 makes 4 ranks, and there are 2"),
+        (("--ranks=3", "--plan=zero=1", "--batch-size=2"), "dp=3 × mb=1 cuts a batch of 2 samples into more parts"),
+        (("--ranks=0",), "option ranks = '0' must be greater than or equal to 1"),
+    ],
+)
+def test_ranks_and_plans_that_do_not_fit_are_refused_before_anything_is_started(
+    options: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+):
+    monkeypatch.setattr(trainer, "Crew", None)  # nobody is started
+    given = ["--model=gpt2", "--tiny", "--data=synthetic:7", "--device=cpu", "--steps=2", f"--out={tmp_path}"]
+    assert main(["train", *given, *options]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: ") and message in said and "\n  → " in said and "Traceback" not in said
+
+
+def test_what_only_the_model_can_refuse_comes_from_a_rank_in_the_same_words(crew: Crew, tmp_path: Path):
+    with pytest.raises(PlanError) as caught:
+        fit(crew, tmp_path, "gpt2", DATA, **{**OPTIONS, "plan": "pp=2,stages=3-4"})
+    assert caught.value.message == "plan: stages=3-4 holds 7 blocks, and the model has 6"
