@@ -148,37 +148,27 @@ def _phalanx(captured: Any, batch: dict[str, Any], options: argparse.Namespace) 
     import torch
 
     from phalanx.config import RunConfig
-    from phalanx.model.segment.compile import Compiler, resolve_mode
+    from phalanx.launch.seat import Seat, local_device
     from phalanx.plan.plan import Plan
-    from phalanx.runtime.engine import Engine
-    from phalanx.runtime.optimizer import Optimizer
-    from phalanx.runtime.optimizer_choice import make_optimizer
-    from phalanx.runtime.parameters import load_parameters
-    from phalanx.runtime.step import Feeder, Step
+    from phalanx.runtime.rank import Rank
 
-    device = torch.device(options.device)
+    seat = Seat.alone(local_device(options.device, 0))
     by_default = options.candidate == "phalanx, masters"
 
-    def random_values(name: str, _: bool) -> torch.Tensor:
-        shape = captured.shapes[name]
-        dtype = torch.float32 if by_default else torch.bfloat16
-        values = torch.empty(shape, device=device, dtype=dtype)
-        return values.normal_(0, 0.02) if len(shape) > 1 else values.fill_(1.0)
+    def random_values(name: str, is_master: bool, _: object) -> torch.Tensor:
+        values = torch.empty(captured.shapes[name], device=seat.device, dtype=torch.float32)
+        return values.normal_(0, 0.02) if values.dim() > 1 else values.fill_(1.0)
 
-    parameters = load_parameters(
-        captured.shapes, random_values, trainable=captured.trainable, dtype=torch.bfloat16,
-        master_weights=by_default, device=device,
+    config = RunConfig(
+        lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1, clip=1.0 if by_default else None, dtype="bfloat16",
+        master_weights=by_default, device=options.device, batch_size=options.batch,
     )  # fmt: skip
-    engine = Engine(
-        captured.blocks, parameters.values, {name: b.to(device) for name, b in captured.buffers.items()},
-        trainable=set(captured.trainable), device=device, compiler=Compiler(resolve_mode("auto", device)),
+    rank = Rank(
+        captured, config, Plan(stages=(len(captured.blocks.blocks),)), seat=seat, trainable=captured.trainable,
+        read=random_values, buffers={name: b.to(seat.device) for name, b in captured.buffers.items()},
     )  # fmt: skip
-    config = RunConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
-    inner = make_optimizer(parameters.weights, config)
-    optimizer = Optimizer(inner, parameters.weights, parameters.values, 1.0 if by_default else None)
-    step = Step(Feeder(captured, engine, seed=0, dtype=torch.bfloat16), optimizer, Plan())
-    on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-    return lambda: step(on_device, 0, 1e-4)
+    on_device = {name: tensor.to(seat.device) for name, tensor in batch.items()}
+    return lambda: rank.step(on_device, 0, 1e-4)
 
 
 _KINDS = {
