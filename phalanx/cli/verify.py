@@ -18,7 +18,7 @@ def verify(
     tiny: Annotated[bool, typer.Option("--tiny", help="Shrink the model to test size, keeping its structure.")] = False,
     dtype: Annotated[str, typer.Option(help="float64 (tolerance 1e-9) or float32 (1e-5).")] = "float64",
     steps: Annotated[int, typer.Option(help="Steps to compare; they alternate between two shapes.")] = 2,
-    batch: Annotated[int, typer.Option(help="Samples of the first step.")] = 4,
+    batch: Annotated[int | None, typer.Option(help="Samples of the first step; default: enough.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per sample of the first step.")] = 24,
     dropout: Annotated[float | None, typer.Option(help="Set every dropout of the model; default: its own.")] = None,
     padding: Annotated[bool, typer.Option("--padding", help="Samples of different lengths, padded.")] = False,
