@@ -40,7 +40,7 @@ def _section(data: dict[str, Any], file: str) -> str:
     where = " and ".join(machine["gpus"]) or machine["processor"]
     command = f"python benchmarks/schedules.py{' --gpu' if machine['gpus'] else ''} --rounds {rounds}"
     kinds = list(dict.fromkeys(result["ranks"] for result in data["results"]))
-    lines = [f"## {', '.join(kinds)}", ""]
+    lines = [f"## {'; '.join(kinds)}", ""]
     lines += [f"`{command}` on {where} (torch {machine['torch']}), {machine['date']}. Data: [{file}]({file}).", ""]
     lines += [_model(data["setting"][kind]) for kind in kinds]
     lines += ["", _row(HEADERS), _row(["---"] * len(HEADERS)), *map(_row, rows(data["results"])), ""]
