@@ -24,6 +24,7 @@ from phalanx.plan.complete import complete
 from phalanx.program.instructions import Op, Program
 from phalanx.program.lower import lower
 from phalanx.runtime.compute import Compute
+from phalanx.runtime.flat import Piece
 from phalanx.runtime.micro_batch import MicroBatch
 from phalanx.runtime.rank import Rank
 from phalanx.runtime.totals import StepRun
@@ -75,15 +76,20 @@ class Case:
             device=torch.device("cpu"), compiler=Compiler("off"), dropout=dropout,
         )  # fmt: skip
 
-    def rank(self, plan: str = "", *, frozen: Sequence[str] = (), **options: object) -> Rank:
-        """The only rank of a plan, with the plain model's values."""
-        samples = next(iter(self.batch.values())).shape[0]
+    def rank(self, plan: str = "", *, seat: Seat | None = None, frozen: Sequence[str] = (), **options: object) -> Rank:
+        """The only rank of a plan, or the one at `seat`, with the plain model's values."""
+        seat, samples = seat or Seat.alone(), next(iter(self.batch.values())).shape[0]
+        values = self.parameters
+
+        def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
+            return values[name] if piece is None else values[name].reshape(-1)[piece.start : piece.stop]
+
         costs = self.blocks.flops(self.captured.dims(self.batch))
         config = RunConfig.create(**{"dtype": "float64", "compile": "off", "batch_size": samples, **options})
         return Rank(
-            self.captured, config, complete(plan, world=1, batch_size=samples, costs=costs).plan, seat=Seat.alone(),
-            trainable=[name for name in self.captured.trainable if name not in frozen],
-            read=lambda name, is_master, piece: self.parameters[name], buffers=self.captured.buffers,
+            self.captured, config, complete(plan, world=seat.world, batch_size=samples, costs=costs).plan, seat=seat,
+            trainable=[name for name in self.captured.trainable if name not in frozen], read=read,
+            buffers=self.captured.buffers,
         )  # fmt: skip
 
     def micro_batches(self, compute: Compute, sizes: Sequence[int], seed: int = 0) -> list[MicroBatch]:

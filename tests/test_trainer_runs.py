@@ -42,10 +42,11 @@ class Crash:
     [
         (GPT2, {"plan": "mb=3"}),
         (LLAMA, {"dtype": "bfloat16"}),
+        (LLAMA, {"dtype": "float16"}),
         (GPT2, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}),
         (GPT2, {"optimizer": "torch.optim.NAdam"}),
     ],
-    ids=["accumulation", "masters", "momentum", "own optimizer"],
+    ids=["accumulation", "masters", "scaled loss", "momentum", "own optimizer"],
 )
 def test_a_resumed_run_repeats_the_losses_bit_for_bit(model: str, options: dict[str, Any], tmp_path: Path):
     # GPT-2 has dropout; 7 samples in batches of 4: every batch ends inside an epoch.

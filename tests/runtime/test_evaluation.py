@@ -1,0 +1,51 @@
+"""The evaluation loss is that of the plain model under every plan, however samples fall on replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from phalanx.launch.crew import Crew
+from phalanx.launch.seat import Seat
+from phalanx.model import reference
+from tests import captured
+from tests.runtime import rank_jobs
+
+SAMPLES, COUNTS = 7, (7, 5, 4, 1)  # in micro-batches of two: a short last one, one replica without its last, one alone
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with Crew(4, threads_per_rank=1, device="cpu") as crew:
+        yield crew
+
+
+@pytest.fixture(scope="module")
+def case() -> captured.Case:
+    """Padded, so that samples hold different numbers of items; with dropout, which evaluation must not use."""
+    return captured.named(captured.GPT2, samples=SAMPLES, padding=True)
+
+
+@pytest.fixture(scope="module")
+def expected(case: captured.Case) -> list[float]:
+    losses: list[float] = []
+    case.model.eval()
+    with torch.no_grad(), reference.Widen():
+        for count in COUNTS:
+            losses.append(reference.loss(case.model, {name: t[:count] for name, t in case.raw.items()}).item())
+    return losses
+
+
+def test_one_rank_gives_the_loss_of_the_model_in_eval_mode(case: captured.Case, expected: list[float]) -> None:
+    assert rank_jobs.evaluate(Seat.alone(), case, "mb=4", COUNTS) == pytest.approx(expected, rel=1e-11)
+
+
+@pytest.mark.parametrize("plan", ["pp=2,dp=2,mb=2", "dp=2,mb=2,zero=3", "pp=2,mb=4,schedule=zb-v"])
+def test_all_ranks_get_the_same_loss_under_every_plan(
+    plan: str, crew: Crew, case: captured.Case, expected: list[float]
+) -> None:
+    world = 4 if "pp=2,dp=2" in plan else 2
+    for losses in crew.run(rank_jobs.evaluate, case, plan, COUNTS, world=world):
+        assert losses == pytest.approx(expected, rel=1e-11)
