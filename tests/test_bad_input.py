@@ -190,6 +190,14 @@ class NoLoss(Square):
         return (x * self.weight).sum().sqrt()
 
 
+class Idle(Square):
+    """With a parameter that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(1))
+
+
 OWN = {"batch_size": 2, "steps": 2, "progress": "off", "export": False}
 
 
@@ -200,6 +208,7 @@ OWN = {"batch_size": 2, "steps": 2, "progress": "off", "export": False}
         (Square(), [{"x": torch.ones(2)}], {"tiny": True}, "tiny cannot act on a module or factory"),
         (Square(), [{"x": torch.ones(2)}], {"dropout": 0.1}, "dropout cannot be set on 'Square'"),
         (Square(), [{"x": torch.ones(2)}], {"freeze": ("*",)}, r"freeze = \['\*'\] leaves no parameter to train"),
+        (Idle(), [{"x": torch.ones(2)}], {"freeze": ("weight",)}, "no trainable parameter takes part in the loss"),
         (NoLoss(), [{"x": torch.ones(2)}], {}, "mean over items"),
         (Square, [{"x": torch.ones(2)}], {"task": "causal-lm"}, "'Square' makes has no HuggingFace configuration"),
         (lambda: 3, [{"x": torch.ones(2)}], {}, "returned an object of type int"),

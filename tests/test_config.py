@@ -157,7 +157,7 @@ def configs() -> st.SearchStrategy[RunConfig]:
         clip=st.none() | st.floats(1e-9, 1e9),
         seed=st.integers(0, 2**63 - 1),
         optimizer_options=st.dictionaries(text, st.booleans() | st.integers() | st.floats(-1e9, 1e9), max_size=3),
-        dtype=st.sampled_from(["float32", "bfloat16", "float64"]),
+        dtype=st.sampled_from(["float32", "bfloat16", "float16", "float64"]),
     )
 
 
