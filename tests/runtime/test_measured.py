@@ -129,7 +129,7 @@ def test_merged_parts_begin_at_zero_and_keep_each_ranks_memory() -> None:
 
 
 def test_the_clock_of_another_machine_is_compared_with_that_of_rank_0() -> None:
-    with Crew(2, device="cpu") as crew:
+    with Crew(2, device="cpu", preload=("phalanx.runtime.measured",)) as crew:
         timeline, nothing = crew.run(gather_from_another_machine, 1000.0)
     assert nothing is None
     assert [(event.rank, str(event.instruction)) for event in timeline.events] == [
