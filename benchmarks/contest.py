@@ -36,7 +36,7 @@ Build = Callable[[Seat, Setting, Plan], Step]
 
 @dataclass(frozen=True)
 class Contest:
-    """One plan of ours against contestants that do the same with torch. `rivals` are functions that ranks can import."""
+    """One plan of ours against contestants that do the same with torch. `rivals`: functions that ranks can import."""
 
     setting: Setting
     plan: Plan
@@ -47,10 +47,12 @@ class Contest:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank saw: losses of the first steps, and seconds per step of every round, by contestant."""
+    """What one rank saw, by contestant: losses of the first steps; of every round the seconds that a step took, and
+    those for which processors worked for it, which other load on the machine does not change."""
 
     losses: dict[str, list[float]]
     seconds: dict[str, list[float]]
+    worked: dict[str, list[float]]
 
 
 def compete(seat: Seat, contest: Contest, captured: Captured) -> Measured:
@@ -61,15 +63,17 @@ def compete(seat: Seat, contest: Contest, captured: Captured) -> Measured:
     entrants = {OURS: our_step(rank, contest.setting)}
     entrants |= {name: build(seat, contest.setting, contest.plan) for name, build in contest.rivals.items()}
     losses = {name: [step()() for _ in range(CHECKED_STEPS)] for name, step in entrants.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in entrants}
+    measured = Measured(losses, {name: [] for name in entrants}, {name: [] for name in entrants})
     for number in range(contest.rounds):
         names = list(entrants)
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            seconds[name].append(_time(entrants[name], contest.steps, device))
+            seconds, worked = _time(entrants[name], contest.steps, device)
+            measured.seconds[name].append(seconds)
+            measured.worked[name].append(worked)
     rank.close()
     dist.destroy_process_group()
-    return Measured(losses, seconds)
+    return measured
 
 
 def our_rank(seat: Seat, setting: Setting, plan: Plan, captured: Captured) -> Rank:
@@ -109,14 +113,19 @@ def _join_torch(seat: Seat, device: torch.device) -> None:
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.world, timeout=deadline)
 
 
-def _time(step: Step, steps: int, device: torch.device) -> float:
-    _synchronise(device)
-    dist.barrier()
-    begin = time.perf_counter()
+def _time(step: Step, steps: int, device: torch.device) -> tuple[float, float]:
+    _meet(device)
+    begin, worked = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
     _synchronise(device)
-    return (time.perf_counter() - begin) / steps
+    return (time.perf_counter() - begin) / steps, (time.process_time() - worked) / steps
+
+
+def _meet(device: torch.device) -> None:
+    """All ranks, with nothing left to do."""
+    dist.all_reduce(torch.zeros(1, device=device))
+    _synchronise(device)
 
 
 def _synchronise(device: torch.device) -> None:
@@ -132,11 +141,17 @@ def combine(measured: list[Measured], dtype: str) -> dict[str, Any]:
     for name in names:
         if any(abs(a - b) > TOLERANCE[dtype] * abs(b) for a, b in zip(losses[OURS], losses[name])):
             raise SystemExit(f"{OURS} and {name} do not train alike: losses {losses[OURS]} and {losses[name]}")
-    ratios = {name: [b / a for a, b in zip(seconds[OURS], seconds[name])] for name in names if name != OURS}
+    worked = {name: [sum(times) for times in zip(*(m.worked[name] for m in measured))] for name in names}
     return {
         "losses": losses[OURS], "seconds": {name: quartiles(values) for name, values in seconds.items()},
-        "ratios": {name: quartiles(values) for name, values in ratios.items()},
+        "ratios": _ratios(seconds), "processor_ratios": _ratios(worked),
     }  # fmt: skip
+
+
+def _ratios(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Theirs over ours, within each round."""
+    rivals = {name: values for name, values in times.items() if name != OURS}
+    return {name: quartiles([b / a for a, b in zip(times[OURS], values)]) for name, values in rivals.items()}
 
 
 def quartiles(values: list[float]) -> dict[str, float]:

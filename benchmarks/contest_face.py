@@ -20,7 +20,10 @@ from phalanx.launch.crew import Crew
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 
-HEADERS = ["ranks", "model", "plan", "against", "ours ms", "theirs ms", "theirs / ours (quartiles)", "ours is"]
+HEADERS = [
+    "ranks", "model", "plan", "against", "ours ms", "theirs ms", "theirs / ours (quartiles)", "processor time",
+    "ours is",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def run(name: str, description: str, cases_of: Callable[[int], Sequence[Case]], 
     """cases_of: the cases for a number of ranks. masters: whether half precision keeps float32 weights."""
     options = _options(description)
     results: list[dict[str, Any]] = []
-    for world in options.ranks or ([2, 4] if options.gpu else [2]):
+    for world in options.ranks or ([2, 4] if options.gpu and not options.quick else [2]):
         with _crew(world, options.gpu) as crew:
             for shape in options.shapes or (SHAPES[:1] if options.quick else SHAPES):
                 results += _of_model(crew, _setting(shape, options, masters), cases_of(world), world, options)
@@ -51,15 +54,18 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for result in results:
         place = [str(result["ranks"]), result["model"], result["plan"]]
         if "error" in result:
-            found.append([*place, ", ".join(result["against"]), "", "", "", result["error"][:80]])
+            found.append([*place, ", ".join(result["against"]), *[""] * 4, result["error"][:80]])
             continue
         ours = result["seconds"][OURS]
         for rival, ratio in result["ratios"].items():
-            spread = f"{ratio['median']:.2f}× ({ratio['low']:.2f}–{ratio['high']:.2f})"
-            theirs = result["seconds"][rival]
+            theirs, worked = result["seconds"][rival], result["processor_ratios"][rival]
             times = [f"{ours['median'] * 1e3:.0f}", f"{theirs['median'] * 1e3:.0f}"]
-            found.append([*place, rival, *times, spread, verdict(ratio)])
+            found.append([*place, rival, *times, _spread(ratio), _spread(worked), verdict(ratio)])
     return found
+
+
+def _spread(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.2f}× ({ratio['low']:.2f}–{ratio['high']:.2f})"
 
 
 def _of_model(
@@ -72,7 +78,7 @@ def _of_model(
         if options.only and options.only not in case.plan:
             continue
         plan = complete(case.plan, world=world, batch_size=setting.size.samples, costs=costs).plan
-        contest = Contest(setting, plan, case.rivals, _rounds(options), steps=2)
+        contest = Contest(setting, plan, case.rivals, _rounds(options), steps=1)
         found = {"ranks": world, "model": setting.shape, "plan": case.plan, "against": list(case.rivals)}
         found |= _outcome(crew, contest, captured)
         print("  ".join(" ".join(row) for row in rows([found])), file=sys.stderr, flush=True)
@@ -108,16 +114,16 @@ def _dtype(options: argparse.Namespace) -> str:
 
 
 def _rounds(options: argparse.Namespace) -> int:
-    return options.rounds or (5 if options.quick else 12)
+    return options.rounds or (8 if options.quick else 24)
 
 
 def _options(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="ranks that share one GPU (bfloat16), instead of CPU ranks")
-    parser.add_argument("--ranks", type=int, action="append", help="default: 2; with --gpu 2 and 4")
+    parser.add_argument("--ranks", type=int, action="append", help="default: 2; with --gpu 2 and 4, unless --quick")
     parser.add_argument("--shapes", action="append", choices=SHAPES, help="default: all, with --quick the first")
     parser.add_argument("--only", help="plans that contain this text")
-    parser.add_argument("--quick", action="store_true", help="one model, few rounds")
-    parser.add_argument("--rounds", type=int, help="default: 12, with --quick 5")
+    parser.add_argument("--quick", action="store_true", help="one model, two ranks, few rounds")
+    parser.add_argument("--rounds", type=int, help="default: 24, with --quick 8")
     parser.add_argument("--out", help="write the results as JSON")
     return parser.parse_args()

@@ -31,7 +31,7 @@ class Size:
 
 
 CPU_SIZE = Size(layers=6, width=256, vocabulary=2048, samples=8, tokens=128)
-GPU_SIZE = Size(layers=8, width=1024, vocabulary=16384, samples=32, tokens=1024)
+GPU_SIZE = Size(layers=8, width=768, vocabulary=8192, samples=64, tokens=1024)
 SHAPES = ("llama", "gpt2")
 
 

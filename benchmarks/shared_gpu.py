@@ -1,6 +1,6 @@
 """Several ranks on one GPU: the multi-process service gives each its share, and NCCL takes them for different hosts.
 
-Communication then goes through the host and behaves like a network of 25-40 Gbit/s. Clocks and modes of the GPU are left
+Communication then goes through the host and behaves like a network of 25-40 Gbit/s. The GPU's clocks and modes are left
 alone; the service is ended with the `with` block.
 """
 

@@ -79,7 +79,7 @@ def _model(seat: Seat, setting: Setting) -> nn.Module:
     model = setting.module().to(seat.device)
     if _kind(seat) == "cuda":
         for layer in _layers(model):
-            layer.compile()
+            layer.forward = torch.compile(layer.forward)  # hooks of FSDP2 stay outside, where they break no graph
     return model
 
 

@@ -25,6 +25,7 @@ SCHEDULES = {
     "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble",
 }  # fmt: skip
 _SEVERAL_STAGES = ("interleaved", "zb-h1", "zb-v")
+_COMPILES = ("gpipe", "1f1b", "interleaved")  # torch cannot take input and weight gradients of a compiled layer apart
 
 
 def pipeline(seat: Seat, setting: Setting, plan: Plan) -> Step:
@@ -33,7 +34,7 @@ def pipeline(seat: Seat, setting: Setting, plan: Plan) -> Step:
     device = torch.device(seat.device)
     numbers = plan.stages_of(seat.rank)
     modules = [_Stage([blocks[b] for b in plan.stage_blocks(number)]).to(device) for number in numbers]
-    if device.type == "cuda":
+    if device.type == "cuda" and plan.schedule in _COMPILES:
         for module in modules:
             module.compile_blocks()
     stages = [
@@ -103,7 +104,7 @@ class _Stage(nn.Module):
 
     def compile_blocks(self) -> None:
         for block in self.blocks:
-            (block.layer if isinstance(block, _RotaryLayer) else block).compile()
+            block.forward = torch.compile(block.forward)
 
 
 class _RotaryLayer(nn.Module):
