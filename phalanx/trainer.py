@@ -76,7 +76,8 @@ class Trainer:
             raise
         result = Result(**vars(summary), model=self.job.model, config=self.config)
         self._fill(result.checkpoint)
-        self._callbacks.call("on_end", result)
+        if self.loop is None or self.loop.seat.rank == 0:
+            self._callbacks.call("on_end", result)
         return result
 
     def _fit(self) -> Summary:
