@@ -48,7 +48,7 @@ class Contest:
 @dataclass(frozen=True)
 class Measured:
     """What one rank saw, by contestant: losses of the first steps; of every round the seconds that a step took, and
-    those for which processors worked for it, which other load on the machine does not change."""
+    those for which processors worked for it, which other load on the machine changes less."""
 
     losses: dict[str, list[float]]
     seconds: dict[str, list[float]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class Case:
 def run(name: str, description: str, cases_of: Callable[[int], Sequence[Case]], *, masters: bool) -> None:
     """cases_of: the cases for a number of ranks. masters: whether half precision keeps float32 weights."""
     options = _options(description)
+    busy = {"load": os.getloadavg()[0], "cores": os.cpu_count()}
     results: list[dict[str, Any]] = []
     for world in options.ranks or ([2, 4] if options.gpu and not options.quick else [2]):
         with _crew(world, options.gpu) as crew:
@@ -45,7 +47,9 @@ def run(name: str, description: str, cases_of: Callable[[int], Sequence[Case]], 
     print(report.table(HEADERS, rows(results)))
     if options.out:
         about = {"size": asdict(GPU_SIZE if options.gpu else CPU_SIZE), "dtype": _dtype(options), "masters": masters}
-        report.write(Path(options.out), name, {**about, "rounds": _rounds(options), "quick": options.quick}, results)
+        report.write(
+            Path(options.out), name, {**about, **busy, "rounds": _rounds(options), "quick": options.quick}, results
+        )
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -34,7 +34,8 @@ together by hand from the model's modules. Their losses are first checked to agr
 READING = """
 A ratio is formed within each round (who goes first changes), so that load on the machine hits both sides; shown are its
 median and quartiles. *faster* and *slower* mean that both quartiles say so. `processor time` is the same ratio for the
-time that processors of the host worked in all ranks and threads, which other load does not change.
+time that processors of the host worked in all ranks and threads, which other load changes less, though it too shares
+caches.
 """
 
 
@@ -56,7 +57,8 @@ def _section(name: str, data: dict[str, Any], file: str) -> str:
         f"`{command} --rounds {setting['rounds']}` on {where}, torch {machine['torch']}, {machine['date']}. "
         f"Data: [{file}]({file}). {size['layers']} layers of width {size['width']}, vocabulary {size['vocabulary']}, "
         f"{size['samples']} × {size['tokens']} tokens per step, {precision}.", "",
-        _row(HEADERS), _row(["---"] * len(HEADERS)), *map(_row, rows(data["results"])), "", _count(data["results"]), "",
+        _row(HEADERS), _row(["---"] * len(HEADERS)), *map(_row, rows(data["results"])), "",
+        f"{_count(data['results'])} {_load(setting)}", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -70,6 +72,13 @@ def _count(results: Sequence[dict[str, Any]]) -> str:
     failed = sum("error" in result for result in results)
     text = ", ".join(f"{found[word]} {word}" for word in ("faster", "even", "slower"))
     return f"Of {sum(found.values())} comparisons: {text}." + (f" {failed} could not be made." if failed else "")
+
+
+def _load(setting: dict[str, Any]) -> str:
+    """Other work on the machine widens every spread, so a reader must know of it."""
+    if "load" not in setting:
+        return "How busy the machine was otherwise was not recorded."
+    return f"Processes ready to run on {setting['cores']} cores at the start: {setting['load']:.1f}."
 
 
 if __name__ == "__main__":
