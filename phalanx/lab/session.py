@@ -1,0 +1,199 @@
+"""One command running in a lab: its ranks, what is done to them, and how it ends.
+
+The lab is no supervisor: a job whose rank was killed by a disturbance may go on. A rank that fails by itself ends the
+others after a while, as torchrun would.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from phalanx.lab.disturb import Disturbance, SlowLink
+from phalanx.lab.network import Loopback, Network
+from phalanx.lab.ranks import Rank
+from phalanx.lab.script import Event, Script, check_disturbance
+from phalanx.lab.slowdown import Slowdown, slow_down
+from phalanx.lab.spec import LabSpec
+from phalanx.launch.signals import Wish, wishes
+
+EVENTS_FILE = "events.jsonl"
+_TICK_SECONDS = 0.02
+
+
+class Session:
+    """Ranks that run one command. `start_rank(rank, world, node)` starts one; made by `Lab.start`.
+
+    Stay on the thread that started it: the ranks end with that thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: LabSpec,
+        network: Network | Loopback,
+        start_rank: Callable[[int, int, int], Rank],
+        *,
+        logs: Path,
+        say: Callable[[str], None],
+        grace: float,
+    ) -> None:
+        self.spec, self.network, self.ranks = spec, network, list[Rank]()
+        self.events: list[tuple[float, str]] = []  # seconds since the start, what was done or seen
+        self._name, self._start_rank, self._logs, self._say, self._grace = name, start_rank, logs, say, grace
+        self._slow: dict[int, Slowdown] = {}
+        self._done: list[Disturbance] = []
+        self._failed: Rank | None = None
+        self._end_at, self._closed = float("inf"), False
+        self._began = time.monotonic()
+        try:
+            for rank in range(spec.ranks):
+                self.ranks.append(start_rank(rank, spec.ranks, rank // spec.ranks_per_node))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def seconds(self) -> float:
+        """Since the ranks were started."""
+        return time.monotonic() - self._began
+
+    @property
+    def running(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.running]
+
+    def disturb(self, disturbance: Disturbance) -> None:
+        """Do it now, and log it. Undone when the session ends, as far as it can be."""
+        check_disturbance(disturbance, self.spec, len(self.ranks))
+        rank = getattr(disturbance, "rank", None)
+        if rank is not None and not self.ranks[rank].running:
+            return self._log(f"{disturbance} came too late: rank {rank} had ended")
+        done = disturbance.do(self)
+        self._done.append(disturbance)
+        self._log(done or f"{disturbance}: nothing to do")
+
+    @contextmanager
+    def disturbed(self, disturbance: Disturbance) -> Iterator[None]:
+        """Done for as long as the `with` block lasts."""
+        self.disturb(disturbance)
+        try:
+            yield
+        finally:
+            self._undo(disturbance)
+
+    def wait(self, script: Script = ()) -> int:
+        """Until all ranks have ended, doing what the script says; 0 or the exit code of the rank that failed first.
+
+        Ctrl-C and SIGTERM are passed on to the ranks once, a second one ends them at once.
+        """
+        pending = deque(script)
+        with wishes() as wish:
+            while self.running:
+                self._do_due(pending)
+                self._look(bool(pending))
+                self._obey(wish)
+                time.sleep(_TICK_SECONDS)
+        self._look(False)
+        for event in pending:
+            self._log(f"{event.disturbance} came too late: all ranks had ended")
+        self.close()
+        if wish.signals:
+            raise KeyboardInterrupt if wish.signals[0] == signal.SIGINT else SystemExit(128 + wish.signals[0])
+        return self._failed.exit_code if self._failed else 0
+
+    def close(self) -> None:
+        """End what still runs and undo what was done."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end_all()
+        for disturbance in reversed(self._done):
+            if isinstance(disturbance, SlowLink):
+                disturbance.undo(self)
+        self._done.clear()
+        for rank in list(self._slow):
+            self.speed_up(rank)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def slow_down(self, rank: int, percent: int) -> str:
+        """Give a rank less of its cores; how, in words."""
+        self.speed_up(rank)
+        where = self.ranks[rank]
+        slowdown = slow_down(f"{self._name}.rank{rank}", where.pids(), where.place.cores, percent)
+        self._slow[rank] = slowdown
+        return slowdown.how
+
+    def speed_up(self, rank: int) -> bool:
+        slowdown = self._slow.pop(rank, None)
+        if slowdown:
+            slowdown.end()
+        return slowdown is not None
+
+    def add_rank(self, node: int) -> int:
+        number = len(self.ranks)
+        self.ranks.append(self._start_rank(number, number + 1, node))
+        return number
+
+    def _undo(self, disturbance: Disturbance) -> None:
+        done = disturbance.undo(self)
+        if done:
+            self._log(done)
+
+    def _do_due(self, pending: deque[Event]) -> None:
+        while pending and pending[0].seconds <= self.seconds:
+            self.disturb(pending.popleft().disturbance)
+
+    def _look(self, more_to_come: bool) -> None:
+        """Notice the first failure, and ranks that nobody will ever continue."""
+        ended = [rank for rank in self.ranks if not rank.running]
+        for rank in ended:
+            rank.end()
+        failed = [rank for rank in ended if rank.exit_code and not rank.killed]
+        if failed and self._failed is None:
+            self._failed = failed[0]
+            self._end_at = min(self._end_at, self.seconds + self._grace)
+            failure = f"rank {failed[0].place.rank} failed with exit code {failed[0].exit_code}"
+            self._log("\n    ".join([failure, *failed[0].last_output()]))
+        if self.seconds > self._end_at and self.running:
+            self._log(f"ending ranks {self._numbers()}: they did not leave within {self._grace:g} s")
+            self._end_all()
+        if self.running and all(rank.stopped for rank in self.running) and not more_to_come:
+            self._log(f"ending ranks {self._numbers()}: stopped, and all others have ended")
+            for rank in self.running:
+                rank.killed = True
+            self._end_all()
+
+    def _obey(self, wish: Wish) -> None:
+        if wish.signals and self._end_at == float("inf"):
+            self._end_at = self.seconds + self._grace
+            for rank in self.running:
+                rank.send(wish.signals[0])
+                rank.send(signal.SIGCONT)
+        if len(wish.signals) > 1:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        for rank in self.ranks:
+            rank.end()
+
+    def _numbers(self) -> str:
+        return ", ".join(str(rank.place.rank) for rank in self.running)
+
+    def _log(self, text: str) -> None:
+        seconds = self.seconds
+        self.events.append((seconds, text))
+        record = {"seconds": round(seconds, 3), "time": time.time(), "event": text}
+        with (self._logs / EVENTS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        self._say(f"{seconds:.1f} s: {text}")

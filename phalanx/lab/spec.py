@@ -1,0 +1,136 @@
+"""What a lab is to look like: nodes, ranks, the links between nodes, and the share of this machine each rank gets.
+
+One line (`nodes=2,ranks_per_node=2,link=1gbit,device=cpu:1thread`) or a small YAML or JSON file of the same fields.
+Pure data; whether this machine can provide it is found out by `run.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import ConfigError, PhalanxError, nearest
+from phalanx.lab.units import rate_text, read_percent, read_rate
+
+FIELDS = ("nodes", "ranks_per_node", "ranks", "link", "device", "gpu_share")
+EXAMPLE = "nodes=2,ranks_per_node=2,link=1gbit,device=cpu:1thread"
+_FILES = (".yaml", ".yml", ".json")
+_DELAYS = ("latency", "delay", "rtt", "jitter")
+MOST_NODES, MOST_RANKS = 250, 4096
+
+
+@dataclass(frozen=True)
+class LabSpec:
+    """A virtual cluster. Rank r lives on node r // ranks_per_node."""
+
+    nodes: int = 1
+    ranks_per_node: int = 1
+    link: int | None = None  # bits per second each way between a node and the others; None: as fast as it goes
+    threads: int | None = None  # of a CPU rank; None: the cores divided by the ranks
+    gpu_share: int | None = None  # percent of one GPU that each rank may use; None: CPU ranks
+
+    @classmethod
+    def read(cls, text: str) -> LabSpec:
+        """From the one-line form, or from the file it names."""
+        if text.endswith(_FILES):
+            return cls.load(Path(text))
+        return cls.take(_split(text))
+
+    @classmethod
+    def load(cls, path: Path) -> LabSpec:
+        from phalanx.config_text import read_mapping
+
+        try:
+            return cls.take(read_mapping(path))
+        except PhalanxError as error:
+            raise ConfigError(f"lab: {path}: {error.message.removeprefix('lab: ')}", error.hint) from None
+
+    @classmethod
+    def take(cls, fields: Mapping[str, Any]) -> LabSpec:
+        """From values by name, each as it would be written in the line."""
+        for name in fields:
+            _check_name(name)
+        given = {name: str(value).strip() for name, value in fields.items()}
+        nodes, ranks_per_node = _count_ranks(given)
+        threads = _read_device(given["device"], "gpu_share" in given) if "device" in given else None
+        spec = cls(
+            nodes,
+            ranks_per_node,
+            link=read_rate("lab: link", given["link"]) if "link" in given else None,
+            threads=threads,
+            gpu_share=read_percent("lab: gpu_share", given["gpu_share"], 1, 100) if "gpu_share" in given else None,
+        )
+        if spec.link is not None and spec.nodes == 1:
+            raise ConfigError("lab: link is given, but one node has no links", "write for example nodes=2")
+        return spec
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def __str__(self) -> str:
+        parts = [f"nodes={self.nodes},ranks_per_node={self.ranks_per_node}"]
+        if self.link is not None:
+            parts.append(f"link={rate_text(self.link)}")
+        if self.threads is not None:
+            parts.append(f"device=cpu:{self.threads}thread{'s' if self.threads > 1 else ''}")
+        if self.gpu_share is not None:
+            parts.append(f"gpu_share={self.gpu_share}%")
+        return ",".join(parts)
+
+
+def _split(text: str) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, separator, value = (part.strip() for part in word.partition("="))
+        if not separator or not value:
+            raise ConfigError(f"lab: {word!r} is not name=value", f"write for example {EXAMPLE}")
+        if name in fields:
+            raise ConfigError(f"lab: {name!r} is given twice", "write each field once")
+        fields[name] = value
+    if not fields:
+        raise ConfigError("lab: the description is empty", f"write for example {EXAMPLE}")
+    return fields
+
+
+def _check_name(name: str) -> None:
+    if name in _DELAYS:
+        raise ConfigError(
+            f"lab: {name!r} is not offered: links are limited in rate only (token bucket)",
+            "leave it out; a delay needs the netem queue, which many kernels lack",
+        )
+    if name not in FIELDS:
+        raise ConfigError(f"lab: unknown field {name!r}", nearest(name, FIELDS))
+
+
+def _count_ranks(given: Mapping[str, str]) -> tuple[int, int]:
+    """(nodes, ranks per node)."""
+    nodes = _read_count("nodes", given.get("nodes", "1"), MOST_NODES)
+    if "ranks" not in given:
+        return nodes, _read_count("ranks_per_node", given.get("ranks_per_node", "1"), MOST_RANKS // nodes)
+    ranks = _read_count("ranks", given["ranks"], MOST_RANKS)
+    if "ranks_per_node" in given:
+        raise ConfigError("lab: both ranks and ranks_per_node are given", "write one of them")
+    if ranks % nodes:
+        raise ConfigError(f"lab: ranks={ranks} cannot be spread evenly over nodes={nodes}", "use a multiple of nodes")
+    return nodes, ranks // nodes
+
+
+def _read_count(name: str, text: str, most: int) -> int:
+    if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not 1 <= int(text) <= most:
+        raise ConfigError(f"lab: {name}={text} is not a number of {name.split('_')[0]}", f"use 1 … {most}")
+    return int(text)
+
+
+def _read_device(text: str, shares_gpu: bool) -> int | None:
+    """Threads of a CPU rank."""
+    if shares_gpu:
+        raise ConfigError(f"lab: device={text} and gpu_share are both given", "write one of them")
+    found = re.fullmatch(r"cpu(?::([1-9]\d{0,2}) ?threads?)?", text, re.ASCII)
+    if found is None:
+        hint = "write gpu_share=25% for ranks on a GPU" if re.match("gpu|cuda", text) else "write cpu or cpu:1thread"
+        raise ConfigError(f"lab: device={text} is not a device of a lab", hint)
+    return int(found[1]) if found[1] else None
