@@ -15,6 +15,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from phalanx.model.segment.simplify import simplify
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -77,6 +79,7 @@ def trace(
             plain = [t.detach() for t in tensors]
             module = make_fx(torch.func.functionalize(module), decomposition_table=decompositions)(plain, tangents)
     module.graph.eliminate_dead_code()
+    simplify(module.graph)
     joint = _describe(module.graph, len(tensors), differentiable)
     wide = tuple(_before_rounding(g, joint) if p else g for g, p in zip(joint.gradients, is_parameter, strict=True))
     module.graph.output_node().args = ((*joint.outputs, *wide),)

@@ -1,0 +1,39 @@
+"""Simplified graphs compute the same with fewer calls."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from phalanx.model.segment.simplify import simplify
+
+aten = torch.ops.aten
+
+
+def _targets(graph: fx.Graph) -> list[object]:
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+def test_what_computes_nothing_is_taken_out() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = aten.mm(aten.detach(x), aten.t(aten.t(w)))
+        return aten.pow(y, 1.0) + aten.view(x, [4]).sum(), aten.view(x, [4]) * 2
+
+    x, w = torch.randn(2, 2), torch.randn(2, 2)
+    module = make_fx(function)(x, w)
+    expected = module(x, w)
+    simplify(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    for got, wanted in zip(module(x, w), expected, strict=True):
+        assert torch.equal(got, wanted)
+    left = _targets(module.graph)
+    assert aten.detach.default not in left and aten.pow.Tensor_Scalar not in left
+    assert left.count(aten.view.default) == 1 and left.count(aten.t.default) == 0
+
+
+def test_an_output_keeps_its_own_node() -> None:
+    module = make_fx(lambda x: aten.detach(x))(torch.randn(3))
+    simplify(module.graph)
+    assert _targets(module.graph) == [aten.detach.default]
