@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.runtime.lanes import Lanes
 
 _GROUP = "group."
 _PLAIN = bool | int | float | str | None
+_LANES = 2  # more of them gain nothing
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping equals it
 
 
@@ -38,6 +40,10 @@ class Optimizer:
         # Only these start from zeroed state: fused SGD, told to skip its first step, leaves its momentum undefined.
         adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
         self._skips_on_device = adam and bool(inner.defaults.get("fused"))
+        # A step of torch's own Adam is one of each weight that has a gradient, so it can be made in parts.
+        divisible = self._skips_on_device and type(inner) in (torch.optim.Adam, torch.optim.AdamW)
+        device = next((weight.device for weight in weights.values()), torch.device("cpu"))
+        self._lanes = Lanes(device, _LANES if divisible and device.type == "cuda" else 1)
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, loss: Tensor) -> tuple[Tensor, Tensor]:
         """One update; returns the gradients' norm before clipping and whether the update was made, both on the device.
@@ -46,7 +52,7 @@ class Optimizer:
         """
         if not gradients:
             raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
-        norm = global_norm(list(gradients.values()))
+        norm = self._norm(gradients)
         finite = norm.isfinite() & loss.isfinite()
         for group in self.inner.param_groups:
             group["lr"] = lr
@@ -100,6 +106,10 @@ class Optimizer:
             for slot, value in self.inner.state.get(weight, {}).items():
                 yield f"optimizer/{slot}/{name}", value
 
+    def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        norms = self._lanes.run(lambda part: global_norm(list(part.values())), gradients)
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
     def _update_on_device(self, gradients: Mapping[str, Tensor], norm: Tensor, finite: Tensor) -> None:
         # torch's fused optimizers divide gradients by `grad_scale` as they read them, and do nothing on `found_inf`.
         inner: Any = self.inner
@@ -109,7 +119,7 @@ class Optimizer:
             self._clip_in_place(gradients, norm)  # their scale is float32, too coarse here
         elif self.clip is not None:
             inner.grad_scale = ((norm + _EPSILON) / self.clip).clamp(min=1.0)
-        self._update(gradients)
+        self._lanes.run(self._update, gradients)
 
     def _clip_in_place(self, gradients: Mapping[str, Tensor], norm: Tensor) -> None:
         if self.clip is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.config import RunConfig
 from phalanx.errors import CheckpointError, ConfigError, PlanError
+from phalanx.runtime.lanes import Lanes, divide
 from phalanx.runtime.optimizer import Optimizer, global_norm
 from phalanx.runtime.optimizer_choice import make_optimizer
 from phalanx.runtime.parameters import choose_trainable, load_parameters
@@ -118,6 +119,29 @@ def test_the_global_norm_is_that_of_all_gradients_as_one_vector():
     found = global_norm([torch.full((3,), 2.0), torch.full((2, 2), 1.0)])
     assert found.item() == pytest.approx(4.0)
     assert global_norm([torch.ones(2, dtype=torch.float64)]).dtype == torch.float64
+
+
+@given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 4))
+def test_lanes_share_all_tensors_about_equally(sizes: list[int], count: int):
+    tensors = {f"t{i}": torch.zeros(size) for i, size in enumerate(sizes)}
+    parts = divide(tensors, count)
+    assert all(parts) and len(parts) <= count
+    assert sorted(name for part in parts for name in part) == sorted(tensors)
+    loads = [sum(tensor.numel() for tensor in part.values()) for part in parts]
+    assert not loads or max(loads) - min(loads) <= max(sizes) or len(parts) < count
+    assert all(list(part) == [name for name in tensors if name in part] for part in parts)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_update_in_lanes_is_the_same_update(clip: float | None):
+    together, apart = weights(), weights()
+    first, second = made(together, clip, lr=0.1), made(apart, clip, lr=0.1)
+    second._lanes = Lanes(torch.device("cpu"), 2)
+    for step in range(3):
+        norms = [one.step(gradients(step), 0.1, LOSS)[0] for one in (first, second)]
+        torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+    for name in together:
+        torch.testing.assert_close(apart[name], together[name], rtol=1e-6, atol=0)
 
 
 def test_parameters_are_refreshed_from_float32_masters():
