@@ -179,7 +179,7 @@ _KINDS = {
 
 
 def _kernels(step: Callable[[], object], device: str) -> dict[str, float]:
-    """Milliseconds of one step by kind of kernel, and the time in which the device did nothing."""
+    """Milliseconds of one step by kind of kernel."""
     if device != "cuda":
         return {}
     import torch
@@ -191,11 +191,21 @@ def _kernels(step: Callable[[], object], device: str) -> dict[str, float]:
         for _ in range(3):
             step()
         torch.cuda.synchronize()
-    spent: dict[str, float] = {}
-    for event in profiler.key_averages():
-        kind = next((k for k, words in _KINDS.items() if any(word in event.key for word in words)), "element-wise")
-        spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / 3e3
-    return {kind: round(milliseconds, 2) for kind, milliseconds in spent.items()}
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for event in profiler.events() or []:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = next((k for k, words in _KINDS.items() if any(word in event.name for word in words)), "element-wise")
+            spans.setdefault(kind, []).append((event.time_range.start, event.time_range.end))
+    return {kind: round(_covered(found) / 3e3, 2) for kind, found in spans.items()}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """The time in which at least one of these spans runs: kernels on two streams may overlap."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def _combine(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
+from phalanx.runtime.lanes import Lanes
 from phalanx.runtime.parameters import Weight
 
 _GROUP = "group."
 _PLAIN = bool | int | float | str | None
+_LANES = 2  # more of them gain nothing
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping equals it
 
 
@@ -33,6 +35,10 @@ class Optimizer:
         # Only these start from zeroed state: fused SGD, told to skip its first step, leaves its momentum undefined.
         adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
         self._skips_on_device = adam and bool(inner.defaults.get("fused"))
+        # A step of torch's own Adam is one of each weight that has a gradient, so it can be made in parts.
+        divisible = self._skips_on_device and type(inner) in (torch.optim.Adam, torch.optim.AdamW)
+        device = next((weight.exact.device for weight in weights.values()), torch.device("cpu"))
+        self._lanes = Lanes(device, _LANES if divisible and device.type == "cuda" else 1)
 
     def step(
         self, gradients: Mapping[str, Tensor], lr: float, norm: Tensor, finite: Tensor, loss_scale: Tensor | None = None
@@ -51,6 +57,11 @@ class Optimizer:
             self._update(gradients)
         if self._copied:
             torch._foreach_copy_(self._copies, self._copied)
+
+    def squared_norm(self, gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """The squared norm of these gradients as one vector; zero, on the device of `like`, if there are none."""
+        squares = self._lanes.run(lambda part: squared_norm(list(part.values())), gradients)
+        return torch.stack(squares).sum() if squares else torch.zeros_like(like)
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """The state's tensors as (slot, parameter, tensor)."""
@@ -113,7 +124,7 @@ class Optimizer:
             _divide(gradients, divisor)  # their scale is float32, too coarse here
         elif divisor is not None:
             inner.grad_scale = divisor.float()
-        self._update(gradients)
+        self._lanes.run(self._update, gradients)
 
     def _update(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():
@@ -123,13 +134,12 @@ class Optimizer:
         self.inner.zero_grad(set_to_none=True)
 
 
-def squared_norm(gradients: list[Tensor], like: Tensor) -> Tensor:
-    """The squared norm of all gradients as one vector; zero, on the device of `like`, if there are none."""
+def squared_norm(gradients: list[Tensor]) -> Tensor:
     norms: list[Tensor] = []
     for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):  # torch fuses only over one dtype
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         norms += torch._foreach_norm([g for g in gradients if g.dtype == dtype], 2, dtype=wide)
-    return torch.stack(norms).double().square().sum() if norms else torch.zeros_like(like)
+    return torch.stack(norms).double().square().sum()
 
 
 def _divide(gradients: Mapping[str, Tensor], divisor: Tensor | None) -> None:

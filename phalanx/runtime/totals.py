@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx.runtime.links import Group, Pending
 from phalanx.runtime.loss_scale import LossScale
 from phalanx.runtime.micro_batch import MicroBatch
-from phalanx.runtime.optimizer import Optimizer, squared_norm
+from phalanx.runtime.optimizer import Optimizer
 
 
 @dataclass
@@ -58,7 +58,8 @@ class Totals:
     def norm(self, step: StepRun, gradients: dict[str, Tensor]) -> None:
         items = self._items(step)
         step.gradients = gradients
-        square = squared_norm([gradient for name, gradient in gradients.items() if name in self._owned], items)
+        owned = {name: gradient for name, gradient in gradients.items() if name in self._owned}
+        square = self._optimizer.squared_norm(owned, items)
         loss = total_loss(step.batches, items)
         counts = [float(step.stop), *(count if self._counts else 0.0 for count in step.counts)]
         sums = torch.stack([square, loss, *loss.new_tensor(counts).unbind()])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from phalanx.config import RunConfig
 from phalanx.errors import CheckpointError, ConfigError, PlanError
 from phalanx.runtime.flat import Piece
+from phalanx.runtime.lanes import Lanes, divide
 from phalanx.runtime.optimizer import Optimizer, squared_norm
 from phalanx.runtime.optimizer_choice import make_optimizer
 from phalanx.runtime.parameters import Weight, choose_trainable
@@ -80,7 +81,7 @@ def made(values: dict[str, Tensor], clip: float | None = 1.0, **options: Any) ->
 
 def update(optimizer: Optimizer, found: dict[str, Tensor], lr: float) -> Tensor:
     """A step of the only rank; returns the norm of its gradients."""
-    norm = squared_norm(list(found.values()), torch.zeros(())).sqrt()
+    norm = squared_norm(list(found.values())).sqrt()
     optimizer.step(found, lr, norm, norm.isfinite())
     return norm
 
@@ -138,7 +139,7 @@ def test_the_scale_of_the_loss_is_taken_out_of_gradients_before_they_are_clipped
     scaled, plain = weights(), weights()
     update(made(plain, clip, **options), gradients(0), 0.1)
     scale = torch.tensor(512.0, dtype=torch.float64)
-    norm = squared_norm(list(gradients(0).values()), torch.zeros(())).sqrt()
+    norm = squared_norm(list(gradients(0).values())).sqrt()
     larger = {name: 512 * gradient for name, gradient in gradients(0).items()}
     made(scaled, clip, **options).step(larger, 0.1, norm, norm.isfinite(), scale)
     for name, value in plain.items():
@@ -147,8 +148,34 @@ def test_the_scale_of_the_loss_is_taken_out_of_gradients_before_they_are_clipped
 
 def test_the_norm_is_that_of_all_gradients_as_one_vector():
     mixed = [torch.full((3,), 2.0), torch.full((2, 2), 1.0, dtype=torch.bfloat16)]
-    assert squared_norm(mixed, torch.zeros(())).item() == pytest.approx(16.0)
-    assert squared_norm([], torch.ones(())).item() == 0
+    assert squared_norm(mixed).item() == pytest.approx(16.0)
+    assert made(weights()).squared_norm({}, torch.ones(())).item() == 0
+
+
+@given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 4))
+def test_lanes_share_all_tensors_about_equally(sizes: list[int], count: int):
+    tensors = {f"t{i}": torch.zeros(size) for i, size in enumerate(sizes)}
+    parts = divide(tensors, count)
+    assert all(parts) and len(parts) <= count
+    assert sorted(name for part in parts for name in part) == sorted(tensors)
+    loads = [sum(tensor.numel() for tensor in part.values()) for part in parts]
+    assert not loads or max(loads) - min(loads) <= max(sizes) or len(parts) < count
+    assert all(list(part) == [name for name in tensors if name in part] for part in parts)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_update_in_lanes_is_the_same_update(clip: float | None):
+    together, apart = weights(), weights()
+    first, second = made(together, clip, lr=0.1), made(apart, clip, lr=0.1)
+    second._lanes = Lanes(torch.device("cpu"), 2)
+    for step in range(3):
+        found = gradients(step)
+        one, two = (optimizer.squared_norm(found, torch.zeros(())) for optimizer in (first, second))
+        assert one.item() == pytest.approx(two.item(), rel=1e-6)
+        update(first, gradients(step), 0.1)
+        update(second, gradients(step), 0.1)
+    for name in together:
+        torch.testing.assert_close(apart[name], together[name], rtol=1e-6, atol=0)
 
 
 def test_parameters_are_refreshed_from_float32_masters():

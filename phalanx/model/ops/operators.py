@@ -30,8 +30,7 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float) -> Tensor:
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        highest = wide.amax(dim=-1, keepdim=True)  # spelt out, so that a compiler can do it in one pass over the logits
-        lse = highest + (wide - highest).exp().sum(dim=-1, keepdim=True).log()  # [rows, 1]
+        lse = _log_sum_exp(wide)
         valid = targets != ignore_index
         safe = torch.where(valid, targets, 0)
         loss = (lse - wide.gather(-1, safe[:, None])).squeeze(-1)
@@ -46,12 +45,33 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, targets, lse = ctx.saved_tensors
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        classes = torch.arange(logits.shape[-1], device=logits.device)
-        hit = (classes[None, :] == targets[:, None]).to(wide.dtype)
-        if ctx.smoothing:
-            hit = hit * (1 - ctx.smoothing) + ctx.smoothing / logits.shape[-1]
-        scale = torch.where(targets != ctx.ignore_index, grad, 0.0)[:, None]
-        return ((torch.exp(wide - lse) - hit) * scale).to(logits.dtype), None, None, None
+        valid = targets != ctx.ignore_index
+        at_target = torch.where(valid, targets, 0)[:, None]
+        scale = torch.where(valid, grad, 0.0)[:, None]
+        other = ctx.smoothing / logits.shape[-1]  # what a class that is not the target should have
+        d_logits = (torch.exp(wide - lse) - other) * scale
+        # Targets are written afterwards: comparing each logit's class with its row's target costs more than the rest.
+        d_target = (torch.exp(wide.gather(-1, at_target) - lse) - (1 - ctx.smoothing + other)) * scale
+        return d_logits.to(logits.dtype).scatter(-1, at_target, d_target.to(logits.dtype)), None, None, None
+
+
+def _log_sum_exp(x: Tensor) -> Tensor:
+    """log Σ exp over each row [rows, 1], by parts that a compiler can hold in registers: one pass over x, and one
+    exponential for each of its elements."""
+    rows, classes = x.shape
+    part = _part(classes)
+    parts = x.reshape(rows, classes // part, part)
+    highest = parts.amax(dim=-1, keepdim=True)
+    finite = torch.where(highest == float("-inf"), 0.0, highest)  # a part may be masked as a whole
+    sums = (parts - finite).exp().sum(dim=-1)  # [rows, parts]
+    highest = highest.squeeze(-1)
+    top = highest.amax(dim=-1, keepdim=True)
+    return top + ((highest - top).exp() * sums).sum(dim=-1, keepdim=True).log()
+
+
+def _part(classes: int) -> int:
+    """The largest even part of at most 1024 classes that memory is read well in; where there is none, all of them."""
+    return max((size for size in range(64, 1025, 64) if classes % size == 0), default=classes)
 
 
 def _cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float) -> Tensor:
