@@ -31,6 +31,8 @@ def shared_gpu(name: str, percent: int) -> Iterator[Mapping[str, str]]:
         )
     folder = Path(tempfile.gettempdir()) / f"{name}{_SUFFIX}"
     folder.mkdir(mode=0o700)
+    for part in _folders(folder).values():
+        Path(part).mkdir()
     try:
         # The service sees one GPU only, which its clients then know as number 0.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -74,4 +76,4 @@ def _control(folder: Path, arguments: list[str], input: str = "", **variables: s
 
 
 def _folders(folder: Path) -> Mapping[str, str]:
-    return {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+    return {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}

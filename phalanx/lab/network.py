@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.lab.owned import PREFIX, is_abandoned
 
 INTERFACE = "eth0"
@@ -24,8 +24,8 @@ _QUEUE_SECONDS = 0.05
 _SMALLEST_BURST, _SMALLEST_QUEUE = 4_000, 128_000  # bytes: two packets; what TCP needs to keep a slow link busy
 
 
-class NoNetworkError(Exception):
-    """Namespaces cannot be made here, and why in one line."""
+class NoNetworkError(PhalanxError):
+    """Namespaces or their links cannot be made or changed here, and why in one line."""
 
 
 class Loopback:

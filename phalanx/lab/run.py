@@ -94,12 +94,10 @@ class Lab:
         """Start a command on all ranks. Wait for the session, or close it."""
         argv, port = find_command(command), self._free_port()
 
-        def start_rank(rank: int, world: int, node: int) -> ranks.Rank:
-            place = ranks.Place(
-                rank, world, node, self.spec.nodes,
-                local_rank=rank % self.spec.ranks_per_node if rank < self.spec.ranks else rank,
-                local_world=self.spec.ranks_per_node, cores=ranks.assign_cores(self._cores, rank, self._threads),
-            )  # fmt: skip
+        def start_rank(rank: int, world: int, node: int, local_rank: int) -> ranks.Rank:
+            local_world = max(local_rank + 1, self.spec.ranks_per_node)
+            cores = ranks.assign_cores(self._cores, rank, self._threads)
+            place = ranks.Place(rank, world, node, self.spec.nodes, local_rank, local_world, cores)
             log = self.logs / f"rank-{rank}.log" if rank else None
             return ranks.start(place, [*self.network.enter(node), *argv], self._environment(place, port), log)
 

@@ -28,7 +28,7 @@ _TICK_SECONDS = 0.02
 
 
 class Session:
-    """Ranks that run one command. `start_rank(rank, world, node)` starts one; made by `Lab.start`.
+    """Ranks that run one command. `start_rank(rank, world, node, local_rank)` starts one; made by `Lab.start`.
 
     Stay on the thread that started it: the ranks end with that thread.
     """
@@ -38,7 +38,7 @@ class Session:
         name: str,
         spec: LabSpec,
         network: Network | Loopback,
-        start_rank: Callable[[int, int, int], Rank],
+        start_rank: Callable[[int, int, int, int], Rank],
         *,
         logs: Path,
         say: Callable[[str], None],
@@ -54,7 +54,8 @@ class Session:
         self._began = time.monotonic()
         try:
             for rank in range(spec.ranks):
-                self.ranks.append(start_rank(rank, spec.ranks, rank // spec.ranks_per_node))
+                node, local_rank = divmod(rank, spec.ranks_per_node)
+                self.ranks.append(start_rank(rank, spec.ranks, node, local_rank))
         except BaseException:
             self.close()
             raise
@@ -141,8 +142,8 @@ class Session:
         return slowdown is not None
 
     def add_rank(self, node: int) -> int:
-        number = len(self.ranks)
-        self.ranks.append(self._start_rank(number, number + 1, node))
+        number, local_rank = len(self.ranks), sum(rank.place.node == node for rank in self.ranks)
+        self.ranks.append(self._start_rank(number, number + 1, node, local_rank))
         return number
 
     def _undo(self, disturbance: Disturbance) -> None:

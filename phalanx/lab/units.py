@@ -31,7 +31,7 @@ def read_rate(place: str, text: str) -> int:
 
 def rate_text(rate: int) -> str:
     """The shortest text that `read_rate` reads back."""
-    texts = [f"{rate / RATE_UNITS[unit]:.10g}{unit}" for unit in ("gbit", "mbit", "kbit")]
+    texts = [f"{rate / RATE_UNITS[unit]:.12g}{unit}" for unit in ("gbit", "mbit", "kbit")]
     return min(texts, key=lambda text: (text.startswith("0"), len(text)))
 
 
