@@ -35,13 +35,13 @@ from phalanx.runtime.schedule import lr_factor
 from phalanx.runtime.signals import StopRequest, stop_request
 from phalanx.runtime.step import Outcome, split, training_flops
 from phalanx.runtime.watches import BoardWatch
+from phalanx.runtime.whole import whole_tensors
 from phalanx.state.async_saver import AsyncSaver
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.huggingface import export
 from phalanx.state.layout import boxes_of_range
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
-from phalanx.runtime.whole import whole_tensors
 from phalanx.tasks.base import Batch
 
 
