@@ -39,17 +39,17 @@ def run(name: str, description: str, cases_of: Callable[[int], Sequence[Case]], 
     """cases_of: the cases for a number of ranks. masters: whether half precision keeps float32 weights."""
     options = _options(description)
     busy = {"load": os.getloadavg()[0], "cores": os.cpu_count()}
+    about = {"size": asdict(GPU_SIZE if options.gpu else CPU_SIZE), "dtype": _dtype(options), "masters": masters}
+    about |= {**busy, "rounds": _rounds(options), "steps": _steps(options), "quick": options.quick}
     results: list[dict[str, Any]] = []
     for world in options.ranks or ([2, 4] if options.gpu and not options.quick else [2]):
         with _crew(world, options.gpu) as crew:
             for shape in options.shapes or (SHAPES[:1] if options.quick else SHAPES):
-                results += _of_model(crew, _setting(shape, options, masters), cases_of(world), world, options)
+                for found in _of_model(crew, _setting(shape, options, masters), cases_of(world), world, options):
+                    results.append(found)
+                    if options.out:  # after each, so that a run that is cut short has not run for nothing
+                        report.write(Path(options.out), name, about, results)
     print(report.table(HEADERS, rows(results)))
-    if options.out:
-        about = {"size": asdict(GPU_SIZE if options.gpu else CPU_SIZE), "dtype": _dtype(options), "masters": masters}
-        report.write(
-            Path(options.out), name, {**about, **busy, "rounds": _rounds(options), "quick": options.quick}, results
-        )
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -68,6 +68,11 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return found
 
 
+def _steps(options: argparse.Namespace) -> int:
+    """Per round: more than one, because what a step leaves to do (sharing parameters) hides in the next."""
+    return 4 if options.gpu else 2
+
+
 def _spread(ratio: Mapping[str, float]) -> str:
     return f"{ratio['median']:.2f}× ({ratio['low']:.2f}–{ratio['high']:.2f})"
 
@@ -82,7 +87,7 @@ def _of_model(
         if options.only and options.only not in case.plan:
             continue
         plan = complete(case.plan, world=world, batch_size=setting.size.samples, costs=costs).plan
-        contest = Contest(setting, plan, case.rivals, _rounds(options), steps=1)
+        contest = Contest(setting, plan, case.rivals, _rounds(options), _steps(options))
         found = {"ranks": world, "model": setting.shape, "plan": case.plan, "against": list(case.rivals)}
         found |= _outcome(crew, contest, captured)
         print("  ".join(" ".join(row) for row in rows([found])), file=sys.stderr, flush=True)
