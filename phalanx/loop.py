@@ -113,7 +113,9 @@ class Loop:
                 slot.enter("step")  # the first of them also compiled
                 eval_loss = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else None
                 reporter.step(self._facts(step, eval_loss), outcome)
-                stopping = reporter.stops  # asked once: one between saving and leaving loses no step
+                # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
+                # and leaving loses no step.
+                stopping = reporter.stops or (self.seat.world == 1 and stop.signal is not None)
                 if stopping or self._due(step, config.checkpoint_every):
                     self._save(saver, reporter)
                 reporter.saved(saver.last)
@@ -148,7 +150,7 @@ class Loop:
         sizes = split(next(iter(batch.values())).shape[0], run.plan.mb)
         counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes))
         with explain_out_of_memory(*step_needs(run.plan, self.config.batch_size), run.device):
-            return self.rank.step(batch, first, self._lr(step), counts, stop=stop.signal is not None)
+            return self.rank.step(batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None)
 
     def _evaluate(self, step: int, outcome: Outcome, reporter: Reporter) -> float | None:
         """The loss on the evaluation data, always on the same samples, without dropout."""
@@ -242,7 +244,8 @@ class Loop:
 
     def _end(self, reporter: Reporter, saver: AsyncSaver, stop: StopRequest) -> Summary:
         """Exports and sums up; or, if the run was stopped, says how to go on."""
-        if reporter.stops and self.snapshot.step < self.run.total_steps:
+        asked = reporter.stops or stop.signal is not None
+        if asked and self.snapshot.step < self.run.total_steps:
             reporter.stopped(stop.signal, saver.last)
             self.rank.close()
             raise (

@@ -6,7 +6,7 @@ Nothing here reads a result from the device; `Outcome.read` does, whenever the c
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,7 @@ class Outcome:
         return loss, norm, bool(updated)
 
     def stops(self) -> bool:
-        """Whether any rank was asked to stop before this step; all ranks get the same answer."""
+        """Whether any rank was asked to stop by the end of this step; all ranks get the same answer."""
         self.read()
         return bool(self.values[3])
 
@@ -98,14 +98,15 @@ class Step:
         self._num_micro_batches = num_micro_batches
 
     def __call__(
-        self, batch: Batch, first: int, lr: float, counts: Sequence[float] = (), stop: bool = False
+        self, batch: Batch, first: int, lr: float, counts: Sequence[float] = (), stop: Callable[[], bool] | None = None
     ) -> Outcome:
         """Trains on this rank's part of the samples, which stand at stream positions from `first` on.
 
-        counts: numbers about this part of the batch, to be summed over all parts. stop: this rank is asked to stop.
+        counts: numbers about this part of the batch, to be summed over all parts. stop: whether this
+        rank is asked to stop, asked when the step ends.
         """
         step = self.begin(batch, first, lr)
-        step.counts, step.stop = tuple(counts), stop
+        step.counts, step.stop = tuple(counts), stop or step.stop
         self.engine.run(self.program, step)
         return Outcome.of(step)
 

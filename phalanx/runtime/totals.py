@@ -6,7 +6,7 @@ waits for a device.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ class StepRun:
     norm: Tensor | None = None
     loss: Tensor | None = None  # per item
     updated: Tensor | None = None
-    stop: bool = False  # whether this rank is asked to stop; all do if one is
+    stop: Callable[[], bool] = lambda: False  # whether this rank is asked to stop; all do if one is
     counts: tuple[float, ...] = ()  # about this rank's part of the batch
     counted: tuple[Tensor, ...] = ()  # how many ranks are asked to stop; and counts over all parts
 
@@ -61,7 +61,7 @@ class Totals:
         owned = {name: gradient for name, gradient in gradients.items() if name in self._owned}
         square = self._optimizer.squared_norm(owned, items)
         loss = total_loss(step.batches, items)
-        counts = [float(step.stop), *(count if self._counts else 0.0 for count in step.counts)]
+        counts = [float(step.stop()), *(count if self._counts else 0.0 for count in step.counts)]
         sums = torch.stack([square, loss, *loss.new_tensor(counts).unbind()])
         self._world.all_reduce(sums).wait("the gradients' norm")
         step.norm, step.loss, step.counted = sums[0].sqrt(), sums[1] / items, sums[2:].unbind()

@@ -90,7 +90,7 @@ def test_sigterm_lets_the_run_save_and_leave_with_143(tmp_path: Path):
 
 
 class Interrupt:
-    """Presses Ctrl-C after the third step; ranks agree during the fourth that it is the last."""
+    """Presses Ctrl-C during the third step."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -107,7 +107,7 @@ def test_ctrl_c_saves_what_was_trained_and_a_second_one_stops_at_once(tmp_path: 
         with pytest.raises(KeyboardInterrupt):
             short_run("gpt2", "synthetic:7", folder, steps=9, callbacks=[Interrupt(times)])
     saved = checkpoint.latest(tmp_path / "once" / "checkpoints")
-    assert saved is not None and checkpoint.open(saved).step == 4
+    assert saved is not None and checkpoint.open(saved).step == 3
     assert checkpoint.latest(tmp_path / "twice" / "checkpoints") is None
     resumed = short_run("gpt2", "synthetic:7", tmp_path / "once", steps=9, resume="auto", export=False)
-    assert len(resumed.losses) == 5
+    assert len(resumed.losses) == 6
