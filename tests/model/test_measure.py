@@ -13,6 +13,7 @@ from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import load
 from phalanx.model.facts.measure import measure
 from phalanx.model.ops import random
+from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.zoo.zoo import ModelSpec, build, resolve
 from phalanx.runtime.compute import Compute
@@ -54,8 +55,9 @@ def test_measured_saved_bytes_are_what_is_kept_for_the_backward(name: str) -> No
     inputs = {key: value.to(DTYPE) if value.is_floating_point() else value for key, value in inputs.items()}
     batch = compute.micro_batch(inputs, random.sample_keys(0, 0, 3), captured.dims(inputs))
     run = batch.stage(0)
-    for number in range(len(captured.blocks.blocks)):
-        compute.forward(number, batch, run, keep=True)
+    with as_on_gpu():  # which is what facts are about
+        for number in range(len(captured.blocks.blocks)):
+            compute.forward(number, batch, run, keep=True)
     kept = _storages([tensor for _, saved in run.saved.values() for tensor in saved])
     held = _storages([*parameters.values(), *captured.buffers.values()])
     assert facts.saved_bytes(batch.dims) == sum(size for storage, size in kept.items() if storage not in held)

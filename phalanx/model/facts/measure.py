@@ -37,6 +37,7 @@ from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks, Port
 from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.normalise import retarget
+from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment import policies
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.joint import Joint, trace
@@ -52,11 +53,12 @@ _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positi
 
 
 def measure(spec: ModelSpec, captured: Captured, dtype: torch.dtype) -> ModelFacts:
-    """The facts of a model that was captured in `dtype`."""
+    """The facts of a model that was captured in `dtype`, as it is trained on a GPU."""
     dims = tuple(dict.fromkeys(dim for spec in captured.inputs for dim in spec.dims if isinstance(dim, str)))
     fit = Fit(dims)
     prober = _Prober(captured, dtype)
-    fitted = _Fitted(captured, fit, [prober.probe(point) for point in fit.points])
+    with as_on_gpu():
+        fitted = _Fitted(captured, fit, [prober.probe(point) for point in fit.points])
     return ModelFacts(
         name=spec.name,
         task=spec.task,

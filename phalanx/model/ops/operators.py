@@ -6,6 +6,10 @@ decomposes into plain aten operators when a segment is traced.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
@@ -14,6 +18,18 @@ from phalanx.model.ops import random
 _library = torch.library.Library("phalanx", "FRAGMENT")
 _library.define("dropout(Tensor x, Tensor keys, float p) -> Tensor")
 _library.define("cross_entropy_sum(Tensor logits, Tensor targets, int ignore_index, float smoothing) -> Tensor")
+
+_AS_ON_GPU: ContextVar[bool] = ContextVar("as_on_gpu", default=False)
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Within it operators are traced in the form that they have on a GPU, wherever the tensors are."""
+    token = _AS_ON_GPU.set(True)
+    try:
+        yield
+    finally:
+        _AS_ON_GPU.reset(token)
 
 
 def _dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
@@ -75,7 +91,7 @@ def _part(classes: int) -> int:
 
 
 def _cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-    if logits.device.type != "cpu":
+    if logits.device.type != "cpu" or _AS_ON_GPU.get():
         return _CrossEntropySum.apply(logits, targets, ignore_index, smoothing)
     # A CPU runs it operator by operator, and torch's own make the fewest passes over the logits.
     wide = logits if logits.dtype == torch.float64 else logits.float()
