@@ -6,6 +6,7 @@ end, so that a node sends and receives at the given rate; there is no delay beyo
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -21,7 +22,8 @@ INTERFACE = "eth0"
 _NAMESPACES = Path("/run/netns")
 _BURST_SECONDS = 0.001  # what may pass at once: enough for the timer, too little to be felt
 _QUEUE_SECONDS = 0.05
-_SMALLEST_BURST, _SMALLEST_QUEUE = 4_000, 128_000  # bytes: two packets; what TCP needs to keep a slow link busy
+# Bytes. Two packets; and what a slow link needs so that TCP both ways loses nothing (128 kB cost a fifth of 8 Mbit/s).
+_SMALLEST_BURST, _SMALLEST_QUEUE = 4_000, 1_000_000
 
 
 class NoNetworkError(PhalanxError):
@@ -62,6 +64,7 @@ class Network:
     def __init__(self, name: str, num_nodes: int, rate: int | None) -> None:
         self._switch, self._nodes = f"{name}.switch", [f"{name}.node{node}" for node in range(num_nodes)]
         self._limited: set[int] = set()
+        self._handles = itertools.cycle(range(1, 0x7FFF))
         _require_tools()
         try:
             _ip("netns", "add", self._switch)
@@ -86,10 +89,12 @@ class Network:
 
     def set_rate(self, node: int, rate: int | None) -> None:
         """Limit a node's cable, both ways, in bits per second; None: not at all."""
+        # Always a new bucket: in one that is changed, packets larger than the new burst are stuck, and all behind them.
+        handle = f"{next(self._handles):x}:"
         for namespace, interface in ((self._nodes[node], INTERFACE), (self._switch, f"port{node}")):
             root = ["-n", namespace, "qdisc", "replace" if rate else "del", "dev", interface, "root"]
             if rate:
-                _tool("tc", *root, *_token_bucket(rate))
+                _tool("tc", *root, "handle", handle, *_token_bucket(rate))
             elif node in self._limited:
                 _tool("tc", *root)
         (self._limited.add if rate else self._limited.discard)(node)

@@ -19,6 +19,7 @@ def receive(result: Path, num_bytes: int) -> None:
     with socket.create_server((os.environ["MASTER_ADDR"], PORT)) as server:
         connection, _ = server.accept()
     with connection:
+        connection.settimeout(3)
         # What was under way before the first measured byte does not count.
         left, began = num_bytes - len(connection.recv(CHUNK)), time.perf_counter()
         total = left
