@@ -6,6 +6,7 @@ On a GPU a step's numbers are read one step late, so that reading them never kee
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -181,6 +182,8 @@ def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[st
         rows["stages"] = "; ".join(
             reason for name, reason in run.reasons.items() if name in ("pp", "dp", "mb", "stages")
         )
+    if lab := os.environ.get("PHALANX_LAB"):
+        rows["lab"] = lab
     for number, note in enumerate(run.captured.notes, start=1):
         rows[f"note {number}"] = note
     return rows
