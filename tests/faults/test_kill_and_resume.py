@@ -101,7 +101,16 @@ class Interrupt:
                 signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture
+def ctrl_c_interrupts() -> Iterator[None]:
+    """As in a terminal; whoever starts tests in the background has Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach main threads only")
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_saves_what_was_trained_and_a_second_one_stops_at_once(tmp_path: Path):
     for times, folder in ((1, tmp_path / "once"), (2, tmp_path / "twice")):
         with pytest.raises(KeyboardInterrupt):
