@@ -1,0 +1,57 @@
+"""Who takes part in `peers.py`, with which settings, and on which models: tables, nothing else.
+
+A peer is added by adding its rows. Every peer gets the settings that its own documentation recommends for such models;
+all are tried, and the fastest is compared with the fastest of our plans.
+"""
+
+from __future__ import annotations
+
+from contest_setting import Size
+from peer_team import Entrant
+
+OURS = "Phalanx"
+PACKAGES = {  # of peers that are not part of torch; none of them is needed by Phalanx
+    "Accelerate": "accelerate", "DeepSpeed ZeRO": "deepspeed", "DeepSpeed pipeline": "deepspeed",
+    "torchtitan": "torchtitan", "Megatron-core": "megatron.core",
+}  # fmt: skip
+LLAMA_ONLY = ("torchtitan",)  # it brings its own models, and GPT-2 is not among them
+
+CPU_SIZES = {
+    "gpt2": Size(layers=12, width=768, vocabulary=50257, samples=4, tokens=128),
+    "llama": Size(layers=2, width=2048, vocabulary=8192, samples=4, tokens=128),
+}
+GPU_SIZES = {
+    "gpt2": Size(layers=12, width=768, vocabulary=50257, samples=32, tokens=1024),
+    "llama": Size(layers=8, width=2048, vocabulary=8192, samples=32, tokens=1024),
+}
+TINY_SIZES = {shape: Size(layers=2, width=64, vocabulary=64, samples=4, tokens=8) for shape in CPU_SIZES}
+TITLES = {"gpt2": "GPT-2 small's shape", "llama": "Llama-1B's width"}
+
+
+def entrants(world: int, samples: int) -> list[Entrant]:
+    """For a number of ranks; micro-batches of one sample or more, four per stage at most."""
+    dp = f"dp={world}"
+    pp = f"pp={world},mb={min(samples, 4 * world)}"
+    return [
+        *(Entrant(OURS, plan, "peer_phalanx.phalanx", plan) for plan in our_plans(dp, pp)),
+        *(
+            Entrant("DDP", f"{size} MiB buckets", "torch_data_parallel.ddp", dp, {"bucket_mib": size})
+            for size in (25, 100)
+        ),
+        Entrant("FSDP2", "keeping parameters", "torch_data_parallel.fsdp2", dp, {"reshard": False}),
+        Entrant("FSDP2", "resharding after forward", "torch_data_parallel.fsdp2", dp, {"reshard": True}),
+        Entrant("torch pipelining", "1F1B", "torch_pipeline.pipeline", f"{pp},schedule=1f1b"),
+        Entrant("torch pipelining", "interleaved", "torch_pipeline.pipeline", f"{pp},schedule=interleaved,v=2"),
+        Entrant("torch pipelining", "zero bubble", "torch_pipeline.pipeline", f"{pp},schedule=zb-h1"),
+        Entrant("Accelerate", "DDP", "peer_accelerate.accelerate", dp, {"sharded": False}),
+        Entrant("Accelerate", "FSDP2", "peer_accelerate.accelerate", dp, {"sharded": True}),
+        *(Entrant("DeepSpeed ZeRO", f"stage {n}", "peer_deepspeed.zero", dp, {"stage": n}) for n in (1, 2, 3)),
+        Entrant("DeepSpeed pipeline", "1F1B", "peer_deepspeed.pipeline", f"{pp},schedule=1f1b"),
+        Entrant("torchtitan", "FSDP", "peer_torchtitan.fsdp", dp, own_weights=True),
+        Entrant("Megatron-core", "data parallel", "peer_megatron.megatron", dp, own_weights=True),
+        Entrant("Megatron-core", "pipeline", "peer_megatron.megatron", f"{pp},schedule=1f1b", own_weights=True),
+    ]
+
+
+def our_plans(dp: str, pp: str) -> list[str]:
+    return [dp, f"{dp},zero=1", f"{dp},zero=3", f"{pp},schedule=1f1b", f"{pp},schedule=zb-h1"]

@@ -1,0 +1,58 @@
+"""Phalanx as a contestant, and what all contestants built on the plain HuggingFace model have in common."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from contest import Step, our_rank, our_step
+from contest_setting import Setting
+from torch import Tensor, nn
+
+from phalanx.launch.seat import Seat
+from phalanx.model.captured import Captured
+from phalanx.model.graph.layers import find_layers
+from phalanx.plan.complete import complete
+from phalanx.plan.plan import Plan
+
+
+def phalanx(seat: Seat, setting: Setting, plan: Plan) -> Step:
+    return our_step(our_rank(seat, setting, plan, _captured(setting)), setting)
+
+
+def completed(text: str, setting: Setting, world: int) -> Plan:
+    """With stages balanced as we do it, for those who leave that to their users."""
+    captured = _captured(setting)
+    costs = captured.blocks.flops(captured.dims(setting.batch()))
+    return complete(text, world=world, batch_size=setting.size.samples, costs=costs).plan
+
+
+@cache
+def _captured(setting: Setting) -> Captured:
+    return setting.capture()
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    return [layer for found in find_layers(model) for layer in model.get_submodule(found.path).children()]
+
+
+def plain_model(seat: Seat, setting: Setting) -> nn.Module:
+    """On the rank's device; on a GPU with compiled layers, as its users would have them."""
+    model = setting.module().to(seat.device)
+    if seat.device != "cpu":
+        for layer in layers_of(model):
+            layer.forward = torch.compile(layer.forward)
+    return model
+
+
+def my_samples(seat: Seat, setting: Setting) -> dict[str, Tensor]:
+    share = setting.size.samples // seat.world
+    mine = slice(seat.rank * share, (seat.rank + 1) * share)
+    return {name: tensor[mine].to(seat.device) for name, tensor in setting.batch().items()}
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    total = loss.detach().float().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()

@@ -1,0 +1,131 @@
+"""Writes docs/results/peers.md from what `peers.py` measured: python benchmarks/peers_page.py"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from contest import verdict
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+FILES = ("peers_gpu.json", "peers.json", "peers_link.json")
+HEADERS = ["model", "who", "fastest setting", "tokens/s", "peak GiB", "our speed / theirs (quartiles)", "ours is"]
+LEVEL = 0.98  # what we aim at, at least, with every peer
+INTRO = """# Phalanx beside its peers
+
+What users would pick instead trains the same model on the same batch, on the same ranks, with the same precision, clipping
+to the global gradient norm and AdamW, dropout 0. Embedding and head are not tied, because torch's pipelines cannot share a
+weight. Every setting named below was tried for a moment, and the fastest of each peer met the fastest of our plans
+in alternating rounds, each contestant in processes of its own; losses were checked to agree first. Ratios are formed
+within rounds: median and quartiles, above 1 we are faster. *faster* and *slower* mean that both quartiles say so. Peak
+memory is that of the rank that needs most: on GPUs what was allocated there, on CPUs all of its process, libraries
+included.
+"""
+OWN_WEIGHTS = "builds a model of the same shape with weights of its own, so that losses could not be compared"
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The whole page, from the result files that there are."""
+    found = [(name, json.loads((folder / name).read_text())) for name in FILES if (folder / name).exists()]
+    return "\n".join([INTRO, *(_section(name, data) for name, data in found)])
+
+
+def rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Ours first, then one for each peer of one model."""
+    tokens = result["size"]["samples"] * result["size"]["tokens"]
+    ours, model = result["ours"], result["title"]
+    speed = f"{tokens / ours['seconds']['median']:,.0f}" if "seconds" in ours else ""
+    found = [[model, "**Phalanx**", ours["plan"], speed, _gib(ours), "", ""]]
+    for peer in result["peers"]:
+        if "error" in peer:
+            found.append([model, peer["peer"], "", "", "", "", f"cannot run: {_short(peer['error'])}"])
+            continue
+        speed, ratio = f"{tokens / peer['seconds']['median']:,.0f}", peer["ratio"]
+        found.append([model, peer["peer"], peer["variant"], speed, _gib(peer), _spread(ratio), verdict(ratio)])
+    return found
+
+
+def behind(result: Mapping[str, Any]) -> list[str]:
+    """Where we do not reach what we aim at, and by how much."""
+    return [
+        f"{result['title']}, {peer['peer']} ({peer['variant']}): we are {1 - peer['ratio']['median']:.0%} behind"
+        + ("" if peer["ratio"]["high"] < 1 else ", within the spread") + "."
+        for peer in result["peers"]
+        if "ratio" in peer and peer["ratio"]["median"] < LEVEL
+    ]  # fmt: skip
+
+
+def _section(file: str, data: Mapping[str, Any]) -> str:
+    results = data["results"]
+    table = [row for result in results for row in rows(result)]
+    lines = [f"## {_title(data)}", "", _how(file, data), "", _row(HEADERS), _row(["---"] * len(HEADERS))]
+    lines += [*map(_row, table), "", "Where we are behind:" if any(map(behind, results)) else "Nowhere behind.", ""]
+    lines += [f"- {text}" for result in results for text in behind(result)]
+    own = sorted({peer["peer"] for result in results for peer in result["peers"] if peer.get("own_weights")})
+    lines += ["", *(f"{', '.join(own)} {OWN_WEIGHTS}." for _ in own[:1]), "What was tried, in seconds per step:", ""]
+    lines += [f"- {text}" for result in results for text in _tried(result)]
+    return "\n".join([*lines, ""])
+
+
+def _title(data: Mapping[str, Any]) -> str:
+    setting = data["setting"]
+    if data["machine"]["gpus"]:
+        return f"{setting['ranks']} ranks that share one GPU"
+    return f"{setting['ranks']} CPU ranks" + (f", nodes joined at {setting['link']}" if setting["link"] else "")
+
+
+def _how(file: str, data: Mapping[str, Any]) -> str:
+    machine, setting = data["machine"], data["setting"]
+    option = " --gpu" if machine["gpus"] else f" --link {setting['link']}" if setting["link"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
+    sizes = "; ".join(
+        f"{r['title']}: {r['size']['layers']} layers of width {r['size']['width']}, vocabulary {r['size']['vocabulary']}, "
+        f"{r['size']['samples']} × {r['size']['tokens']} tokens per step"
+        for r in data["results"]
+    )
+    return (
+        f"`python benchmarks/peers.py{option} --rounds {setting['rounds']} --steps {setting['steps']}` on "
+        f"{(machine['gpus'] or ['one CPU thread per rank'])[0]}, {machine['date']}, torch {machine['torch']}, {versions}, "
+        f"{setting['dtype']}. Data: [{file}]({file}). {sizes}. Processes ready to run on {setting['cores']} cores at the "
+        f"start: {setting['load']:.1f}."
+    )
+
+
+def _tried(result: Mapping[str, Any]) -> list[str]:
+    groups = [("Phalanx", result["ours"]["tried"]), *((peer["peer"], peer["tried"]) for peer in result["peers"])]
+    return [
+        f"{result['title']}, {name}: "
+        + "; ".join(f"{one['variant']} {_outcome(one)}" for one in tried)
+        for name, tried in groups
+        if tried
+    ]  # fmt: skip
+
+
+def _outcome(one: Mapping[str, Any]) -> str:
+    return f"{one['seconds']:.2f}" if "seconds" in one else f"({_short(one['error'])})"
+
+
+def _spread(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.2f}× ({ratio['low']:.2f}–{ratio['high']:.2f})"
+
+
+def _gib(known: Mapping[str, Any]) -> str:
+    return f"{known['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in known else ""
+
+
+def _short(error: str, most: int = 110) -> str:
+    text = error.replace("|", "/")
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    (RESULTS / "peers.md").write_text(page(), encoding="utf-8")
