@@ -1,4 +1,4 @@
-"""Megatron-core as a contestant: its GPT model of the same shape, data parallel with its distributed optimizer, or 1F1B.
+"""Megatron-core as a contestant: its GPT model of the same shape, with its distributed optimizer, or under 1F1B.
 
 It builds its own model, so weights are its own; shape, batch, precision, clipping and optimizer settings are the same.
 """

@@ -1,7 +1,7 @@
 """One contestant as processes of their own, in a lab: it is built once, and then trains steps whenever it is told to.
 
-Contestants that do not share a process cannot disturb each other, and each has a peak of memory of its own. They are led
-over local sockets, which pass through the lab's nodes; what a contestant cannot do comes back as a TeamError.
+Contestants that do not share a process cannot disturb each other, and each has a peak of memory of its own. They are
+led over local sockets, which pass through the lab's nodes; what a contestant cannot do comes back as a TeamError.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Order:
-    """What the ranks of a team are to do: `build` once, then `steps` (seconds, processor seconds) and `peak` (bytes)."""
+    """What ranks are to do: `build` once, then `steps` (seconds, processor seconds) and `peak` (bytes)."""
 
     name: str
     arguments: tuple[Any, ...] = ()

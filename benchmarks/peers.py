@@ -1,12 +1,13 @@
-"""Phalanx beside what its users would pick instead: DDP, FSDP2, torch.distributed.pipelining, Accelerate, and, where they
-are installed, DeepSpeed, torchtitan and Megatron-core.
+"""Phalanx beside what its users would pick instead: DDP, FSDP2, torch.distributed.pipelining, and, where they are
+installed, Accelerate, DeepSpeed, torchtitan and Megatron-core.
 
     python benchmarks/peers.py [--gpu] [--link 1gbit] [--models llama] [--only DDP] [--quick] [--out FILE]
 
-All train the same model on the same batch with the same precision, clipping and AdamW, dropout 0. Every setting of every
-peer is tried for a moment; its fastest then meets the fastest of our plans in alternating rounds. A peer that is not
-installed or cannot run is reported with its error. Peers are never dependencies: install them beside Phalanx in an
-environment that you throw away (pip install accelerate deepspeed torchtitan megatron-core) and run this with its Python.
+All train the same model on the same batch with the same precision, clipping and AdamW, dropout 0. Every setting of
+every peer is tried for a moment; its fastest then meets the fastest of our plans in alternating rounds. A peer that is
+not installed or cannot run is reported with its error. Peers are never dependencies: install them beside Phalanx in an
+environment that you throw away (pip install accelerate deepspeed torchtitan megatron-core) and run this with its
+Python.
 
 --link puts every rank on a node of its own in a lab whose nodes are joined at that rate (root, ip and tc are needed).
 """

@@ -18,13 +18,13 @@ HEADERS = ["model", "who", "fastest setting", "tokens/s", "peak GiB", "our speed
 LEVEL = 0.98  # what we aim at, at least, with every peer
 INTRO = """# Phalanx beside its peers
 
-What users would pick instead trains the same model on the same batch, on the same ranks, with the same precision, clipping
-to the global gradient norm and AdamW, dropout 0. Embedding and head are not tied, because torch's pipelines cannot share a
-weight. Every setting named below was tried for a moment, and the fastest of each peer met the fastest of our plans
-in alternating rounds, each contestant in processes of its own; losses were checked to agree first. Ratios are formed
-within rounds: median and quartiles, above 1 we are faster. *faster* and *slower* mean that both quartiles say so. Peak
-memory is that of the rank that needs most: on GPUs what was allocated there, on CPUs all of its process, libraries
-included.
+What users would pick instead trains the same model on the same batch, on the same ranks, with the same precision,
+clipping to the global gradient norm and AdamW, dropout 0. Embedding and head are not tied, because torch's pipelines
+cannot share a weight. Every setting named below was tried for a moment, and the fastest of each peer met the fastest of
+our plans in alternating rounds, each contestant in processes of its own; losses were checked to agree first. Ratios are
+formed within rounds: median and quartiles, above 1 we are faster. *faster* and *slower* mean that both quartiles say
+so. Peak memory is that of the rank that needs most: on GPUs what was allocated there, on CPUs all of its process,
+libraries included.
 """
 OWN_WEIGHTS = "builds a model of the same shape with weights of its own, so that losses could not be compared"
 
@@ -84,15 +84,16 @@ def _how(file: str, data: Mapping[str, Any]) -> str:
     option = " --gpu" if machine["gpus"] else f" --link {setting['link']}" if setting["link"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     sizes = "; ".join(
-        f"{r['title']}: {r['size']['layers']} layers of width {r['size']['width']}, vocabulary {r['size']['vocabulary']}, "
-        f"{r['size']['samples']} × {r['size']['tokens']} tokens per step"
-        for r in data["results"]
+        f"{result['title']}: {size['layers']} layers of width {size['width']}, vocabulary {size['vocabulary']}, "
+        f"{size['samples']} × {size['tokens']} tokens per step"
+        for result in data["results"]
+        for size in [result["size"]]
     )
     return (
         f"`python benchmarks/peers.py{option} --rounds {setting['rounds']} --steps {setting['steps']}` on "
-        f"{(machine['gpus'] or ['one CPU thread per rank'])[0]}, {machine['date']}, torch {machine['torch']}, {versions}, "
-        f"{setting['dtype']}. Data: [{file}]({file}). {sizes}. Processes ready to run on {setting['cores']} cores at the "
-        f"start: {setting['load']:.1f}."
+        f"{(machine['gpus'] or ['one CPU thread per rank'])[0]}, {machine['date']}, torch {machine['torch']}, "
+        f"{versions or 'no other peers installed'}, {setting['dtype']}. Data: [{file}]({file}). {sizes}. Processes "
+        f"ready to run on {setting['cores']} cores at the start: {setting['load']:.1f}."
     )
 
 
