@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import plot
 import report
 from contest import OURS, Build, Contest, combine, compete, verdict
 from contest_setting import CPU_SIZE, GPU_SIZE, SHAPES, Setting
@@ -38,9 +38,8 @@ class Case:
 def run(name: str, description: str, cases_of: Callable[[int], Sequence[Case]], *, masters: bool) -> None:
     """cases_of: the cases for a number of ranks. masters: whether half precision keeps float32 weights."""
     options = _options(description)
-    busy = {"load": os.getloadavg()[0], "cores": os.cpu_count()}
     about = {"size": asdict(GPU_SIZE if options.gpu else CPU_SIZE), "dtype": _dtype(options), "masters": masters}
-    about |= {**busy, "rounds": _rounds(options), "steps": _steps(options), "quick": options.quick}
+    about |= {"rounds": _rounds(options), "steps": _steps(options), "quick": options.quick}
     results: list[dict[str, Any]] = []
     for world in options.ranks or ([2, 4] if options.gpu and not options.quick else [2]):
         with _crew(world, options.gpu) as crew:
@@ -50,6 +49,7 @@ def run(name: str, description: str, cases_of: Callable[[int], Sequence[Case]], 
                     if options.out:  # after each, so that a run that is cut short has not run for nothing
                         report.write(Path(options.out), name, about, results)
     print(report.table(HEADERS, rows(results)))
+    report.publish(options, name, about, results, [_panel(description, results)])
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -66,6 +66,14 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             times = [f"{ours['median'] * 1e3:.0f}", f"{theirs['median'] * 1e3:.0f}"]
             found.append([*place, rival, *times, _spread(ratio), _spread(worked), verdict(ratio)])
     return found
+
+
+def _panel(description: str, results: Sequence[Mapping[str, Any]]) -> plot.Panel:
+    series: dict[str, list[plot.Point]] = {}
+    for result in (result for result in results if "error" not in result):
+        for rival, ratio in result["ratios"].items():
+            series.setdefault(rival, []).append(plot.Point.of(f"{result['model']} {result['plan']}", ratio))
+    return plot.Panel(description.splitlines()[0], "", "theirs / ours", series, level=1.0)
 
 
 def _steps(options: argparse.Namespace) -> int:
@@ -127,12 +135,11 @@ def _rounds(options: argparse.Namespace) -> int:
 
 
 def _options(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(description)
     parser.add_argument("--gpu", action="store_true", help="ranks that share one GPU (bfloat16), instead of CPU ranks")
     parser.add_argument("--ranks", type=int, action="append", help="default: 2; with --gpu 2 and 4, unless --quick")
     parser.add_argument("--shapes", action="append", choices=SHAPES, help="default: all, with --quick the first")
     parser.add_argument("--only", help="plans that contain this text")
     parser.add_argument("--quick", action="store_true", help="one model, two ranks, few rounds")
     parser.add_argument("--rounds", type=int, help="default: 24, with --quick 8")
-    parser.add_argument("--out", help="write the results as JSON")
     return parser.parse_args()

@@ -1,19 +1,14 @@
-"""Writes docs/results/data_parallel.md and pipeline_vs_torch.md from what was measured:
-
-python benchmarks/contest_page.py
-"""
+"""The pages docs/results/data_parallel.md and pipeline_vs_torch.md, from what was measured."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import report
 from contest_face import HEADERS, rows
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -57,14 +52,10 @@ def _section(name: str, data: dict[str, Any], file: str) -> str:
         f"`{command} --rounds {setting['rounds']}` on {where}, torch {machine['torch']}, {machine['date']}. "
         f"Data: [{file}]({file}). {size['layers']} layers of width {size['width']}, vocabulary {size['vocabulary']}, "
         f"{size['samples']} × {size['tokens']} tokens per step, {precision}.", "",
-        _row(HEADERS), _row(["---"] * len(HEADERS)), *map(_row, rows(data["results"])), "",
-        f"{_count(data['results'])} {_load(setting)}", "",
+        report.markdown(HEADERS, rows(data["results"])), "",
+        f"{_count(data['results'])} {report.busy({**setting, **machine})}", "",
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _count(results: Sequence[dict[str, Any]]) -> str:
@@ -72,15 +63,3 @@ def _count(results: Sequence[dict[str, Any]]) -> str:
     failed = sum("error" in result for result in results)
     text = ", ".join(f"{found[word]} {word}" for word in ("faster", "even", "slower"))
     return f"Of {sum(found.values())} comparisons: {text}." + (f" {failed} could not be made." if failed else "")
-
-
-def _load(setting: dict[str, Any]) -> str:
-    """Other work on the machine widens every spread, so a reader must know of it."""
-    if "load" not in setting:
-        return "How busy the machine was otherwise was not recorded."
-    return f"Processes ready to run on {setting['cores']} cores at the start: {setting['load']:.1f}."
-
-
-if __name__ == "__main__":
-    for one in INTRO:
-        (RESULTS / f"{one}.md").write_text(page(one), encoding="utf-8")

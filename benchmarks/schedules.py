@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import plot
 import report
 from contest_setting import Setting, Size
 from schedule_profile import FUSED, SPLIT, Profile, costs, profile, with_own_blocks
@@ -76,9 +77,19 @@ def main() -> None:
     for kind in (kind for kind in kinds if options.only in kind.name):
         results += _measure(kind, options.rounds)
         print(report.table(HEADERS, rows(results[-len(SCHEDULES) :])), flush=True)
-    if options.out:
-        setting = {kind.name: asdict(kind) for kind in kinds} | {"rounds": options.rounds}
-        report.write(Path(options.out), "schedules", setting, results)
+    setting = {kind.name: asdict(kind) for kind in kinds} | {"rounds": options.rounds}
+    report.publish(options, "schedules", setting, results, _panels(results))
+
+
+def _panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
+    """One for each kind of ranks."""
+    panels: list[plot.Panel] = []
+    for kind in dict.fromkeys(result["ranks"] for result in results):
+        found = [result for result in results if result["ranks"] == kind]
+        simulated = [plot.Point(r["schedule"], *[r["simulated_seconds"]] * 3) for r in found]
+        measured = [plot.Point.of(r["schedule"], r["measured_seconds"]) for r in found]
+        panels.append(plot.Panel(kind, "", "seconds of a step", {"simulated": simulated, "measured": measured}))
+    return panels
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -174,11 +185,10 @@ def _about(known: Profile, seen: Seen) -> dict[str, Any]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__ or "")
     parser.add_argument("--gpu", action="store_true", help="4 ranks that share one GPU, instead of CPU ranks")
     parser.add_argument("--only", default="", help="of the CPU settings the one whose name contains this")
     parser.add_argument("--rounds", type=int, default=8, help="recorded steps of each schedule (default: 8)")
-    parser.add_argument("--out", help="write the results as JSON")
     return parser.parse_args()
 
 

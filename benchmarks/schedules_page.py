@@ -1,14 +1,12 @@
-"""Writes docs/results/schedules.md from what `schedules.py` measured:  python benchmarks/schedules_page.py"""
+"""The page docs/results/schedules.md, from what `schedules.py` measured."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import report
 from schedules import rows
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -47,13 +45,9 @@ def _section(data: dict[str, Any], file: str) -> str:
     lines = [f"## {'; '.join(kinds)}", ""]
     lines += [f"`{command}` on {where} (torch {machine['torch']}), {machine['date']}. Data: [{file}]({file}).", ""]
     lines += [_model(data["setting"][kind]) for kind in kinds]
-    lines += ["", _row(HEADERS), _row(["---"] * len(HEADERS)), *map(_row, rows(data["results"])), ""]
+    lines += ["", report.markdown(HEADERS, rows(data["results"])), ""]
     lines += [_sentence(kind, [r for r in data["results"] if r["ranks"] == kind]) for kind in kinds]
     return "\n".join([*lines, ""])
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _model(kind: dict[str, Any]) -> str:
@@ -77,7 +71,3 @@ def _sentence(kind: str, results: list[dict[str, Any]]) -> str:
         f"start, the norm {first['norm_seconds'] * 1e3:.2f} ms. The machine has {first['cores']} cores; its load was "
         f"{first['load']:.1f}.\n"
     )
-
-
-if __name__ == "__main__":
-    (RESULTS / "schedules.md").write_text(page(), encoding="utf-8")

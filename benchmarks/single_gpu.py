@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import plot
 import report
 
 CANDIDATES = ("eager", "compiled", "compiled layers", "phalanx", "phalanx, masters")
@@ -40,19 +41,22 @@ def main() -> None:
             print(f"{name}: {runs[name][-1]}", file=sys.stderr, flush=True)
     results = [_combine(name, found) for name, found in runs.items()]
     print(_table(results))
-    if options.out:
-        setting = {name: value for name, value in vars(options).items() if name not in ("out", "candidate")}
-        report.write(Path(options.out), "single_gpu", setting, results)
+    setting = {name: value for name, value in vars(options).items() if name not in ("out", "plot", "candidate")}
+    report.publish(options, "single_gpu", setting, results, [_panel(results)])
+
+
+def _panel(results: list[dict[str, Any]]) -> plot.Panel:
+    points = [plot.Point.of(r["candidate"], r["seconds"]) for r in results if "error" not in r]
+    return plot.Panel("One GPU beside plain HuggingFace", "", "seconds of a step", {"measured": points})
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__ or "")
     parser.add_argument("--model", default="meta-llama/Llama-3.2-1B")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", help="write the results as JSON")
     parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)
     return parser.parse_args()
 

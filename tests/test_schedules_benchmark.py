@@ -1,4 +1,4 @@
-"""The schedules benchmark: a profile of simulated steps predicts them, and the page shows what was measured."""
+"""The schedules benchmark: a profile of simulated steps predicts them."""
 
 from __future__ import annotations
 
@@ -67,9 +67,3 @@ def as_measured(timeline: Timeline) -> Timeline:
     """The timeline as a run would measure it: a message is shown where it is issued."""
     messages = SENDS | RECEIVES
     return Timeline(tuple(replace(e, end=e.start) if e.instruction.op in messages else e for e in timeline.events))
-
-
-def test_the_page_shows_what_was_measured() -> None:
-    from schedules_page import page
-
-    assert (ROOT / "docs" / "results" / "schedules.md").read_text(encoding="utf-8") == page()

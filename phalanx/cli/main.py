@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 import phalanx
-from phalanx.cli import env, inspect, lab, program, train, verify
+from phalanx.cli import bench, env, inspect, lab, program, train, verify
 from phalanx.errors import PhalanxError
 
-VERBS = (train, verify, inspect, program, lab, env)
+VERBS = (train, verify, inspect, program, lab, bench, env)
 
 # Newer typers carry their own copy of click, older ones use click itself; BadParameter leads to the base of either.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]

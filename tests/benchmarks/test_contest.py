@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
-import contest_page
 from contest import OURS, Contest, Measured, combine, compete, quartiles, verdict
 from contest_face import rows
 from contest_setting import Setting, Size
@@ -66,10 +64,3 @@ def test_both_sides_of_a_contest_train_alike(plan: str, shape: str, rivals: dict
         found = combine(crew.run(compete, contest, captured), "float32")
     assert len(set(found["losses"])) == len(found["losses"]), "every step changes the loss"
     assert set(found["ratios"]) == set(rivals)
-
-
-@pytest.mark.parametrize("name", contest_page.INTRO)
-def test_the_results_page_shows_what_was_measured(name: str) -> None:
-    assert (contest_page.RESULTS / f"{name}.md").read_text(encoding="utf-8") == contest_page.page(name)
-    data = json.loads((contest_page.RESULTS / f"{name}.json").read_text())
-    assert {result["plan"] for result in data["results"]}, "nothing was measured"

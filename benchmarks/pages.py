@@ -1,0 +1,31 @@
+"""Writes every page in docs/results anew from the JSON beside it: run `python benchmarks/pages.py`.
+
+A page shows nothing that was measured but is not in its JSON; tests compare each with what it would be.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import contest_page
+import scaling_page
+import schedules_page
+import single_gpu_page
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+PAGES: Mapping[str, Callable[[], str]] = {
+    "single_gpu": single_gpu_page.page,
+    "schedules": schedules_page.page,
+    "scaling": scaling_page.page,
+    **{name: partial(contest_page.page, name) for name in contest_page.INTRO},
+}
+
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (RESULTS / f"{name}.md").write_text(page(), encoding="utf-8")
