@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import contest_page
+import peers_page
 import scaling_page
 import schedules_page
 import single_gpu_page
@@ -22,10 +23,16 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "single_gpu": single_gpu_page.page,
     "schedules": schedules_page.page,
     "scaling": scaling_page.page,
+    "peers": peers_page.page,
     **{name: partial(contest_page.page, name) for name in contest_page.INTRO},
 }
 
 
+def measured() -> dict[str, str]:
+    """The pages for which there are results, by name."""
+    return {name: page() for name, page in PAGES.items() if any(RESULTS.glob(f"{name}*.json"))}
+
+
 if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (RESULTS / f"{name}.md").write_text(page(), encoding="utf-8")
+    for name, text in measured().items():
+        (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")

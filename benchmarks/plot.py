@@ -62,7 +62,8 @@ def draw(path: Path, panels: Sequence[Panel]) -> bool:
 
 
 def _draw(axis: Any, panel: Panel) -> None:
-    named = any(isinstance(point.x, str) for points in panel.series.values() for point in points)
+    places = list(dict.fromkeys(point.x for points in panel.series.values() for point in points))
+    named = any(isinstance(place, str) for place in places)
     for name, points in panel.series.items():
         spread = [[p.median - p.low for p in points], [p.high - p.median for p in points]]
         where = [p.x for p in points]
@@ -73,6 +74,7 @@ def _draw(axis: Any, panel: Panel) -> None:
         axis.tick_params("x", rotation=30)
     else:
         axis.set_xscale("log", base=2)
+        axis.set_xticks(places, [f"{place:g}" for place in places])
     axis.set_title(panel.title, loc="left", fontsize=10)
     axis.set_xlabel(panel.x_label)
     axis.set_ylabel(panel.y_label)
