@@ -13,7 +13,6 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from peer_team import Entrant, Order
 
     from phalanx.launch.seat import Seat
+    from phalanx.plan.plan import Plan
 
 CHECKED_STEPS = 2
 _DEADLINE = timedelta(seconds=120)
@@ -41,7 +41,7 @@ class Member:
         assert seat is not None, "a lab starts this"
         self.seat: Seat = seat
 
-    def build(self, entrant: Entrant, setting: Setting) -> list[float]:
+    def build(self, entrant: Entrant, setting: Setting, plan: Plan) -> list[float]:
         """The losses of the first steps."""
         import torch.distributed as dist
 
@@ -50,7 +50,9 @@ class Member:
         dist.init_process_group(
             backend, store=store, rank=self.seat.rank, world_size=self.seat.world, timeout=_DEADLINE
         )
-        self._step = self._enter(entrant, setting)
+        module, _, name = entrant.build.rpartition(".")
+        function = getattr(importlib.import_module(module), name)
+        self._step: Step = function(self.seat, setting, plan, **entrant.options)
         losses = [self._step()() for _ in range(CHECKED_STEPS)]
         self._forget_peak()
         return losses
@@ -71,13 +73,6 @@ class Member:
             return torch.cuda.max_memory_allocated()
         status = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
-
-    def _enter(self, entrant: Entrant, setting: Setting) -> Step:
-        from peer_phalanx import completed
-
-        module, _, name = entrant.build.rpartition(".")
-        build = partial(getattr(importlib.import_module(module), name), **entrant.options)
-        return build(self.seat, setting, completed(entrant.plan, setting, self.seat.world))
 
     def _forget_peak(self) -> None:
         """Weights were copied while building, which no training would do."""

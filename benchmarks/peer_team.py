@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from contest_setting import Setting
+from peer_phalanx import completed
 
 from phalanx.lab.run import Lab
 
@@ -66,6 +67,7 @@ class Team:
 
     def __enter__(self) -> Team:
         try:
+            plan = completed(self.entrant.plan, self.setting, self._lab.spec.ranks)
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-peers-")))
             listener = self._stack.enter_context(Listener(str(folder / "leader"), family="AF_UNIX"))
             command = [sys.executable, str(_RANK), str(folder), str(_free_port())]
@@ -74,7 +76,7 @@ class Team:
             for _ in session.ranks:
                 connection = self._stack.enter_context(listener.accept())
                 self._connections[connection] = connection.recv()
-            self.losses = self._ask(Order("build", (self.entrant, self.setting)))[0]
+            self.losses = self._ask(Order("build", (self.entrant, self.setting, plan)))[0]
         except TimeoutError:
             self.close()
             raise TeamError(f"its ranks did not start within {self._seconds:.0f} s") from None

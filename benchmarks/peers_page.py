@@ -93,7 +93,15 @@ def _how(file: str, data: Mapping[str, Any]) -> str:
         f"`python benchmarks/peers.py{option} --rounds {setting['rounds']} --steps {setting['steps']}` on "
         f"{(machine['gpus'] or ['one CPU thread per rank'])[0]}, {machine['date']}, torch {machine['torch']}, "
         f"{versions or 'no other peers installed'}, {setting['dtype']}. Data: [{file}]({file}). {sizes}. Processes "
-        f"ready to run on {setting['cores']} cores at the start: {setting['load']:.1f}."
+        f"ready to run on {setting['cores']} cores: {setting['load']:.1f} at the start{_later(data['results'])}."
+    )
+
+
+def _later(results: Sequence[Mapping[str, Any]]) -> str:
+    """Other work that began in the meantime."""
+    loads = [peer["load"] for result in results for peer in result["peers"] if "load" in peer]
+    return (
+        f", {min(loads):.1f} to {max(loads):.1f} after the rounds with each peer, the ranks included" if loads else ""
     )
 
 
