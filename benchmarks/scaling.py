@@ -57,11 +57,13 @@ QUICK = Extent(layers=(2, 4), starts=1, ranks=(2,), lengths=(64, 128), rounds=2)
 def main() -> None:
     options = _options()
     extent = QUICK if options.quick else FULL
+    about = {"extent": asdict(extent), "computed": asdict(COMPUTED), "timed": asdict(TIMED), "quick": options.quick}
     results: list[dict[str, Any]] = []
     for found in (_start_ups(extent), _computed(extent), _timed(extent)):
         results += found
+        if options.out:  # after each, so that a run that is cut short has not run for nothing
+            report.write(Path(options.out), "scaling", about, results)
     print("\n\n".join(report.table(headers, rows) for headers, rows in scaling_page.tables(results).values()))
-    about = {"extent": asdict(extent), "computed": asdict(COMPUTED), "timed": asdict(TIMED), "quick": options.quick}
     report.publish(options, "scaling", about, results, scaling_page.panels(results))
 
 
