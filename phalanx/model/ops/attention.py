@@ -7,7 +7,7 @@ decided in `kernels.py`; how a HuggingFace model is made to call this operator i
 
 Shapes: q [batch, heads, queries, dim]; k, v [batch, kv_heads, keys, dim]; q_segments [batch, queries];
 k_segments [batch, keys]; bias broadcastable to [batch, heads, queries, keys]; dropout_keys [batch];
-out like q; lse [batch, heads, queries].
+out like q; lse [batch, heads, queries]. Where heads are split over ranks, first_head says which of them q's first is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.model.ops import kernels
 from phalanx.model.ops.kernels import Attention
 
-_OPTIONS = "bool causal, float scale, int window, float softcap, float dropout"
+_OPTIONS = "bool causal, float scale, int window, float softcap, float dropout, int first_head=0"
 _MASKS = "Tensor? q_segments, Tensor? k_segments, Tensor? bias, Tensor? dropout_keys"
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, {_MASKS}, {_OPTIONS}) -> (Tensor, Tensor)"
 _BACKWARD = (
@@ -76,7 +76,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _autograd_backward(ctx, d_out, d_lse):
     grads = torch.ops.phalanx.attention_backward(d_out, *ctx.saved_tensors, *ctx.options)
     dq, dk, dv, d_bias = grads
-    return dq, dk, dv, None, None, d_bias if ctx.needs_input_grad[5] else None, None, None, None, None, None, None
+    return dq, dk, dv, None, None, d_bias if ctx.needs_input_grad[5] else None, None, *[None] * len(ctx.options)
 
 
 attention.register_autograd(_autograd_backward, setup_context=_setup_context)

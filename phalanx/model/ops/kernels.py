@@ -36,6 +36,7 @@ class Attention:
     window: int  # 0: none; else a query sees itself and the window - 1 keys before it
     softcap: float  # 0: none
     dropout: float
+    first_head: int = 0  # which of the model's heads q's first one is: what is dropped depends on it
 
     @property
     def only_windowed(self) -> bool:
@@ -264,8 +265,9 @@ def _drop(probabilities: Tensor, spec: Attention, chunk: slice) -> Tensor:
         return probabilities
     _, heads, _, num_keys = probabilities.shape
     device = probabilities.device
+    own_heads = torch.arange(spec.first_head, spec.first_head + heads, device=device)
     queries = torch.arange(chunk.start, chunk.stop, device=device)
-    keep = random.keep_attention(spec.dropout_keys, torch.arange(heads, device=device), queries, num_keys, spec.dropout)
+    keep = random.keep_attention(spec.dropout_keys, own_heads, queries, num_keys, spec.dropout)
     return torch.where(keep, probabilities * random.scale(spec.dropout), 0.0)
 
 

@@ -56,18 +56,23 @@ def scale(p: float) -> float:
     return 1.0 / (1.0 - p) if p < 1 else 0.0
 
 
-def keep_features(keys: Tensor, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
+def keep_features(
+    keys: Tensor, shape: torch.Size | tuple[int, ...], p: float, token_part: int = 0, first_feature: int = 0
+) -> Tensor:
     """Which elements of an activation survive; bool, of the given shape.
 
     keys: [samples]. The leading dims of `shape` hold samples × tokens, together or apart; the last dim is the feature.
+    token_part, first_feature: where these tokens and features lie in the whole, tokens in parts as long as this one.
     """
     samples, features = keys.shape[0], shape[-1]
     rows = 1
     for size in shape[:-1]:
         rows *= size
-    tokens = torch.arange(rows // samples, device=keys.device)
+    num_tokens = rows // samples
+    tokens = torch.arange(token_part * num_tokens, (token_part + 1) * num_tokens, device=keys.device)
     token_keys = combine(keys[:, None], tokens[None, :]).reshape(*shape[:-1], 1)
-    return combine(token_keys, torch.arange(features, device=keys.device)) >= _threshold(p)
+    feature = torch.arange(first_feature, first_feature + features, device=keys.device)
+    return combine(token_keys, feature) >= _threshold(p)
 
 
 def keep_attention(keys: Tensor, heads: Tensor, queries: Tensor, num_keys: int, p: float) -> Tensor:

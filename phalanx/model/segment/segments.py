@@ -1,14 +1,14 @@
 """Segments as functions: what is run, recomputed and compiled.
 
-    F(params, inputs)          → outputs, saved
+    F(params, inputs)          → outputs, saved; or either of the two alone
     B(params, saved, d_outputs)→ d_inputs, w_saved
     W(params, w_saved)         → d_params
     BW(params, saved, d_outputs) = B and W in one
 
-All are cut out of one joint graph. `saved` never holds a parameter or anything computed from parameters alone: those
-are handed in again or recomputed, so parameters may be freed in between and memory is known exactly. Which other values
-are kept is the policy's choice; whatever is not kept is recomputed from what is. W is really separate: no operator that
-only a weight gradient needs runs in B.
+All are cut out of one joint graph, each when it is first used. `saved` never holds a parameter or anything computed
+from parameters alone: those are handed in again or recomputed, so parameters may be freed in between and memory is
+known exactly. Which other values are kept is the policy's choice; whatever is not kept is recomputed from what is. W is
+really separate: no operator that only a weight gradient needs runs in B.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,23 +47,44 @@ class Segment:
         self._joint = joint
         self._parameters = tuple(n for n, p in zip(joint.inputs, is_parameter, strict=True) if p)
         free = policies.parameter_only(joint, self._parameters)
-        d_inputs = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if not p]
-        d_params = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if p]
-        parts = _Partition(joint, set(self._parameters), free, saved, d_inputs, d_params)
+        self._d_inputs = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if not p]
+        self._d_params = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if p]
+        parts = _Partition(joint, set(self._parameters), free, saved, self._d_inputs, self._d_params)
         self._saved, self._w_saved = parts.saved, parts.w_saved
         inputs = set(joint.inputs)
         self._computed = [n for n in parts.saved if n not in inputs]
         self._w_computed = [n for n in parts.w_saved if n not in set(parts.saved)]
+        self._given = [*self._parameters, *parts.saved, *joint.tangents]
+        self._num_outputs, self._num_d_inputs = len(joint.outputs), len(self._d_inputs)
+        self._compiler = compiler
 
-        def cut(outputs: Iterable[fx.Node | None], sources: Iterable[fx.Node]) -> Cut:
-            return _cut(joint.graph, list(outputs), list(sources), compiler)
+    @cached_property
+    def _forward(self) -> Cut:
+        return self._cut([*self._joint.outputs, *self._computed], self._joint.inputs)
 
-        given = [*self._parameters, *parts.saved, *joint.tangents]
-        self._forward = cut([*joint.outputs, *self._computed], joint.inputs)
-        self._backward = cut([*d_inputs, *self._w_computed], given)
-        self._weight = cut(d_params, [*self._parameters, *parts.w_saved])
-        self._fused = cut([*d_inputs, *d_params], given)
-        self._num_outputs, self._num_d_inputs = len(joint.outputs), len(d_inputs)
+    @cached_property
+    def _run(self) -> Cut:
+        return self._cut(self._joint.outputs, self._joint.inputs) if self._computed else self._forward
+
+    @cached_property
+    def _again(self) -> Cut:
+        return self._cut(self._computed, self._joint.inputs)
+
+    @cached_property
+    def _backward(self) -> Cut:
+        return self._cut([*self._d_inputs, *self._w_computed], self._given)
+
+    @cached_property
+    def _weight(self) -> Cut:
+        return self._cut(self._d_params, [*self._parameters, *self._w_saved])
+
+    @cached_property
+    def _fused(self) -> Cut:
+        return self._cut([*self._d_inputs, *self._d_params], self._given)
+
+    def _cut(self, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node]) -> Cut:
+        with torch.no_grad():
+            return _cut(self._joint.graph, outputs, sources, self._compiler)
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
@@ -86,6 +108,18 @@ class Segment:
         results = self._forward(values)
         values.update(zip(self._computed, results[self._num_outputs :], strict=True))
         return list(results[: self._num_outputs]), tuple(values[node] for node in self._saved)
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs alone, where no backward comes or the forward is done again before it."""
+        return list(self._run(dict(zip(self._joint.inputs, tensors, strict=True))))
+
+    def again(self, tensors: Sequence[Tensor], outputs: bool) -> tuple[list[Tensor] | None, Saved]:
+        """A forward done again for its backward; without `outputs`, nothing is computed that only they need."""
+        if outputs:
+            return self.forward(tensors)
+        values = dict(zip(self._joint.inputs, tensors, strict=True))
+        values.update(zip(self._computed, self._again(values), strict=True))
+        return None, tuple(values[node] for node in self._saved)
 
     def backward(
         self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]
@@ -185,7 +219,7 @@ def build(
     recompute: bool,
     compiler: Compiler,
 ) -> Segment:
-    """Traces a template for these arguments and cuts its functions. Flags are per tensor argument."""
+    """Traces a template for these arguments. Flags are per tensor argument."""
     joint = trace(graph, arguments, wants_gradient, is_parameter, compiler.decompositions)
     if recompute:
         saved: set[fx.Node] = set()
@@ -193,5 +227,4 @@ def build(
         saved = policies.min_cut(joint)
     else:
         saved = policies.used_by_backward(joint)
-    with torch.no_grad():
-        return Segment(joint, is_parameter, saved, compiler)
+    return Segment(joint, is_parameter, saved, compiler)
