@@ -29,6 +29,7 @@ from phalanx.model.zoo.configure import override
 from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
 from phalanx.plan import fields
 from phalanx.plan.complete import complete, needed_ranks
+from phalanx.plan.micro_batches import require_evaluation
 from phalanx.plan.plan import Plan
 from phalanx.runtime.parameters import choose_trainable
 from phalanx.state.dcp import DcpWeights, is_dcp
@@ -102,6 +103,8 @@ def prepare(
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
     plan, reasons = complete(config.plan, world=seat.world, batch_size=config.batch_size, costs=costs)
+    if eval_batches is not None:
+        require_evaluation(plan, eval_length(config, eval_batches))
     return Prepared(
         spec, task, tokenizer, batches, eval_batches, captured, trainable, plan, device, dtype, total_steps,
         {**reasons, "device": device_reason(config.device, device), "steps": length_reason},
@@ -164,6 +167,11 @@ def run_length(config: RunConfig, batches: Batches) -> tuple[int, str]:
             f"choose a step between 1 and {total}",
         )
     return total, reason
+
+
+def eval_length(config: RunConfig, batches: Batches) -> int:
+    """How many samples an evaluation has."""
+    return min(config.eval_samples, batches.num_samples or config.eval_samples)
 
 
 def open_weights(model: Model, spec: ModelSpec, seed: int) -> tuple[Weights, str]:

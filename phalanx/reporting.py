@@ -178,7 +178,8 @@ def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[st
     if run.eval_batches is not None:
         rows["evaluation"] = run.eval_batches.describe()
     if run.plan.world > 1:
-        rows["ranks"] = f"{run.plan.world} ({run.plan.pp} in a pipeline × {run.plan.dp} replicas)"
+        beside = f" × {run.plan.tp} tensor-parallel" if run.plan.tp > 1 else ""
+        rows["ranks"] = f"{run.plan.world} ({run.plan.pp} in a pipeline × {run.plan.dp} replicas{beside})"
         rows["stages"] = "; ".join(
             reason for name, reason in run.reasons.items() if name in ("pp", "dp", "mb", "stages")
         )
@@ -194,9 +195,11 @@ def _plan_text(run: Prepared, config: RunConfig) -> str:
     sizes = [size for part in split(config.batch_size, plan.dp) for size in split(part, plan.mb)]
     shown = str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
     replicas = "" if plan.dp == 1 else f"{plan.dp} replicas × "
-    kept = "recomputed in the backward" if plan.recompute else "kept for the backward"
+    interleaved = " in 2 interleaved halves" if plan.halves == 2 else ""
+    recomputed = plan.recompute or plan.again
+    kept = "recomputed in the backward" if recomputed else "kept for the backward"
     return (
-        f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {config.batch_size} samples, "
+        f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {config.batch_size} samples{interleaved}, "
         f"schedule {plan.schedule}, activations {kept}"
     )
 

@@ -57,11 +57,12 @@ def _assumption(device: Device) -> str:
 
 def _print_step(console: Console, name: str, timeline: Timeline, prediction: Prediction) -> None:
     mesh = Mesh.of(prediction.completed.plan)
-    # Replicas do the same at the same time: the pipeline of rank 0 stands for all.
+    # Replicas and tensor-parallel ranks do the same at the same time: the pipeline of rank 0 stands for all.
     ranks = [rank for rank in mesh.column(0) if rank in timeline.ranks]
     console.print()
+    first = f", the first of {mesh.tp} tensor-parallel ranks" if mesh.tp > 1 else ""
     same = f", one of {mesh.dp} equal replicas" if mesh.dp > 1 else ""
-    console.print(f"{name}: step {duration_text(timeline.makespan)}, bubble {timeline.mean_bubble:.1%}{same}")
+    console.print(f"{name}: step {duration_text(timeline.makespan)}, bubble {timeline.mean_bubble:.1%}{first}{same}")
     for line in chart(timeline, ranks, console.width):
         console.print(line, soft_wrap=True)
     console.print()
@@ -74,10 +75,10 @@ def _stage_table(facts: ModelFacts, prediction: Prediction) -> Table:
     table = _table(("stage", "ranks", "blocks"), ("parameters", "cost"))
     for stage in range(plan.num_stages):
         blocks = plan.stage_blocks(stage)
-        group = mesh.dp_group(mesh.rank(plan.pp_index(stage), 0))
         share = sum(seconds[block] for block in blocks) / (sum(seconds) or 1)
         own = [facts.blocks[block] for block in blocks]
-        first, last = group[0], group[-1]
+        first = mesh.rank(plan.pp_index(stage), 0)
+        last = first + mesh.dp * mesh.tp - 1
         ranks = str(first) if first == last else f"{first}–{last}"
         parameters = number_text(sum(block.parameters for block in own))
         table.add_row(str(stage), ranks, _names(own), parameters, f"{share:.1%}")

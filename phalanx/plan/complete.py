@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from phalanx.errors import PlanError
 from phalanx.plan import fields
+from phalanx.plan.divisors import divisors, listed
 from phalanx.plan.fields import Fields
-from phalanx.plan.plan import Plan
+from phalanx.plan.micro_batches import with_micro_batches
+from phalanx.plan.plan import AXES, Plan
 from phalanx.plan.rules import VIRTUAL_STAGES, check_counts
 from phalanx.plan.stages import balance
-
-MICRO_BATCHES_PER_RANK = 4  # of a pipeline: 1F1B then idles less than 20 %, and micro-batches do not get tiny
 
 
 class Completed(NamedTuple):
@@ -39,27 +39,15 @@ def complete(given: str | Plan, *, world: int | None, batch_size: int, costs: Se
     known |= _mesh(known, world, len(costs), reasons)
     if "schedule" not in known and known["pp"] > 1:
         reasons["schedule"] = "schedule 1f1b: no more bubble than gpipe, and holds fewer activations"
-    plan = _with_micro_batches(Plan(**known), "mb" in known, batch_size, reasons)
+    plan = with_micro_batches(Plan(**known), "mb" in known, batch_size, reasons)
     return Completed(_with_stages(plan, costs, reasons), reasons)
 
 
 def needed_ranks(given: str | Plan) -> int | None:
-    """How many ranks a plan asks for; None when it says neither pp nor dp."""
+    """How many ranks a plan asks for; None when it says nothing of the mesh."""
     known = _known(given)
     check_counts(known)
-    return known.get("pp", 1) * known.get("dp", 1) if known.keys() & {"pp", "dp"} else None
-
-
-def bubble(plan: Plan) -> float | None:
-    """The share of a step in which ranks wait, with equal stages and F = B = W; None where no formula gives it."""
-    idle, busy = plan.pp - 1, plan.mb
-    if plan.schedule in ("1f1b", "gpipe"):
-        return idle / (busy + idle)
-    if plan.schedule == "interleaved" and plan.mb % plan.pp == 0:
-        return idle / (plan.v * busy + idle)
-    if plan.schedule == "zb-h1" and plan.mb >= plan.pp:
-        return idle / (3 * busy + idle)
-    return None
+    return math.prod(known.get(axis, 1) for axis in AXES) if known.keys() & set(AXES) else None
 
 
 def _known(given: str | Plan) -> Fields:
@@ -67,74 +55,57 @@ def _known(given: str | Plan) -> Fields:
 
 
 def _mesh(known: Fields, world: int | None, num_blocks: int, reasons: dict[str, str]) -> Fields:
-    """pp and dp, whose product is the world."""
-    pp, dp = known.get("pp"), known.get("dp")
+    """pp, dp and tp, whose product is the world. tp is what was given, or 1."""
+    pp, dp, tp = known.get("pp"), known.get("dp"), known.get("tp", 1)
     if world is None:
         reasons |= {name: f"{name} 1: no more ranks are asked for" for name in ("pp", "dp") if name not in known}
-        return {"pp": pp or 1, "dp": dp or 1}
+        return {"pp": pp or 1, "dp": dp or 1, "tp": tp}
     if pp and dp:
-        if pp * dp != world:
-            message = f"plan: pp={pp} × dp={dp} makes {pp * dp} {_ranks(pp * dp)}, and there {_are(world)}"
-            raise PlanError(message, f"start {pp * dp} {_ranks(pp * dp)}, or leave out pp, dp or both")
-    elif pp:
-        dp = _rest(world, "pp", pp)
-        reasons["dp"] = f"dp {dp}: {world} ranks / {pp} in each pipeline"
-    elif dp:
-        pp = _rest(world, "dp", dp)
-        reasons["pp"] = f"pp {pp}: {world} ranks / {dp} replicas"
-    else:
-        pp, reasons["pp"] = _pipeline_length(known, world, num_blocks)
-        dp = world // pp
-        reasons["dp"] = f"dp {dp}: {world} ranks / {pp} in each pipeline"
-    return {"pp": pp, "dp": dp}
+        _require_product(pp, dp, tp, world)
+        return {"pp": pp, "dp": dp, "tp": tp}
+    groups = _rest(world, 1, "tp", tp)  # what is left to be laid out along pp and dp
+    there = f"{world} ranks" if tp == 1 else f"{world} ranks / {tp} tensor-parallel"
+    if dp:
+        pp = _rest(world, tp, "dp", dp)
+        reasons["pp"] = f"pp {pp}: {there} / {dp} replicas"
+        return {"pp": pp, "dp": dp, "tp": tp}
+    if pp is None:
+        pp, reasons["pp"] = _pipeline_length(known, groups, there, num_blocks)
+    dp = _rest(world, tp, "pp", pp)
+    reasons["dp"] = f"dp {dp}: {there} / {pp} in each pipeline"
+    return {"pp": pp, "dp": dp, "tp": tp}
 
 
-def _rest(world: int, name: str, value: int) -> int:
-    if world % value:
-        allowed = _listed([number for number in range(1, world + 1) if world % number == 0])
-        hint = f"use {name}={allowed}, or start a number of ranks that {value} divides"
-        raise PlanError(f"plan: {name}={value} does not divide the number of ranks: there {_are(world)}", hint)
-    return world // value
+def _require_product(pp: int, dp: int, tp: int, world: int) -> None:
+    made = pp * dp * tp
+    if made != world:
+        product, names = f"pp={pp} × dp={dp}", "pp, dp or both"
+        if tp > 1:
+            product, names = f"{product} × tp={tp}", "one or more of them"
+        message = f"plan: {product} makes {made} {_ranks(made)}, and there {_are(world)}"
+        raise PlanError(message, f"start {made} {_ranks(made)}, or leave out {names}")
 
 
-def _pipeline_length(known: Fields, world: int, num_blocks: int) -> tuple[int, str]:
+def _rest(world: int, tp: int, name: str, value: int) -> int:
+    """What `value` ranks along an axis leave for the others; `tp` is taken already."""
+    if world // tp % value:
+        also = f" with tp={tp}" if tp > 1 else ""
+        hint = f"use {name}={listed(divisors(world // tp))}{also}, or start a number of ranks that {value * tp} divides"
+        product = f"{name}={value} × tp={tp}" if tp > 1 else f"{name}={value}"
+        raise PlanError(f"plan: {product} does not divide the number of ranks: there {_are(world)}", hint)
+    return world // tp // value
+
+
+def _pipeline_length(known: Fields, groups: int, there: str, num_blocks: int) -> tuple[int, str]:
     if known.get("zero") or known.get("reduce"):
         wish = "zero" if known.get("zero") else "reduce"
-        return 1, f"pp 1: {wish}={known[wish]} acts between replicas, so every rank is one"
+        return 1, f"pp 1: {wish}={known[wish]} acts between replicas, so there are as many of them as the ranks allow"
     v = known.get("v") or VIRTUAL_STAGES.get(known.get("schedule", "1f1b"), 1)
-    pp = max((n for n in range(1, world + 1) if world % n == 0 and n * v <= num_blocks), default=1)
-    if pp == world:
-        return pp, f"pp {pp}: all ranks in one pipeline"
-    return pp, f"pp {pp}: the most of {world} ranks, in equal pipelines, that {num_blocks} blocks can fill"
-
-
-def _with_micro_batches(plan: Plan, decided: bool, batch_size: int, reasons: dict[str, str]) -> Plan:
-    samples = batch_size // plan.dp  # of the replica with the fewest
-    if not decided and samples:
-        plan = replace(plan, mb=_micro_batches(plan.pp, samples))
-        reasons["mb"] = f"micro-batches {plan.mb}: {_filling(plan)}"
-    if plan.mb > samples:
-        parts = f"mb={plan.mb}" if plan.dp == 1 else f"dp={plan.dp} × mb={plan.mb}"
-        kind = "micro-batches" if plan.dp == 1 else "parts"
-        hint = f"use mb={samples} or less" if samples else f"use dp={batch_size} or less, or batch_size={plan.dp}"
-        message = f"plan: {parts} cuts a batch of {batch_size} samples into more {kind} than it has samples"
-        raise PlanError(message, hint)
-    return plan
-
-
-def _micro_batches(pp: int, samples: int) -> int:
-    if pp == 1:
-        return 1
-    largest = math.ceil(samples / min(MICRO_BATCHES_PER_RANK * pp, samples))
-    return math.ceil(samples / largest)  # the fewest micro-batches of which none is larger
-
-
-def _filling(plan: Plan) -> str:
-    if plan.pp == 1:
-        return "there is no pipeline to fill"
-    share = bubble(plan)
-    stages = f"fills {plan.num_stages} stages"
-    return f"{stages} with {100 * share:.0f} % bubble" if share is not None else f"{stages} on {plan.pp} ranks"
+    pp = max((n for n in divisors(groups) if n * v <= num_blocks), default=1)
+    if pp == groups:
+        beside = f", {known['tp']} side by side" if known.get("tp", 1) > 1 else ""
+        return pp, f"pp {pp}: all ranks in one pipeline{beside}"
+    return pp, f"pp {pp}: the most of {there}, in equal pipelines, that {num_blocks} blocks can fill"
 
 
 def _with_stages(plan: Plan, costs: Sequence[float], reasons: dict[str, str]) -> Plan:
@@ -158,11 +129,6 @@ def _evenness(plan: Plan, costs: Sequence[float]) -> str:
 
 def _counts(plan: Plan) -> str:
     return "-".join(map(str, plan.stages))
-
-
-def _listed(numbers: list[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _ranks(number: int) -> str:

@@ -9,7 +9,14 @@ from phalanx.plan.fields import FORMS
 from phalanx.plan.plan import Plan
 
 # What a field's empty value says to a reader.
-_EMPTY = {"stages": "undecided", "zero_degree": "dp", "gather": "default", "reduce": "default"}
+_EMPTY = {
+    "stages": "undecided",
+    "zero_degree": "dp",
+    "gather": "default",
+    "reduce": "default",
+    "degrees": "tp",
+    "save": "default",
+}
 
 
 class Change(NamedTuple):

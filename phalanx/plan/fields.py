@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from phalanx.errors import PlanError, nearest
+from phalanx.plan import degrees
 
 Fields = dict[str, Any]  # a plan's fields by name, as many as are given
 
-MAY_BE_EMPTY = ("stages", "gather", "reduce")  # an empty one says as much as none at all
+MAY_BE_EMPTY = ("stages", "gather", "reduce", "degrees", "save")  # an empty one says as much as none at all
 EXAMPLE = "mb=4,schedule=gpipe"
 
 
@@ -39,18 +40,13 @@ def read(text: str) -> Fields:
         if name in seen:
             raise PlanError(f"plan: '{name}' is given twice", "write each field once")
         seen.add(name)
-        if name == "tp":
-            _only_one(value)
-        else:
-            fields[name] = _form(name).read(name, value)
+        fields[name] = _form(name).read(name, value)
     return fields
 
 
 def take(mapping: Mapping[str, Any]) -> Fields:
     """The fields that a mapping (a JSON or YAML file) gives; the error names the field and what may stand there."""
-    if "tp" in mapping:
-        _only_one(str(mapping["tp"]))
-    fields = {name: take_value(name, value) for name, value in mapping.items() if name != "tp"}
+    fields = {name: take_value(name, value) for name, value in mapping.items()}
     return {name: value for name, value in fields.items() if value or name not in MAY_BE_EMPTY}
 
 
@@ -71,13 +67,8 @@ def write(fields: Mapping[str, object]) -> str:
 
 def _form(name: str) -> Form:
     if name not in FORMS:
-        raise PlanError(f"plan: unknown field '{name}'", nearest(name, [*FORMS, "tp"]))
+        raise PlanError(f"plan: unknown field '{name}'", nearest(name, FORMS))
     return FORMS[name]
-
-
-def _only_one(value: str) -> None:
-    if value != "1":
-        raise PlanError(f"plan: tp={value} needs tensor parallelism, which this version does not have", "use tp=1")
 
 
 def _read_number(name: str, text: str) -> int:
@@ -136,6 +127,10 @@ def _number(example: int) -> Form:
     return Form(_read_number, str, _take_number, example)
 
 
+def _yes_or_no() -> Form:
+    return Form(_read_yes_or_no, lambda value: "yes" if value else "no", _take_yes_or_no, False)
+
+
 def _word(example: str) -> Form:
     return Form(_read_word, str, _take_word, example)
 
@@ -143,6 +138,7 @@ def _word(example: str) -> Form:
 _ALLOWED = {
     "pp": "1 or more",
     "dp": "1 or more",
+    "tp": "1 or more",
     "mb": "1 or more",
     "v": "1 or more",
     "zero": "0, 1, 2 or 3",
@@ -152,13 +148,19 @@ _ALLOWED = {
 FORMS: Mapping[str, Form] = {
     "pp": _number(1),
     "dp": _number(1),
+    "tp": _number(1),
     "mb": _number(1),
     "schedule": _word("1f1b"),
     "v": _number(1),
     "stages": Form(_read_counts, lambda counts: "-".join(map(str, counts)), _take_counts, [3, 4, 4, 3]),
-    "recompute": Form(_read_yes_or_no, lambda value: "yes" if value else "no", _take_yes_or_no, False),
+    "recompute": _yes_or_no(),
     "zero": _number(0),
     "zero_degree": _number(2),
     "gather": _word("step"),
     "reduce": _word("step"),
+    "degrees": Form(degrees.read_degrees, degrees.write_degrees, degrees.take_degrees, degrees.EXAMPLE),
+    "sequence": _yes_or_no(),
+    "save": _word("result"),
+    "overlap": _word("oases"),
+    "replicate": _yes_or_no(),
 }

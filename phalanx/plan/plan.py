@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
 from phalanx.errors import PlanError
 from phalanx.plan import fields
+from phalanx.plan.degrees import Degrees, degrees_of_layer
 from phalanx.plan.rules import VIRTUAL_STAGES, validate
+from phalanx.plan.tensor import OVERLAPS
 
 SCHEDULES = tuple(VIRTUAL_STAGES)
 AXES = ("pp", "dp", "tp")
@@ -23,6 +26,7 @@ class Plan:
     """How one step is carried out.
 
     pp: ranks in a pipeline. dp: replicas of the pipeline, each with its part of the samples.
+    tp: ranks that split the tensors of each block between them.
     mb: micro-batches per replica; the global batch never changes with it.
     schedule: the order of forward and backward (`program/schedules/`).
     v: virtual stages per rank. 0, as given, stands for what the schedule needs; a plan never holds it.
@@ -32,10 +36,17 @@ class Plan:
     zero_degree: shard over this many consecutive dp ranks and replicate across such groups; 0 stands for all dp ranks.
     gather: how long parameters stay gathered under zero=3: for a `micro-batch` or a `step`. Empty: see `gathers`.
     reduce: when gradients are reduced: after each `micro-batch` or once per `step`. Empty: see `reduces`.
+    degrees: over how many of the tp ranks each unit of each layer is split; tp / degree such groups run different
+        samples. One layer stands for all layers, one number for all units of its layer. Empty: tp for all.
+    sequence: between units, split activations along the tokens.
+    save: what is kept of the gather that sequence=yes puts before a unit: its `result` or `input`. Empty: see `saves`.
+    overlap: how communication is hidden and what is computed again in the backward (`tensor.OVERLAPS`).
+    replicate: a unit with fewer heads than its degree lies whole on every rank, where it would be refused otherwise.
     """
 
     pp: int = 1
     dp: int = 1
+    tp: int = 1
     mb: int = 1
     schedule: str = "1f1b"
     v: int = 0
@@ -45,6 +56,11 @@ class Plan:
     zero_degree: int = 0
     gather: str = ""
     reduce: str = ""
+    degrees: Degrees = ()
+    sequence: bool = False
+    save: str = ""
+    overlap: str = "none"
+    replicate: bool = False
 
     def __post_init__(self) -> None:
         for name, value in self._values().items():
@@ -58,7 +74,7 @@ class Plan:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.pp * self.dp
+        return self.pp * self.dp * self.tp
 
     @property
     def num_stages(self) -> int:
@@ -78,6 +94,36 @@ class Plan:
     def reduces(self) -> str:
         """When gradients are reduced. Sharded gradients save memory only if no micro-batch leaves its own behind."""
         return self.reduce or ("micro-batch" if self.zero >= 2 else "step")
+
+    @property
+    def saves(self) -> str:
+        """What is kept of the gather before a unit: `result` or `input`; empty where nothing is gathered."""
+        return (self.save or "result") if self.sequence else ""
+
+    @property
+    def halves(self) -> int:
+        """In how many interleaved parts a micro-batch is computed: 1 or 2."""
+        return OVERLAPS[self.overlap].halves
+
+    @property
+    def again(self) -> str:
+        """What is computed again in the backward at a time under tensor parallelism: a `block`, a `unit` or nothing."""
+        return OVERLAPS[self.overlap].again
+
+    @property
+    def smallest_degree(self) -> int:
+        return min((degree for units in self.degrees for degree in units), default=self.tp)
+
+    @property
+    def multiple(self) -> int:
+        """Every micro-batch has a multiple of so many samples: equal halves, each in equal parts for every degree."""
+        return self.halves * math.lcm(*(self.tp // degree for units in self.degrees for degree in units))
+
+    def degrees_of(self, layer: int, num_units: int, num_layers: int) -> tuple[int, ...]:
+        """The degrees of the units of one of the model's layers; a PlanError where the plan gives more or fewer."""
+        if not self.degrees:
+            return (self.tp,) * num_units
+        return degrees_of_layer(self.degrees, layer, num_units, num_layers)
 
     def pp_index(self, stage: int) -> int:
         """Which rank of the pipeline holds a stage: round and round, or down and up again for the V of `zb-v`."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PlanError, nearest
+from phalanx.plan.divisors import divisors, listed
+from phalanx.plan.tensor import check_tensor
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -20,16 +22,17 @@ MOMENTS = ("micro-batch", "step")
 
 def validate(plan: Plan) -> None:
     """Raises a PlanError for the first rule that the plan breaks."""
-    check_counts({"pp": plan.pp, "dp": plan.dp, "mb": plan.mb})
+    check_counts({"pp": plan.pp, "dp": plan.dp, "tp": plan.tp, "mb": plan.mb})
     _check_schedule(plan)
     _check_stages(plan)
     _check_zero(plan)
     _check_moments(plan)
+    check_tensor(plan)
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
     """For fields of which not all are given yet."""
-    meanings = {"pp": "pipeline ranks", "dp": "replicas", "mb": "micro-batches"}
+    meanings = {"pp": "pipeline ranks", "dp": "replicas", "tp": "tensor-parallel ranks", "mb": "micro-batches"}
     for name, meaning in meanings.items():
         if name in fields and fields[name] < 1:
             raise PlanError(f"plan: {name}={fields[name]} is not a number of {meaning}", f"use {name}=1 or more")
@@ -75,10 +78,9 @@ def _check_zero(plan: Plan) -> None:
     if degree and not zero:
         message = f"plan: zero_degree={degree} does nothing with zero=0"
         raise PlanError(message, "use zero=1, 2 or 3, or leave zero_degree out")
-    if degree and degree not in (divisors := [d for d in range(2, dp + 1) if dp % d == 0]):
-        allowed = " or ".join(map(str, divisors))
+    if degree and degree not in (allowed := divisors(dp)[1:]):
         message = f"plan: zero_degree={degree} cannot shard over groups of the dp={dp} ranks"
-        raise PlanError(message, f"use zero_degree={allowed}: a divisor of dp above 1")
+        raise PlanError(message, f"use zero_degree={listed(allowed)}: a divisor of dp above 1")
 
 
 def _check_moments(plan: Plan) -> None:

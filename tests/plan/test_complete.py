@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.plan.complete import Completed, bubble, complete, needed_ranks
+from phalanx.plan.complete import Completed, complete, needed_ranks
 from phalanx.plan.plan import Plan
 from phalanx.plan.stages import balance
 
@@ -33,6 +33,13 @@ def completed(given: str | Plan, world: int | None = None, batch_size: int = 64)
         ("zero=3", 4, "dp=4,stages=14,zero=3"),
         ("reduce=step", 4, "dp=4,stages=14,reduce=step"),
         ("zero=0", 2, "pp=2,mb=8,stages=8-6"),
+        ("tp=2", None, "tp=2,stages=14"),
+        ("tp=2", 2, "tp=2,stages=14"),
+        ("tp=2", 8, "pp=4,tp=2,mb=16,stages=4-4-4-2"),
+        ("tp=2,dp=2", 8, "pp=2,dp=2,tp=2,mb=8,stages=8-6"),
+        ("tp=2,pp=2", 8, "pp=2,dp=2,tp=2,mb=8,stages=8-6"),
+        ("tp=2,zero=1", 8, "dp=4,tp=2,stages=14,zero=1"),
+        ("tp=2,pp=2,dp=2,overlap=oases", 8, "pp=2,dp=2,tp=2,mb=8,stages=8-6,overlap=oases"),
     ],
 )
 def test_what_is_left_open_is_decided(text: str, world: int | None, expected: str) -> None:
@@ -93,32 +100,28 @@ def test_the_reason_says_what_limited_the_decision() -> None:
     limited = complete("", world=12, batch_size=64, costs=[1.0] * 5).reasons
     assert limited["pp"] == "pp 4: the most of 12 ranks, in equal pipelines, that 5 blocks can fill"
     assert completed("dp=2", 8).reasons["pp"] == "pp 4: 8 ranks / 2 replicas"
-    assert completed("zero=3", 4).reasons["pp"] == "pp 1: zero=3 acts between replicas, so every rank is one"
+    shared = "pp 1: zero=3 acts between replicas, so there are as many of them as the ranks allow"
+    assert completed("zero=3", 4).reasons["pp"] == shared
     assert completed("reduce=step", 4).reasons["pp"].startswith("pp 1: reduce=step acts between replicas")
     assert completed("schedule=zb-v", 2).reasons["mb"] == "micro-batches 8: fills 4 stages on 2 ranks"
     even = complete("pp=2", world=2, batch_size=8, costs=[1.0] * 4).reasons
     assert even["stages"] == "stages 2-2: all cost the same"
 
 
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        ("pp=4,mb=8", 3 / 11),
-        ("pp=4,mb=8,schedule=gpipe", 3 / 11),
-        ("pp=4,mb=8,schedule=interleaved,v=2", 3 / 19),
-        ("pp=4,mb=6,schedule=interleaved,v=2", None),
-        ("pp=4,mb=8,schedule=zb-h1", 3 / 27),
-        ("pp=4,mb=3,schedule=zb-h1", None),
-        ("pp=4,mb=8,schedule=zb-v", None),
-        ("mb=8", 0.0),
-    ],
-)
-def test_the_bubble_has_a_closed_form_where_one_exists(text: str, share: float | None) -> None:
-    assert bubble(Plan.parse(text)) == share
+def test_the_reason_says_what_tensor_parallelism_takes_of_the_ranks() -> None:
+    reasons = completed("tp=2", 8).reasons
+    assert reasons["pp"] == "pp 4: all ranks in one pipeline, 2 side by side"
+    assert reasons["dp"] == "dp 1: 8 ranks / 2 tensor-parallel / 4 in each pipeline"
+    assert completed("tp=2,dp=2", 8).reasons["pp"] == "pp 2: 8 ranks / 2 tensor-parallel / 2 replicas"
+    limited = complete("tp=2", world=24, batch_size=64, costs=[1.0] * 5).reasons["pp"]
+    assert limited == "pp 4: the most of 24 ranks / 2 tensor-parallel, in equal pipelines, that 5 blocks can fill"
+    assert "tp" not in reasons
 
 
 def test_a_plan_needs_as_many_ranks_as_it_says() -> None:
     assert needed_ranks("mb=4") is None
+    assert [needed_ranks("tp=2"), needed_ranks("pp=2,tp=2"), needed_ranks("pp=2,dp=3,tp=2")] == [2, 4, 12]
+    assert needed_ranks(Plan(tp=2)) == 2
     assert [needed_ranks("pp=2"), needed_ranks("dp=3"), needed_ranks("pp=2,dp=3"), needed_ranks("pp=1")] == [2, 3, 6, 1]
     assert needed_ranks(Plan(mb=4)) == 1
     with pytest.raises(PlanError, match="pp=0 is not a number of pipeline ranks"):
@@ -133,6 +136,18 @@ def test_a_plan_needs_as_many_ranks_as_it_says() -> None:
         ("pp=2,dp=1", 1, 8, "pp=2 × dp=1 makes 2 ranks, and there is 1", "start 2 ranks, or"),
         ("pp=3", 8, 8, "pp=3 does not divide the number of ranks: there are 8", "use pp=1, 2, 4 or 8, or start"),
         ("dp=2", 1, 8, "dp=2 does not divide the number of ranks: there is 1", "use dp=1, or start"),
+        (
+            "pp=2,dp=2,tp=2",
+            4,
+            8,
+            "pp=2 × dp=2 × tp=2 makes 8 ranks, and there are 4",
+            "start 8 ranks, or leave out one",
+        ),
+        ("tp=3", 8, 8, "tp=3 does not divide the number of ranks: there are 8", "use tp=1, 2, 4 or 8, or start"),
+        ("tp=3,pp=2", 8, 8, "tp=3 does not divide the number of ranks: there are 8", "use tp=1, 2, 4 or 8, or start"),
+        ("tp=2,pp=3", 8, 8, "pp=3 × tp=2 does not divide the number of ranks", "pp=1, 2 or 4 with tp=2, or start a"),
+        ("tp=2,dp=8", 8, 8, "dp=8 × tp=2 does not divide the number of ranks", "number of ranks that 16 divides"),
+        ("tp=0", 8, 8, "tp=0 is not a number of tensor-parallel ranks", "tp=1 or more"),
         ("pp=0", 8, 8, "pp=0 is not a number of pipeline ranks", "pp=1 or more"),
         ("mb=5", 1, 4, "mb=5 cuts a batch of 4 samples into more micro-batches", "use mb=4 or less"),
         ("dp=2,mb=4", 2, 7, "dp=2 × mb=4 cuts a batch of 7 samples into more parts", "use mb=3 or less"),

@@ -28,5 +28,16 @@ def test_values_are_written_as_in_the_text_and_empty_ones_in_words() -> None:
 
 
 def test_when_everything_changes_nothing_is_said_to_be_the_same() -> None:
-    new = "pp=2,dp=4,mb=2,schedule=zb-v,stages=1-1-1-1,recompute=yes,zero=3,zero_degree=2,gather=step,reduce=step"
-    assert diff_text(Plan(), Plan.parse(new)).endswith("reduce default → step")
+    new = (
+        "pp=2,dp=4,tp=2,mb=2,schedule=zb-v,stages=1-1-1-1,zero=3,zero_degree=2,gather=step,reduce=step,"
+        "degrees=1,sequence=yes,save=input,overlap=oases,replicate=yes"
+    )
+    assert diff_text(Plan(recompute=True), Plan.parse(new)).endswith("replicate no → yes")
+
+
+def test_tensor_strategies_are_written_as_in_the_text() -> None:
+    new = "tp=4,degrees=4:4*2+2:1*6,sequence=yes,save=input,overlap=oases,replicate=yes"
+    assert diff_text(Plan(tp=2), Plan.parse(new)) == (
+        "tp 2 → 4, degrees tp → 4:4*2+2:1*6, sequence no → yes, save default → input, overlap none → oases, "
+        "replicate no → yes; the rest is the same"
+    )

@@ -12,7 +12,24 @@ from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
 from phalanx.plan import fields
+from phalanx.plan.divisors import divisors
 from phalanx.plan.plan import AXES, SCHEDULES, Plan
+from phalanx.plan.tensor import OVERLAPS, SAVES
+
+
+@st.composite
+def tensor_fields(draw: st.DrawFn) -> dict[str, Any]:
+    """What goes together, with any other fields but recompute."""
+    tp, sequence = draw(st.integers(2, 12)), draw(st.booleans())
+    units = st.lists(st.sampled_from(divisors(tp)), min_size=1, max_size=3).map(tuple)
+    return {
+        "tp": tp,
+        "degrees": draw(st.lists(units, max_size=6).map(tuple)),
+        "sequence": sequence,
+        "save": draw(st.sampled_from(["", *SAVES])) if sequence else "",
+        "overlap": draw(st.sampled_from(list(OVERLAPS))),
+        "replicate": draw(st.booleans()),
+    }
 
 
 @st.composite
@@ -28,7 +45,7 @@ def plans(draw: st.DrawFn) -> Plan:
     moments = ["", "step", *(["micro-batch"] if zero >= 2 else [])]
     return Plan(
         pp=pp, dp=dp, mb=draw(st.integers(1, 10**6)), schedule=schedule, v=v, stages=draw(st.just(()) | counts),
-        recompute=draw(st.booleans()), zero=zero,
+        **draw(tensor_fields() | st.booleans().map(lambda recompute: {"recompute": recompute})), zero=zero,
         zero_degree=draw(st.sampled_from([0, *(d for d in range(2, dp + 1) if dp % d == 0)])) if zero else 0,
         gather=draw(st.sampled_from(moments)) if zero == 3 else "",
         reduce=draw(st.sampled_from(moments)) if dp > 1 else "",
@@ -79,7 +96,7 @@ def test_spaces_order_and_axes_of_one_do_not_matter() -> None:
 
 def test_a_text_tells_what_was_given_from_what_was_not() -> None:
     assert fields.read("") == {}
-    assert fields.read("mb=1,tp=1,stages=3-4") == {"mb": 1, "stages": (3, 4)}
+    assert fields.read("mb=1,tp=1,stages=3-4") == {"mb": 1, "tp": 1, "stages": (3, 4)}
 
 
 def test_a_plan_cannot_be_changed() -> None:
@@ -131,7 +148,7 @@ def test_stages_must_be_decided_before_blocks_are_asked_for() -> None:
 
 
 def test_the_world_is_as_many_ranks_as_pipelines_times_their_length() -> None:
-    assert (Plan().world, Plan(pp=3, dp=4).world) == (1, 12)
+    assert (Plan().world, Plan(pp=3, dp=4).world, Plan(pp=3, dp=4, tp=2).world) == (1, 12, 24)
 
 
 def test_zero_shards_over_all_replicas_unless_a_degree_is_given() -> None:
@@ -148,7 +165,10 @@ def test_when_parameters_are_gathered_and_gradients_reduced_depends_on_zero() ->
 
 # What is said about a wrong plan.
 
-ALL = "allowed: dp, gather, mb, pp, recompute, reduce, schedule, stages, tp, v, zero, zero_degree"
+ALL = (
+    "allowed: degrees, dp, gather, mb, overlap, pp, recompute, reduce, replicate, save, schedule, sequence, stages, "
+    "tp, v, zero, zero_degree"
+)
 
 WRONG = {
     "mb": ("'mb' is not name=value", "mb=4,schedule=gpipe"),
@@ -169,7 +189,8 @@ WRONG = {
     "recompute=true": ("recompute='true' is neither yes nor no", "recompute=yes or recompute=no"),
     "recomptue=yes": ("unknown field 'recomptue'", "did you mean 'recompute'"),
     "xyz=4": ("unknown field 'xyz'", ALL),
-    "tp=2": ("tp=2 needs tensor parallelism", "use tp=1"),
+    "tp=0": ("tp=0 is not a number of tensor-parallel ranks", "tp=1 or more"),
+    "tp=x": ("tp='x' is not a whole number", "tp=1 or more"),
     "pp=2,v=2": ("schedule=1f1b has v=1 (virtual stages per rank), not v=2", "use v=1, or schedule=interleaved"),
     "pp=2,v=3,schedule=zb-v": ("schedule=zb-v has v=2 (virtual stages per rank), not v=3", "use v=2"),
     "pp=2,v=1,schedule=interleaved": ("at least 2 virtual stages per rank, not v=1", "v=2 or more, or schedule=1f1b"),
@@ -211,7 +232,7 @@ WRONG_JSON = {
     '{"schedule": 1}': ("schedule=1 has the wrong type", "for example '1f1b'"),
     '{"stages": "3-4"}': ("stages='3-4' has the wrong type", "for example [3, 4, 4, 3]"),
     '{"stages": [3.0]}': ("stages=[3.0] has the wrong type", "for example [3, 4, 4, 3]"),
-    '{"tp": 2}': ("tp=2 needs tensor parallelism", "use tp=1"),
+    '{"tp": "2"}': ("tp='2' has the wrong type", "for example 1"),
     '{"mb": 0}': ("mb=0 is not a number of micro-batches", "mb=1 or more"),
     '{"v": -1}': ("has v=1 (virtual stages per rank), not v=-1", "use v=1"),
     '{"schedule": "gpip"}': ("unknown schedule 'gpip'", "did you mean 'gpipe'"),

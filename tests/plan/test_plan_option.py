@@ -36,7 +36,7 @@ def test_a_file_that_a_plan_was_written_to_is_read_back(tmp_path: Path, name: st
 
 def test_a_file_decides_only_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("schedule: interleaved\nrecompute: yes\nstages: [3, 4]\ntp: 1\n")
-    assert RunConfig.create(plan=tmp_path / "plan.yaml").plan == "schedule=interleaved,recompute=yes,stages=3-4"
+    assert RunConfig.create(plan=tmp_path / "plan.yaml").plan == "schedule=interleaved,recompute=yes,stages=3-4,tp=1"
     (tmp_path / "empty.yaml").write_text("")
     assert RunConfig.create(plan=tmp_path / "empty.yaml").plan == ""
 
