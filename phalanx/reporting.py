@@ -23,6 +23,7 @@ from phalanx.errors import PhalanxError
 from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
+from phalanx.plan.plan import Plan
 from phalanx.prepare import Prepared
 from phalanx.runtime.optimizer_choice import decays
 from phalanx.runtime.rank import Rank
@@ -169,7 +170,7 @@ def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[st
         "data": run.batches.describe(),
         "device": f"{run.device} ({run.reasons['device']}), segments compiled: {rank.compiler.mode}",
         "dtype": config.dtype + (" with float32 master weights" if rank.keeps_masters else ""),
-        "plan": _plan_text(run, config),
+        "plan": plan_text(run.plan, config.batch_size),
         "optimizer": _optimizer_text(run, config, rank),
         "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
     }
@@ -178,8 +179,7 @@ def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[st
     if run.eval_batches is not None:
         rows["evaluation"] = run.eval_batches.describe()
     if run.plan.world > 1:
-        beside = f" × {run.plan.tp} tensor-parallel" if run.plan.tp > 1 else ""
-        rows["ranks"] = f"{run.plan.world} ({run.plan.pp} in a pipeline × {run.plan.dp} replicas{beside})"
+        rows["ranks"] = ranks_text(run.plan)
         rows["stages"] = "; ".join(
             reason for name, reason in run.reasons.items() if name in ("pp", "dp", "mb", "stages")
         )
@@ -190,16 +190,21 @@ def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[st
     return rows
 
 
-def _plan_text(run: Prepared, config: RunConfig) -> str:
-    plan = run.plan
-    sizes = [size for part in split(config.batch_size, plan.dp) for size in split(part, plan.mb)]
+def ranks_text(plan: Plan) -> str:
+    """`8 (2 in a pipeline × 2 replicas × 2 tensor-parallel)`."""
+    beside = f" × {plan.tp} tensor-parallel" if plan.tp > 1 else ""
+    return f"{plan.world} ({plan.pp} in a pipeline × {plan.dp} replicas{beside})"
+
+
+def plan_text(plan: Plan, batch_size: int) -> str:
+    """The plan, and what it makes of a batch."""
+    sizes = [size for part in split(batch_size, plan.dp) for size in split(part, plan.mb)]
     shown = str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
     replicas = "" if plan.dp == 1 else f"{plan.dp} replicas × "
     interleaved = " in 2 interleaved halves" if plan.halves == 2 else ""
-    recomputed = plan.recompute or plan.again
-    kept = "recomputed in the backward" if recomputed else "kept for the backward"
+    kept = "recomputed in the backward" if plan.recompute or plan.again else "kept for the backward"
     return (
-        f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {config.batch_size} samples{interleaved}, "
+        f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {batch_size} samples{interleaved}, "
         f"schedule {plan.schedule}, activations {kept}"
     )
 

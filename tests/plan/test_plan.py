@@ -43,9 +43,10 @@ def plans(draw: st.DrawFn) -> Plan:
     num_stages = pp * (v or Plan(schedule=schedule, pp=pp).v)
     counts = st.lists(st.integers(1, 99), min_size=num_stages, max_size=num_stages).map(tuple)
     moments = ["", "step", *(["micro-batch"] if zero >= 2 else [])]
+    within: dict[str, Any] = draw(tensor_fields() | st.fixed_dictionaries({"recompute": st.booleans()}))
     return Plan(
         pp=pp, dp=dp, mb=draw(st.integers(1, 10**6)), schedule=schedule, v=v, stages=draw(st.just(()) | counts),
-        **draw(tensor_fields() | st.booleans().map(lambda recompute: {"recompute": recompute})), zero=zero,
+        zero=zero, **within,
         zero_degree=draw(st.sampled_from([0, *(d for d in range(2, dp + 1) if dp % d == 0)])) if zero else 0,
         gather=draw(st.sampled_from(moments)) if zero == 3 else "",
         reduce=draw(st.sampled_from(moments)) if dp > 1 else "",

@@ -1,0 +1,23 @@
+"""What the header of a run says about its plan and its ranks."""
+
+from __future__ import annotations
+
+from phalanx.plan.plan import Plan
+from phalanx.reporting import plan_text, ranks_text
+
+
+def test_the_ranks_are_named_by_axis() -> None:
+    assert ranks_text(Plan(pp=2, dp=3)) == "6 (2 in a pipeline × 3 replicas)"
+    assert ranks_text(Plan(pp=2, tp=2)) == "4 (2 in a pipeline × 1 replicas × 2 tensor-parallel)"
+
+
+def test_the_plan_is_shown_with_what_it_makes_of_a_batch() -> None:
+    assert plan_text(Plan(dp=2, mb=2, recompute=True), 10) == (
+        "dp=2,mb=2,recompute=yes: 2 replicas × 2 × 2 to 3 of the 10 samples, schedule 1f1b, "
+        "activations recomputed in the backward"
+    )
+    assert plan_text(Plan(tp=2, overlap="oases"), 8) == (
+        "tp=2,overlap=oases: 1 × 8 of the 8 samples in 2 interleaved halves, schedule 1f1b, "
+        "activations recomputed in the backward"
+    )
+    assert plan_text(Plan(tp=2, overlap="halves"), 8).endswith("activations kept for the backward")
