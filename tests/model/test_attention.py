@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.model.ops import kernels, random
 from phalanx.model.ops.attention import Attention, attention
+from tests import traced
 
 _NAMES = ("q_segments", "k_segments", "bias", "dropout_keys", "causal", "scale", "window", "softcap", "dropout")
 _DEFAULTS = dict.fromkeys(_NAMES[:4]) | {"causal": False, "scale": 0.4, "window": 0, "softcap": 0.0, "dropout": 0.0}
@@ -206,6 +207,36 @@ def test_splitting_the_samples_changes_nothing_with_dropout(split: int) -> None:
 
     parts = torch.cat([run(slice(0, split)), run(slice(split, 4))])
     torch.testing.assert_close(parts, run(slice(0, 4)), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("first, heads, group", [(0, 6, 3), (3, 3, 3), (2, 3, 1), (5, 1, 1)])
+def test_a_part_of_the_heads_drops_what_the_whole_does_in_both_directions(first: int, heads: int, group: int) -> None:
+    q, k, v = tensors(heads=6, kv_heads=6 // group)
+    own, own_kv = slice(first, first + heads), slice(first // group, (first + heads) // group)
+    given = options(dropout=0.4, dropout_keys=torch.tensor([5, 6]), causal=True)
+
+    def both(leaves: list[Tensor], looked_at: slice, *first_head: int) -> list[Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in leaves]
+        out = torch.ops.phalanx.attention(*leaves, *given, *first_head)[0][:, looked_at]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    out, dq, dk, dv = both([q, k, v], own)
+    found = both([q[:, own], k[:, own_kv], v[:, own_kv]], slice(None), first)
+    for got, wanted in zip(found, [out, dq[:, own], dk[:, own_kv], dv[:, own_kv]], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["off", "aot_eager"])
+def test_the_first_head_is_kept_by_tracing_and_a_graph_without_it_starts_at_head_zero(mode: str) -> None:
+    qkv, given = tensors(heads=2, kv_heads=2), options(dropout=0.4, dropout_keys=torch.tensor([5, 6]))
+    for part in ((), (3,)):
+        leaf = qkv[0].clone().requires_grad_()
+        out = torch.ops.phalanx.attention(leaf, *qkv[1:], *given, *part)[0]
+        d_out = torch.randn(out.shape, dtype=torch.float64)
+        found = traced.gradients(torch.ops.phalanx.attention, *qkv, *given, *part, d_out=d_out, mode=mode)
+        expected = (out.detach(), torch.autograd.grad(out, leaf, d_out)[0])
+        for got, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
 class _Broken(kernels.Chunked):

@@ -174,10 +174,57 @@ def test_the_minimum_cut_keeps_fewer_bytes_than_everything_the_backward_reads() 
     assert inputs < fewest < everything
 
 
+@pytest.mark.parametrize("mode, recompute", [("off", False), ("off", True), ("aot_eager", False)])
+@pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
+def test_the_outputs_alone_and_what_is_saved_alone_equal_those_of_one_forward(
+    name: str, block: str, mode: str, recompute: bool
+) -> None:
+    one = call(name, block)
+    segment = one.build(recompute=recompute, mode=mode)
+    outputs, saved = segment.forward(one.tensors)
+    close(segment.run(one.tensors), outputs)
+    nothing, again = segment.again(one.tensors, outputs=False)
+    assert nothing is None
+    close(list(again), list(saved))
+    everything, both = segment.again(one.tensors, outputs=True)
+    close(everything or [], outputs)
+    close(list(both), list(saved))
+
+
+@pytest.mark.parametrize("name, block", [
+    (captured.GPT2, "transformer.h.1"), (captured.LLAMA, "model.layers.1"),
+], ids=["gpt2", "llama"])  # fmt: skip
+def test_what_is_saved_alone_does_without_the_last_product(name: str, block: str) -> None:
+    counts = products(call(name, block).build())
+    assert counts["again"] == counts["forward"] - 1
+    assert counts["run"] == counts["forward"]
+    kept_nothing = products(call(name, block).build(recompute=True))
+    assert kept_nothing["again"] == 0
+
+
+def test_functions_are_compiled_when_they_are_first_used_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    compile_ = Compiler.__call__
+    monkeypatch.setattr(Compiler, "__call__", lambda self, graph: made.append(graph) or compile_(self, graph))
+    one = call(captured.GPT2, "transformer.h.1")
+    segment = segments.build(
+        one.graph, one.arguments, one.is_parameter, one.wants, recompute=False, compiler=Compiler("off")
+    )
+    assert not made
+    for _ in range(2):
+        _, saved = segment.forward(one.tensors)
+        segment.backward_weight(one.parameters, saved, d_outputs_for(segment))
+    assert len(made) == 2
+    for _ in range(2):
+        segment.run(one.tensors)
+        segment.again(one.tensors, outputs=False)
+    assert len(made) == 4
+
+
 def products(segment: Segment) -> dict[str, int]:
     """Matrix products in each function, counted before compiling."""
     counts = {}
-    for name in ("_forward", "_backward", "_weight", "_fused"):
+    for name in ("_forward", "_run", "_again", "_backward", "_weight", "_fused"):
         graph = getattr(segment, name).function.__self__.graph
         counts[name.removeprefix("_")] = sum(node.target in _PRODUCTS for node in graph.nodes)
     return counts
@@ -188,7 +235,8 @@ def products(segment: Segment) -> dict[str, int]:
 ], ids=["gpt2", "llama"])  # fmt: skip
 def test_b_holds_no_weight_gradient_and_w_holds_nothing_else(name: str, block: str, linears: int) -> None:
     counts = products(call(name, block).build())
-    assert counts == {"forward": linears, "backward": linears, "weight": linears, "fused": 2 * linears}
+    expected = {"forward": linears, "backward": linears, "weight": linears, "fused": 2 * linears}
+    assert {name: counts[name] for name in expected} == expected
 
 
 def test_frozen_parameters_get_no_gradient_and_no_work() -> None:
