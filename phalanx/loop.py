@@ -39,7 +39,6 @@ from phalanx.runtime.whole import whole_tensors
 from phalanx.state.async_saver import AsyncSaver
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.huggingface import export
-from phalanx.state.layout import boxes_of_range
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
@@ -198,11 +197,10 @@ class Loop:
             self.snapshot, self._resumed = restore(found, self.snapshot), found.path
         weights, origin = open_weights(job.model, run.spec, config.seed)
 
-        def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
+        def read(name: str, is_master: bool, piece: Piece) -> Tensor:
             if found is not None:
                 return _stored(found, f"{'master' if is_master else 'model'}/{name}", piece)
-            values = weights.read(name)
-            return values if piece is None else values.reshape(-1)[piece.start : piece.stop]
+            return piece.unpacked(weights.read_flat(name, piece.boxes()))
 
         with explain_out_of_memory(*model_needs(config.dtype), run.device):
             self.rank = Rank(
@@ -220,7 +218,8 @@ class Loop:
         keys = (name.split("/", 2) for name in found.names() if name.startswith("optimizer/"))
 
         def read(key: str, piece: Piece) -> Tensor:
-            return _stored(found, key, piece if found.shape(key) == piece.shape else None)
+            is_like_weight = found.shape(key) == piece.local.shape  # else a counter, the same for all pieces
+            return piece.shaped(_stored(found, key, piece)) if is_like_weight else found.read(key)
 
         self.rank.restore_optimizer([(slot, name) for _, slot, name in keys], read, self.snapshot.optimizer)
         if self.rank.loss_scale is not None and self.snapshot.loss_scale is not None:
@@ -276,10 +275,8 @@ class Loop:
         )  # fmt: skip
 
 
-def _stored(found: Checkpoint, key: str, piece: Piece | None) -> Tensor:
-    if piece is None:
-        return found.read(key)
-    return found.read_flat(key, boxes_of_range(piece.shape, piece.start, piece.stop))
+def _stored(found: Checkpoint, key: str, piece: Piece) -> Tensor:
+    return piece.unpacked(found.read_flat(key, piece.boxes()))
 
 
 def _settle(saver: AsyncSaver) -> None:

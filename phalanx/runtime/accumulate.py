@@ -48,7 +48,8 @@ class Reduction:
     """Over whom a bucket's gradients are summed. A group of one rank does nothing.
 
     sharded: each rank of `zero` keeps its own part of the sum, else all keep all of it. That is then summed over
-    `replicas`, the groups beside `zero`, and over `tie`, the stages that hold this bucket.
+    `replicas`, the same shard in other replicas and in other parts of a tensor-parallel group, and over `tie`, the
+    stages that hold this bucket.
     """
 
     zero: Group

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from phalanx.runtime.flat import FlatLayout, Piece
 from phalanx.runtime.links import Group, Pending
+from phalanx.state.local import Local
 
-Read = Callable[[str, bool, Piece | None], Tensor]
-"""(name, whether a master weight is wanted, which part or None for all) → values."""
+Read = Callable[[str, bool, Piece], Tensor]
+"""(name, whether a master weight is wanted, which piece) → its elements in order, in any shape."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Shelf:
     """Parameters side by side: `shard` is this rank's part; `buffer` all of them, None while only the shard is here."""
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], sharding: Sharding, dtype: torch.dtype, device: torch.device
+        self, tensors: Mapping[str, Local], sharding: Sharding, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.layout = FlatLayout.of(shapes, sharding.shards)
+        self.layout = FlatLayout.of(tensors, sharding.shards)
         self.dtype, self.device = dtype, device
         self.pieces = self.layout.pieces(sharding.index)
         self.buffer: Tensor | None = None
@@ -52,7 +53,7 @@ class Shelf:
     def cut(self, shard: Tensor) -> dict[str, Tensor]:
         """What a shard holds of each parameter: in its own shape if that is all of it, else as a row of elements."""
         return {
-            piece.name: _shaped(shard[offset : offset + piece.stop - piece.start], piece)
+            piece.name: piece.shaped(shard[offset : offset + piece.stop - piece.start])
             for piece, offset in self.pieces
         }
 
@@ -64,12 +65,14 @@ class Shelf:
                 self._take(read(piece.name, is_master, piece).reshape(-1), offset, master)
             return master
         offsets = {piece.name: (piece, offset) for piece, offset in self.pieces}
-        for name, view in self.views(self.buffer).items():
-            values = read(name, is_master, None)
-            view.copy_(values)
-            if name in offsets and master is not None:
-                piece, offset = offsets[name]
-                self._take(values.reshape(-1)[piece.start : piece.stop], offset, master)
+        for place in self.layout.places:
+            if place.start == place.stop:
+                continue  # an uneven split may leave this rank nothing, of which there is nothing to read
+            values = read(place.name, is_master, Piece.whole(place.name, place.local)).reshape(-1)
+            self.buffer[place.start : place.stop].copy_(values)
+            if place.name in offsets and master is not None:
+                piece, offset = offsets[place.name]
+                self._take(values[piece.start : piece.stop], offset, master)
         return master
 
     def _take(self, values: Tensor, offset: int, master: Tensor | None) -> None:
@@ -81,17 +84,17 @@ class Shelf:
 class Bucket:
     """One bucket on this rank. `values` maps the names of parameters to tensors that can be computed with now."""
 
-    def __init__(self, trained: Shelf | None, frozen: Shelf | None, loose: Mapping[str, Tensor], zero: Group) -> None:
+    def __init__(self, trained: Shelf | None, frozen: Shelf | None, loose: Mapping[Piece, Tensor], zero: Group) -> None:
         self.trained, self._zero = trained, zero
         self.shelves = [shelf for shelf in (trained, frozen) if shelf is not None]
-        self._loose = dict(loose)  # parameters that are not numbers with a fraction: always whole, never trained
+        self._loose = dict(loose)  # parameters that are not numbers with a fraction: never sharded, never trained
         self._arriving: list[tuple[Shelf, Tensor, Pending]] = []
         self._lent: list[Tensor] = []
         self.masters: Tensor | None = None
 
     def resident(self) -> dict[str, Tensor]:
         """The parameters that are always here."""
-        found = dict(self._loose)
+        found = {piece.name: tensor for piece, tensor in self._loose.items()}
         for shelf in self.shelves:
             found |= shelf.views(shelf.buffer) if shelf.buffer is not None else {}
         return found
@@ -143,14 +146,13 @@ class Bucket:
         for piece, _ in self.trained.pieces:
             yield piece, updated[piece.name], copies[piece.name]
 
-    def kept(self) -> Iterator[tuple[Piece, Tensor]]:
-        """The pieces of frozen parameters."""
+    def kept(self) -> Iterator[tuple[Piece, Tensor, bool]]:
+        """The pieces of frozen parameters, and whether they are this rank's shard."""
         for shelf in self.shelves:
             if shelf is not self.trained:
                 cut = shelf.cut(shelf.shard)
-                yield from ((piece, cut[piece.name]) for piece, _ in shelf.pieces)
-        for name, tensor in self._loose.items():
-            yield Piece(name, tuple(tensor.shape), 0, tensor.numel()), tensor
+                yield from ((piece, cut[piece.name], True) for piece, _ in shelf.pieces)
+        yield from ((piece, tensor, False) for piece, tensor in self._loose.items())
 
 
 class BufferPool:
@@ -165,7 +167,3 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
-
-
-def _shaped(elements: Tensor, piece: Piece) -> Tensor:
-    return elements.view(piece.shape) if piece.is_whole else elements

@@ -1,15 +1,21 @@
 """Tensors laid side by side in one buffer, and how that buffer is divided into equal shards. Arithmetic only.
 
 One buffer per bucket makes a gather or a reduction one message without any copying, and lets a shard begin anywhere:
-it is a range of elements, not of rows.
+it is a range of elements, not of rows. The tensors are what a rank keeps of the model's (`state/local.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+from phalanx.state.layout import Box, take_boxes
+from phalanx.state.local import Local
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALIGNMENT = 64  # elements: every tensor starts where vectorised kernels like it
 
@@ -19,26 +25,66 @@ class Place:
     """A tensor's elements are [start, stop) of the buffer."""
 
     name: str
-    shape: tuple[int, ...]
+    local: Local
     start: int
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.local.local_shape
+
+    @property
     def stop(self) -> int:
-        return self.start + math.prod(self.shape)
+        return self.start + self.local.numel
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements [start, stop) of a tensor (counted row by row) that lie in one shard."""
+    """The elements [start, stop) of what this rank keeps of a tensor, counted row by row, that lie in one shard."""
 
     name: str
-    shape: tuple[int, ...]
+    local: Local
     start: int
     stop: int
 
+    @classmethod
+    def whole(cls, name: str, local: Local) -> Piece:
+        """All that this rank keeps."""
+        return cls(name, local, 0, local.numel)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that this is a piece of, as far as this rank keeps it."""
+        return self.local.local_shape
+
     @property
     def is_whole(self) -> bool:
-        return self.start == 0 and self.stop == math.prod(self.shape)
+        """Whether it is all that this rank keeps."""
+        return self.start == 0 and self.stop == self.local.numel
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the first element of the logical tensor is in it, which exactly one owner can say."""
+        return any(not any(box.offset) for box in self.boxes())
+
+    def boxes(self) -> tuple[Box, ...]:
+        """Where its elements lie in the logical tensor, as boxes of a holding."""
+        return self.local.boxes(self.start, self.stop)
+
+    def packed(self, elements: Tensor) -> Tensor:
+        """Its elements as the data of a holding with its boxes."""
+        return self.local.packed(elements.reshape(-1), self.start)
+
+    def unpacked(self, data: Tensor) -> Tensor:
+        """Its elements from the data of a holding."""
+        return self.local.unpacked(data, self.start)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its elements, from the whole logical tensor."""
+        return self.unpacked(take_boxes(tensor, self.boxes()))
+
+    def shaped(self, elements: Tensor) -> Tensor:
+        """In the shape of what this rank keeps if that is all of it, else as a row of elements."""
+        return elements.view(self.shape) if self.is_whole else elements
 
 
 @dataclass(frozen=True)
@@ -49,11 +95,11 @@ class FlatLayout:
     shards: int
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], shards: int) -> FlatLayout:
+    def of(cls, tensors: Mapping[str, Local], shards: int) -> FlatLayout:
         places: list[Place] = []
         end = 0
-        for name, shape in shapes.items():
-            places.append(Place(name, tuple(shape), _round_up(end, ALIGNMENT)))
+        for name, local in tensors.items():
+            places.append(Place(name, local, _round_up(end, ALIGNMENT)))
             end = places[-1].stop
         return cls(tuple(places), shards)
 
@@ -74,7 +120,7 @@ class FlatLayout:
         for place in self.places:
             start, stop = max(begin, place.start), min(end, place.stop)
             if start < stop:
-                piece = Piece(place.name, place.shape, start - place.start, stop - place.start)
+                piece = Piece(place.name, place.local, start - place.start, stop - place.start)
                 found.append((piece, start - begin))
         return tuple(found)
 

@@ -1,31 +1,36 @@
-"""A rank's place in a plan: its stages, the buckets it holds, and the groups and channels it communicates over.
+"""A rank's place in a plan: its stages, what it keeps of parameters, the groups and channels it communicates over.
 
 Everything follows from the plan and the rank's number, so all ranks agree without asking.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.model.graph.sharded import Sharded
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.holders import buckets_of, holders, is_tied
-from phalanx.program.shape import ModelShape
+from phalanx.program.shape import ModelShape, Partition
 from phalanx.runtime.accumulate import Reduction
 from phalanx.runtime.buckets import Sharding
 from phalanx.runtime.links import Channel, Direction, Flow, Group, Links
 from phalanx.runtime.model_shape import BucketNames
+from phalanx.runtime.parameters import Weight
+from phalanx.state.local import Local
 
 
 @dataclass(frozen=True)
 class Formation:
-    """unused: parameters that no block uses; the ranks of the first stage keep them."""
+    """unused: parameters that no block uses; the ranks of the first stage keep them. sharded: the model as this rank's
+    tensor-parallel group splits it, where the plan has one."""
 
     plan: Plan
     buckets: BucketNames
     unused: tuple[str, ...]
     rank: int
+    sharded: Sharded | None = None
 
     @property
     def shape(self) -> ModelShape:
@@ -44,6 +49,15 @@ class Formation:
         return self.mesh.coordinates(self.rank)[1]
 
     @property
+    def tp_index(self) -> int:
+        return self.mesh.coordinates(self.rank)[2]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank counts what every rank of its tensor-parallel group knows alike, such as the loss."""
+        return self.tp_index == 0
+
+    @property
     def stages(self) -> tuple[int, ...]:
         return self.plan.stages_of(self.pp_index)
 
@@ -60,10 +74,11 @@ class Formation:
 
     @property
     def place(self) -> str:
-        """In words, for messages: 'stage 1', 'stages 0, 3', 'stage 1, replica 0'."""
+        """In words, for messages: 'stage 1', 'stages 0, 3', 'stage 1, replica 0, tensor part 1'."""
         numbers = ", ".join(map(str, self.stages))
         stages = f"stage {numbers}" if len(self.stages) == 1 else f"stages {numbers}"
-        return stages if self.plan.dp == 1 else f"{stages}, replica {self.dp_index}"
+        replica = f", replica {self.dp_index}" if self.plan.dp > 1 else ""
+        return stages + replica + (f", tensor part {self.tp_index}" if self.plan.tp > 1 else "")
 
     def held(self) -> dict[int, tuple[str, ...]]:
         """The names of the parameters in each bucket that this rank holds."""
@@ -72,17 +87,37 @@ class Formation:
             found[self.shape.num_buckets] = self.unused
         return found
 
-    def owns(self, bucket: int) -> bool:
-        """Whether this rank, of all that hold its part of a bucket, is the one that counts."""
+    def locals(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Local]:
+        """What of each parameter of the model lies here."""
+        split = self.sharded.parameters if self.sharded else {}
+        return {name: split[name].local if name in split else Local(shape) for name, shape in shapes.items()}
+
+    def owns(self, weight: Weight) -> bool:
+        """Whether this rank, of all that hold a piece, is the one that counts."""
+        bucket, mesh = weight.bucket, self.mesh
         here = bucket == self.shape.num_buckets or self.pp_index == holders(self.plan, self.shape, bucket)[0]
-        return here and self.rank == self.mesh.replica_group(self.rank)[0]
+        replicas = mesh.replica_group(self.rank) if weight.sharded else mesh.dp_group(self.rank)
+        keepers = self.cell(self._keepers(weight.piece.name), self.rank)
+        return here and self.rank == replicas[0] and self.rank == min(keepers)
+
+    def cell(self, cells: Partition, rank: int) -> tuple[int, ...]:
+        """The ranks in one cell of its tensor-parallel group with `rank`, in the cell's order."""
+        index = self.mesh.coordinates(rank)[2]
+        return self.mesh.beside(rank, next((cell for cell in cells if index in cell), (index,)))
+
+    def _keepers(self, name: str) -> Partition:
+        """Who of the tensor-parallel group keeps the same part of a parameter."""
+        if self.sharded is None or name not in self.sharded.parameters:
+            return (tuple(range(self.plan.tp)),)
+        return self.sharded.parameters[name].holders
 
     def sharding(self) -> Sharding:
         group = self.mesh.zero_group(self.rank)
         return Sharding(len(group), group.index(self.rank), whole=self.plan.zero < 3)
 
-    def tie_ranks(self, bucket: int, dp_index: int) -> tuple[int, ...]:
-        return tuple(self.mesh.rank(pp_index, dp_index) for pp_index in holders(self.plan, self.shape, bucket))
+    def tie_ranks(self, bucket: int, rank: int) -> tuple[int, ...]:
+        """The ranks of a pipeline that hold a bucket."""
+        return tuple(self.mesh.at_stage(rank, pp_index) for pp_index in holders(self.plan, self.shape, bucket))
 
 
 class Connections:
@@ -103,12 +138,17 @@ class Connections:
         self.world = join("world", [mesh.world])
         self.replicas = join("count", [mesh.dp_group(rank) for rank in mesh.world])
         self.gather = join("gather", [mesh.zero_group(rank) for rank in mesh.world] if plan.zero else [])
-        reducing = mesh.zero_group if plan.zero else mesh.dp_group
-        self._reduce = join("reduce", [reducing(rank) for rank in mesh.world])
-        others = mesh.replica_group if plan.zero else (lambda rank: (rank,))
-        self._others = join("replicas", [others(rank) for rank in mesh.world])
+        self._shape = formation.shape
+        self._sums = {
+            cells: tuple(join(purpose, groups) for purpose, groups in _summing(formation, cells).items())
+            for cells in dict.fromkeys([(), *formation.shape.sums])
+        }
+        self._exchanges = {
+            cells: join("tp", [formation.cell(cells, rank) for rank in mesh.world])
+            for cells in _exchanged(formation.sharded)
+        }
         self._ties = {
-            bucket: join(f"tie{bucket}", [formation.tie_ranks(bucket, dp) for dp in range(plan.dp)])
+            bucket: join(f"tie{bucket}", [formation.tie_ranks(bucket, rank) for rank in mesh.world])
             for bucket in range(formation.shape.num_blocks, formation.shape.num_buckets)
             if is_tied(plan, formation.shape, bucket)
         }
@@ -118,12 +158,36 @@ class Connections:
     def channel(self, source: int, destination: int, direction: Direction) -> Channel:
         return self._channels[source, destination, direction]
 
+    def exchange_group(self, cells: Partition) -> Group:
+        """The ranks with which this one carries out an exchange."""
+        return self._exchanges[cells]
+
     def reduction(self, bucket: int, sharded: bool) -> Reduction:
-        return Reduction(self._reduce, self._others, self._ties.get(bucket, self._alone), sharded)
+        zero, replicas = self._sums[self._shape.cells(bucket)]
+        return Reduction(zero, replicas, self._ties.get(bucket, self._alone), sharded)
 
     def is_alone(self, bucket: int) -> bool:
-        """Whether nobody else has a gradient for this bucket."""
-        return len(self.replicas.ranks) == 1 and bucket not in self._ties
+        """Whether nobody else has a gradient for this bucket, on any rank of a tensor-parallel group."""
+        return len(self.replicas.ranks) == 1 and bucket not in self._ties and not self._shape.cells(bucket)
+
+
+def _exchanged(sharded: Sharded | None) -> list[Partition]:
+    """Every partition that some exchange runs over, in an order that all ranks agree on."""
+    parts = [part for block in sharded.parts for part in block] if sharded else []
+    return list(dict.fromkeys(part.exchange.cells for part in parts if part.exchange is not None))
+
+
+def _summing(formation: Formation, cells: Partition) -> dict[str, list[tuple[int, ...]]]:
+    """The groups of all ranks over which gradients are summed one after the other: with ZeRO they are scattered first,
+    so that only a shard travels further."""
+    mesh = formation.mesh
+
+    def across(along: Callable[[int], tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [tuple(sorted(r for same in formation.cell(cells, rank) for r in along(same))) for rank in mesh.world]
+
+    if formation.plan.zero:
+        return {"reduce": [mesh.zero_group(rank) for rank in mesh.world], "replicas": across(mesh.replica_group)}
+    return {"reduce": across(mesh.dp_group), "replicas": []}
 
 
 def _channels(formation: Formation, links: Links) -> dict[Flow, Channel]:
@@ -132,8 +196,8 @@ def _channels(formation: Formation, links: Links) -> dict[Flow, Channel]:
     ways: dict[Flow, None] = {}
     for stage in range(plan.num_stages - 1):
         here, there = plan.pp_index(stage), plan.pp_index(stage + 1)
-        for dp in range(plan.dp if here != there else 0):
-            first, second = mesh.rank(here, dp), mesh.rank(there, dp)
+        for rank in mesh.world if here != there else ():
+            first, second = mesh.at_stage(rank, here), mesh.at_stage(rank, there)
             ways |= {(first, second, "f"): None, (second, first, "b"): None}
     links.open_channels(ways)
     return {

@@ -70,12 +70,12 @@ def _groups(weights: Mapping[str, Weight], weight_decay: float | None) -> list[d
 
 def _require_element_wise(chosen: type[Any], weights: Mapping[str, Weight]) -> None:
     """A rank that holds part of a tensor can only update it if no element's update depends on the others."""
-    if chosen in _ELEMENT_WISE or all(weight.piece.is_whole for weight in weights.values()):
+    if chosen in _ELEMENT_WISE or all(w.piece.is_whole and w.piece.local.is_whole for w in weights.values()):
         return
     known = ", ".join(sorted(kind.__name__ for kind in _ELEMENT_WISE))
     raise ConfigError(
-        f"optimizer {chosen.__name__} is not known to update each element by itself, but ZeRO splits tensors",
-        f"use zero=0, or one of torch's {known}",
+        f"optimizer {chosen.__name__} is not known to update each element by itself, but the plan splits tensors",
+        f"use zero=0 and tp=1, or one of torch's {known}",
     )
 
 

@@ -17,6 +17,7 @@ from phalanx.errors import ConfigError, nearest
 from phalanx.runtime.buckets import Bucket, BufferPool, Read, Sharding, Shelf
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.links import Group
+from phalanx.state.local import Local
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Weight:
     copy: Tensor  # in the precision of training; the same tensor unless there are masters
     trained: bool
     bucket: int
+    sharded: bool = True  # by ZeRO, where there is any
 
     @property
     def key(self) -> str:
@@ -49,8 +51,8 @@ class Parameters:
             self.values |= bucket.resident()
             for piece, exact, copy in bucket.weights():
                 self.weights[piece.name] = Weight(piece, exact, copy, True, index)
-            for piece, tensor in bucket.kept():
-                self.weights[piece.name] = Weight(piece, tensor, tensor, False, index)
+            for piece, tensor, sharded in bucket.kept():
+                self.weights[piece.name] = Weight(piece, tensor, tensor, False, index, sharded)
 
     @property
     def trained(self) -> dict[str, Weight]:
@@ -97,7 +99,7 @@ class Parameters:
 
 def load_parameters(
     held: Mapping[int, Sequence[str]],
-    shapes: Mapping[str, tuple[int, ...]],
+    locals: Mapping[str, Local],
     read: Read,
     *,
     trainable: Collection[str],
@@ -107,15 +109,16 @@ def load_parameters(
     sharding: Sharding,
     zero: Group,
 ) -> Parameters:
-    """Reads one parameter at a time. held: the names of each bucket that this rank keeps."""
+    """Reads one parameter at a time. held: the names of each bucket that this rank keeps; locals: what of each."""
     keeps_masters = master_weights and dtype in (torch.bfloat16, torch.float16)
     learns = set(trainable)
     found: dict[int, Bucket] = {}
     for index, names in held.items():
-        loose = {name: value.to(device) for name in names if (value := _loose(name, read, learns)) is not None}
-        flat = [name for name in names if name not in loose]
-        trained = _shelf([n for n in flat if n in learns], shapes, sharding, dtype, device)
-        frozen = _shelf([n for n in flat if n not in learns], shapes, sharding, dtype, device)
+        pieces = [Piece.whole(name, locals[name]) for name in names]
+        loose = {piece: value.to(device) for piece in pieces if (value := _loose(piece, read, learns)) is not None}
+        flat = {piece.name: piece.local for piece in pieces if piece not in loose}
+        trained = _shelf({n: local for n, local in flat.items() if n in learns}, sharding, dtype, device)
+        frozen = _shelf({n: local for n, local in flat.items() if n not in learns}, sharding, dtype, device)
         found[index] = Bucket(trained, frozen, loose, zero)
         for shelf in found[index].shelves:
             masters = shelf.fill(read, keeps_masters and shelf is trained)
@@ -124,22 +127,18 @@ def load_parameters(
     return Parameters(found)
 
 
-def _loose(name: str, read: Read, learns: Collection[str]) -> Tensor | None:
+def _loose(piece: Piece, read: Read, learns: Collection[str]) -> Tensor | None:
     """Integer parameters exist (tables of quantised modules); they are not trained and keep their type."""
-    if name in learns:
+    if piece.name in learns or not piece.local.numel:
         return None
-    value = read(name, False, None)
-    return None if value.is_floating_point() else value
+    value = read(piece.name, False, piece)
+    return None if value.is_floating_point() else value.reshape(piece.shape)
 
 
 def _shelf(
-    names: Sequence[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    sharding: Sharding,
-    dtype: torch.dtype,
-    device: torch.device,
+    tensors: Mapping[str, Local], sharding: Sharding, dtype: torch.dtype, device: torch.device
 ) -> Shelf | None:
-    return Shelf({name: shapes[name] for name in names}, sharding, dtype, device) if names else None
+    return Shelf(tensors, sharding, dtype, device) if tensors else None
 
 
 def choose_trainable(

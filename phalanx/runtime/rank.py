@@ -20,6 +20,7 @@ from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.plan.plan import Plan
 from phalanx.program.check import check
 from phalanx.program.lower import lower
+from phalanx.runtime import holdings
 from phalanx.runtime.accumulate import BucketGradients, Gradients
 from phalanx.runtime.buckets import BufferPool, Read
 from phalanx.runtime.compute import Compute
@@ -38,7 +39,7 @@ from phalanx.runtime.step import Feeder, Step, split
 from phalanx.runtime.totals import Totals
 from phalanx.runtime.warm_up import WarmUp
 from phalanx.runtime.wires import Wires
-from phalanx.state.layout import Holding, boxes_of_range
+from phalanx.state.layout import Holding
 
 IN_FLIGHT = 2  # reductions under way at once where whole gradients are not to be kept (ZeRO 2 and 3)
 
@@ -74,7 +75,7 @@ class Rank:
         self.links = Links(seat, timeout=config.timeout)
         self.connections = Connections(self.formation, self.links)
         self.parameters = load_parameters(
-            self.formation.held(), captured.shapes, read, trainable=trainable, dtype=self.dtype,
+            self.formation.held(), self.formation.locals(captured.shapes), read, trainable=trainable, dtype=self.dtype,
             master_weights=config.master_weights, device=self.device, sharding=self.formation.sharding(),
             zero=self.connections.gather,
         )  # fmt: skip
@@ -103,46 +104,29 @@ class Rank:
     def holdings(self) -> Iterator[tuple[Holding, Tensor]]:
         """Everything a checkpoint holds, as far as it lies here."""
         self.parameters.settle()
-        for weight in self.parameters.weights.values():
-            yield self._holding(weight.key, weight.piece, weight.exact, weight.bucket)
-        for slot, name, tensor in self.optimizer.tensors():
-            weight = self.parameters.weights[name]
-            piece = weight.piece
-            if tensor.shape != weight.exact.shape:  # a counter, the same on every rank that holds a part
-                first = piece.start == 0 and self.formation.owns(weight.bucket)
-                whole = (piece.name, tuple(tensor.shape), 0, tensor.numel())
-                yield _described(f"optimizer/{slot}/{name}", Piece(*whole), tensor, first)
-            else:
-                yield self._holding(f"optimizer/{slot}/{name}", piece, tensor, weight.bucket)
+        return holdings.of_checkpoint(self.formation, self.parameters, self.optimizer)
 
     def values(self) -> Iterator[tuple[Holding, Tensor]]:
         """The parameters alone, by their own names, in the precision of training."""
-        for weight in self.parameters.weights.values():
-            yield self._holding(weight.piece.name, weight.piece, weight.copy, weight.bucket)
+        return holdings.of_parameters(self.formation, self.parameters, exact=False)
 
     def exact_values(self) -> Iterator[tuple[Holding, Tensor]]:
         """The same in the highest precision there is."""
-        for weight in self.parameters.weights.values():
-            yield self._holding(weight.piece.name, weight.piece, weight.exact, weight.bucket)
+        return holdings.of_parameters(self.formation, self.parameters, exact=True)
 
     def restore_optimizer(
         self, slots: Iterable[tuple[str, str]], read: Callable[[str, Piece], Tensor], scalars: Mapping[str, Any]
     ) -> None:
-        """slots: the (slot, parameter) pairs that were saved; read: (key, piece) → its elements."""
+        """slots: the (slot, parameter) pairs that were saved; read: (key, piece) → what that is of it, in its shape."""
 
         def piece_of(slot: str, name: str) -> Tensor:
-            weight = self.parameters.weights[name]
-            found = read(f"optimizer/{slot}/{name}", weight.piece)
-            return found.view(weight.exact.shape) if found.numel() == weight.exact.numel() else found
+            return read(f"optimizer/{slot}/{name}", self.parameters.weights[name].piece)
 
         self.optimizer.load(slots, piece_of, scalars)
 
     def close(self) -> None:
         self.step.engine.settle()
         self.links.close()
-
-    def _holding(self, key: str, piece: Piece, tensor: Tensor, bucket: int) -> tuple[Holding, Tensor]:
-        return _described(key, piece, tensor, self.formation.owns(bucket))
 
     def _engine(self, trainable: Sequence[str], watches: Iterable[Watch], trains: bool) -> tuple[Engine, Feeder]:
         formation, connections = self.formation, self.connections
@@ -175,13 +159,9 @@ class Rank:
         return Gradients(found, home, IN_FLIGHT if self.plan.zero >= 2 else None)
 
     def _totals(self) -> Totals:
-        owned = {name for name, weight in self.parameters.trained.items() if self.formation.owns(weight.bucket)}
+        speaks = self.formation.speaks
+        owned = {name for name, weight in self.parameters.trained.items() if self.formation.owns(weight)}
         return Totals(
             self.optimizer, self.captured.blocks.count, self.connections.replicas, self.connections.world, owned,
-            counts=self.formation.is_first, loss_scale=self.loss_scale,
+            counts=self.formation.is_first and speaks, speaks=speaks, loss_scale=self.loss_scale,
         )  # fmt: skip
-
-
-def _described(key: str, piece: Piece, tensor: Tensor, owned: bool) -> tuple[Holding, Tensor]:
-    boxes = boxes_of_range(piece.shape, piece.start, piece.stop)
-    return Holding(key, piece.shape, str(tensor.dtype).removeprefix("torch."), boxes, owned), tensor.reshape(-1)

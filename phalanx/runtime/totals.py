@@ -37,14 +37,15 @@ class StepRun:
 
 class Totals:
     """owned: the pieces that this rank, of all that hold them, answers for. count: the value that counts items.
-    counts: whether what this rank counts about its part of the batch is added up, once per part."""
+    counts: whether what this rank counts about its part of the batch is added up, once per part. speaks: whether its
+    loss is, which all ranks of a tensor-parallel group know."""
 
     def __init__(
         self, optimizer: Optimizer, count: str, replicas: Group, world: Group, owned: Collection[str],
-        *, counts: bool = True, loss_scale: LossScale | None = None,
+        *, counts: bool = True, speaks: bool = True, loss_scale: LossScale | None = None,
     ) -> None:  # fmt: skip
         self._optimizer, self._count, self._owned, self._counts = optimizer, count, set(owned), counts
-        self._replicas, self._world, self._loss_scale = replicas, world, loss_scale
+        self._replicas, self._world, self._speaks, self._loss_scale = replicas, world, speaks, loss_scale
 
     def count(self, step: StepRun) -> None:
         step.items = total_items(step.batches, self._count)
@@ -60,7 +61,7 @@ class Totals:
         step.gradients = gradients
         owned = {name: gradient for name, gradient in gradients.items() if name in self._owned}
         square = self._optimizer.squared_norm(owned, items)
-        loss = total_loss(step.batches, items)
+        loss = total_loss(step.batches if self._speaks else (), items)
         counts = [float(step.stop()), *(count if self._counts else 0.0 for count in step.counts)]
         sums = torch.stack([square, loss, *loss.new_tensor(counts).unbind()])
         self._world.all_reduce(sums).wait("the gradients' norm")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ class DcpWeights(Weights):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def _values(self, name: str, box: Box) -> Tensor:
-        return self._read(self._keys[name], box)
+    def _values(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
+        return [self._read(self._keys[name], box) for box in boxes]
 
     def _read(self, key: str, box: Box) -> Tensor:
         entry = self._stored[key]

@@ -120,6 +120,14 @@ class Holding:
         return tuple(zip(self.boxes, starts, strict=False))
 
 
+def take_boxes(tensor: Tensor, boxes: Sequence[Box]) -> Tensor:
+    """The elements of boxes of a whole tensor, one after the other, each row by row: the data of a holding."""
+    import torch
+
+    parts = [tensor[box.slices()].reshape(-1) for box in boxes]
+    return parts[0] if len(parts) == 1 else torch.cat([tensor.new_empty(0), *parts])
+
+
 Layout = Mapping[int, Sequence[Holding]]
 """What each rank holds, by rank; a name at most once per rank."""
 

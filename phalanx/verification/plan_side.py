@@ -29,7 +29,7 @@ from phalanx.program.holders import buckets_of
 from phalanx.program.lower import lower
 from phalanx.runtime.model_shape import BucketNames, bucket_names
 from phalanx.verification.case import Case, Execution, Step
-from phalanx.verification.rank_side import Trace, facts_of, run_rank
+from phalanx.verification.rank_side import Owned, Trace, facts_of, run_rank
 
 _NOISE = 0.05  # added to fresh weights: zeros and ones (biases, norms) would hide errors that multiply or add them
 
@@ -95,14 +95,16 @@ def _assemble(traces: Sequence[Trace], number: int, captured: Captured) -> Step:
     return Step(losses.pop(), gradients, _joined([trace.parameters[number] for trace in traces], captured))
 
 
-def _joined(parts: Sequence[list[tuple[str, int, Tensor]]], captured: Captured) -> dict[str, Tensor]:
+def _joined(parts: Sequence[list[Owned]], captured: Captured) -> dict[str, Tensor]:
     """Whole tensors; what no rank answers for stays NaN, which equals nothing."""
     found: dict[str, Tensor] = {}
-    for name, start, elements in (piece for part in parts for piece in part):
-        if name not in found:
-            found[name] = torch.full((math.prod(captured.shapes[name]),), math.nan, dtype=elements.dtype)
-        found[name][start : start + elements.numel()] = elements
-    return {name: value.view(captured.shapes[name]) for name, value in found.items()}
+    for owned in (owned for part in parts for owned in part):
+        whole = found.get(owned.name)
+        if whole is None:
+            whole = found[owned.name] = torch.full(captured.shapes[owned.name], math.nan, dtype=owned.data.dtype)
+        for box, values in zip(owned.boxes, owned.data.split([box.numel for box in owned.boxes]), strict=True):
+            whole[box.slices()] = values.view(box.shape)
+    return found
 
 
 def _implied(plan: Plan, case: Case, captured: Captured) -> dict[str, Any]:

@@ -22,16 +22,26 @@ from phalanx.program.instructions import Op
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.rank import Rank
 from phalanx.runtime.step import num_samples
+from phalanx.state.layout import Box
 from phalanx.verification.case import Case
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The elements of some boxes of a tensor, one box after the other."""
+
+    name: str
+    boxes: tuple[Box, ...]
+    data: Tensor
 
 
 @dataclass
 class Trace:
-    """What one rank did. Pieces are (name, first element, elements), of those this rank owns."""
+    """What one rank did; gradients and parameters as far as this rank owns them."""
 
     losses: list[float] = field(default_factory=list)
-    gradients: list[list[tuple[str, int, Tensor]]] = field(default_factory=list)
-    parameters: list[list[tuple[str, int, Tensor]]] = field(default_factory=list)
+    gradients: list[list[Owned]] = field(default_factory=list)
+    parameters: list[list[Owned]] = field(default_factory=list)
     instructions: dict[str, int] = field(default_factory=dict)
     parameter_elements: int = 0
     keeps_only_inputs: bool = True
@@ -44,9 +54,8 @@ def run_rank(seat: Seat, case: Case, plan: Plan, captured: Captured, folder: Pat
     torch.set_num_threads(1 if seat.world > 1 else torch.get_num_threads())
     initial: Mapping[str, Tensor] = torch.load(folder / "initial.pt", mmap=True)
 
-    def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
-        value = initial[name]
-        return value if piece is None else value.reshape(-1)[piece.start : piece.stop]
+    def read(name: str, is_master: bool, piece: Piece) -> Tensor:
+        return piece.of(initial[name])
 
     device = torch.device(seat.device)
     rank = Rank(
@@ -87,12 +96,13 @@ def _step(rank: Rank, case: Case, consumed: int, batch: dict[str, Tensor], trace
     trace.parameters.append(_owned(rank, weights))
 
 
-def _owned(rank: Rank, tensors: Mapping[str, Tensor]) -> list[tuple[str, int, Tensor]]:
-    found: list[tuple[str, int, Tensor]] = []
+def _owned(rank: Rank, tensors: Mapping[str, Tensor]) -> list[Owned]:
+    found: list[Owned] = []
     for name, tensor in tensors.items():
         weight = rank.parameters.weights[name]
-        if rank.formation.owns(weight.bucket):
-            found.append((name, weight.piece.start, tensor.detach().reshape(-1).cpu().clone()))
+        if rank.formation.owns(weight):
+            data = weight.piece.packed(tensor.detach()).cpu().clone()
+            found.append(Owned(name, weight.piece.boxes(), data))
     return found
 
 

@@ -18,9 +18,11 @@ from phalanx.launch.seat import Seat
 from phalanx.runtime.accumulate import Accumulator, BucketGradients, Gradients, Reduction
 from phalanx.runtime.buckets import BufferPool, Sharding, Shelf
 from phalanx.runtime.links import Links
+from phalanx.state.local import Local
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (5, 40), "b": (3,), "unused": (2,)}  # of two shards, both have a part of "a"
+LOCALS = {name: Local(shape) for name, shape in SHAPES.items()}
 ALONE = Links(Seat.alone()).group((0,))
 
 
@@ -84,7 +86,7 @@ def summed(name: str, ranks: int, micro_batches: int) -> Tensor:
 
 
 def gradients_of(how: Reduction, sharding: Sharding | None = None, in_flight: int | None = None) -> Gradients:
-    shelf = Shelf(SHAPES, sharding or Sharding(), torch.float32, CPU)
+    shelf = Shelf(LOCALS, sharding or Sharding(), torch.float32, CPU)
     bucket = BucketGradients(shelf, how, BufferPool())
     return Gradients({7: bucket}, dict.fromkeys(SHAPES, 7), in_flight)
 
@@ -177,7 +179,7 @@ def test_no_more_reductions_are_under_way_than_allowed() -> None:
     log: list[str] = []
     buckets = {
         index: BucketGradients(
-            Shelf({f"w{index}": (4,)}, Sharding(), torch.float32, CPU),
+            Shelf({f"w{index}": Local((4,))}, Sharding(), torch.float32, CPU),
             Reduction(ThreadGroup(Meeting(1), 0, log), ALONE, ALONE, sharded=True), BufferPool(),
         )
         for index in range(5)
@@ -193,7 +195,7 @@ def test_no_more_reductions_are_under_way_than_allowed() -> None:
 
 
 def test_many_small_gradients_of_a_bucket_are_summed_in_float32() -> None:
-    shelf = Shelf({"w": (1,)}, Sharding(), torch.bfloat16, CPU)
+    shelf = Shelf({"w": Local((1,))}, Sharding(), torch.bfloat16, CPU)
     bucket = BucketGradients(shelf, Reduction(ALONE, ALONE, ALONE, sharded=False), BufferPool())
     gradients = Gradients({0: bucket}, {"w": 0})
     for _ in range(1000):
@@ -205,7 +207,7 @@ def test_many_small_gradients_of_a_bucket_are_summed_in_float32() -> None:
 def test_memory_of_released_gradients_is_used_again() -> None:
     pool = BufferPool()
     bucket = BucketGradients(
-        Shelf(SHAPES, Sharding(), torch.float32, CPU), Reduction(ALONE, ALONE, ALONE, sharded=False), pool
+        Shelf(LOCALS, Sharding(), torch.float32, CPU), Reduction(ALONE, ALONE, ALONE, sharded=False), pool
     )
     gradients = Gradients({7: bucket}, dict.fromkeys(SHAPES, 7))
     places: set[int] = set()

@@ -20,6 +20,7 @@ from phalanx.runtime.optimizer_choice import make_optimizer
 from phalanx.runtime.parameters import Weight, choose_trainable
 from phalanx.runtime.schedule import lr_factor
 from phalanx.runtime.step import split
+from phalanx.state.local import Local
 
 LENGTHS = st.integers(1, 500).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total)))
 SHAPES = st.sampled_from(["cosine", "linear", "constant"])
@@ -70,7 +71,7 @@ def gradients(step: int, dtype: torch.dtype = torch.float32, scale: float = 3.0)
 def held(values: dict[str, Tensor]) -> dict[str, Weight]:
     """These tensors as a rank that keeps all of them holds them."""
     return {
-        name: Weight(Piece(name, tuple(value.shape), 0, value.numel()), value, value, trained=True, bucket=0)
+        name: Weight(Piece.whole(name, Local(tuple(value.shape))), value, value, trained=True, bucket=0)
         for name, value in values.items()
     }
 
@@ -181,7 +182,7 @@ def test_an_update_in_lanes_is_the_same_update(clip: float | None):
 def test_parameters_are_refreshed_from_float32_masters():
     exact = weights()["matrix"]
     copy = exact.bfloat16()
-    weight = Weight(Piece("matrix", (4, 3), 0, 12), exact, copy, trained=True, bucket=0)
+    weight = Weight(Piece.whole("matrix", Local((4, 3))), exact, copy, trained=True, bucket=0)
     inner = make_optimizer({"matrix": weight}, RunConfig(weight_decay=0))
     optimizer = Optimizer(inner, {"matrix": weight}, clip=None)
     for _ in range(20):
@@ -264,21 +265,29 @@ def test_an_optimizer_that_cannot_be_made_is_refused(options: Any, message: str,
     assert hint in info.value.hint
 
 
+def held_piece(piece: Piece) -> dict[str, Weight]:
+    values = torch.ones(piece.stop - piece.start)
+    return {piece.name: Weight(piece, values, values, trained=True, bucket=0)}
+
+
 class OfWholeTensors(torch.optim.SGD):
     """Somebody's own, which may look at a tensor as a whole."""
 
 
 def test_a_part_of_a_tensor_is_only_given_to_optimizers_that_update_each_element_by_itself():
-    part = {"matrix": Weight(Piece("matrix", (4, 3), 0, 5), torch.ones(5), torch.ones(5), trained=True, bucket=0)}
+    part = held_piece(Piece("matrix", Local((4, 3)), 0, 5))
     assert make_optimizer(part, RunConfig())
     with pytest.raises(ConfigError, match="OfWholeTensors is not known to update each element by itself") as info:
         make_optimizer(part, RunConfig(), OfWholeTensors)
-    assert "use zero=0" in info.value.hint and "AdamW" in info.value.hint
+    assert "use zero=0 and tp=1" in info.value.hint and "AdamW" in info.value.hint
+    columns = held_piece(Piece.whole("matrix", Local((4, 3), 1, ((0, 2),))))
+    with pytest.raises(ConfigError, match="but the plan splits tensors"):
+        make_optimizer(columns, RunConfig(), OfWholeTensors)
     assert make_optimizer(held(weights()), RunConfig(), OfWholeTensors)
 
 
 def test_matrices_decay_by_their_own_shape_even_where_only_a_row_of_elements_is_here():
-    part = {"matrix": Weight(Piece("matrix", (4, 3), 0, 5), torch.ones(5), torch.ones(5), trained=True, bucket=0)}
+    part = held_piece(Piece("matrix", Local((4, 3)), 0, 5))
     decayed, kept = make_optimizer(part, RunConfig(weight_decay=0.3)).param_groups
     assert (len(decayed["params"]), decayed["weight_decay"], kept["params"]) == (1, 0.3, [])
 

@@ -7,7 +7,7 @@ fused. transformers knows these rules; here they are applied to names and shapes
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -42,8 +42,9 @@ class Converted:
     group: _Group
     model: PreTrainedModel
 
-    def read(self, read_stored: ReadStored, box: Box) -> Tensor:
-        return self.group.convert(self.model, read_stored)[self.name][box.slices()]
+    def read(self, read_stored: ReadStored, boxes: Sequence[Box]) -> list[Tensor]:
+        whole = self.group.convert(self.model, read_stored)[self.name]
+        return [whole[box.slices()] for box in boxes]
 
 
 Source = Assembly | Converted

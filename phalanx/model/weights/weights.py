@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -48,8 +48,8 @@ class Weights(ABC):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     @abstractmethod
-    def _values(self, name: str, box: Box) -> Tensor:
-        """The values of one box, in memory that nobody else uses."""
+    def _values(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
+        """The values of each box, in memory that nobody else uses."""
 
     def buffer_names(self) -> tuple[str, ...]:
         """Persistent buffers that this source has values for; `read` takes these names too."""
@@ -64,10 +64,19 @@ class Weights(ABC):
         device: torch.device | str = "cpu",
     ) -> Tensor:
         """One box of a parameter (all of it without `box`), contiguous; `dtype` None keeps the source's own."""
+        box = Box.whole(self.shape(name)) if box is None else box
+        (values,) = self._inside(name, (box,))
+        return values.to(device=device, dtype=dtype).contiguous()
+
+    def read_flat(self, name: str, boxes: Sequence[Box]) -> Tensor:
+        """The elements of several boxes one after the other, each row by row: the data of a holding."""
+        parts = [values.reshape(-1) for values in self._inside(name, boxes)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _inside(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
         whole = Box.whole(self.shape(name))
-        box = whole if box is None else box
-        assert whole.contains(box), f"{box} is not inside {name} of shape {whole.shape}"
-        return self._values(name, box).to(device=device, dtype=dtype).contiguous()
+        assert all(map(whole.contains, boxes)), f"{boxes} are not inside {name} of shape {whole.shape}"
+        return self._values(name, boxes)
 
 
 class SeededWeights(Weights):
@@ -83,9 +92,9 @@ class SeededWeights(Weights):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._recipe.shape(name)
 
-    def _values(self, name: str, box: Box) -> Tensor:
+    def _values(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
         values = self._recipe.values(name, self._seed)
-        return values if box.shape == values.shape else values[box.slices()].clone()
+        return [values if box.shape == values.shape else values[box.slices()].clone() for box in boxes]
 
 
 class ModuleWeights(Weights):
@@ -110,8 +119,8 @@ class ModuleWeights(Weights):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensor(name).shape)
 
-    def _values(self, name: str, box: Box) -> Tensor:
-        return self._tensor(name).detach()[box.slices()].clone()
+    def _values(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
+        return [self._tensor(name).detach()[box.slices()].clone() for box in boxes]
 
     def _tensor(self, name: str) -> Tensor:
         return self._parameters[name] if name in self._parameters else self._buffers[name]
@@ -152,16 +161,16 @@ class SafetensorsWeights(Weights):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def _values(self, name: str, box: Box) -> Tensor:
+    def _values(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
         if name not in self._sources:
             assert self._missing_from is not None, f"{name} is neither stored nor initialised"
-            return self._missing_from.read(name, box)
-        return self._read_source(self._sources[name], box)
+            return self._missing_from._values(name, boxes)
+        return self._read_source(self._sources[name], boxes)
 
-    def _read_source(self, source: Source, box: Box) -> Tensor:
+    def _read_source(self, source: Source, boxes: Sequence[Box]) -> list[Tensor]:
         if isinstance(source, Assembly):
-            return source.part(box).read(self._files.read)
-        return source.read(self._files.read, box).clone()
+            return [source.part(box).read(self._files.read) for box in boxes]
+        return [values.clone() for values in source.read(self._files.read, boxes)]
 
     def _by_canonical_name(self, sources: dict[str, Source], aliases: dict[str, str]) -> dict[str, Source]:
         """Takes a tied parameter from whichever of its names is stored; stored twice, both must be the same."""
@@ -182,7 +191,7 @@ class SafetensorsWeights(Weights):
         if one.shape != other.shape:
             return False
         box = Box.whole((*map(lambda size: min(size, 8), one.shape[:1]), *one.shape[1:]))
-        return torch.equal(self._read_source(one, box), self._read_source(other, box))
+        return torch.equal(*self._read_source(one, (box,)), *self._read_source(other, (box,)))
 
     def _check_shapes(self) -> None:
         wrong = [
