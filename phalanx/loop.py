@@ -10,6 +10,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from phalanx.prepare import Collate, Prepared, load_buffers, open_weights, prepa
 from phalanx.reporting import Reporter, StepFacts, header
 from phalanx.result import Summary
 from phalanx.runtime.flat import Piece
+from phalanx.runtime.holdings import from_checkpoint
 from phalanx.runtime.measured import writing
 from phalanx.runtime.memory import explain_out_of_memory, model_needs, step_needs
 from phalanx.runtime.rank import Rank
@@ -198,9 +200,9 @@ class Loop:
         weights, origin = open_weights(job.model, run.spec, config.seed)
 
         def read(name: str, is_master: bool, piece: Piece) -> Tensor:
-            if found is not None:
-                return _stored(found, f"{'master' if is_master else 'model'}/{name}", piece)
-            return piece.unpacked(weights.read_flat(name, piece.boxes()))
+            if found is None:
+                return piece.read(weights, name)
+            return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
         with explain_out_of_memory(*model_needs(config.dtype), run.device):
             self.rank = Rank(
@@ -216,11 +218,7 @@ class Loop:
     def _restore(self, found: Checkpoint) -> None:
         """The optimizer's state and the scale of the loss, as far as they concern this rank."""
         keys = (name.split("/", 2) for name in found.names() if name.startswith("optimizer/"))
-
-        def read(key: str, piece: Piece) -> Tensor:
-            is_like_weight = found.shape(key) == piece.local.shape  # else a counter, the same for all pieces
-            return piece.shaped(_stored(found, key, piece)) if is_like_weight else found.read(key)
-
+        read = partial(from_checkpoint, found)
         self.rank.restore_optimizer([(slot, name) for _, slot, name in keys], read, self.snapshot.optimizer)
         if self.rank.loss_scale is not None and self.snapshot.loss_scale is not None:
             self.rank.loss_scale.load(self.snapshot.loss_scale)
@@ -273,10 +271,6 @@ class Loop:
             folder, model=build(spec, device="meta"), tensors=tensors, config=spec.config,
             tokenizer=self.run.tokenizer, base_folder=spec.folder,
         )  # fmt: skip
-
-
-def _stored(found: Checkpoint, key: str, piece: Piece) -> Tensor:
-    return piece.unpacked(found.read_flat(key, piece.boxes()))
 
 
 def _settle(saver: AsyncSaver) -> None:

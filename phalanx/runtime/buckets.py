@@ -53,8 +53,7 @@ class Shelf:
     def cut(self, shard: Tensor) -> dict[str, Tensor]:
         """What a shard holds of each parameter: in its own shape if that is all of it, else as a row of elements."""
         return {
-            piece.name: piece.shaped(shard[offset : offset + piece.stop - piece.start])
-            for piece, offset in self.pieces
+            piece.name: piece.shaped(shard[offset : offset + piece.stop - piece.start]) for piece, offset in self.pieces
         }
 
     def fill(self, read: Read, is_master: bool) -> Tensor | None:

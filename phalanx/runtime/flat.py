@@ -6,10 +6,10 @@ it is a range of elements, not of rows. The tensors are what a rank keeps of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx.state.layout import Box, take_boxes
 from phalanx.state.local import Local
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 64  # elements: every tensor starts where vectorised kernels like it
+
+
+class Source(Protocol):
+    """Where boxes of logical tensors can be read: a checkpoint, a model's weights."""
+
+    def read_flat(self, name: str, boxes: Sequence[Box]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,10 @@ class Piece:
     def unpacked(self, data: Tensor) -> Tensor:
         """Its elements from the data of a holding."""
         return self.local.unpacked(data, self.start)
+
+    def read(self, source: Source, key: str) -> Tensor:
+        """Its elements, from where only its boxes are read."""
+        return self.unpacked(source.read_flat(key, self.boxes()))
 
     def of(self, tensor: Tensor) -> Tensor:
         """Its elements, from the whole logical tensor."""

@@ -1,6 +1,6 @@
-"""What a rank keeps, described by the model's own names: what goes into checkpoints and exports.
+"""What a rank keeps, described by the model's own names, so that any other plan can take it up from there.
 
-Where it goes is the caller's business; how it lies on the device is `buckets.py`'s.
+Where it goes and comes from is the caller's business; how it lies on the device is `buckets.py`'s.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from phalanx.runtime.flat import Piece
 from phalanx.runtime.formation import Formation
 from phalanx.runtime.optimizer import Optimizer
 from phalanx.runtime.parameters import Parameters
+from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.layout import Holding
 from phalanx.state.local import Local
 
@@ -36,6 +37,12 @@ def of_checkpoint(formation: Formation, parameters: Parameters, optimizer: Optim
         if tensor.shape != weight.exact.shape:  # a counter, the same on every rank that holds a part
             piece, owned = Piece.whole(name, Local(tuple(tensor.shape))), owned and piece.has_first
         yield _described(f"optimizer/{slot}/{name}", piece, tensor, owned)
+
+
+def from_checkpoint(found: Checkpoint, key: str, piece: Piece) -> Tensor:
+    """What `of_checkpoint` gave of a piece, in its shape, under whatever plan; a counter as it is."""
+    is_counter = found.shape(key) != piece.local.shape
+    return found.read(key) if is_counter else piece.shaped(piece.read(found, key))
 
 
 def _described(key: str, piece: Piece, tensor: Tensor, owned: bool) -> Held:

@@ -135,9 +135,7 @@ def _loose(piece: Piece, read: Read, learns: Collection[str]) -> Tensor | None:
     return None if value.is_floating_point() else value.reshape(piece.shape)
 
 
-def _shelf(
-    tensors: Mapping[str, Local], sharding: Sharding, dtype: torch.dtype, device: torch.device
-) -> Shelf | None:
+def _shelf(tensors: Mapping[str, Local], sharding: Sharding, dtype: torch.dtype, device: torch.device) -> Shelf | None:
     return Shelf(tensors, sharding, dtype, device) if tensors else None
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from phalanx.errors import ModelError
-from phalanx.model.weights import init_recipe
+from phalanx.model.weights import init_recipe, key_map
 from phalanx.model.weights.key_map import Converted, match
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights, tied_names
-from phalanx.state.layout import Box
+from phalanx.state.layout import Box, take_boxes
+from phalanx.state.local import Local
 from tests import tiny_models
 
 
@@ -28,6 +30,14 @@ def assert_reads_like(weights: Weights, model: nn.Module) -> None:
         part = weights.read(name, box)
         assert torch.equal(part, parameter[box.slices()]), name
         assert part.is_contiguous() and part.untyped_storage().nbytes() == box.numel * part.element_size()
+        boxes = columns(tuple(parameter.shape)).boxes()
+        assert torch.equal(weights.read_flat(name, boxes), take_boxes(parameter.detach(), boxes)), name
+
+
+def columns(shape: tuple[int, ...]) -> Local:
+    """The first and the last of three sections, as far as there are any."""
+    third = shape[-1] // 3 if shape else 0
+    return Local(shape, len(shape) - 1, ((0, third), (shape[-1] - third, shape[-1]))) if third else Local(shape)
 
 
 def test_tied_parameters_go_by_their_first_name() -> None:
@@ -60,6 +70,13 @@ def test_seeded_boxes_are_boxes_of_the_seeded_tensor() -> None:
         for name, parameter in model.named_parameters():
             parameter.copy_(whole[name])
     assert_reads_like(SeededWeights(recipe, seed=3), model)
+
+
+def test_a_tensor_is_drawn_once_for_all_the_boxes_asked_for() -> None:
+    weights = SeededWeights(init_recipe.record(lambda: nn.Linear(30, 30)), seed=0)
+    with patch.object(init_recipe.Recipe, "values", autospec=True, side_effect=init_recipe.Recipe.values) as values:
+        assert weights.read_flat("weight", columns((30, 30)).boxes()).numel() == 600
+    assert values.call_count == 1
 
 
 def test_values_are_drawn_in_float32_and_then_cast() -> None:
@@ -96,7 +113,11 @@ def test_conversions_that_are_more_than_moving_boxes_are_left_to_transformers(tm
     shapes = {key: tuple(tensor.shape) for key, tensor in stored.items()}
     experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     assert isinstance(match(model, shapes).sources[experts], Converted)
-    assert_reads_like(SafetensorsWeights(tmp_path, model), model)
+    weights = SafetensorsWeights(tmp_path, model)
+    assert_reads_like(weights, model)
+    with patch.object(key_map._Group, "convert", autospec=True, side_effect=key_map._Group.convert) as convert:
+        weights.read_flat(experts, columns(weights.shape(experts)).boxes())
+    assert convert.call_count == 1
 
 
 def test_the_base_model_s_files_serve_the_model_with_a_head_and_back(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 
 from phalanx.errors import ModelError
 from phalanx.state.dcp import DcpWeights, is_dcp
-from phalanx.state.layout import Box
+from phalanx.state.layout import Box, boxes_of_range
 from tests import tiny_models
 
 
@@ -40,6 +40,8 @@ def assert_same(weights: DcpWeights, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         assert weights.shape(name) == tuple(parameter.shape)
         assert torch.equal(weights.read(name), parameter), name
+        boxes = boxes_of_range(tuple(parameter.shape), 1, parameter.numel())
+        assert torch.equal(weights.read_flat(name, boxes), parameter.reshape(-1)[1:]), name
 
 
 WRAPPED: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, object]]]] = {
