@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from phalanx.program.instructions import RECEIVES, SENDS, Instruction, Op
+from phalanx.program.instructions import HALVES, RECEIVES, SENDS, Instruction, Op
 from phalanx.program.timeline import COMPUTE, Event, Timeline
 
 _MICROSECOND = 1e-6
@@ -51,7 +51,7 @@ def _named(kind: str, name: str, **at: int) -> dict[str, Any]:
 
 
 def _arguments(instruction: Instruction) -> dict[str, int]:
-    fields = ("stage", "micro_batch", "block", "peer")
+    fields = ("stage", "micro_batch", "half", "block", "step", "peer")
     return {field: value for field in fields if (value := getattr(instruction, field)) is not None}
 
 
@@ -67,4 +67,5 @@ def _message(event: Event) -> str:
     direction = "F" if instruction.op in (Op.SEND_F, Op.RECV_F) else "B"
     # A message is about the cut between two stages: the forward's has the number of the stage before it.
     cut = (instruction.stage or 0) - (instruction.op in (Op.RECV_F, Op.SEND_B))
-    return f"{direction}{cut}.{instruction.micro_batch} {source}→{target}"
+    half = "" if instruction.half is None else HALVES[instruction.half]
+    return f"{direction}{cut}.{instruction.micro_batch}{half} {source}→{target}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.program.instructions import COMPUTE as COMPUTES
-from phalanx.program.instructions import RECEIVES, SENDS, Op
+from phalanx.program.instructions import HALVES, RECEIVES, SENDS, Op
 from phalanx.program.timeline import COMPUTE, Event, Timeline
 
 LANES = ("compute", "messages", "collectives")
@@ -15,11 +15,12 @@ COLOURS = {
     Op.F: "#4477aa", Op.B: "#ee6677", Op.W: "#ccbb44", Op.BW: "#ee6677", Op.STEP: "#aa3377",
     Op.SEND_F: "#66ccee", Op.RECV_F: "#66ccee", Op.SEND_B: "#ee99aa", Op.RECV_B: "#ee99aa",
     Op.GATHER: "#228833", Op.SHARE: "#228833", Op.REDUCE: "#99bb55", Op.TIE: "#99bb55",
-    Op.COUNT: "#bbbbbb", Op.NORM: "#bbbbbb",
+    Op.COUNT: "#bbbbbb", Op.NORM: "#bbbbbb", Op.A: "#88aacc", Op.CF: "#117799", Op.CA: "#117799", Op.CB: "#994455",
 }  # fmt: skip
 MEANINGS = {
     "forward": Op.F, "backward": Op.B, "weight gradients": Op.W, "optimizer": Op.STEP, "message": Op.SEND_F,
     "message back": Op.SEND_B, "gather": Op.GATHER, "reduce": Op.REDUCE, "count, norm": Op.NORM,
+    "forward again": Op.A, "exchange": Op.CF, "exchange back": Op.CB,
 }  # fmt: skip
 
 # Blocks of one stage follow each other: gaps below this share of the step are the clock's, not the schedule's.
@@ -41,7 +42,7 @@ class Bar:
 
 
 def bars_of(timeline: Timeline) -> list[Bar]:
-    """Bars in seconds from the begin of the step; the blocks of one stage and micro-batch are one bar."""
+    """Bars in seconds from the begin of the step; the blocks of one stage and micro-batch (or half) are one bar."""
     return list(_merged(_bars(timeline), _GAP * timeline.makespan))
 
 
@@ -65,8 +66,9 @@ def _bars(timeline: Timeline) -> Iterator[Bar]:
         instruction = event.instruction
         if event.seconds <= 0:
             continue
-        text = str(replace(instruction, block=None)) if instruction.op in COMPUTES else str(instruction)
+        text = str(replace(instruction, block=None, step=None)) if instruction.op in COMPUTES else str(instruction)
         label = "" if instruction.micro_batch is None else str(instruction.micro_batch)
+        label += "" if instruction.half is None else HALVES[instruction.half]
         start, end = event.start - timeline.begin, event.end - timeline.begin
         turn = turns.get((event.rank, instruction.stage), 0)
         yield Bar(event.rank, _lane(event), instruction.op, start, end, label, text, turn)
@@ -79,7 +81,7 @@ def _lane(event: Event) -> str:
 
 
 def _merged(bars: Iterable[Bar], gap: float) -> Iterator[Bar]:
-    """Consecutive computations of one rank that differ in their block only, as one."""
+    """Consecutive computations of one rank that differ in their block or step only, as one."""
     last: dict[int, Bar] = {}
     for bar in bars:
         if bar.lane != "compute":

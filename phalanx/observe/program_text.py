@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 MOST_STRIPS = 8
 _IDLE = "·"
-_LETTERS = {Op.F: "F", Op.B: "B", Op.W: "W", Op.BW: "B", Op.STEP: "S"}
+_LETTERS = {Op.F: "F", Op.B: "B", Op.W: "W", Op.BW: "B", Op.A: "A", Op.STEP: "S"}
 
 Cell = tuple[str, str]  # characters and their style
 
 
 def chart(timeline: Timeline, ranks: Sequence[int], width: int) -> list[Text]:
-    """The computations of some ranks over time: `F3` is a forward of micro-batch 3, `F5.3` that of stage 5 where a
-    rank holds several, dots are idle time.
+    """The computations of some ranks over time: `F3` is a forward of micro-batch 3, `F3b` of its second half, `F5.3`
+    that of stage 5 where a rank holds several, dots are idle time.
 
     Bars of ordinary length have room for their names, and what is longer than `width` goes on in the next strip; past
     MOST_STRIPS the names are cut instead.

@@ -6,7 +6,6 @@ The error shows the grid of ranks against time with the offending place marked. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from phalanx.errors import PlanError
 from phalanx.plan.plan import Plan
@@ -19,8 +18,10 @@ from phalanx.program.checks.peaks import Peaks
 from phalanx.program.checks.scope import Broken, Scope
 from phalanx.program.checks.update import UpdateRules
 from phalanx.program.grid import Mark, draw, short_view
-from phalanx.program.instructions import COMPUTE, RECEIVES, Instruction, Op, Program
+from phalanx.program.instructions import RECEIVES, Instruction, Op, Program
+from phalanx.program.lower import without_overlap
 from phalanx.program.shape import ModelShape
+from phalanx.program.visits import in_visits, seems_split, visit_of
 
 WIDTH = 120
 NEARBY = 3  # instructions shown on each side of the offending one
@@ -35,7 +36,7 @@ def check_forward(
     plan: Plan, shape: ModelShape, programs: Sequence[Program], num_micro_batches: int
 ) -> tuple[Peaks, ...]:
     """The same for programs of an evaluation."""
-    return _check(Scope(plan, shape, num_micro_batches, training=False), programs)
+    return _check(Scope(without_overlap(plan), shape, num_micro_batches, training=False), programs)
 
 
 def _check(scope: Scope, programs: Sequence[Program]) -> tuple[Peaks, ...]:
@@ -98,5 +99,6 @@ def _nearest_computation(program: Program, position: int | None) -> Instruction 
         ops = (Op.F,) if it.op is Op.RECV_F else (Op.B, Op.BW)
         users = [i for i in view if i.op in ops and (i.stage, i.micro_batch) == (it.stage, it.micro_batch)]
         return users[0] if users else None
-    earlier = [i for i in program[: position + 1] if i.op in COMPUTE]
-    return replace(earlier[-1], block=None) if earlier else next(iter(view), None)
+    split = seems_split(program)
+    earlier = [visit_of(i, split) for i in program[: position + 1] if in_visits(i)]
+    return earlier[-1] if earlier else next(iter(view), None)

@@ -47,7 +47,7 @@ class BucketCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one micro-batch, per block, and of parameters, per bucket.
+    """Costs of one micro-batch on one rank, per block, and of parameters, per bucket.
 
     backward: gradients of inputs, with the recomputation of the forward where the plan recomputes; weight: gradients
     of weights.
@@ -56,6 +56,7 @@ class Costs:
     rebuilt_bytes: what recomputation brings back while a block's backward runs.
     links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
     issue_seconds: what starting to send or receive a message takes of the rank's own time.
+    dims: of a micro-batch, for the expressions in the steps of a block. element_bytes: of what exchanges send.
     """
 
     forward: tuple[float, ...]
@@ -69,11 +70,13 @@ class Costs:
     group_link: Link = Link()
     links: Mapping[Ranks, Link] = field(default_factory=dict[Ranks, Link])
     issue_seconds: float = 0.0
+    dims: Mapping[str, int] = field(default_factory=dict[str, int])
+    element_bytes: int = 4
 
     def seconds(self, op: Op, block: int) -> float:
-        """How long a computation takes."""
+        """How long a computation of a whole block takes."""
         match op:
-            case Op.F:
+            case Op.F | Op.A:
                 return self.forward[block]
             case Op.B:
                 return self.backward[block]

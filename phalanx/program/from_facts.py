@@ -39,12 +39,13 @@ def shape_of_facts(facts: ModelFacts) -> ModelShape:
 def costs_of_facts(facts: ModelFacts, plan: Plan, dims: Dims, device: Device) -> Costs:
     """Costs of one micro-batch of `dims` under a plan whose stages are decided.
 
-    The gradients of inputs and those of weights take as long as the forward; recomputing adds one forward.
+    The gradients of inputs and those of weights take as long as the forward; recomputing adds one forward, which is an
+    instruction of its own where the plan computes again in parts.
     """
     forward = block_seconds(facts, dims, device)
     saved = _saved_bytes(facts, plan, dims)
     cuts = tuple(sum(tensor.bytes(dims) for tensor in block.crossing) for block in facts.blocks)
-    kept = (0, *cuts[:-1]) if plan.recompute else saved
+    kept = (0, *cuts[:-1]) if plan.recompute or plan.again else saved
     return Costs(
         forward=forward,
         backward=tuple(2 * seconds for seconds in forward) if plan.recompute else forward,
@@ -57,6 +58,8 @@ def costs_of_facts(facts: ModelFacts, plan: Plan, dims: Dims, device: Device) ->
         ),
         message_link=device.link,
         group_link=device.link,
+        dims=dims,
+        element_bytes=DTYPE_BYTES[facts.dtype],
     )
 
 

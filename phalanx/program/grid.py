@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.program.instructions import COMPUTE, Instruction, Op, Program
+from phalanx.program.instructions import Instruction, Op, Program
+from phalanx.program.visits import in_visits, seems_split, visit_of
 
 UNITS: Mapping[Op, int] = {Op.F: 1, Op.B: 1, Op.W: 1, Op.BW: 2}
 IDLE = "·"
@@ -36,8 +37,8 @@ class Mark:
 
 def short_view(program: Program) -> Program:
     """The computations of stages in a lowered program, in the order in which they begin."""
-    computations = (replace(instruction, block=None) for instruction in program if instruction.op in COMPUTE)
-    return tuple(dict.fromkeys(computations))
+    split = seems_split(program)
+    return tuple(dict.fromkeys(visit_of(instruction, split) for instruction in program if in_visits(instruction)))
 
 
 def place(programs: Sequence[Program], units: Mapping[Op, int] = UNITS) -> tuple[tuple[Cell, ...], ...]:

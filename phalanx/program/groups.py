@@ -6,7 +6,7 @@ from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.holders import holders
 from phalanx.program.instructions import Instruction, Op
-from phalanx.program.shape import ModelShape
+from phalanx.program.shape import ModelShape, Partition
 
 Group = tuple[int, ...]
 
@@ -24,11 +24,27 @@ def groups_of(plan: Plan, shape: ModelShape, rank: int, instruction: Instruction
             groups = (mesh.zero_group(rank),)
         case Op.REDUCE:
             # Scattered among the shards first, so that only a shard travels between the replicas.
-            groups = (mesh.zero_group(rank), mesh.replica_group(rank)) if plan.zero else (mesh.dp_group(rank),)
+            groups = (mesh.zero_group(rank), _summing(mesh, shape, rank, instruction))
+        case Op.CF | Op.CA | Op.CB:
+            assert instruction.block is not None and instruction.step is not None
+            cells = shape.steps_of(instruction.block)[instruction.step].cells
+            groups = (mesh.beside(rank, _cell(mesh, rank, cells)),)
         case Op.TIE:
             assert instruction.block is not None
-            _, dp_index = mesh.coordinates(rank)
-            groups = (tuple(mesh.rank(p, dp_index) for p in holders(plan, shape, instruction.block)),)
+            groups = (tuple(mesh.at_stage(rank, p) for p in holders(plan, shape, instruction.block)),)
         case _:
             raise AssertionError(f"{instruction} is not a collective")
     return tuple(group for group in groups if len(group) > 1)
+
+
+def _summing(mesh: Mesh, shape: ModelShape, rank: int, reduce: Instruction) -> Group:
+    """Everyone with the same shard of a bucket and a share of its gradients: replicas, of each rank of its cell."""
+    assert reduce.block is not None
+    cell = mesh.beside(rank, _cell(mesh, rank, shape.cells(reduce.block)))
+    return tuple(sorted(other for member in cell for other in mesh.replica_group(member)))
+
+
+def _cell(mesh: Mesh, rank: int, cells: Partition) -> tuple[int, ...]:
+    """The tp indices among which a rank is; it is alone where the partition leaves it out."""
+    *_, tp_index = mesh.coordinates(rank)
+    return next((cell for cell in cells if tp_index in cell), (tp_index,))

@@ -1,4 +1,5 @@
-"""Which rank of the pipeline holds which buckets. Follows from where the plan puts the blocks that use them."""
+"""Which rank of the pipeline holds which buckets, and which of them others hold too. Follows from where the plan puts
+the blocks that use them."""
 
 from __future__ import annotations
 
@@ -20,3 +21,13 @@ def holders(plan: Plan, shape: ModelShape, bucket: int) -> tuple[int, ...]:
 def is_tied(plan: Plan, shape: ModelShape, bucket: int) -> bool:
     """Whether several ranks of a pipeline add to a bucket's gradients, which must then be summed between them."""
     return bucket >= shape.num_blocks and shape.trained[bucket] and len(holders(plan, shape, bucket)) > 1
+
+
+def reduced_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
+    """The buckets whose gradients other ranks have a share of: replicas, or the cells of tensor-parallel ranks that
+    computed with different samples or tokens."""
+    return tuple(
+        bucket
+        for bucket in buckets_of(plan, shape, pp_index)
+        if shape.trained[bucket] and (plan.dp > 1 or any(len(cell) > 1 for cell in shape.cells(bucket)))
+    )

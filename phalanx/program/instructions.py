@@ -1,8 +1,8 @@
 """What a rank is told to do: a program is an ordered list of instructions, and reads back from its text.
 
 The short view names stage and micro-batch: `F1.2` is the forward of stage 1 for micro-batch 2. The lowered view, which
-is what is checked, simulated and run, names blocks and buckets too (`F1.2/5`, `R1.2/5`), and the rank at the other end
-of a message (`SF1.2>3`).
+is what is checked, simulated and run, names blocks and buckets too (`F1.2/5`, `R1.2/5`), the rank at the other end of a
+message (`SF1.2>3`), and under tensor parallelism halves and steps: `F1.2a/5:3` is step 3 of block 5 for the first half.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ class Op(StrEnum):
     B = "B"  # gradients of inputs
     W = "W"  # gradients of weights
     BW = "BW"  # both at once
+    A = "A"  # forward again, for a backward of which the forward kept nothing
+    CF = "CF"  # the collective of an exchange in the forward
+    CA = "CA"  # that of the forward again, before the backward
+    CB = "CB"  # the collective of an exchange in the backward
     SEND_F = "SF"  # a stage's outputs to the next stage
     RECV_F = "RF"  # a stage's inputs from the one before
     SEND_B = "SB"  # the gradients of a stage's inputs to the one before
@@ -36,33 +40,44 @@ class Op(StrEnum):
     SHARE = "P"  # a bucket's updated parameters with the ranks that did not update them
 
 
-COMPUTE = frozenset((Op.F, Op.B, Op.W, Op.BW))
+COMPUTE = frozenset((Op.F, Op.B, Op.W, Op.BW, Op.A))
+EXCHANGES = frozenset((Op.CF, Op.CA, Op.CB))  # collectives between the ranks that split tensors
 SENDS = frozenset((Op.SEND_F, Op.SEND_B))
 RECEIVES = frozenset((Op.RECV_F, Op.RECV_B))
-COLLECTIVES = frozenset((Op.GATHER, Op.REDUCE, Op.TIE, Op.COUNT, Op.NORM, Op.SHARE))
+COLLECTIVES = EXCHANGES | {Op.GATHER, Op.REDUCE, Op.TIE, Op.COUNT, Op.NORM, Op.SHARE}
+HALVES = "ab"
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """`block` is the block of a computation, the bucket of anything about parameters."""
+    """`block` is the block of a computation or exchange, the bucket of anything about parameters. `half`: of the
+    micro-batch, where it is cut in two. `step`: of the block, where it is made of several (`shape.Step`)."""
 
     op: Op
     stage: int | None = None
     micro_batch: int | None = None
     block: int | None = None
     peer: int | None = None  # rank
+    half: int | None = None
+    step: int | None = None
 
     def __str__(self) -> str:
         text = str(self.op) + ("" if self.stage is None else str(self.stage))
         text += "" if self.micro_batch is None else f".{self.micro_batch}"
+        text += "" if self.half is None else HALVES[self.half]
         text += "" if self.block is None else f"/{self.block}"
+        text += "" if self.step is None else f":{self.step}"
         return text if self.peer is None else f"{text}{'>' if self.op in SENDS else '<'}{self.peer}"
 
 
 Program = tuple[Instruction, ...]
 
 _OPS = "|".join(sorted(Op, key=len, reverse=True))
-_PATTERN = re.compile(rf"({_OPS})(\d+)?(?:\.(\d+))?(?:/(\d+))?(?:([<>])(\d+))?")
+_PATTERN = re.compile(
+    rf"(?P<op>{_OPS})(?P<stage>\d+)?(?:\.(?P<micro_batch>\d+)(?P<half>[{HALVES}])?)?"
+    r"(?:/(?P<block>\d+)(?::(?P<step>\d+))?)?(?:(?P<arrow>[<>])(?P<peer>\d+))?"
+)
+_NUMBERS = ("stage", "micro_batch", "block", "step", "peer")
 
 
 def to_text(program: Iterable[Instruction]) -> str:
@@ -81,19 +96,28 @@ def _parse(word: str) -> Instruction:
             f"'{word}' is not an instruction",
             "write for example F0.2 (forward, stage 0, micro-batch 2), BW0.2/5 (block 5), SF0.2>1 (to rank 1), STEP",
         )
-    stage, micro_batch, block, peer = (None if match[i] is None else int(match[i]) for i in (2, 3, 4, 6))
-    return Instruction(Op(match[1]), stage, micro_batch, block, peer)
+    numbers = {name: int(match[name]) for name in _NUMBERS if match[name] is not None}
+    return Instruction(Op(match["op"]), **numbers, half=HALVES.index(match["half"]) if match["half"] else None)
 
 
 def _well_formed(match: re.Match[str]) -> bool:
     """Each kind of instruction names exactly the places it has."""
-    op, (stage, micro_batch, block, arrow) = Op(match[1]), (match[i] is not None for i in (2, 3, 4, 5))
+    op = Op(match["op"])
+    named = {name for name, text in match.groupdict().items() if name not in ("op", "arrow", "peer") and text}
+    arrow = ">" if op in SENDS else "<" if op in RECEIVES else None
+    needed, allowed = _places(op)
+    return needed <= named <= needed | allowed and match["arrow"] == arrow
+
+
+def _places(op: Op) -> tuple[set[str], set[str]]:
+    """What an instruction of a kind must name, and what it may name besides."""
+    place = {"stage", "micro_batch"}
     if op in COMPUTE:
-        return stage and micro_batch and not arrow
+        return place, {"half", "block", "step"}
+    if op in EXCHANGES:
+        return {*place, "block", "step"}, {"half"}
     if op in SENDS or op in RECEIVES:
-        return stage and micro_batch and not block and match[5] == (">" if op in SENDS else "<")
+        return place, {"half"}
     if op in (Op.GATHER, Op.FREE, Op.REDUCE):
-        return stage and micro_batch and block and not arrow
-    if op in (Op.TIE, Op.SHARE):
-        return block and not (stage or micro_batch or arrow)
-    return not (stage or micro_batch or block or arrow)
+        return {*place, "block"}, set()
+    return ({"block"} if op in (Op.TIE, Op.SHARE) else set()), set()

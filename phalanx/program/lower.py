@@ -1,4 +1,5 @@
-"""From a plan and a model's shape to what each rank runs: blocks, messages, gathers, reductions and the update.
+"""From a plan and a model's shape to what each rank runs: blocks and their steps, messages, gathers, reductions
+and the update.
 
 Nothing is decided after this: the lowered program is what is checked, simulated and run. Ranks with the same place in
 their pipeline have the same program but for the ranks they send to.
@@ -12,36 +13,53 @@ from dataclasses import replace
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.expand import forwards_of, schedule_of
-from phalanx.program.holders import buckets_of, is_tied
+from phalanx.program.holders import buckets_of, is_tied, reduced_of
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.blocks import to_blocks
 from phalanx.program.passes.messages import Route, add_messages
 from phalanx.program.passes.reductions import add_reductions
+from phalanx.program.passes.steps import to_steps
 from phalanx.program.passes.zero import gather_per_micro_batch, gather_per_step
 from phalanx.program.shape import ModelShape
+from phalanx.program.visits import is_split
 
 
 def lower(plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
     """The programs of one training step, per rank of the world."""
-    programs = [_gathered(to_blocks(order, plan.stage_blocks), plan, shape) for order in schedule_of(plan)]
-    if plan.dp > 1:
-        per_micro_batch = plan.reduces == "micro-batch"
-        programs = [add_reductions(program, shape, per_micro_batch=per_micro_batch) for program in programs]
-    programs = add_messages(programs, _route(plan))
+    orders = schedule_of(plan)
+    split = is_split(orders)
+    programs = [_gathered(_stepped(order, plan, shape), plan, shape, split) for order in orders]
+    per_micro_batch = plan.reduces == "micro-batch"
+    programs = [
+        add_reductions(program, shape, reduced_of(plan, shape, p), per_micro_batch=per_micro_batch)
+        for p, program in enumerate(programs)
+    ]
+    programs = add_messages(programs, _route(plan), split)
     return _for_world([_complete(program, plan, shape, p) for p, program in enumerate(programs)], plan)
 
 
 def lower_forward(plan: Plan, shape: ModelShape, num_micro_batches: int) -> tuple[Program, ...]:
-    """The programs of an evaluation, per rank of the world: forwards, their messages and gathers."""
+    """The programs of an evaluation, per rank of the world: forwards, their messages, exchanges and gathers."""
+    whole = without_overlap(plan)
     orders = forwards_of(plan, num_micro_batches)
-    programs = [_gathered(to_blocks(order, plan.stage_blocks), plan, shape) for order in orders]
-    return _for_world(add_messages(programs, _route(plan)), plan)
+    programs = [_gathered(_stepped(order, whole, shape), plan, shape, split=False) for order in orders]
+    return _for_world(add_messages(programs, _route(plan), split=False), plan)
 
 
-def _gathered(program: Program, plan: Plan, shape: ModelShape) -> Program:
+def without_overlap(plan: Plan) -> Plan:
+    """How an evaluation runs a plan: without a backward there is nothing to compute again, and batches stay whole."""
+    return replace(plan, overlap="none")
+
+
+def _stepped(order: Program, plan: Plan, shape: ModelShape) -> Program:
+    return to_steps(to_blocks(order, plan.stage_blocks), shape, plan)
+
+
+def _gathered(program: Program, plan: Plan, shape: ModelShape, split: bool) -> Program:
     if not plan.gathers:
         return program
-    return gather_per_step(program, shape) if plan.gathers == "step" else gather_per_micro_batch(program, shape)
+    gather = gather_per_step if plan.gathers == "step" else gather_per_micro_batch
+    return gather(program, shape, split)
 
 
 def _route(plan: Plan) -> Route:
@@ -60,12 +78,12 @@ def _complete(program: Program, plan: Plan, shape: ModelShape, pp_index: int) ->
 def _for_world(programs: Sequence[Program], plan: Plan) -> tuple[Program, ...]:
     mesh = Mesh.of(plan)
     return tuple(
-        tuple(_to_replica(instruction, mesh, dp_index) for instruction in programs[pp_index])
-        for pp_index, dp_index in map(mesh.coordinates, range(plan.world))
+        tuple(_to_replica(instruction, mesh, rank) for instruction in programs[mesh.coordinates(rank)[0]])
+        for rank in mesh.world
     )
 
 
-def _to_replica(instruction: Instruction, mesh: Mesh, dp_index: int) -> Instruction:
+def _to_replica(instruction: Instruction, mesh: Mesh, rank: int) -> Instruction:
     if instruction.peer is None:
         return instruction
-    return replace(instruction, peer=mesh.rank(instruction.peer, dp_index))
+    return replace(instruction, peer=mesh.at_stage(rank, instruction.peer))

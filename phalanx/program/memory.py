@@ -12,8 +12,9 @@ from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import Costs
 from phalanx.program.holders import buckets_of
-from phalanx.program.instructions import COMPUTE, RECEIVES, SENDS, Op
+from phalanx.program.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from phalanx.program.shape import ModelShape
+from phalanx.program.shares import Shares
 from phalanx.program.tasks import message_bytes
 from phalanx.program.timeline import COMPUTE as COMPUTE_RESOURCE
 from phalanx.program.timeline import Event
@@ -25,7 +26,8 @@ def peak_memory(plan: Plan, shape: ModelShape, costs: Costs, rank: int, events: 
     """What a rank holds at the moment it holds most; `events` are its own, in the order of its program."""
     held = _always(plan, shape, costs, rank)
     peak = dict(held)
-    changes = [*_activations(costs, events), *_messages(plan, costs, events), *_gathered(costs, events)]
+    shares = Shares(shape, costs.dims, plan.halves)
+    changes = [*_activations(costs, shares, events), *_messages(plan, costs, events), *_gathered(costs, events)]
     if plan.zero >= 2:
         changes += _gradients(shape, costs, events)
     # At one moment, what is released makes room for what is taken.
@@ -42,7 +44,7 @@ def _always(plan: Plan, shape: ModelShape, costs: Costs, rank: int) -> dict[str,
     def share(size: int, from_stage: int) -> int:
         return -(-size // plan.shards) if plan.zero >= from_stage else size
 
-    pp_index, _ = Mesh.of(plan).coordinates(rank)
+    pp_index, *_ = Mesh.of(plan).coordinates(rank)
     held = buckets_of(plan, shape, pp_index)
     trained = [bucket for bucket in held if shape.trained[bucket]]
     return {
@@ -54,28 +56,34 @@ def _always(plan: Plan, shape: ModelShape, costs: Costs, rank: int) -> dict[str,
     }
 
 
-def _activations(costs: Costs, events: Sequence[Event]) -> Iterable[Change]:
+def _activations(costs: Costs, shares: Shares, events: Sequence[Event]) -> Iterable[Change]:
     """A forward without a backward (evaluation) keeps nothing."""
-    computed = [(e, (e.instruction.micro_batch, e.instruction.block)) for e in events if e.instruction.op in COMPUTE]
-    begun = {place: e.start for e, place in computed if e.instruction.op in (Op.B, Op.BW)}
+    computed = [(e, _place(e.instruction)) for e in events if e.instruction.op in COMPUTE]
+    begun = {place: e.start for e, place in reversed(computed) if e.instruction.op in (Op.A, Op.B, Op.BW)}
     done = {place: e.end for e, place in computed if e.instruction.op in (Op.W, Op.BW)}
     for event, place in computed:
         block = event.instruction.block
         assert block is not None
         if event.instruction.op == Op.F and place in begun:
-            yield event.start, costs.saved_bytes[block], "activations"
-            yield begun[place], costs.rebuilt_bytes[block], "activations"
-            yield done[place], -costs.saved_bytes[block] - costs.rebuilt_bytes[block], "activations"
+            share = shares.of(event.instruction)
+            saved, rebuilt = round(share * costs.saved_bytes[block]), round(share * costs.rebuilt_bytes[block])
+            yield event.start, saved, "activations"
+            yield begun[place], rebuilt, "activations"
+            yield done[place], -saved - rebuilt, "activations"
+
+
+def _place(it: Instruction) -> tuple[int | None, ...]:
+    return it.micro_batch, it.half, it.block, it.step
 
 
 def _messages(plan: Plan, costs: Costs, events: Sequence[Event]) -> Iterable[Change]:
     """A buffer is taken where the message is issued, and given back when it was sent, or used for the first time."""
     now = 0.0  # the begin of the step
-    waiting: dict[tuple[bool, int | None, int | None], int] = {}
+    waiting: dict[tuple[bool, int | None, int | None, int | None], int] = {}
     for event in events:
         instruction = event.instruction
         forward = instruction.op in (Op.F, Op.RECV_F)
-        place = (forward, instruction.stage, instruction.micro_batch)
+        place = (forward, instruction.stage, instruction.micro_batch, instruction.half)
         if instruction.op in SENDS or instruction.op in RECEIVES:
             size = message_bytes(plan, costs, instruction)
             yield now, size, "buffers"
@@ -83,7 +91,7 @@ def _messages(plan: Plan, costs: Costs, events: Sequence[Event]) -> Iterable[Cha
                 yield event.end, -size, "buffers"
             else:
                 waiting[place] = size
-        elif instruction.op in COMPUTE and place in waiting:
+        elif instruction.op in COMPUTE - {Op.A} and place in waiting:
             yield event.end, -waiting.pop(place), "buffers"
         if event.resource == COMPUTE_RESOURCE:
             now = event.end

@@ -4,16 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Partition = tuple[tuple[int, ...], ...]  # of the tp indices 0 … tp - 1 into cells; () where every index is alone
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of a block that is run by itself: a segment, or an exchange that re-places a wire between segments.
+
+    forward, backward: the collective an exchange needs in that direction (all_reduce, all_gather, reduce_scatter); empty
+    for none. cells: the tp indices that take part in it. Expressions are over the dims of a micro-batch.
+    """
+
+    kind: str  # segment or exchange
+    reads: tuple[str, ...]  # wires
+    writes: tuple[str, ...]
+    degree: int
+    unit: str = ""
+    forward: str = ""
+    backward: str = ""
+    cells: Partition = ()
+    elements: str = "0"  # of the whole tensor that is reduced, gathered or scattered: expression over those dims
+    flops: str = "0"  # of a segment's forward on one rank: expression over those dims
+
 
 @dataclass(frozen=True)
 class ModelShape:
     """Buckets are numbered: bucket i < num_blocks is what only block i uses, bucket num_blocks + k the parameters
-    that exactly the blocks shared[k] use together (a tied embedding and head)."""
+    that exactly the blocks shared[k] use together (a tied embedding and head), or that need a sum of their own."""
 
     num_blocks: int
     shared: tuple[tuple[int, ...], ...]
     held: tuple[bool, ...]  # per bucket: has parameters at all
     trained: tuple[bool, ...]  # per bucket: has parameters that are trained
+    steps: tuple[tuple[Step, ...], ...] = ()  # per block; () where every block is one segment
+    sums: tuple[Partition, ...] = ()  # per bucket: the tp indices whose gradients are summed; () where none are
+
+    def steps_of(self, block: int) -> tuple[Step, ...]:
+        return self.steps[block] if self.steps else ()
+
+    def cells(self, bucket: int) -> Partition:
+        return self.sums[bucket] if self.sums else ()
 
     @property
     def num_buckets(self) -> int:

@@ -2,13 +2,15 @@
 
 A rank issues its program in order and computes one thing at a time. Messages and collectives are issued where they
 stand, once the computation before them has ended, and then run beside the computation, in the order of issue on their
-channel (two ranks, one direction) or group. Programs must have passed `check.py`.
+channel (two ranks, one direction) or group. The first that needs what they bring waits for it. Programs must have
+passed `check.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
@@ -16,11 +18,17 @@ from phalanx.program import timeline
 from phalanx.program.costs import Costs, Ranks
 from phalanx.program.groups import groups_of
 from phalanx.program.holders import buckets_of
-from phalanx.program.instructions import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Instruction, Op, Program
+from phalanx.program.instructions import COLLECTIVES, COMPUTE, EXCHANGES, RECEIVES, SENDS, Instruction, Op, Program
 from phalanx.program.shape import ModelShape
+from phalanx.program.shares import Shares
+from phalanx.program.wires import Wires
 
 SCALAR_BYTES = 8
+_BACKWARD = frozenset((Op.B, Op.BW, Op.CB))
 _NUM_SCALARS = {Op.COUNT: 1, Op.NORM: 3}  # the number of items; loss, squared norm, finiteness
+
+Part = tuple[int | None, int | None]  # micro-batch, half
+Place = tuple[int | None, int | None, int | None]  # stage, micro-batch, half
 
 
 @dataclass
@@ -42,6 +50,14 @@ class Setting:
     shape: ModelShape
     costs: Costs
     rendezvous: bool
+
+    @cached_property
+    def wires(self) -> Wires:
+        return Wires(self.shape)
+
+    @cached_property
+    def shares(self) -> Shares:
+        return Shares(self.shape, self.costs.dims, self.plan.halves)
 
 
 class Tasks:
@@ -79,7 +95,9 @@ class _Issuer:
         self.setting, self.tasks, self.rank = setting, tasks, rank
         self.mesh = Mesh.of(setting.plan)
         self.computed: list[int] = []  # the last computation
-        self.received: dict[tuple[Op, int | None, int | None], int] = {}
+        self.received: dict[tuple[Op, Place], int] = {}
+        self.exchanged: dict[tuple[bool, Part, str], int] = {}  # backward or not, wire that an exchange writes
+        self.exchanges: dict[Place, list[int]] = {}  # for which a message has not waited yet
         self.gathered: dict[int, int] = {}
         self.reduced: dict[int | None, int] = {}
         self.ended: list[int] = []  # what the optimizer waits for
@@ -90,6 +108,8 @@ class _Issuer:
         op = instruction.op
         if op in SENDS or op in RECEIVES:
             self._message(position, instruction)
+        elif op in EXCHANGES:
+            self._exchange(position, instruction)
         elif op in COLLECTIVES:
             self._collective(position, instruction)
         elif op in COMPUTE:
@@ -106,21 +126,35 @@ class _Issuer:
 
     def _seconds(self, instruction: Instruction) -> float:
         assert instruction.block is not None, f"{instruction} is not lowered"
-        return self.setting.costs.seconds(instruction.op, instruction.block)
+        whole = self.setting.costs.seconds(instruction.op, instruction.block)
+        return whole * self.setting.shares.of(instruction)
 
     def _inputs(self, instruction: Instruction) -> list[int]:
-        message = Op.RECV_F if instruction.op == Op.F else Op.RECV_B
-        place = (message, instruction.stage, instruction.micro_batch)
-        needs = [self.received[place]] if place in self.received and instruction.op != Op.W else []
         block, shape = instruction.block, self.setting.shape
         assert block is not None, f"{instruction} is not lowered"
-        needs += [self.gathered[bucket] for bucket in shape.buckets(block) if bucket in self.gathered]
+        needs = [self.gathered[bucket] for bucket in shape.buckets(block) if bucket in self.gathered]
         is_loss = block == shape.num_blocks - 1
-        return [*needs, *self.counted] if is_loss else needs
+        return [*self._brought(instruction), *needs, *(self.counted if is_loss else [])]
+
+    def _brought(self, instruction: Instruction) -> list[int]:
+        """The messages and exchanges that an instruction waits for."""
+        if instruction.op is Op.W:
+            return []
+        backward = instruction.op in _BACKWARD
+        arrival = (Op.RECV_B if backward else Op.RECV_F, _place(instruction))
+        needs = [self.received[arrival]] if arrival in self.received else []
+        if instruction.step is None:
+            return needs
+        assert instruction.block is not None
+        step, wires, part = self.setting.shares.step_of(instruction), self.setting.wires, _part(instruction)
+        brought = [(False, part, wires.origin(wire)) for wire in step.reads]
+        if backward:
+            brought += [(True, part, target) for wire in step.writes for target in wires.returning(wire)]
+        return needs + [self.exchanged[key] for key in brought if key in self.exchanged]
 
     def _step_seconds(self) -> float:
         plan, shape, costs = self.setting.plan, self.setting.shape, self.setting.costs
-        pp_index, _ = self.mesh.coordinates(self.rank)
+        pp_index, *_ = self.mesh.coordinates(self.rank)
         trained = [bucket for bucket in buckets_of(plan, shape, pp_index) if shape.trained[bucket]]
         return sum(costs.buckets[bucket].step_seconds for bucket in trained) / plan.shards
 
@@ -135,8 +169,24 @@ class _Issuer:
         task.seconds = costs.message(source, target).send(message_bytes(self.setting.plan, costs, instruction))
         if op in SENDS or self.setting.rendezvous:
             task.needs += self.computed
+        if op in SENDS:
+            task.needs += self.exchanges.pop(_place(instruction), [])
         if op in RECEIVES:
-            self.received[op, instruction.stage, instruction.micro_batch] = place
+            self.received[op, _place(instruction)] = place
+
+    def _exchange(self, position: int, instruction: Instruction) -> None:
+        shares, costs = self.setting.shares, self.setting.costs
+        groups = groups_of(self.setting.plan, self.setting.shape, self.rank, instruction) or ((self.rank,),)
+        (ranks,) = groups
+        place = self._joint(group_name(ranks), position)
+        task = self.tasks.tasks[place]
+        task.needs += [*self.computed, *self._brought(instruction)]
+        size, link = shares.elements(instruction) * costs.element_bytes, costs.group(ranks)
+        ring = link.reduce if shares.collective(instruction) == "all_reduce" else link.gather
+        task.seconds = ring(size, len(ranks))
+        (target,) = shares.step_of(instruction).writes
+        self.exchanged[instruction.op is Op.CB, _part(instruction), target] = place
+        self.exchanges.setdefault(_place(instruction), []).append(place)
 
     def _collective(self, position: int, instruction: Instruction) -> None:
         op, bucket = instruction.op, instruction.block
@@ -180,6 +230,14 @@ class _Issuer:
         return place
 
 
+def _part(instruction: Instruction) -> Part:
+    return instruction.micro_batch, instruction.half
+
+
+def _place(instruction: Instruction) -> Place:
+    return instruction.stage, instruction.micro_batch, instruction.half
+
+
 def channel_name(source: int, target: int, op: Op) -> str:
     """The resource on which messages of this kind travel from one rank to another."""
     return f"{source}→{target} {'F' if op in (Op.SEND_F, Op.RECV_F) else 'B'}"
@@ -191,8 +249,9 @@ def group_name(ranks: Ranks) -> str:
 
 
 def message_bytes(plan: Plan, costs: Costs, instruction: Instruction) -> int:
-    """The size of a message: what crosses the cut before or after its stage."""
+    """The size of a message: what crosses the cut before or after its stage, or a half of it."""
     stage = instruction.stage
     assert stage is not None
     before = stage if instruction.op in (Op.SEND_F, Op.RECV_B) else stage - 1
-    return costs.cut_bytes[plan.stage_blocks(before)[-1]]
+    size = costs.cut_bytes[plan.stage_blocks(before)[-1]]
+    return size if instruction.half is None else size // plan.halves

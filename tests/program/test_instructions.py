@@ -7,12 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.program.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op, from_text, to_text
+from phalanx.program.instructions import COMPUTE, EXCHANGES, RECEIVES, SENDS, Instruction, Op, from_text, to_text
 
 number = st.integers(0, 99)
+half = st.sampled_from([None, 0, 1])
+computes, exchanges = st.sampled_from(sorted(COMPUTE)), st.sampled_from(sorted(EXCHANGES))
 instructions = (
-    st.builds(Instruction, st.sampled_from(sorted(COMPUTE)), number, number, st.none() | number)
-    | st.builds(Instruction, st.sampled_from(sorted(SENDS | RECEIVES)), number, number, peer=number)
+    st.builds(Instruction, computes, number, number, st.none() | number, half=half)
+    | st.builds(Instruction, computes | exchanges, number, number, number, half=half, step=number)
+    | st.builds(Instruction, st.sampled_from(sorted(SENDS | RECEIVES)), number, number, peer=number, half=half)
     | st.builds(Instruction, st.sampled_from([Op.GATHER, Op.FREE, Op.REDUCE]), number, number, number)
     | st.builds(Instruction, st.sampled_from([Op.TIE, Op.SHARE]), block=number)
     | st.builds(Instruction, st.sampled_from([Op.COUNT, Op.NORM, Op.STEP]))
@@ -33,13 +36,22 @@ def test_the_lowered_view_names_blocks_buckets_and_ranks() -> None:
     assert to_text(from_text(text)) == text
 
 
+def test_halves_and_steps_are_named_where_there_are_any() -> None:
+    first = Instruction(Op.F, 1, 0, 5, half=0, step=2)
+    assert to_text([first, Instruction(Op.CB, 1, 0, 5, half=1, step=3)]) == "F1.0a/5:2 CB1.0b/5:3"
+    text = "RF1.0b<0 A1.0b/5:2 CA1.0b/5:3 CF1.0/5:3 BW1.0/5:0 SF1.0b>2"
+    assert to_text(from_text(text)) == text
+
+
 def test_spaces_and_lines_between_instructions_do_not_matter() -> None:
     assert from_text(" F0.0\n  BW0.0 ") == from_text("F0.0 BW0.0")
 
 
 @pytest.mark.parametrize(
-    "word", ["Q0.1", "F0", "F.1", "SF0.1", "SF0.1<2", "RF0.1>2", "R0.1", "T0/1", "STEP0", "F0.1>2"]
-)
+    "word",
+    ["Q0.1", "F0", "F.1", "SF0.1", "SF0.1<2", "RF0.1>2", "R0.1", "T0/1", "STEP0", "F0.1>2",
+     "F0.1c/2", "F0.1:2", "CF0.1/2", "CF0.1:2", "G0.1a/2", "R0.1/2:0", "SF0.1/2>1"],
+)  # fmt: skip
 def test_a_word_that_is_no_instruction_is_shown(word: str) -> None:
     with pytest.raises(PlanError, match="is not an instruction") as refused:
         from_text(f"F0.0 {word}")

@@ -52,7 +52,7 @@ def test_replicas_differ_in_their_peers_only(case: Case) -> None:
     plan, programs = case[0], lower(*case)
     mesh = Mesh.of(plan)
     for rank, program in enumerate(programs):
-        _, dp_index = mesh.coordinates(rank)
+        _, dp_index, _ = mesh.coordinates(rank)
         first = programs[mesh.dp_group(rank)[0]]
         peers = {instruction.peer for instruction in program} - {None}
         assert all(mesh.coordinates(peer)[1] == dp_index for peer in peers)

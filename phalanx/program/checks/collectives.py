@@ -8,20 +8,21 @@ from itertools import zip_longest
 
 from phalanx.program.checks.scope import Broken, Scope
 from phalanx.program.groups import Group, groups_of
-from phalanx.program.instructions import COLLECTIVES, Instruction, Op, Program
+from phalanx.program.instructions import COLLECTIVES, EXCHANGES, Instruction, Op, Program
 
 Placed = tuple[int, Instruction]  # position in its program
+_PER_BLOCK = EXCHANGES | {Op.TIE, Op.REDUCE}
 
 
 class Groups:
-    """`groups_of`, remembered for each rank, kind of collective and bucket."""
+    """`groups_of`, remembered for each rank, kind of collective and, where it matters, bucket or step."""
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._known: dict[tuple[int, Op, int | None], tuple[Group, ...]] = {}
+        self._known: dict[tuple[int, Op, int | None, int | None], tuple[Group, ...]] = {}
 
     def of(self, rank: int, instruction: Instruction) -> tuple[Group, ...]:
-        key = (rank, instruction.op, instruction.block if instruction.op is Op.TIE else None)
+        key = (rank, instruction.op, instruction.block if instruction.op in _PER_BLOCK else None, instruction.step)
         if key not in self._known:
             self._known[key] = groups_of(self._scope.plan, self._scope.shape, rank, instruction)
         return self._known[key]

@@ -1,16 +1,32 @@
 """Rules about computation on one rank: everything is done once, and nothing before what it needs.
 
-What comes from another rank counts as there once its receive is posted; that it is sent is the messages' concern.
+Exchanges between the steps of a block count as computation here: they stand in the same order. What comes from another
+rank counts as there once its receive is posted; that it is sent is the messages' concern.
 """
 
 from __future__ import annotations
 
-from phalanx.program.checks.peaks import Level
-from phalanx.program.checks.scope import Scope, wait_of
-from phalanx.program.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op
+from collections.abc import Iterator
+from typing import NamedTuple
 
-Work = tuple[Op, int, int, int]  # F, B or W, stage, micro-batch, block
-PARTS: dict[Op, tuple[Op, ...]] = {Op.F: (Op.F,), Op.B: (Op.B,), Op.W: (Op.W,), Op.BW: (Op.B, Op.W)}
+from phalanx.program.checks.peaks import Level
+from phalanx.program.checks.scope import FORWARD, Scope, wait_of
+from phalanx.program.instructions import HALVES, RECEIVES, SENDS, Instruction, Op
+from phalanx.program.visits import in_visits
+
+
+class Work(NamedTuple):
+    """A part of a computation: what BW does is two of them."""
+
+    op: Op
+    stage: int
+    micro_batch: int
+    half: int | None
+    block: int
+    step: int | None
+
+    def __str__(self) -> str:
+        return str(Instruction(self.op, self.stage, self.micro_batch, self.block, half=self.half, step=self.step))
 
 
 class ComputeRules:
@@ -19,13 +35,13 @@ class ComputeRules:
     def __init__(self, scope: Scope, rank: int) -> None:
         self._scope, self._rank = scope, rank
         self._stages = scope.stages(rank)
-        self._parts = (Op.F, Op.B, Op.W) if scope.training else (Op.F,)
         self._done: set[Work] = set()
         self._posted: set[Instruction] = set()
+        self._unused: set[Instruction] = set()  # receives that no computation has taken yet
         self.activations, self.weights_pending, self.buffers = Level(), Level(), Level()
 
     def see(self, instruction: Instruction) -> str:
-        if instruction.op in COMPUTE:
+        if in_visits(instruction):
             return self._out_of_place(instruction) or self._compute(instruction)
         if instruction.op in SENDS or instruction.op in RECEIVES:
             return self._out_of_place(instruction) or self._message(instruction)
@@ -35,9 +51,11 @@ class ComputeRules:
         for stage in self._stages:
             for i in range(self._scope.num_micro_batches):
                 for block in self._scope.blocks[stage]:
-                    for op in self._parts:
-                        if (op, stage, i, block) not in self._done:
-                            return f"never runs {Instruction(op, stage, i, block)}"
+                    for half in self._scope.halves:
+                        for op, step in self._scope.pieces[block].needs:
+                            work = Work(op, stage, i, half, block, step)
+                            if work not in self._done:
+                                return f"never runs {work}"
         return ""
 
     def _out_of_place(self, it: Instruction) -> str:
@@ -46,69 +64,94 @@ class ComputeRules:
             return f"has {it}, but stage {it.stage} is not on this rank (it holds {_listed(self._stages)})"
         if it.micro_batch >= self._scope.num_micro_batches:
             return f"has {it}, but there are {self._scope.num_micro_batches} micro-batches, counted from 0"
+        if it.half not in self._scope.halves:
+            cut = "whole" if self._scope.halves == (None,) else f"cut into the halves {' and '.join(HALVES)}"
+            return f"has {it}, but micro-batches are {cut} under this plan"
         blocks = self._scope.blocks[it.stage]
-        if it.op in COMPUTE and it.block not in blocks:
+        if in_visits(it) and it.block not in blocks:
             return f"has {it}, but stage {it.stage} is made of the blocks {blocks[0]} to {blocks[-1]}"
         return ""
 
     def _compute(self, it: Instruction) -> str:
         assert it.stage is not None and it.micro_batch is not None and it.block is not None
-        for op in PARTS[it.op]:
-            if op not in self._parts:
+        for op in (Op.B, Op.W) if it.op is Op.BW else (it.op,):
+            if not self._scope.training and op not in FORWARD:
                 return f"has {it} in an evaluation, which is forward only"
-            work = (op, it.stage, it.micro_batch, it.block)
+            work = Work(op, it.stage, it.micro_batch, it.half, it.block, it.step)
+            if (op, it.step) not in self._scope.pieces[it.block].needs:
+                return f"has {it}, for which block {it.block} has no step under this plan"
             if work in self._done:
-                return f"runs {Instruction(*work)} twice"
+                return f"runs {work} twice"
             if missing := self._missing(work):
                 return f"runs {it} before {missing}"
             self._done.add(work)
-        self._account(it.op, it.stage, it.block)
+        self._account(it)
         return ""
 
     def _missing(self, work: Work) -> str:
         """What the work needs and does not have."""
-        op, stage, i, block = work
-        needs = [] if op is Op.F else [(Op.F if op is Op.B else Op.B, stage, i, block)]
-        if op is not Op.W:
-            kind, step = wait_of(op)
-            if block != self._scope.first_block(op, stage):
-                needs.append((op, stage, i, block + step))
-            elif (peer := self._scope.peer(self._rank, stage, step)) is not None:
-                receive = Instruction(kind, stage, i, peer=peer)
-                if receive not in self._posted:
-                    return f"{receive} is posted"
-            elif 0 <= stage + step < self._scope.plan.num_stages:
-                needs.append((op, stage + step, i, self._scope.last_block(op, stage + step)))
-        return next((str(Instruction(*need)) for need in needs if need not in self._done), "")
+        pieces = self._scope.pieces[work.block]
+        piece = (work.op, work.step)
+        if piece in pieces.first and work.block == self._scope.first_block(work.op, work.stage):
+            receive = self._scope.receive_of(self._rank, work.op, work)
+            if receive is not None and receive not in self._posted:
+                return f"{receive} is posted"
+        needs = [work._replace(op=op, step=step) for op, step in pieces.needs[piece]]
+        needs += self._of_neighbour(work) if piece in pieces.first else []
+        return next((str(need) for need in needs if need not in self._done), "")
+
+    def _of_neighbour(self, work: Work) -> Iterator[Work]:
+        """What the first pieces of a block wait for: the block before or after, on the same rank."""
+        _, way = wait_of(work.op)
+        block, stage = work.block + way, work.stage
+        if work.block == self._scope.first_block(work.op, stage):
+            stage += way
+            if stage not in self._stages:
+                return
+        pieces = self._scope.pieces[block]
+        for op, step in pieces.forward_end if work.op in FORWARD else pieces.backward_end:
+            yield Work(op, stage, work.micro_batch, work.half, block, step)
 
     def _message(self, it: Instruction) -> str:
         assert it.stage is not None and it.micro_batch is not None
         op = Op.F if it.op in (Op.SEND_F, Op.RECV_F) else Op.B
-        step = wait_of(op)[1] if it.op in RECEIVES else -wait_of(op)[1]
-        peer = self._scope.peer(self._rank, it.stage, step)
+        way = wait_of(op)[1] if it.op in RECEIVES else -wait_of(op)[1]
+        peer = self._scope.peer(self._rank, it.stage, way)
         if peer is None:
             return f"has {it}, but stage {it.stage} has no neighbour on another rank there"
         if it.peer != peer:
-            return f"has {it}, but stage {it.stage + step} is on rank {peer}"
+            return f"has {it}, but stage {it.stage + way} is on rank {peer}"
         if it in self._posted:
             return f"has {it} twice"
-        if it.op in SENDS:
-            result = (op, it.stage, it.micro_batch, self._scope.last_block(op, it.stage))
-            if result not in self._done:
-                return f"has {it} before {Instruction(*result)}"
-        else:
-            self.buffers.add(1)
         self._posted.add(it)
+        if it.op in SENDS:
+            return next((f"has {it} before {work}" for work in self._sent(op, it) if work not in self._done), "")
+        self._unused.add(it)
+        self.buffers.add(1)
         return ""
 
-    def _account(self, op: Op, stage: int, block: int) -> None:
-        way = Op.F if op is Op.F else Op.B
-        if op is not Op.W and block == self._scope.first_block(way, stage):
-            received = self._scope.peer(self._rank, stage, wait_of(way)[1]) is not None
-            self.buffers.add(-received)
-        if block == self._scope.last_block(way, stage):
-            self.activations.add({Op.F: 1, Op.B: -1, Op.BW: -1, Op.W: 0}[op])
-            self.weights_pending.add({Op.F: 0, Op.B: 1, Op.BW: 0, Op.W: -1}[op])
+    def _sent(self, op: Op, it: Instruction) -> Iterator[Work]:
+        """What must be done before a stage's results are sent."""
+        assert it.stage is not None and it.micro_batch is not None
+        block = self._scope.last_block(op, it.stage)
+        pieces = self._scope.pieces[block]
+        for kind, step in pieces.forward_end if op is Op.F else pieces.backward_end:
+            yield Work(kind, it.stage, it.micro_batch, it.half, block, step)
+
+    def _account(self, it: Instruction) -> None:
+        op, stage, block = it.op, it.stage, it.block
+        assert stage is not None and block is not None
+        if op in (Op.A, Op.CA):
+            return
+        receive = self._scope.receive_of(self._rank, op, it) if op is not Op.W else None
+        if receive in self._unused:
+            self._unused.remove(receive)
+            self.buffers.add(-1)
+        pieces = self._scope.pieces[block]
+        _, end = pieces.forward_end[0] if op in FORWARD else pieces.backward_end[0]
+        if block == self._scope.last_block(op, stage) and it.step == end:
+            self.activations.add({Op.B: -1, Op.BW: -1, Op.W: 0}.get(op, 1))
+            self.weights_pending.add({Op.B: 1, Op.W: -1}.get(op, 0))
 
 
 def _listed(stages: tuple[int, ...]) -> str:

@@ -1,7 +1,7 @@
 """Rules about waiting: run by all ranks at once, the programs come to their end.
 
-A computation waits until what it receives has been sent; a collective waits until all members have issued it, although
-the engine only waits for its result, so that the proof holds for links that block as well.
+A computation or exchange waits until what it receives has been sent; a collective waits until all members have issued
+it, although the engine only waits for its result, so that the proof holds for links that block as well.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 from phalanx.program.checks.collectives import Groups
 from phalanx.program.checks.messages import arrival_of
-from phalanx.program.checks.scope import Broken, Scope, wait_of
+from phalanx.program.checks.scope import FORWARD, Broken, Scope
 from phalanx.program.groups import Group
-from phalanx.program.instructions import COLLECTIVES, COMPUTE, SENDS, Instruction, Op, Program
+from phalanx.program.instructions import COLLECTIVES, SENDS, Instruction, Op, Program
 
 MAX_SHOWN = 4
+_RECEIVING = FORWARD | {Op.B, Op.BW, Op.CB}
 
 
 class Execution:
@@ -50,20 +51,16 @@ class Execution:
         if instruction.op in SENDS:
             assert instruction.peer is not None
             self._arrived.add((instruction.peer, arrival_of(instruction, rank)))
-        if instruction.op in COMPUTE:
-            receive = self._needed(rank, instruction)
-            return receive is None or (rank, receive) in self._arrived
+        receive = self._needed(rank, instruction)
+        if receive is not None and (rank, receive) not in self._arrived:
+            return False
         return self._pass_collective(rank, instruction) if instruction.op in COLLECTIVES else True
 
     def _needed(self, rank: int, it: Instruction) -> Instruction | None:
-        """The receive that a computation waits for."""
-        assert it.stage is not None
-        op = Op.F if it.op is Op.F else Op.B
-        if it.op is Op.W or it.block != self._scope.first_block(op, it.stage):
+        """The receive that a computation or exchange waits for."""
+        if it.op not in _RECEIVING or it.stage is None or it.block != self._scope.first_block(it.op, it.stage):
             return None
-        kind, step = wait_of(op)
-        peer = self._scope.peer(rank, it.stage, step)
-        return None if peer is None else Instruction(kind, it.stage, it.micro_batch, peer=peer)
+        return self._scope.receive_of(rank, it.op, it)
 
     def _pass_collective(self, rank: int, instruction: Instruction) -> bool:
         for nth, group in enumerate(self._groups.of(rank, instruction)):
@@ -79,8 +76,8 @@ class Execution:
 
     def _wait_in_words(self, rank: int) -> str:
         instruction = self._programs[rank][self._position[rank]]
-        receive = self._needed(rank, instruction) if instruction.op in COMPUTE else None
-        if receive is not None:
+        receive = self._needed(rank, instruction)
+        if receive is not None and (rank, receive) not in self._arrived:
             return f"rank {rank} waits for {receive} to run {instruction}"
         group = self._groups.of(rank, instruction)[self._entered[rank] - 1]
         return f"rank {rank} waits in {instruction} for the ranks {', '.join(map(str, group))}"

@@ -19,7 +19,9 @@ class Level:
 
 @dataclass(frozen=True)
 class Peaks:
-    """activations: (stage, micro-batch) pairs whose forward is done and whose B or BW is not.
+    """Halves of micro-batches, where a plan has them, count as micro-batches.
+
+    activations: (stage, micro-batch) pairs whose forward is done and whose B or BW is not.
     weights_pending: pairs whose B is done and whose W is not.
     buffers: messages whose receive is posted and whose computation has not begun.
     gathered: buckets gathered by ZeRO 3."""

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
+from phalanx.program.block_steps import BlockSteps
+from phalanx.program.checks.pieces import BlockPieces, pieces_of
 from phalanx.program.holders import buckets_of, is_tied
-from phalanx.program.instructions import Op
+from phalanx.program.instructions import Instruction, Op
 from phalanx.program.passes.messages import Route
 from phalanx.program.shape import ModelShape
+
+FORWARD = frozenset((Op.F, Op.CF))
+
+
+class Located(Protocol):
+    """Anything with a place in the schedule."""
+
+    @property
+    def stage(self) -> int | None: ...
+
+    @property
+    def micro_batch(self) -> int | None: ...
+
+    @property
+    def half(self) -> int | None: ...
 
 
 class Broken(Exception):
@@ -49,14 +67,33 @@ class Scope:
     def peer(self, rank: int, stage: int, step: int) -> int | None:
         """The rank that holds the stage `step` further on in the same pipeline, where that is another one."""
         pp_index = self._route.neighbour(stage, step)
-        return None if pp_index is None else self.mesh.rank(pp_index, self.mesh.coordinates(rank)[1])
+        return None if pp_index is None else self.mesh.at_stage(rank, pp_index)
+
+    @cached_property
+    def halves(self) -> tuple[int | None, ...]:
+        """The parts of a micro-batch, as instructions name them."""
+        return tuple(range(self.plan.halves)) if self.plan.halves > 1 else (None,)
+
+    @cached_property
+    def pieces(self) -> tuple[BlockPieces, ...]:
+        """What is to be done for each block of the model."""
+        steps = (BlockSteps.of(self.plan, self.shape, block) for block in range(self.shape.num_blocks))
+        known: dict[BlockSteps, BlockPieces] = {}
+        return tuple(known.setdefault(block, pieces_of(block, self.training)) for block in steps)
+
+    def receive_of(self, rank: int, op: Op, it: Located) -> Instruction | None:
+        """The receive that a forward or backward of a stage waits for, where that comes from another rank."""
+        assert it.stage is not None
+        kind, way = wait_of(op)
+        peer = self.peer(rank, it.stage, way)
+        return None if peer is None else Instruction(kind, it.stage, it.micro_batch, peer=peer, half=it.half)
 
     def first_block(self, op: Op, stage: int) -> int:
         """The block with which a stage's forward or backward begins."""
-        return self.blocks[stage][0 if op is Op.F else -1]
+        return self.blocks[stage][0 if op in FORWARD else -1]
 
     def last_block(self, op: Op, stage: int) -> int:
-        return self.blocks[stage][-1 if op is Op.F else 0]
+        return self.blocks[stage][-1 if op in FORWARD else 0]
 
     def buckets(self, rank: int) -> tuple[int, ...]:
         return buckets_of(self.plan, self.shape, self.mesh.coordinates(rank)[0])
@@ -66,5 +103,5 @@ class Scope:
 
 
 def wait_of(op: Op) -> tuple[Op, int]:
-    """What a forward (F) or backward (B) receives, and how far away in the row of stages that comes from."""
-    return (Op.RECV_F, -1) if op is Op.F else (Op.RECV_B, 1)
+    """What a forward or backward receives, and how far away in the row of stages that comes from."""
+    return (Op.RECV_F, -1) if op in FORWARD else (Op.RECV_B, 1)

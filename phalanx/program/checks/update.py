@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from phalanx.program.checks.scope import Scope
+from phalanx.program.holders import reduced_of
 from phalanx.program.instructions import Instruction, Op
 from phalanx.program.passes.reductions import ADDS_TO_GRADIENTS
 
@@ -17,16 +18,18 @@ class UpdateRules:
         blocks = {block for stage in scope.stages(rank) for block in scope.blocks[stage]}
         self._trained = trained = [bucket for bucket in scope.buckets(rank) if shape.trained[bucket]]
         self._per_micro_batch = plan.reduces == "micro-batch"
-        num_users = {bucket: len(blocks.intersection(shape.users(bucket))) for bucket in trained}
+        # Every segment of a block counts as one that adds to all of the block's buckets.
+        adds = {block: scope.pieces[block].num_segments * len(scope.halves) for block in blocks}
+        num_adds = {bucket: sum(adds.get(block, 0) for block in shape.users(bucket)) for bucket in trained}
         micro_batches = range(scope.num_micro_batches)
-        self._to_add = Counter({(bucket, i): num_users[bucket] for bucket in trained for i in micro_batches})
+        self._to_add = Counter({(bucket, i): num_adds[bucket] for bucket in trained for i in micro_batches})
         self._due: set[Instruction] = {Instruction(Op.NORM), Instruction(Op.STEP)}
         self._due |= {Instruction(Op.COUNT)} if plan.dp > 1 else set()
         self._due |= {Instruction(Op.TIE, block=bucket) for bucket in scope.tied(rank)}
         self._due |= {Instruction(Op.SHARE, block=bucket) for bucket in trained if plan.zero in (1, 2)}
         moments = micro_batches if self._per_micro_batch else [None]
-        reduces = {self._reduction(bucket, i) for bucket in trained for i in moments}
-        self._due |= reduces if plan.dp > 1 else set()
+        reduced = reduced_of(plan, shape, scope.mesh.coordinates(rank)[0])
+        self._due |= {self._reduction(bucket, i) for bucket in reduced for i in moments}
 
     def see(self, instruction: Instruction) -> str:
         op = instruction.op

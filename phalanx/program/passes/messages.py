@@ -1,21 +1,32 @@
 """Sends and receives between stages on different ranks; stages on the same rank hand over by reference.
 
-A result is sent directly after the computation that gives it. A receive is posted one computation of a stage ahead of
-its use, so that the message travels behind that computation, and on each channel in the order of the sends.
+A result is sent directly after the computation that gives it, each half of a micro-batch by itself. A receive is posted
+one computation of a stage ahead of its use, so that the message travels behind that computation, and on each channel in
+the order of the sends.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
-from phalanx.program.instructions import COMPUTE, Instruction, Op, Program
+from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.insert import insert
+from phalanx.program.visits import in_visits, visit_of
 
 Piece = tuple[Op, int, int]  # F, B or W (a BW counts as the B that others wait for), stage, micro-batch
 Channel = tuple[Op, int]  # F or B, the pp index at the other end
+Half = int | None
+
+
+@dataclass
+class Span:
+    """Where a stage's computation on a micro-batch begins, and where it ends for each half."""
+
+    begin: int
+    ends: dict[Half, int] = field(default_factory=dict[Half, int])
 
 
 @dataclass(frozen=True)
@@ -33,23 +44,21 @@ class Route:
         return None if peer == self.holder(stage) else peer
 
 
-def add_messages(programs: Sequence[Program], route: Route) -> tuple[Program, ...]:
-    """Adds the messages to the programs of all ranks of a pipeline. Peers are pp indices."""
-    spans = [_spans(program) for program in programs]
+def add_messages(programs: Sequence[Program], route: Route, split: bool) -> tuple[Program, ...]:
+    """Adds the messages to the programs of all ranks of a pipeline. Peers are pp indices. split: see `visits.py`."""
+    spans = [_spans(program, split) for program in programs]
     place = {piece: order for pieces in spans for order, piece in enumerate(pieces)}
     return tuple(_with_messages(program, spans[p], route, place) for p, program in enumerate(programs))
 
 
-def _with_messages(
-    program: Program, spans: dict[Piece, tuple[int, int]], route: Route, place: dict[Piece, int]
-) -> Program:
-    begins = [begin for begin, _ in spans.values()]
+def _with_messages(program: Program, spans: dict[Piece, Span], route: Route, place: dict[Piece, int]) -> Program:
+    begins = [span.begin for span in spans.values()]
     receives: defaultdict[int, list[Instruction]] = defaultdict(list)
     for (_, peer), pieces in _arriving(spans, route).items():
         pieces.sort(key=lambda piece: place[_source(piece)])
         for piece, posted in zip(pieces, _posts([place[piece] for piece in pieces])):
-            receives[begins[posted]].append(_receive(piece, peer))
-    sends = {end: _sends(piece, route) for piece, (_, end) in spans.items()}
+            receives[begins[posted]] += [_receive(piece, peer, half) for half in spans[piece].ends]
+    sends = {end: _sends(piece, route, half) for piece, span in spans.items() for half, end in span.ends.items()}
     return insert(program, receives, sends)
 
 
@@ -59,15 +68,15 @@ def _posts(uses: list[int]) -> list[int]:
     return list(accumulate(reversed(posts), min))[::-1]
 
 
-def _spans(program: Program) -> dict[Piece, tuple[int, int]]:
-    """First and last position of each stage's computation on each micro-batch, in order."""
-    spans: dict[Piece, tuple[int, int]] = {}
+def _spans(program: Program, split: bool) -> dict[Piece, Span]:
+    """Each stage's computation on each micro-batch, in order."""
+    spans: dict[Piece, Span] = {}
     for position, instruction in enumerate(program):
-        if instruction.op in COMPUTE:
-            assert instruction.stage is not None and instruction.micro_batch is not None
-            op = Op.B if instruction.op is Op.BW else instruction.op
-            piece = (op, instruction.stage, instruction.micro_batch)
-            spans[piece] = (spans.get(piece, (position,))[0], position)
+        if in_visits(instruction):
+            visit = visit_of(instruction, split)
+            assert visit.stage is not None and visit.micro_batch is not None
+            piece = (Op.B if visit.op is Op.BW else visit.op, visit.stage, visit.micro_batch)
+            spans.setdefault(piece, Span(position)).ends[instruction.half] = position
     return spans
 
 
@@ -76,7 +85,7 @@ def _source(piece: Piece) -> Piece:
     return (op, stage - 1 if op is Op.F else stage + 1, micro_batch)
 
 
-def _arriving(spans: dict[Piece, tuple[int, int]], route: Route) -> dict[Channel, list[Piece]]:
+def _arriving(spans: dict[Piece, Span], route: Route) -> dict[Channel, list[Piece]]:
     arriving: defaultdict[Channel, list[Piece]] = defaultdict(list)
     for piece in spans:
         op, stage, _ = piece
@@ -85,13 +94,13 @@ def _arriving(spans: dict[Piece, tuple[int, int]], route: Route) -> dict[Channel
     return arriving
 
 
-def _receive(piece: Piece, peer: int) -> Instruction:
+def _receive(piece: Piece, peer: int, half: Half) -> Instruction:
     op, stage, micro_batch = piece
-    return Instruction(Op.RECV_F if op is Op.F else Op.RECV_B, stage, micro_batch, peer=peer)
+    return Instruction(Op.RECV_F if op is Op.F else Op.RECV_B, stage, micro_batch, peer=peer, half=half)
 
 
-def _sends(piece: Piece, route: Route) -> list[Instruction]:
+def _sends(piece: Piece, route: Route, half: Half) -> list[Instruction]:
     op, stage, micro_batch = piece
     if op is Op.W or (peer := route.neighbour(stage, 1 if op is Op.F else -1)) is None:
         return []
-    return [Instruction(Op.SEND_F if op is Op.F else Op.SEND_B, stage, micro_batch, peer=peer)]
+    return [Instruction(Op.SEND_F if op is Op.F else Op.SEND_B, stage, micro_batch, peer=peer, half=half)]

@@ -1,8 +1,9 @@
-"""Reducing gradients over the replicas, started as soon as nothing more is added to them."""
+"""Reducing gradients over the ranks that have their own share of them, started as soon as nothing more is added."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
 
 from phalanx.program.instructions import Instruction, Op, Program
@@ -12,8 +13,8 @@ from phalanx.program.shape import ModelShape
 ADDS_TO_GRADIENTS = frozenset((Op.W, Op.BW))
 
 
-def add_reductions(program: Program, shape: ModelShape, *, per_micro_batch: bool) -> Program:
-    """Reduces each trained bucket after its last contribution: of every micro-batch, or of the step."""
+def add_reductions(program: Program, shape: ModelShape, buckets: Collection[int], *, per_micro_batch: bool) -> Program:
+    """Reduces each of the buckets after its last contribution: of every micro-batch, or of the step."""
     last: dict[tuple[int, int | None], int] = {}
     for position, instruction in enumerate(program):
         if instruction.op in ADDS_TO_GRADIENTS and instruction.block is not None:
@@ -21,6 +22,6 @@ def add_reductions(program: Program, shape: ModelShape, *, per_micro_batch: bool
                 last[bucket, instruction.micro_batch if per_micro_batch else None] = position
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
     for (bucket, _), position in last.items():
-        if shape.trained[bucket]:
-            after[position].append(replace(program[position], op=Op.REDUCE, block=bucket))
+        if bucket in buckets:
+            after[position].append(replace(program[position], op=Op.REDUCE, block=bucket, half=None, step=None))
     return insert(program, {}, after)

@@ -1,65 +1,81 @@
 """ZeRO 3: a bucket's parameters are gathered before they are used and freed afterwards.
 
-What the next computation needs is gathered before the current one starts, so that the transfer hides behind it. W
-needs no parameters: what it multiplies was saved by B.
+What the next block needs is gathered before the current one starts, so that the transfer hides behind it. A block's use
+lasts over all its steps and halves, and where halves are interleaved it may begin before that of the one before ends.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.insert import insert
 from phalanx.program.shape import ModelShape
+from phalanx.program.visits import visit_of
 
-USES_PARAMETERS = frozenset((Op.F, Op.B, Op.W, Op.BW))  # W recomputes from them what was not kept
+# A computes from them; W recomputes from them what was not kept.
+USES_PARAMETERS = frozenset((Op.F, Op.B, Op.W, Op.BW, Op.A))
 
 
-def gather_per_micro_batch(program: Program, shape: ModelShape) -> Program:
-    """Parameters of the current and the next computation's blocks are there, no others."""
-    uses = _uses(program, shape)
-    needed = [set(buckets) for _, buckets in uses] + [set[int]()]
+@dataclass
+class Use:
+    """What one visit needs of one block, from its first to its last position in the program."""
+
+    begin: int
+    end: int
+    buckets: tuple[int, ...]
+
+
+def gather_per_micro_batch(program: Program, shape: ModelShape, split: bool) -> Program:
+    """Parameters of the current and the next use's blocks are there, no others."""
+    uses = _uses(program, shape, split)
+    needed = [set(use.buckets) for use in uses] + [set[int]()]
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
-    after: dict[int, list[Instruction]] = {}
-    for k, (position, buckets) in enumerate(uses):
+    after: defaultdict[int, list[Instruction]] = defaultdict(list)
+    for k, use in enumerate(uses):
         if k == 0:
-            before[position] += _for_each(Op.GATHER, program[position], buckets)
+            before[use.begin] += _for_each(Op.GATHER, program[use.begin], use.buckets)
         if k + 1 < len(uses):
-            following, wanted = uses[k + 1]
-            new = [bucket for bucket in wanted if bucket not in needed[k]]
-            before[position] += _for_each(Op.GATHER, program[following], new)
-        unused = [bucket for bucket in buckets if bucket not in needed[k + 1]]
-        after[position] = _for_each(Op.FREE, program[position], unused)
+            new = (bucket for bucket in uses[k + 1].buckets if bucket not in needed[k])
+            gathers = _for_each(Op.GATHER, program[uses[k + 1].begin], new)
+            # Not before the block before has been freed, or three would be there at once.
+            overlapped = k > 0 and uses[k - 1].end > use.begin
+            (after[uses[k - 1].end] if overlapped else before[use.begin]).extend(gathers)
+        unused = (bucket for bucket in use.buckets if bucket not in needed[k + 1])
+        after[use.end] += _for_each(Op.FREE, program[use.end], unused)
     return insert(program, before, after)
 
 
-def gather_per_step(program: Program, shape: ModelShape) -> Program:
-    """Each bucket is gathered once, one computation ahead of its first use, and freed after its last."""
-    uses = _uses(program, shape)
+def gather_per_step(program: Program, shape: ModelShape, split: bool) -> Program:
+    """Each bucket is gathered once, one use ahead of its first, and freed after its last."""
+    uses = _uses(program, shape, split)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for k, (_, buckets) in enumerate(uses):
-        for bucket in buckets:
+    for k, use in enumerate(uses):
+        for bucket in use.buckets:
             first.setdefault(bucket, k)
             last[bucket] = k
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
     for bucket, k in first.items():
-        before[uses[max(0, k - 1)][0]] += _for_each(Op.GATHER, program[uses[k][0]], [bucket])
+        before[uses[max(0, k - 1)].begin] += _for_each(Op.GATHER, program[uses[k].begin], [bucket])
     for bucket, k in last.items():
-        after[uses[k][0]] += _for_each(Op.FREE, program[uses[k][0]], [bucket])
+        after[uses[k].end] += _for_each(Op.FREE, program[uses[k].end], [bucket])
     return insert(program, before, after)
 
 
-def _uses(program: Program, shape: ModelShape) -> list[tuple[int, tuple[int, ...]]]:
-    """The computations that need parameters, as (position, buckets)."""
-    return [
-        (position, shape.buckets(instruction.block))
-        for position, instruction in enumerate(program)
-        if instruction.op in USES_PARAMETERS and instruction.block is not None
-    ]
+def _uses(program: Program, shape: ModelShape, split: bool) -> list[Use]:
+    """In the order in which they begin."""
+    uses: dict[tuple[Instruction, int], Use] = {}
+    for position, instruction in enumerate(program):
+        if instruction.op in USES_PARAMETERS and instruction.block is not None:
+            place = (visit_of(instruction, split), instruction.block)
+            use = uses.setdefault(place, Use(position, position, shape.buckets(instruction.block)))
+            use.end = position
+    return list(uses.values())
 
 
-def _for_each(op: Op, compute: Instruction, buckets: list[int] | tuple[int, ...]) -> list[Instruction]:
-    return [replace(compute, op=op, block=bucket) for bucket in buckets]
+def _for_each(op: Op, compute: Instruction, buckets: Iterable[int]) -> list[Instruction]:
+    return [replace(compute, op=op, block=bucket, half=None, step=None) for bucket in buckets]

@@ -1,0 +1,90 @@
+"""What the steps of one block mean for its backward: who reads what, and which of them are done again.
+
+Pure and about one block; the order in which a program does it all is the business of `passes/steps.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from phalanx.plan.plan import Plan
+from phalanx.program.shape import ModelShape, Step
+
+_WHOLE = (Step("segment", (), (), degree=1),)
+_LEAVES = ("all_reduce", "reduce_scatter")  # forward collectives that end a unit
+
+
+@dataclass(frozen=True)
+class BlockSteps:
+    """again: what is computed again at a time, a `block`, a `unit` or nothing. regathers: what was gathered on the way
+    into a unit is not kept. `numbered`: the block has steps at all, so that instructions name them."""
+
+    steps: tuple[Step, ...]
+    again: str = ""
+    regathers: bool = False
+    numbered: bool = True
+
+    @staticmethod
+    def of(plan: Plan, shape: ModelShape, block: int) -> BlockSteps:
+        steps = shape.steps_of(block)
+        return BlockSteps(steps or _WHOLE, plan.again, plan.saves == "input", numbered=bool(steps))
+
+    @cached_property
+    def segments(self) -> tuple[int, ...]:
+        return tuple(i for i, step in enumerate(self.steps) if step.kind == "segment")
+
+    @cached_property
+    def sent_forward(self) -> tuple[int, ...]:
+        """Exchanges with a collective in the forward."""
+        return tuple(i for i, step in enumerate(self.steps) if step.kind == "exchange" and step.forward)
+
+    @cached_property
+    def sent_backward(self) -> tuple[int, ...]:
+        return tuple(i for i, step in enumerate(self.steps) if step.kind == "exchange" and step.backward)
+
+    @cached_property
+    def grains(self) -> tuple[range, ...]:
+        """Runs of steps that are computed again together, directly before their backward."""
+        ends = [i + 1 for i in self.sent_forward if self.steps[i].forward in _LEAVES] if self.again == "unit" else []
+        bounds = sorted({0, *ends, len(self.steps)})
+        return tuple(range(begin, end) for begin, end in pairwise(bounds))
+
+    @cached_property
+    def sent_again(self) -> tuple[int, ...]:
+        """Exchanges whose forward collective is done again before the backward."""
+        if self.again == "block":
+            return self.sent_forward
+        gathers = [i for i in self.sent_forward if self.steps[i].forward == "all_gather"] if self.regathers else []
+        return tuple(i for i in gathers if self._is_used_in_its_grain(i))
+
+    def readers(self, exchange: int) -> tuple[int, ...]:
+        """The steps of the block that need what an exchange writes: segments, and exchanges that send it on; directly,
+        or through exchanges that send nothing."""
+        (wire,) = self.steps[exchange].writes
+        return self._readers(wire, exchange, "forward")
+
+    def gradient_readers(self, exchange: int) -> tuple[int, ...]:
+        """The steps whose backward must be done before that of an exchange."""
+        (wire,) = self.steps[exchange].writes
+        return self._readers(wire, exchange, "backward")
+
+    def first_reader(self, exchange: int) -> int | None:
+        """The segment after whose B the gradient of an exchange's result is complete; None: none here adds to it."""
+        ends = [self.first_reader(i) if i in self.sent_backward else i for i in self.gradient_readers(exchange)]
+        return min((end for end in ends if end is not None), default=None)
+
+    def _readers(self, wire: str, after: int, direction: str) -> tuple[int, ...]:
+        found: set[int] = set()
+        for i in range(after + 1, len(self.steps)):
+            step = self.steps[i]
+            if wire in step.reads:
+                passes = step.kind == "exchange" and not getattr(step, direction)
+                found |= set(self._readers(step.writes[0], i, direction)) if passes else {i}
+        return tuple(sorted(found))
+
+    def _is_used_in_its_grain(self, exchange: int) -> bool:
+        (grain,) = (grain for grain in self.grains if exchange in grain)
+        readers = self.readers(exchange)
+        return bool(readers) and all(i in grain for i in readers)

@@ -1,0 +1,128 @@
+"""When a wire may be dropped: after the last instruction that reads it, as it was written last.
+
+A segment that is computed again writes its wires anew, so what the forward wrote need not live until then; what the
+repetition itself reads must. A wire made without communication is made when it is first read, and its source lives that
+long. Only wires are looked at: what a forward keeps for its backward is its own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from phalanx.program.instructions import Instruction, Op, Program
+from phalanx.program.shape import ModelShape
+from phalanx.program.wires import Wires
+
+Leaving = Callable[[int], Collection[str]]  # stage → wires that it hands on, the last one the loss
+Place = tuple[int | None, int | None, int | None]  # stage, micro-batch, half
+_FORWARD = frozenset((Op.F, Op.CF))
+_AGAIN = frozenset((Op.A, Op.CA))
+
+
+def drops(program: Program, shape: ModelShape, leaving: Leaving) -> dict[Instruction, tuple[str, ...]]:
+    """Per instruction the wires that its stage needs no more once it has run.
+
+    A wire that leaves is dropped by what hands it on, and not named here; unless it `stays` there and is read again.
+    """
+    return {instruction: tuple(wires) for instruction, wires in _followed(program, shape, leaving).dropped.items()}
+
+
+def stays(program: Program, shape: ModelShape, leaving: Leaving) -> dict[int, frozenset[str]]:
+    """Per stage the wires that it hands on and still reads when it computes again: handing on must not drop them."""
+    return {stage: frozenset(wires) for stage, wires in _followed(program, shape, leaving).stays.items()}
+
+
+def _followed(program: Program, shape: ModelShape, leaving: Leaving) -> _Lifetimes:
+    lifetimes = _Lifetimes(shape, leaving, program)
+    for instruction in program:
+        lifetimes.see(instruction)
+    for place in list(lifetimes.live):
+        lifetimes.end(place, list(lifetimes.live[place]))
+    return lifetimes
+
+
+@dataclass
+class _Life:
+    """One writing of a wire: by what, and what read it last."""
+
+    maker: Instruction | None  # None: it came from the stage before
+    last: Instruction
+
+
+@dataclass
+class _Lifetimes:
+    shape: ModelShape
+    leaving: Leaving
+    program: Program
+    live: dict[Place, dict[str, _Life]] = field(default_factory=dict[Place, dict[str, _Life]])
+    dropped: dict[Instruction, list[str]] = field(default_factory=dict[Instruction, list[str]])
+    stays: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+
+    def __post_init__(self) -> None:
+        self.wires = Wires(self.shape)
+        self._again = {(*_place(it), it.block, it.step) for it in self.program if it.op is Op.A}
+        # What stays on the rank is handed on when the stage's forward has ended.
+        self._handing = {_place(it): it for it in self.program if it.op in _FORWARD or it.op is Op.SEND_F}
+
+    def see(self, it: Instruction) -> None:
+        self._use(it)
+        if self._handing.get(_place(it)) == it:
+            self._hand_on(it)
+
+    def _use(self, it: Instruction) -> None:
+        if it.block is None or it.step is None or it.op in (Op.W, Op.CB):
+            return
+        step = self.shape.steps_of(it.block)[it.step]
+        if it.op in _FORWARD | _AGAIN:
+            for wire in step.reads:
+                self._read(it, wire)
+            self.end(_place(it), step.writes)
+            self.live[_place(it)] |= {wire: _Life(it, it) for wire in step.writes}
+        elif (*_place(it), it.block, it.step) not in self._again:
+            for wire in step.reads:
+                self._read_gathered(it, wire)
+
+    def end(self, place: Place, wires: Iterable[str]) -> None:
+        """These wires are written anew or never read again, and so is what was made of them."""
+        own = self.live.setdefault(place, {})
+        for wire in wires:
+            if (life := own.pop(wire, None)) is not None:
+                self._drop(place, wire, life)
+            self.end(place, [other for other in own if self.wires.source(other) == wire])
+
+    def _read(self, it: Instruction, wire: str) -> None:
+        own = self.live.setdefault(_place(it), {})
+        if wire in own:
+            own[wire].last = it
+            return
+        source = self.wires.source(wire)
+        if source is not None:
+            self._read(it, source)
+        own[wire] = _Life(None if source is None else it, it)
+
+    def _read_gathered(self, it: Instruction, wire: str) -> None:
+        """A backward reads what was gathered again for it alone; anything else its forward kept."""
+        origin = self.live.get(_place(it), {}).get(self.wires.origin(wire))
+        if origin is not None and origin.maker is not None and origin.maker.op is Op.CA:
+            self._read(it, wire)
+
+    def _hand_on(self, it: Instruction) -> None:
+        assert it.stage is not None
+        for wire in self.leaving(it.stage):
+            if wire in self.live.get(_place(it), {}) or self.wires.source(wire) is not None:
+                self._read(it, wire)
+
+    def _drop(self, place: Place, wire: str, life: _Life) -> None:
+        stage, *_ = place
+        assert stage is not None
+        written_again = life.maker is not None and life.maker.op in _AGAIN
+        if wire in self.leaving(stage) and not written_again:
+            if life.last.op not in _AGAIN:
+                return
+            self.stays.setdefault(stage, set()).add(wire)
+        self.dropped.setdefault(life.last, []).append(wire)
+
+
+def _place(it: Instruction) -> Place:
+    return it.stage, it.micro_batch, it.half

@@ -1,0 +1,24 @@
+"""What is done again before a backward: segments whose forward kept nothing, collectives whose result was not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.program.block_steps import BlockSteps
+from phalanx.program.instructions import Op
+
+Piece = tuple[Op, int]  # what is done with which step of a block
+
+
+def done_again(block: BlockSteps, grain: Sequence[int]) -> list[Piece]:
+    """Before the backward of a grain: its forward, in forward order, where the plan computes anything again."""
+    if not block.again:
+        return []
+    return [(Op.A, i) if i in block.segments else (Op.CA, i) for i in grain if i in block.segments + block.sent_again]
+
+
+def gathered_again(block: BlockSteps, segment: int) -> list[Piece]:
+    """Before the B of a segment, where only collectives are done again: those whose last reader it is."""
+    if block.again:
+        return []
+    return [(Op.CA, i) for i in block.sent_again if max(block.readers(i)) == segment]

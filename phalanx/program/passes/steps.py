@@ -1,0 +1,81 @@
+"""From blocks to their steps: segments and the collectives between them, for each half of a micro-batch.
+
+Halves take turns at collectives, across blocks: while one's collective travels the other computes. The collective of an
+input's gradient stands before the weight gradients of the same segment, which hide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from phalanx.plan.plan import Plan
+from phalanx.program.block_steps import BlockSteps
+from phalanx.program.instructions import EXCHANGES, Instruction, Op, Program
+from phalanx.program.passes.again import Piece, done_again, gathered_again
+from phalanx.program.shape import ModelShape
+
+
+def to_steps(program: Program, shape: ModelShape, plan: Plan) -> Program:
+    """Replaces each computation of a block by those of its steps. Nothing changes where blocks have no steps."""
+    if plan.tp == 1:
+        return program
+    halves = range(plan.halves) if plan.halves > 1 else (None,)
+    blocks = [BlockSteps.of(plan, shape, block) for block in range(shape.num_blocks)]
+    lowered: list[Instruction] = []
+    for _, visit in groupby(program, key=lambda it: replace(it, block=None)):
+        instructions = [it for whole in visit for it in _steps_of(whole, blocks)]
+        for run in _runs(instructions):
+            lowered += [replace(it, half=half) for half in halves for it in run]
+    return tuple(lowered)
+
+
+def _steps_of(whole: Instruction, blocks: Sequence[BlockSteps]) -> Iterator[Instruction]:
+    assert whole.block is not None
+    block = blocks[whole.block]
+    for op, step in _pieces(whole.op, block):
+        yield replace(whole, op=op, step=step if block.numbered else None)
+
+
+def _pieces(op: Op, block: BlockSteps) -> list[Piece]:
+    if op is Op.F:
+        wanted = block.segments + block.sent_forward
+        return [(Op.F if i in block.segments else Op.CF, i) for i in sorted(wanted)]
+    if op is Op.W:
+        return [(Op.W, i) for i in reversed(block.segments)]
+    return list(_backward(op, block))
+
+
+def _backward(op: Op, block: BlockSteps) -> Iterator[Piece]:
+    sent = [(i, block.first_reader(i)) for i in reversed(block.sent_backward)]
+    # Complete when the block's backward begins, so these travel behind what is computed again.
+    yield from ((Op.CB, i) for i, reader in sent if reader is None)
+    for grain in reversed(block.grains):
+        yield from done_again(block, grain)
+        for segment in (i for i in reversed(grain) if i in block.segments):
+            yield from gathered_again(block, segment)
+            complete = [(Op.CB, i) for i, reader in sent if reader == segment]
+            if op is Op.BW and not complete:
+                yield Op.BW, segment
+                continue
+            yield Op.B, segment
+            yield from complete
+            if op is Op.BW:
+                yield Op.W, segment
+
+
+def _runs(instructions: Sequence[Instruction]) -> Iterator[list[Instruction]]:
+    """What a half does before it is the other's turn: up to a collective and the weight gradients behind it.
+
+    A run reaches into two blocks at most, so that no more than two are needed at once: their parameters may have to be
+    gathered.
+    """
+    run: list[Instruction] = []
+    for it in instructions:
+        is_next = it.op not in EXCHANGES and it.op is not Op.W and any(other.op in EXCHANGES for other in run)
+        if run and (is_next or len({other.block for other in (*run, it)}) > 2):
+            yield run
+            run = []
+        run.append(it)
+    yield run

@@ -1,0 +1,109 @@
+"""Shapes of models whose blocks are split over ranks: the layer that everyone knows, and random ones."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from phalanx.plan.plan import SCHEDULES, Plan
+from phalanx.plan.tensor import OVERLAPS
+from phalanx.program.shape import ModelShape, Partition, Step
+from tests.program.random_plans import simple_shape
+
+ELEMENTS = "batch * 100"
+
+
+def segment(reads: str, writes: str, flops: str = "0") -> Step:
+    return Step("segment", tuple(reads.split()), tuple(writes.split()), degree=2, flops=flops)
+
+
+def exchange(source: str, target: str, cells: Partition, forward: str = "", backward: str = "") -> Step:
+    return Step("exchange", (source,), (target,), 2, "", forward, backward, cells, ELEMENTS)
+
+
+def layer(n: int, tp: int = 2, *, sequence: bool = False) -> tuple[Step, ...]:
+    """Norm, attention, add and norm, feed-forward, add: reads h{n}, writes h{n+1}."""
+    cells = (tuple(range(tp)),)
+    enter = {"forward": "all_gather", "backward": "reduce_scatter"} if sequence else {"backward": "all_reduce"}
+    leave = {"forward": "reduce_scatter", "backward": "all_gather"} if sequence else {"forward": "all_reduce"}
+    return (
+        segment(f"h{n}", f"n{n}"),
+        exchange(f"n{n}", f"e{n}", cells, **enter),
+        segment(f"e{n}", f"p{n}", "batch * 50"),
+        exchange(f"p{n}", f"a{n}", cells, **leave),
+        segment(f"h{n} a{n}", f"r{n} m{n}"),
+        exchange(f"m{n}", f"f{n}", cells, **enter),
+        segment(f"f{n}", f"q{n}", "batch * 50"),
+        exchange(f"q{n}", f"o{n}", cells, **leave),
+        segment(f"r{n} o{n}", f"h{n + 1}"),
+    )
+
+
+def stack(num_layers: int, tp: int = 2, *, sequence: bool = False, sums: bool = False) -> ModelShape:
+    """Layers only; with sums, every second bucket has gradients on all tp ranks."""
+    steps = tuple(layer(n, tp, sequence=sequence) for n in range(num_layers))
+    all_ranks = (tuple(range(tp)),)
+    plain = simple_shape(num_layers)
+    partitions = tuple(all_ranks if bucket % 2 else () for bucket in range(num_layers)) if sums else ()
+    return ModelShape(num_layers, (), plain.held, plain.trained, steps, partitions)
+
+
+@st.composite
+def tensor_plans(draw: st.DrawFn) -> Plan:
+    schedule = draw(st.sampled_from(SCHEDULES))
+    v = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
+    pp = draw(st.integers(2 if schedule == "interleaved" else 1, 4 // v))
+    dp = draw(st.integers(1, 2))
+    sequence = draw(st.booleans())
+    return Plan(
+        pp=pp,
+        dp=dp,
+        tp=draw(st.sampled_from([2, 3, 4])),
+        mb=draw(st.integers(1, 5)),
+        schedule=schedule,
+        v=v,
+        stages=tuple(draw(st.lists(st.integers(1, 3), min_size=pp * v, max_size=pp * v))),
+        zero=draw(st.integers(0, 3)) if dp > 1 else 0,
+        overlap=draw(st.sampled_from(sorted(OVERLAPS))),
+        sequence=sequence,
+        save=draw(st.sampled_from(["", "input", "result"])) if sequence else "",
+    )
+
+
+@st.composite
+def cells_of(draw: st.DrawFn, tp: int) -> Partition:
+    size = draw(st.sampled_from([d for d in range(1, tp + 1) if tp % d == 0]))
+    return tuple(tuple(range(begin, begin + size)) for begin in range(0, tp, size))
+
+
+@st.composite
+def random_block(draw: st.DrawFn, n: int, tp: int) -> tuple[Step, ...]:
+    """Any chain of segments and exchanges that reads h{n} and writes h{n+1}, read by any later step besides."""
+    kinds = [("", ""), ("all_reduce", ""), ("", "all_reduce"), ("all_gather", "reduce_scatter"),
+             ("reduce_scatter", "all_gather"), ("all_gather", "")]  # fmt: skip
+    length = draw(st.integers(1, 7))
+    ends = draw(st.booleans())  # with a segment, or with an exchange that hands on
+    steps: list[Step] = []
+    wires = [f"h{n}"]
+    for i in range(length):
+        target = f"h{n + 1}" if i == length - 1 else f"w{n}.{i}"
+        is_segment = i == 0 or (ends and i == length - 1) or draw(st.booleans())
+        if is_segment:
+            others = draw(st.sets(st.sampled_from(wires), max_size=2))
+            steps.append(segment(" ".join(sorted({*others, wires[-1]})), target, str(draw(st.integers(0, 3)))))
+        else:
+            forward, backward = draw(st.sampled_from(kinds))
+            steps.append(exchange(draw(st.sampled_from(wires)), target, draw(cells_of(tp)), forward, backward))
+        wires.append(target)
+    return tuple(steps)
+
+
+@st.composite
+def tensor_cases(draw: st.DrawFn) -> tuple[Plan, ModelShape]:
+    plan = draw(tensor_plans())
+    count = sum(plan.stages)
+    steps = tuple(draw(random_block(n, plan.tp) | st.just(layer(n, plan.tp))) for n in range(count))
+    shared = draw(st.lists(st.sets(st.integers(0, count - 1), min_size=1, max_size=2), max_size=2))
+    everything = (True,) * (count + len(shared))
+    sums = tuple(draw(cells_of(plan.tp) | st.just(())) for _ in everything)
+    ties = tuple(tuple(sorted(blocks)) for blocks in shared)
+    return plan, ModelShape(count, ties, everything, everything, steps, sums)

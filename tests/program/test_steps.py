@@ -1,0 +1,225 @@
+"""Blocks of several steps: how many collectives there are in each overlap mode, and where they stand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+
+from phalanx.plan.mesh import Mesh
+from phalanx.plan.plan import Plan
+from phalanx.program.block_steps import BlockSteps
+from phalanx.program.check import check, check_forward
+from phalanx.program.instructions import COMPUTE, EXCHANGES, Instruction, Op, Program, to_text
+from phalanx.program.lower import lower, lower_forward
+from phalanx.program.shape import ModelShape
+from tests.program.tensor_shapes import exchange, layer, segment, stack, tensor_cases
+
+Case = tuple[Plan, ModelShape]
+
+
+def lowered(text: str, shape: ModelShape | None = None) -> Program:
+    plan = Plan.parse(f"tp=2,{text}")
+    return lower(plan, shape or stack(sum(plan.stages), sequence=plan.sequence))[0]
+
+
+def counts(program: Program, shape: ModelShape) -> tuple[Counter[str], Counter[str]]:
+    """The collectives of the forward and of the backward, by kind."""
+    forward, backward = Counter[str](), Counter[str]()
+    for it in program:
+        if it.op in EXCHANGES:
+            assert it.block is not None and it.step is not None
+            step = shape.steps_of(it.block)[it.step]
+            (forward if it.op is Op.CF else backward)[step.backward if it.op is Op.CB else step.forward] += 1
+    return forward, backward
+
+
+@pytest.mark.parametrize("overlap, forward, backward, half", [
+    ("none", 2, 2, False),
+    ("default_checkpoint", 2, 4, False),
+    ("optim_comm_checkpoint", 2, 2, False),
+    ("overlap_checkpoint", 4, 8, True),
+    ("oases", 4, 4, True),
+    ("halves", 4, 4, True),
+])  # fmt: skip
+def test_a_layer_has_the_published_number_of_all_reduces(overlap: str, forward: int, backward: int, half: bool) -> None:
+    shape = stack(3)
+    program = lowered(f"overlap={overlap},mb=2,stages=3", shape)
+    layers = 3 * 2
+    assert counts(program, shape) == ({"all_reduce": layers * forward}, {"all_reduce": layers * backward})
+    assert all((it.half is not None) == half for it in program if it.op in EXCHANGES)
+
+
+@pytest.mark.parametrize("overlap, save, gathers, scatters", [
+    ("none", "result", 2, 2),
+    ("none", "input", 4, 2),
+    ("default_checkpoint", "result", 4, 4),
+    ("default_checkpoint", "input", 4, 4),
+    ("optim_comm_checkpoint", "result", 2, 2),
+    ("optim_comm_checkpoint", "input", 4, 2),
+    ("overlap_checkpoint", "result", 8, 8),
+    ("overlap_checkpoint", "input", 8, 8),
+    ("oases", "result", 4, 4),
+    ("oases", "input", 8, 4),
+    ("halves", "result", 4, 4),
+    ("halves", "input", 8, 4),
+])  # fmt: skip
+def test_with_tokens_split_a_gather_is_repeated_where_its_input_is_kept(
+    overlap: str, save: str, gathers: int, scatters: int
+) -> None:
+    shape = stack(1, sequence=True)
+    program = lowered(f"sequence=yes,save={save},overlap={overlap},stages=1", shape)
+    halves = 2 if any(it.half for it in program) else 1
+    forward, backward = counts(program, shape)
+    assert forward == {"all_gather": 2 * halves, "reduce_scatter": 2 * halves}
+    assert backward == {"all_gather": gathers, "reduce_scatter": scatters}
+
+
+def test_without_tensor_parallelism_nothing_changes() -> None:
+    plan = Plan(stages=(2,))
+    assert to_text(lower(plan, stack(2))[0]) == "F0.0/0 F0.0/1 BW0.0/1 BW0.0/0 NORM STEP"
+
+
+def test_a_layer_is_lowered_as_stored() -> None:
+    assert to_text(lowered("stages=1")) == (
+        "F0.0/0:0 F0.0/0:2 CF0.0/0:3 F0.0/0:4 F0.0/0:6 CF0.0/0:7 F0.0/0:8 "
+        "BW0.0/0:8 B0.0/0:6 CB0.0/0:5 W0.0/0:6 BW0.0/0:4 B0.0/0:2 CB0.0/0:1 W0.0/0:2 BW0.0/0:0 NORM STEP"
+    )
+
+
+def test_units_are_computed_again_directly_before_their_backward() -> None:
+    text = to_text(it for it in lowered("overlap=optim_comm_checkpoint,stages=1") if it.op not in (Op.F, Op.CF))
+    assert text == (
+        "A0.0/0:8 BW0.0/0:8 A0.0/0:4 A0.0/0:6 B0.0/0:6 CB0.0/0:5 W0.0/0:6 BW0.0/0:4 "
+        "A0.0/0:0 A0.0/0:2 B0.0/0:2 CB0.0/0:1 W0.0/0:2 BW0.0/0:0 NORM STEP"
+    )
+
+
+def test_halves_take_turns_at_collectives_across_layers() -> None:
+    program = lowered("overlap=oases,stages=2")
+    forwards = to_text(it for it in program if it.op in (Op.F, Op.CF))
+    assert forwards.startswith("F0.0a/0:0 F0.0a/0:2 CF0.0a/0:3 F0.0b/0:0 F0.0b/0:2 CF0.0b/0:3 F0.0a/0:4")
+    assert "F0.0a/0:8 F0.0a/1:0 F0.0a/1:2 CF0.0a/1:3 F0.0b/0:8 F0.0b/1:0 F0.0b/1:2 CF0.0b/1:3" in forwards
+    # One half's unit is computed again, and its backward begun, while the other's gradient travels.
+    backward = (
+        "CB0.0b/1:5 W0.0b/1:6 BW0.0a/1:4 A0.0a/1:0 A0.0a/1:2 B0.0a/1:2 CB0.0a/1:1 W0.0a/1:2 "
+        "BW0.0b/1:4 A0.0b/1:0 A0.0b/1:2 B0.0b/1:2 CB0.0b/1:1"
+    )
+    assert backward in to_text(program)
+
+
+def test_a_gradient_that_comes_from_the_next_block_travels_behind_what_is_computed_again() -> None:
+    cells = ((0, 1),)
+    steps = (segment("h0", "p"), exchange("p", "h1", cells, "reduce_scatter", "all_gather"))
+    shape = ModelShape(1, (), (True,), (True,), (steps,))
+    assert to_text(lowered("overlap=default_checkpoint,stages=1", shape)) == (
+        "F0.0/0:0 CF0.0/0:1 CB0.0/0:1 A0.0/0:0 CA0.0/0:1 BW0.0/0:0 NORM STEP"
+    )
+
+
+def test_a_gather_is_kept_where_other_units_read_it_too() -> None:
+    cells = ((0, 1),)
+    gather = exchange("h0", "g", cells, "all_gather", "reduce_scatter")
+    steps = (gather, segment("g", "p"), exchange("p", "a", cells, "all_reduce"), segment("a g", "h1"))
+    assert BlockSteps(steps, "unit", regathers=True).sent_again == ()
+    assert BlockSteps(steps, "", regathers=True).sent_again == (0,)
+    assert BlockSteps(steps, "", regathers=False).sent_again == ()
+
+
+def test_the_backward_of_an_exchange_waits_for_readers_behind_exchanges_that_send_nothing() -> None:
+    cells = ((0, 1),)
+    steps = (
+        exchange("h0", "g", cells, backward="all_reduce"),
+        exchange("g", "s", cells),
+        segment("s", "x"),
+        segment("x", "y"),
+        exchange("g", "t", cells, backward="all_gather"),
+        segment("t y", "h1"),
+    )
+    block = BlockSteps(steps)
+    assert block.gradient_readers(0) == (2, 4) and block.first_reader(0) == 2 and block.first_reader(4) == 5
+
+
+def test_messages_go_per_half_and_both_are_asked_for_one_computation_ahead() -> None:
+    first, last = (lower(Plan.parse("pp=2,tp=2,mb=2,overlap=halves,stages=1-1"), stack(2))[rank] for rank in (1, 3))
+    assert [str(it) for it in first if it.peer is not None] == [
+        "SF0.0a>3", "SF0.0b>3", "RB0.0a<3", "RB0.0b<3", "SF0.1a>3", "SF0.1b>3", "RB0.1a<3", "RB0.1b<3",
+    ]  # fmt: skip
+    words = to_text(last).split()
+    assert words[:3] == ["RF1.0a<1", "RF1.0b<1", "F1.0a/1:0"]
+    assert words[words.index("SB1.0a>1") - 1] == "BW1.0a/1:0"
+
+
+def test_reductions_wait_for_all_steps_and_halves_and_are_needed_without_replicas_too() -> None:
+    shape = stack(2, sums=True)
+    program = lowered("overlap=oases,mb=2,stages=2", shape)
+    assert [str(it) for it in program if it.op is Op.REDUCE] == ["R0.1/1"]
+    after = program[program.index(Instruction(Op.REDUCE, 0, 1, 1)) + 1 :]
+    assert not any(it.op in (Op.W, Op.BW) and it.block == 1 for it in after)
+
+
+def test_parameters_are_gathered_once_per_visit_of_a_block_although_halves_interleave() -> None:
+    program = lowered("dp=2,zero=3,overlap=oases,stages=3")
+    gathers = [str(it) for it in program if it.op is Op.GATHER]
+    assert gathers == ["G0.0/0", "G0.0/1", "G0.0/2", "G0.0/1", "G0.0/0"]
+
+
+def test_an_evaluation_has_whole_micro_batches_and_computes_nothing_again() -> None:
+    plan = Plan.parse("tp=2,pp=2,overlap=oases,stages=1-1")
+    program = lower_forward(plan, stack(2), 1)[0]
+    assert to_text(program) == "F0.0/0:0 F0.0/0:2 CF0.0/0:3 F0.0/0:4 F0.0/0:6 CF0.0/0:7 F0.0/0:8 SF0.0>2"
+
+
+@settings(max_examples=120, deadline=None)
+@given(tensor_cases())
+def test_every_mode_on_every_schedule_and_mesh_passes_the_check(case: Case) -> None:
+    plan, shape = case
+    check(plan, shape, lower(plan, shape))
+    check_forward(plan, shape, lower_forward(plan, shape, 2), 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensor_cases())
+def test_the_gradient_of_an_input_is_sent_before_the_weight_gradients_of_its_segment(case: Case) -> None:
+    plan, shape = case
+    program = lower(plan, shape)[0]
+    place = {it: position for position, it in enumerate(program)}
+    for it, position in place.items():
+        if it.op in (Op.W, Op.BW):
+            assert it.block is not None and it.step is not None
+            block = BlockSteps.of(plan, shape, it.block)
+            own = [i for i in block.sent_backward if block.first_reader(i) == it.step]
+            sent = [Instruction(Op.CB, it.stage, it.micro_batch, it.block, half=it.half, step=i) for i in own]
+            assert all(place[exchange] < position for exchange in sent)
+            assert it.op is Op.W or not own
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensor_cases())
+def test_ranks_of_a_tensor_parallel_group_differ_in_their_peers_only(case: Case) -> None:
+    plan, programs = case[0], lower(*case)
+    mesh = Mesh.of(plan)
+    for rank, program in enumerate(programs):
+        first = programs[mesh.tp_group(rank)[0]]
+        assert [str(it).partition(">")[0].partition("<")[0] for it in program] == [
+            str(it).partition(">")[0].partition("<")[0] for it in first
+        ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(tensor_cases())
+def test_what_is_computed_again_is_all_or_nothing(case: Case) -> None:
+    plan, shape = case
+    program = lower(plan, shape)[0]
+    forwards = {(it.stage, it.micro_batch, it.half, it.block, it.step) for it in program if it.op is Op.F}
+    again = {(it.stage, it.micro_batch, it.half, it.block, it.step) for it in program if it.op is Op.A}
+    assert again == (forwards if plan.again else set())
+    assert sum(it.op in COMPUTE for it in program) >= 2 * len(forwards)
+
+
+def test_a_block_without_steps_is_one_segment_that_names_none() -> None:
+    shape = ModelShape(2, (), (True,) * 2, (True,) * 2, ((), layer(1)))
+    program = lowered("overlap=default_checkpoint,stages=2", shape)
+    assert [str(it) for it in program if it.block == 0] == ["F0.0/0", "A0.0/0", "BW0.0/0"]
+    check(Plan.parse("tp=2,overlap=default_checkpoint,stages=2"), shape, [program, program])
