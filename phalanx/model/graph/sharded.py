@@ -1,0 +1,69 @@
+"""A model as one rank of a tensor-parallel group sees it: local segments, the exchanges that join them, and what of
+every parameter lies here. `shard.py` makes it; the runtime runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.model.graph.blocks import Blocks
+from phalanx.program.shape import Partition, Step
+from phalanx.state.local import Local
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A wire re-placed into another one. `cells`: the tp indices that take part, as a partition of all of them.
+
+    kind                forward                                   backward
+    sum                 all-reduce                                the same gradient
+    spread              the same value                            all-reduce
+    scatter             reduce-scatter along dim                  all-gather along dim
+    gather              all-gather along dim                      reduce-scatter along dim
+    join                all-gather along dim                      this rank's part
+    part                this rank's part along dim                all-gather along dim
+    stack               all-gather along a new first dim          this rank's part
+    scale               the same value                            the gradient times `factor`
+
+    Parts along a dim are of equal size: the last ones are padded with zeros where `padded`, the size before padding being
+    that of the micro-batch's dim `size`.
+    """
+
+    kind: str
+    source: str
+    target: str
+    cells: Partition
+    dim: int = 0
+    size: str = ""  # expression over the micro-batch's dims: how long `dim` is when it is whole; "" where parts divide it
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A step of a block as the runtime sees it: a segment (a number into `Sharded.blocks.blocks`) or an exchange."""
+
+    segment: int | None = None
+    exchange: Exchange | None = None
+    degree: int = 1
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """What of a parameter lies here. holders: cells of tp indices that keep the same part; sums: cells over which its
+    gradient must be summed."""
+
+    local: Local
+    holders: Partition
+    sums: Partition
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """blocks: every segment is one of its blocks. parts[b]: the steps of the model's block b, like `steps[b]`."""
+
+    blocks: Blocks
+    parts: tuple[tuple[Part, ...], ...]
+    steps: tuple[tuple[Step, ...], ...]
+    parameters: Mapping[str, LocalParameter]
+    replicated: tuple[str, ...]  # what no rule could split, in words, for the user

@@ -1,0 +1,104 @@
+"""The shapes of every value of a captured model, on tensors without contents, for dims that cannot be mistaken.
+
+Dynamic dims get sizes that no model has, so that a dim of a value can be recognised by its size alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx.model.captured import Captured
+from phalanx.model.graph import graphs
+from phalanx.model.graph.blocks import Block
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.shard.canonical import annotate, canonicalise
+
+_SIZES = (59, 53, 47, 43)  # small enough for tables of positions
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Which size stands for which dynamic dim."""
+
+    sizes: Mapping[str, int]
+
+    def name(self, size: int) -> str:
+        """A size as an expression over the dynamic dims."""
+        for name, own in self.sizes.items():
+            if size % own == 0:
+                rest = size // own
+                return name if rest == 1 else f"{name}*{self.name(rest)}"
+        return str(size)
+
+    def elements(self, shape: torch.Size) -> str:
+        return "*".join(self.name(size) for size in shape) or "1"
+
+    def has_batch(self, shape: torch.Size) -> bool:
+        return bool(shape) and shape[0] == self.sizes["batch"]
+
+    def has_tokens(self, shape: torch.Size) -> bool:
+        """Whether it is [samples, tokens, features]."""
+        return len(shape) == 3 and self.has_batch(shape) and shape[1] > 1
+
+
+class Outlines:
+    """Runs the blocks of a model one after the other without computing anything."""
+
+    def __init__(self, captured: Captured, dtype: torch.dtype) -> None:
+        self._captured = captured
+        names = dict.fromkeys(d for spec in captured.inputs for d in spec.dims if isinstance(d, str))
+        self.dims = Dims(dict(zip(names, _SIZES, strict=False)))
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._mode:
+            inputs = {
+                spec.name: torch.empty(
+                    [self.dims.sizes[d] if isinstance(d, str) else d for d in spec.dims],
+                    dtype=torch.int64 if spec.dtype == "int64" else dtype,
+                )
+                for spec in captured.inputs
+            }
+            self._known: dict[tuple[str, str], Tensor] = {
+                **{("input", name): tensor for name, tensor in inputs.items()},
+                **{("parameter", name): torch.empty(s, dtype=dtype) for name, s in captured.shapes.items()},
+                **{("buffer", n): torch.empty(t.shape, dtype=t.dtype) for n, t in captured.buffers.items()},
+                **{("constant", n): torch.empty(t.shape, dtype=t.dtype) for n, t in captured.blocks.constants.items()},
+            }
+            self._keys = torch.empty(self.dims.sizes["batch"], dtype=torch.int64)
+            self._prologue()
+
+    def blocks(self) -> Iterator[tuple[Block, fx.Graph]]:
+        """Every block with its canonical graph, whose nodes have values and units. Blocks of one template share it."""
+        made: dict[str, fx.Graph] = {}
+        for block in self._captured.blocks.blocks:
+            if block.template not in made:
+                made[block.template] = self._annotated(block)
+            graph = made[block.template]
+            values = [node.meta["val"] for node in graph.output_node().args[0]]  # pyright: ignore
+            self._known |= {("wire", name): value for name, value in zip(block.outputs, values, strict=True)}
+            yield block, graph
+
+    def _annotated(self, block: Block) -> fx.Graph:
+        template = self._captured.blocks.templates[block.template]
+        graph = graphs.load(template.text)
+        units = dict(zip(graph.nodes, template.units, strict=False))
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        with self._mode, torch.no_grad():
+            annotate(graph, {n: self._value(p.kind, p.name) for n, p in zip(placeholders, block.ports, strict=True)}, units)
+        canonicalise(graph)
+        return graph
+
+    def _prologue(self) -> None:
+        blocks = self._captured.blocks
+        module = fx.GraphModule({}, graphs.load(blocks.prologue))
+        values = module(*[self._value(port.kind, port.name) for port in blocks.prologue_ports])
+        self._known |= {("value", name): value for name, value in zip(blocks.values, values, strict=True)}
+
+    def _value(self, kind: str, name: str) -> Tensor | int:
+        if kind == "size":
+            return evaluate(name, self.dims.sizes)
+        return self._keys if kind == "dropout" else self._known[kind, name]
