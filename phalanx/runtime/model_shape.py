@@ -31,6 +31,8 @@ def bucket_names(blocks: Blocks, trainable: Collection[str], sharded: Sharded | 
     for index, name in _uses(blocks, sharded):
         if index not in users.get(name, ()):
             users[name] = (*users.get(name, ()), index)
+    lost = set(blocks.parameters()) - set(users)
+    assert not lost, f"no segment uses {sorted(lost)}, which the model's blocks use"
     keys = {name: (used_by, _sums(name, sharded)) for name, used_by in users.items()}
     own: list[Key] = [((index,), ()) for index in range(len(blocks.blocks))]
     further = sorted(set(keys.values()) - set(own))

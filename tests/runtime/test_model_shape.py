@@ -49,6 +49,13 @@ def test_every_rank_sees_the_same_buckets_and_every_parameter_is_in_one(case: tu
             assert all(sums == cells if any(len(c) > 1 for c in sums) else cells == () for sums in needed)
 
 
+def test_a_parameter_that_sharding_lost_is_noticed() -> None:
+    model = Model((("w", "v"),), {"w": SPLIT, "v": SPLIT}, 2)
+    smaller = Model((("w",),), {"w": SPLIT}, 2).sharded(0)
+    with pytest.raises(AssertionError, match=r"no segment uses \['v'\]"):
+        bucket_names(model.blocks, ["w", "v"], smaller)
+
+
 def test_gradients_of_different_parts_are_never_summed() -> None:
     model = Model((("w",),), {"w": SPLIT}, 2)
     sharded = model.sharded(0)
