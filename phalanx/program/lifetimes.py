@@ -61,6 +61,10 @@ class _Lifetimes:
 
     def __post_init__(self) -> None:
         self.wires = Wires(self.shape)
+        self._blocks: dict[int | None, set[int]] = {}
+        for it in self.program:
+            if it.op in _FORWARD and it.block is not None:
+                self._blocks.setdefault(it.stage, set()).add(it.block)
         self._again = {(*_place(it), it.block, it.step) for it in self.program if it.op is Op.A}
         # What stays on the rank is handed on when the stage's forward has ended.
         self._handing = {_place(it): it for it in self.program if it.op in _FORWARD or it.op is Op.SEND_F}
@@ -89,14 +93,14 @@ class _Lifetimes:
         for wire in wires:
             if (life := own.pop(wire, None)) is not None:
                 self._drop(place, wire, life)
-            self.end(place, [other for other in own if self.wires.source(other) == wire])
+            self.end(place, [other for other in own if self._source(place, other) == wire])
 
     def _read(self, it: Instruction, wire: str) -> None:
         own = self.live.setdefault(_place(it), {})
         if wire in own:
             own[wire].last = it
             return
-        source = self.wires.source(wire)
+        source = self._source(_place(it), wire)
         if source is not None:
             self._read(it, source)
         own[wire] = _Life(None if source is None else it, it)
@@ -110,8 +114,12 @@ class _Lifetimes:
     def _hand_on(self, it: Instruction) -> None:
         assert it.stage is not None
         for wire in self.leaving(it.stage):
-            if wire in self.live.get(_place(it), {}) or self.wires.source(wire) is not None:
+            if wire in self.live.get(_place(it), {}) or self._source(_place(it), wire) is not None:
                 self._read(it, wire)
+
+    def _source(self, place: Place, wire: str) -> str | None:
+        """What a stage before has made arrives as it is."""
+        return self.wires.source(wire, self._blocks.get(place[0], ()))
 
     def _drop(self, place: Place, wire: str, life: _Life) -> None:
         stage, *_ = place

@@ -11,8 +11,8 @@ Partition = tuple[tuple[int, ...], ...]  # of the tp indices 0 … tp - 1 into c
 class Step:
     """A part of a block that is run by itself: a segment, or an exchange that re-places a wire between segments.
 
-    forward, backward: the collective an exchange needs in that direction (all_reduce, all_gather, reduce_scatter); empty
-    for none. cells: the tp indices that take part in it. Expressions are over the dims of a micro-batch.
+    forward, backward: the collective that an exchange needs in that direction (all_reduce, all_gather, reduce_scatter),
+    empty for none. cells: the tp indices that take part in it. Expressions are over the dims of a micro-batch.
     """
 
     kind: str  # segment or exchange

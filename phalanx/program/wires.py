@@ -6,6 +6,7 @@ About all blocks of a model together, since a wire may cross them.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Container
 
 from phalanx.program.shape import ModelShape, Step
 
@@ -14,16 +15,21 @@ class Wires:
     """The exchanges of a model, by what they read and write."""
 
     def __init__(self, shape: ModelShape) -> None:
-        exchanges = [step for steps in shape.steps for step in steps if step.kind == "exchange"]
-        self._maker: dict[str, Step] = {step.writes[0]: step for step in exchanges}
+        self._maker: dict[str, tuple[int, Step]] = {}  # with its block
         self._takers: defaultdict[str, list[Step]] = defaultdict(list)
-        for step in exchanges:
-            self._takers[step.reads[0]].append(step)
+        for block, steps in enumerate(shape.steps):
+            for step in steps:
+                if step.kind == "exchange":
+                    self._maker[step.writes[0]] = block, step
+                    self._takers[step.reads[0]].append(step)
 
-    def source(self, wire: str) -> str | None:
-        """What a wire is made of without communication: that is done when it is first read. None: it is not made so."""
-        step = self._maker.get(wire)
-        return None if step is None or step.forward else step.reads[0]
+    def source(self, wire: str, blocks: Container[int] | None = None) -> str | None:
+        """What a wire is made of without communication: that is done when it is first read. None: it is not made so, or
+        not by one of these blocks."""
+        block, step = self._maker.get(wire, (-1, None))
+        if step is None or step.forward or not (blocks is None or block in blocks):
+            return None
+        return step.reads[0]
 
     def origin(self, wire: str) -> str:
         """The wire that a segment or a collective wrote, of which this one is made."""

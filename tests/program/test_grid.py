@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +12,9 @@ from phalanx.program.expand import schedule_of
 from phalanx.program.grid import Mark, draw, place, short_view
 from phalanx.program.instructions import Instruction, Op, from_text
 from phalanx.program.lower import lower
+from phalanx.program.shape import ModelShape
 from tests.program.random_plans import plans, simple_shape
+from tests.program.tensor_shapes import tensor_cases
 
 quick = settings(max_examples=40, deadline=None)
 
@@ -58,6 +62,16 @@ def test_programs_without_computation_draw_empty_rows() -> None:
 def test_the_short_view_is_found_again_in_the_lowered_one(plan: Plan) -> None:
     programs = lower(plan, simple_shape(sum(plan.stages)))
     assert tuple(short_view(program) for program in programs[:: plan.dp]) == schedule_of(plan)
+
+
+@quick
+@given(tensor_cases())
+def test_the_short_view_has_one_word_per_visit_whatever_it_was_lowered_to(case: tuple[Plan, ModelShape]) -> None:
+    plan, shape = case
+    for program, order in zip(lower(plan, shape)[:: plan.dp * plan.tp], schedule_of(plan)):
+        # A lone segment whose W follows its B at once looks the same under both kinds of schedule.
+        fused = {replace(it, op=Op.BW) if it.op is Op.B else it for it in short_view(program) if it.op is not Op.W}
+        assert fused == {replace(it, op=Op.BW) if it.op is Op.B else it for it in order if it.op is not Op.W}
 
 
 @quick

@@ -11,6 +11,7 @@ from phalanx.program.instructions import COLLECTIVES, from_text
 from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from tests.program.random_plans import cases, simple_shape
+from tests.program.tensor_shapes import exchange, tensor_cases
 
 
 @pytest.mark.parametrize("plan, rank, word, groups", [
@@ -29,8 +30,38 @@ def test_each_kind_of_collective_has_its_groups(plan: str, rank: int, word: str,
     assert list(groups_of(Plan.parse(plan), simple_shape(3, (0, 2)), rank, instruction)) == groups
 
 
+TENSOR = ModelShape(
+    3, (), (True,) * 3, (True,) * 3,
+    steps=((exchange("a", "b", ((0, 1), (2, 3)), "all_reduce"), exchange("b", "c", ((0, 1, 2, 3),), "", "all_reduce")),
+           (exchange("a", "b", (), "all_reduce"),), ()),
+    sums=(((0, 1), (2, 3)), (), ((0, 2), (1, 3))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("plan, rank, word, groups", [
+    ("tp=4,stages=3", 2, "CF0.0/0:0", [(2, 3)]),
+    ("dp=2,tp=4,stages=3", 5, "CA0.0a/0:0", [(4, 5)]),
+    ("dp=2,tp=4,stages=3", 5, "CB0.0/0:1", [(4, 5, 6, 7)]),
+    ("tp=4,stages=3", 0, "CF0.0/1:0", []),
+    ("tp=4,stages=3", 3, "R0.0/0", [(2, 3)]),
+    ("tp=4,stages=3", 3, "R0.0/1", []),
+    ("dp=2,tp=4,stages=3", 3, "R0.0/0", [(2, 3, 6, 7)]),
+    ("dp=2,tp=4,stages=3", 3, "R0.0/1", [(3, 7)]),
+    ("dp=2,tp=4,zero=1,stages=3", 3, "R0.0/2", [(3, 7), (1, 3)]),
+    ("dp=4,tp=4,zero=1,zero_degree=2,stages=3", 0, "R0.0/2", [(0, 4), (0, 2, 8, 10)]),
+    ("dp=2,tp=4,stages=3", 5, "COUNT", [(1, 5)]),
+    ("dp=2,tp=4,zero=3,stages=3", 5, "G0.0/0", [(1, 5)]),
+    ("dp=2,tp=2,stages=3", 1, "NORM", [(0, 1, 2, 3)]),
+])  # fmt: skip
+def test_exchanges_run_over_a_cell_and_sums_over_the_replicas_of_a_cell(
+    plan: str, rank: int, word: str, groups: list[tuple[int, ...]]
+) -> None:
+    (instruction,) = from_text(word)
+    assert list(groups_of(Plan.parse(plan), TENSOR, rank, instruction)) == groups
+
+
 @settings(max_examples=40, deadline=None)
-@given(cases())
+@given(cases() | tensor_cases())
 def test_every_rank_is_in_its_groups_and_the_others_see_the_same_one(case: tuple[Plan, ModelShape]) -> None:
     for rank, program in enumerate(lower(*case)):
         for instruction in {it for it in program if it.op in COLLECTIVES}:

@@ -171,7 +171,7 @@ def test_an_evaluation_has_whole_micro_batches_and_computes_nothing_again() -> N
     assert to_text(program) == "F0.0/0:0 F0.0/0:2 CF0.0/0:3 F0.0/0:4 F0.0/0:6 CF0.0/0:7 F0.0/0:8 SF0.0>2"
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(tensor_cases())
 def test_every_mode_on_every_schedule_and_mesh_passes_the_check(case: Case) -> None:
     plan, shape = case
@@ -179,7 +179,7 @@ def test_every_mode_on_every_schedule_and_mesh_passes_the_check(case: Case) -> N
     check_forward(plan, shape, lower_forward(plan, shape, 2), 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(tensor_cases())
 def test_the_gradient_of_an_input_is_sent_before_the_weight_gradients_of_its_segment(case: Case) -> None:
     plan, shape = case
@@ -195,7 +195,7 @@ def test_the_gradient_of_an_input_is_sent_before_the_weight_gradients_of_its_seg
             assert it.op is Op.W or not own
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(tensor_cases())
 def test_ranks_of_a_tensor_parallel_group_differ_in_their_peers_only(case: Case) -> None:
     plan, programs = case[0], lower(*case)
