@@ -1,6 +1,6 @@
-"""Runs blocks: the forward, input gradients and weight gradients of one block on one micro-batch.
+"""Runs segments: the forward, input gradients and weight gradients of one of them on one micro-batch.
 
-It keeps the functions of each template for each set of shapes. It orders nothing and sends nothing: what a block needs
+Without tensor parallelism every block is one segment. It keeps the functions of each template for each set of shapes. It orders nothing and sends nothing: what a block needs
 from elsewhere is there when it is called, or it is a bug.
 """
 
@@ -21,11 +21,12 @@ from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.joint import Outline, outline
 from phalanx.model.segment.segments import Segment
-from phalanx.runtime.micro_batch import MicroBatch, StageRun
+from phalanx.runtime.micro_batch import Kept, MicroBatch, StageRun
 
 
 class Compute:
-    """`parameters` are plain tensors without autograd; those in `trainable` get gradients."""
+    """blocks: every segment is one of them. `parameters` are plain tensors without autograd; those in `trainable` get
+    gradients. degrees: the tensor degree of each segment; empty where every one sees all samples."""
 
     def __init__(
         self,
@@ -38,8 +39,10 @@ class Compute:
         compiler: Compiler,
         recompute: bool = False,
         dropout: bool = True,
+        degrees: Sequence[int] = (),
     ) -> None:
         self.blocks, self.device = blocks, device
+        self._degrees = degrees or [0] * len(blocks.blocks)
         self._parameters, self._trainable = parameters, set(trainable)
         self._compiler, self._recompute, self._buffers = compiler, recompute, buffers
         self._constants = {name: value.to(device) for name, value in blocks.constants.items()}
@@ -69,20 +72,30 @@ class Compute:
                 batch.dropout.update(zip(self._site_names, rows.unbind(0), strict=True))
         return batch
 
-    def forward(self, number: int, batch: MicroBatch, run: StageRun, keep: bool) -> None:
-        """One block. keep: for a backward to come; without it nothing is saved (evaluation)."""
+    def forward(self, number: int, batch: MicroBatch, run: StageRun, keep: bool, without: Collection[str] = ()) -> None:
+        """One segment. keep: for a backward to come; else nothing is saved, because there is none (evaluation) or
+        because this is done `again` before it. without: wires that are not kept because they are gathered again."""
+        segment, tensors = self._called(number, batch, run)
         block = self.blocks.blocks[number]
-        arguments = [self._argument(port, batch, run) for port in block.ports]
-        segment = self._segment(block, arguments, batch, run)
-        outputs, saved = segment.forward([a for a in arguments if isinstance(a, Tensor)])
+        if keep:
+            outputs, saved = segment.forward(tensors)
+            run.saved[number] = _kept(segment, saved, {wire: run.wires[wire] for wire in without})
+        else:
+            outputs = segment.run(tensors)
         run.wires.update(zip(block.outputs, outputs, strict=True))
         run.differentiable.update(zip(block.outputs, segment.differentiable, strict=True))
-        if keep:
-            run.saved[number] = (segment, saved)
+
+    def again(self, number: int, batch: MicroBatch, run: StageRun, outputs: bool) -> None:
+        """The forward of a segment done again for its backward; `outputs` only where something still reads them."""
+        segment, tensors = self._called(number, batch, run)
+        found, saved = segment.again(tensors, outputs)
+        run.saved[number] = Kept(segment, saved)
+        if found is not None:
+            run.wires.update(zip(self.blocks.blocks[number].outputs, found, strict=True))
 
     def backward(self, number: int, run: StageRun) -> None:
-        """Input gradients of one block."""
-        segment, saved = run.saved.pop(number)
+        """Input gradients of one segment."""
+        segment, saved = self._saved(number, run)
         block = self.blocks.blocks[number]
         if any(segment.differentiable):
             d_outputs = self._output_gradients(block, segment, run)
@@ -91,7 +104,7 @@ class Compute:
             self._add_gradients(block, d_inputs, run)
 
     def weight(self, number: int, run: StageRun) -> list[Tensor | None]:
-        """Gradients of the block's parameters, as its B left them to do; none where nothing is trained."""
+        """Gradients of the segment's parameters, as its B left them to do; none where nothing is trained."""
         block = self.blocks.blocks[number]
         if number not in run.for_weights:
             return [None] * len(block.names("parameter"))
@@ -100,7 +113,7 @@ class Compute:
 
     def backward_weight(self, number: int, run: StageRun) -> list[Tensor | None]:
         """Input gradients and weight gradients in one function."""
-        segment, saved = run.saved.pop(number)
+        segment, saved = self._saved(number, run)
         block = self.blocks.blocks[number]
         if not any(segment.differentiable):
             return [None] * len(block.names("parameter"))
@@ -113,10 +126,10 @@ class Compute:
     def outlines(
         self, number: int, batch: MicroBatch, run: StageRun, parameters: Mapping[str, Tensor]
     ) -> tuple[Outline, ...]:
-        """What the outputs of a block look like, without computing them; `parameters` need not have values."""
-        block = self.blocks.blocks[number]
+        """What the outputs of a segment look like, without computing them; `parameters` need not have values."""
+        block, view = self.blocks.blocks[number], batch.view(self._degrees[number])
         arguments = [
-            parameters[port.name] if port.kind == "parameter" else self._argument(port, batch, run)
+            parameters[port.name] if port.kind == "parameter" else self._argument(port, view, run)
             for port in block.ports
         ]
         wants = tuple(self._wants_gradient(port, run) for port in block.ports if port.kind != "size")
@@ -128,6 +141,19 @@ class Compute:
     def keeps_only_inputs(self) -> bool:
         """Whether every segment run so far keeps nothing for its backward but what it was given."""
         return all(segment.keeps_only_inputs for segment in self._segments.values())
+
+    def _called(self, number: int, batch: MicroBatch, run: StageRun) -> tuple[Segment, list[Tensor]]:
+        """The functions of a segment for a micro-batch, and the tensors they are called with."""
+        block, view = self.blocks.blocks[number], batch.view(self._degrees[number])
+        arguments = [self._argument(port, view, run) for port in block.ports]
+        return self._segment(block, arguments, view, run), [a for a in arguments if isinstance(a, Tensor)]
+
+    def _saved(self, number: int, run: StageRun) -> tuple[Segment, segments.Saved]:
+        kept = run.saved.pop(number)
+        saved = list(kept.saved)
+        for place, wire in kept.missing:
+            saved[place] = run.wires[wire]
+        return kept.segment, tuple(saved)
 
     def _of(self, block: Block) -> list[Tensor]:
         return [self._parameters[name] for name in block.names("parameter")]
@@ -196,6 +222,19 @@ class Compute:
         if port.kind == "parameter":
             return port.name in self._trainable
         return port.kind == "wire" and run.differentiable[port.name]
+
+
+def _kept(segment: Segment, saved: segments.Saved, missing: Mapping[str, Tensor]) -> Kept:
+    """What was saved, without the tensors that will come again."""
+    if not missing:
+        return Kept(segment, saved)
+    left, places = list(saved), []
+    for place, tensor in enumerate(saved):
+        for wire, gone in missing.items():
+            if tensor is gone:
+                left[place] = tensor.new_empty(0)
+                places.append((place, wire))
+    return Kept(segment, tuple(left), tuple(places))
 
 
 def _shapes(arguments: Sequence[Tensor | int]) -> tuple[object, ...]:

@@ -6,19 +6,21 @@ nothing: a computation waits for what it needs, everything else is started where
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from phalanx.plan.plan import Plan
-from phalanx.program.instructions import Instruction, Op
+from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.shape import ModelShape
 from phalanx.runtime.accumulate import Gradients
+from phalanx.runtime.anatomy import Anatomy, Knowledge
 from phalanx.runtime.compute import Compute
+from phalanx.runtime.exchanges import Exchanges
 from phalanx.runtime.messages import Messages
-from phalanx.runtime.micro_batch import MicroBatch, StageRun
+from phalanx.runtime.micro_batch import Arriving, MicroBatch, StageRun, number_of
 from phalanx.runtime.parameters import Parameters
 from phalanx.runtime.totals import StepRun, Totals
 from phalanx.runtime.warm_up import WarmUp
@@ -42,9 +44,11 @@ class Engine:
         self,
         plan: Plan,
         shape: ModelShape,
+        anatomy: Anatomy,
         compute: Compute,
         parameters: Parameters,
         *,
+        exchanges: Exchanges | None = None,
         messages: Messages | None = None,
         gradients: Gradients | None = None,
         totals: Totals | None = None,
@@ -52,14 +56,20 @@ class Engine:
         warm_up: WarmUp | None = None,
     ) -> None:
         self.compute, self.parameters, self.watches = compute, parameters, list(watches)
-        self._plan, self._messages, self._totals, self._warm_up = plan, messages, totals, warm_up
+        self._plan, self._shape, self._anatomy = plan, shape, anatomy
+        self._messages, self._totals, self._warm_up = messages, totals, warm_up
+        self.exchanges = exchanges or Exchanges(())
         self._gradients = gradients or Gradients({}, {})
         self._buckets = [shape.buckets(block) for block in range(shape.num_blocks)]
-        self._blocks = [plan.stage_blocks(stage) for stage in range(plan.num_stages)]
-        self._crossing = [compute.blocks.crossing(blocks[0]) for blocks in self._blocks]
-        self._done_with = [self._last_uses(stage) for stage in range(plan.num_stages)]
+        self._crossing = [anatomy.crossing(plan, stage) for stage in range(plan.num_stages)]
+        self._known = Knowledge()
+        self._unread: deque[Arriving] = deque()
         self.executed: Counter[str] = Counter()
         self._actions = self._make_actions()
+
+    def learn(self, program: Program) -> None:
+        """Called once with each program before it is run."""
+        self._known.learn(program, self._plan, self._shape, self._anatomy)
 
     def run(self, program: Sequence[Instruction], step: StepRun) -> None:
         """Runs the instructions in order. May be called with one part of a program after the other."""
@@ -70,6 +80,7 @@ class Engine:
                 for watch in self.watches:
                     watch.begin(instruction)
                 self._actions[instruction.op](instruction, step)
+                self._drop(instruction, step)
                 for watch in self.watches:
                     watch.end(instruction)
                 self.executed[str(instruction.op)] += 1
@@ -77,21 +88,26 @@ class Engine:
     def settle(self) -> None:
         """Waits until nothing is on its way, in or out."""
         self.parameters.settle()
+        self._forget_unread()
         if self._messages is not None:
             self._messages.settle()
 
     def _make_actions(self) -> dict[Op, Callable[[Instruction, StepRun], None]]:
         actions: dict[Op, Callable[[Instruction, StepRun], None]] = {
             Op.F: self._forward,
+            Op.A: self._again,
+            Op.CF: self._exchange,
+            Op.CA: self._exchange,
+            Op.CB: self._exchange_back,
             Op.GATHER: lambda i, step: self.parameters.gather(_block(i)),
             Op.FREE: lambda i, step: self.parameters.free(_block(i)),
         }
         if messages := self._messages:
             actions |= {
-                Op.SEND_F: lambda i, step: messages.send_forward(i, _batch(i, step)),
-                Op.SEND_B: lambda i, step: messages.send_backward(i, _batch(i, step)),
-                Op.RECV_F: lambda i, step: messages.post(i, _batch(i, step)),
-                Op.RECV_B: lambda i, step: messages.post(i, _batch(i, step)),
+                Op.SEND_F: self._send_forward,
+                Op.SEND_B: self._send_backward,
+                Op.RECV_F: lambda i, step: messages.post(i, self._batch(i, step)),
+                Op.RECV_B: lambda i, step: messages.post(i, self._batch(i, step)),
             }
         if totals := self._totals:
             actions |= {
@@ -108,35 +124,82 @@ class Engine:
         return actions
 
     def _forward(self, instruction: Instruction, step: StepRun) -> None:
-        batch, run, stage, block = _place(instruction, step)
-        if block == self._blocks[stage][0] and stage > 0:
-            self._take_inputs(stage, _micro_batch(instruction), batch, run)
-        self._have_parameters(instruction)
-        self.compute.forward(block, batch, run, keep=self._totals is not None)
-        for wire in self._done_with[stage].get(block, ()):
-            del run.wires[wire]
-        if block == len(self._buckets) - 1:
-            batch.loss = run.wires.pop(self.compute.blocks.loss)
+        batch, run, number = self._place(instruction, step)
+        self._ready(instruction, batch, run)
+        known = self._known
+        keep = self._totals is not None and known.keeps(instruction)
+        self.compute.forward(number, batch, run, keep, known.regathered.get(instruction, ()))
+        loss = self._anatomy.model.loss
+        if loss in run.wires and loss in self._outputs(number):
+            batch.loss = run.wires.pop(loss)
+
+    def _again(self, instruction: Instruction, step: StepRun) -> None:
+        batch, run, number = self._place(instruction, step)
+        self._ready(instruction, batch, run)
+        self.compute.again(number, batch, run, outputs=instruction in self._known.gives)
+
+    def _exchange(self, instruction: Instruction, step: StepRun) -> None:
+        batch = self._batch(instruction, step)
+        run = batch.stage(_stage(instruction))
+        part = self._anatomy.part(instruction)
+        assert part.exchange is not None
+        self._take_inputs(instruction, batch, run)
+        self.exchanges.send(part, batch, run)
+
+    def _exchange_back(self, instruction: Instruction, step: StepRun) -> None:
+        batch = self._batch(instruction, step)
+        run = batch.stage(_stage(instruction))
+        part = self._anatomy.part(instruction)
+        assert part.exchange is not None
+        self._take_gradients(instruction, batch, run, step)
+        self.exchanges.send_back(part, batch, run)
 
     def _backward(self, instruction: Instruction, step: StepRun) -> None:
-        batch, run, stage, block = _place(instruction, step)
-        if block == self._blocks[stage][-1]:
-            self._take_gradients(stage, _micro_batch(instruction), batch, run, step)
+        batch, run, number = self._place(instruction, step)
+        self._take_gradients(instruction, batch, run, step)
+        self.exchanges.collect(self._outputs(number), batch, run)
+        self.exchanges.have(self._missing(number, run), batch, run)
         self._have_parameters(instruction)
         if instruction.op is Op.B:
-            self.compute.backward(block, run)
+            self.compute.backward(number, run)
         else:
-            self._gradients.add(self._names(block), self.compute.backward_weight(block, run))
+            self._gradients.add(self._names(number), self.compute.backward_weight(number, run))
 
     def _weight(self, instruction: Instruction, step: StepRun) -> None:
-        _, run, _, block = _place(instruction, step)
+        _, run, number = self._place(instruction, step)
         self._have_parameters(instruction)
-        self._gradients.add(self._names(block), self.compute.weight(block, run))
+        self._gradients.add(self._names(number), self.compute.weight(number, run))
+
+    def _send_forward(self, instruction: Instruction, step: StepRun) -> None:
+        assert self._messages is not None
+        batch, stage = self._batch(instruction, step), _stage(instruction)
+        self.exchanges.have(self._crossing[stage], batch, batch.stages[stage])
+        self._messages.send_forward(instruction, batch, self._known.stays.get(stage, frozenset()))
+
+    def _send_backward(self, instruction: Instruction, step: StepRun) -> None:
+        assert self._messages is not None
+        batch, stage = self._batch(instruction, step), _stage(instruction)
+        self.exchanges.collect(self._crossing[stage - 1], batch, batch.stages[stage])
+        self._messages.send_backward(instruction, batch)
+
+    def _drop(self, instruction: Instruction, step: StepRun) -> None:
+        """Lets go of the wires that nobody reads any more."""
+        for wire in self._known.drops.get(instruction, ()):
+            run = self._batch(instruction, step).stage(_stage(instruction))
+            run.wires.pop(wire, None)
+            if wire in run.arriving:  # done again for nobody: what travels is let arrive
+                self._unread.append(run.arriving.pop(wire))
+                self._forget_unread(leaving=2)
+
+    def _forget_unread(self, leaving: int = 0) -> None:
+        while len(self._unread) > leaving:
+            self._unread.popleft().wait("what nobody reads")
 
     def _step(self, instruction: Instruction, step: StepRun) -> None:
         assert self._totals is not None
         self._totals.step(step)
         self._gradients.release()
+        self._forget_unread()
         if self._messages is not None:
             self._messages.settle()
 
@@ -146,60 +209,71 @@ class Engine:
         for watch in self.watches:
             watch.ready(instruction)
 
-    def _take_inputs(self, stage: int, micro_batch: int, batch: MicroBatch, run: StageRun) -> None:
-        """What the stage before left: by reference if it is on this rank, else by message."""
-        if self._plan.pp_index(stage - 1) == self._plan.pp_index(stage):
-            before = batch.stages[stage - 1]
-            for wire in self._crossing[stage]:
-                run.wires[wire], run.differentiable[wire] = before.wires.pop(wire), before.differentiable[wire]
-        else:
-            assert self._messages is not None
-            self._messages.inputs(stage, micro_batch, run)
+    def _ready(self, instruction: Instruction, batch: MicroBatch, run: StageRun) -> None:
+        """Waits for everything that a segment's forward reads."""
+        wires = self.compute.blocks.blocks[self._anatomy.segment(instruction)].names("wire")
+        self._take_inputs(instruction, batch, run)
+        self.exchanges.have(wires, batch, run)
+        self._have_parameters(instruction)
 
-    def _take_gradients(
-        self, stage: int, micro_batch: int, batch: MicroBatch, run: StageRun, step: StepRun
-    ) -> None:  # fmt: skip
-        """The gradients of what the stage put out; on the last stage that is the loss."""
+    def _take_inputs(self, instruction: Instruction, batch: MicroBatch, run: StageRun) -> None:
+        """What the stage before left, once: by reference if it is on this rank, else by message."""
+        stage = _stage(instruction)
+        if stage == 0 or run.has_inputs:
+            return
+        run.has_inputs = True
+        if self._plan.pp_index(stage - 1) != self._plan.pp_index(stage):
+            assert self._messages is not None
+            self._messages.inputs(stage, number_of(instruction), run)
+            return
+        before = batch.stages[stage - 1]
+        self.exchanges.have(self._crossing[stage - 1], batch, before)
+        stays = self._known.stays.get(stage - 1, frozenset())
+        for wire in self._crossing[stage - 1]:
+            run.wires[wire] = before.wires[wire] if wire in stays else before.wires.pop(wire)
+            run.differentiable[wire] = before.differentiable[wire]
+
+    def _take_gradients(self, instruction: Instruction, batch: MicroBatch, run: StageRun, step: StepRun) -> None:
+        """The gradients of what the stage put out, once; on the last stage that is the loss."""
+        if run.has_gradients:
+            return
+        run.has_gradients = True
+        stage = _stage(instruction)
         if stage == self._plan.num_stages - 1:
             assert batch.loss is not None and self._totals is not None, "forward comes before backward"
-            run.gradients[self.compute.blocks.loss] = self._totals.scale(step).to(batch.loss.dtype)
+            run.gradients[self._anatomy.model.loss] = self._totals.scale(step).to(batch.loss.dtype)
         elif self._plan.pp_index(stage + 1) == self._plan.pp_index(stage):
-            after = batch.stages[stage + 1].gradients
-            run.gradients.update({wire: after.pop(wire) for wire in self._crossing[stage + 1] if wire in after})
+            after = batch.stages[stage + 1]
+            self.exchanges.collect(self._crossing[stage], batch, after)
+            run.gradients.update(
+                {wire: after.gradients.pop(wire) for wire in self._crossing[stage] if wire in after.gradients}
+            )
         else:
             assert self._messages is not None
-            self._messages.output_gradients(stage, micro_batch, run)
+            self._messages.output_gradients(stage, number_of(instruction), run)
 
-    def _last_uses(self, stage: int) -> dict[int, list[str]]:
-        """Per block of a stage, the wires that nobody needs once it has run."""
-        blocks = self.compute.blocks
-        leaving = set(self._crossing[stage + 1]) if stage + 1 < self._plan.num_stages else {blocks.loss}
-        last: dict[str, int] = {}
-        for number in self._blocks[stage]:
-            last |= dict.fromkeys((*blocks.blocks[number].outputs, *blocks.blocks[number].names("wire")), number)
-        found: dict[int, list[str]] = {}
-        for wire, number in last.items():
-            if wire not in leaving:
-                found.setdefault(number, []).append(wire)
-        return found
+    def _missing(self, number: int, run: StageRun) -> list[str]:
+        """What was gathered again for a segment's backward."""
+        return [wire for _, wire in run.saved[number].missing] if number in run.saved else []
 
-    def _names(self, block: int) -> tuple[str, ...]:
-        return self.compute.blocks.blocks[block].names("parameter")
+    def _outputs(self, number: int) -> tuple[str, ...]:
+        return self.compute.blocks.blocks[number].outputs
 
+    def _names(self, number: int) -> tuple[str, ...]:
+        return self.compute.blocks.blocks[number].names("parameter")
 
-def _place(instruction: Instruction, step: StepRun) -> tuple[MicroBatch, StageRun, int, int]:
-    batch, stage = _batch(instruction, step), instruction.stage
-    assert stage is not None
-    return batch, batch.stage(stage), stage, _block(instruction)
+    def _place(self, instruction: Instruction, step: StepRun) -> tuple[MicroBatch, StageRun, int]:
+        """The micro-batch, its run of the stage, and the segment that an instruction is about."""
+        batch = self._batch(instruction, step)
+        return batch, batch.stage(_stage(instruction)), self._anatomy.segment(instruction)
+
+    def _batch(self, instruction: Instruction, step: StepRun) -> MicroBatch:
+        return step.batches[number_of(instruction)]
 
 
-def _batch(instruction: Instruction, step: StepRun) -> MicroBatch:
-    return step.batches[_micro_batch(instruction)]
-
-
-def _micro_batch(instruction: Instruction) -> int:
-    assert instruction.micro_batch is not None
-    return instruction.micro_batch
+def _stage(instruction: Instruction) -> int:
+    assert instruction.stage is not None
+    return instruction.stage
 
 
 def _block(instruction: Instruction) -> int:

@@ -60,4 +60,5 @@ class Evaluator:
             formation = self._formation
             programs = lower_forward(formation.plan, formation.shape, num_micro_batches)
             self._programs[num_micro_batches] = programs[formation.rank]
+            self._engine.learn(programs[formation.rank])
         return self._programs[num_micro_batches]

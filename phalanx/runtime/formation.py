@@ -18,6 +18,7 @@ from phalanx.runtime.buckets import Sharding
 from phalanx.runtime.links import Channel, Direction, Flow, Group, Links
 from phalanx.runtime.model_shape import BucketNames
 from phalanx.runtime.parameters import Weight
+from phalanx.runtime.portion import Portion
 from phalanx.state.local import Local
 
 
@@ -110,6 +111,12 @@ class Formation:
         if self.sharded is None or name not in self.sharded.parameters:
             return (tuple(range(self.plan.tp)),)
         return self.sharded.parameters[name].holders
+
+    def portions(self) -> dict[int, Portion]:
+        """By tensor degree, the samples of a micro-batch that its units see here where those are not all."""
+        tp = self.plan.tp
+        parts = [part for block in self.sharded.parts for part in block] if self.sharded else []
+        return {d: Portion(self.tp_index // d, tp // d) for d in sorted({part.degree for part in parts}) if d < tp}
 
     def sharding(self) -> Sharding:
         group = self.mesh.zero_group(self.rank)

@@ -186,7 +186,7 @@ class Group:
     """Collectives over some ranks; with one rank they do what is left of them."""
 
     def __init__(self, links: Links, ranks: tuple[int, ...], backend: Any) -> None:
-        self.ranks, self.backend = ranks, backend
+        self.ranks, self.backend, self.index = ranks, backend, ranks.index(links.seat.rank)
         self._links, self._partners = links, "with " + _named(rank for rank in ranks if rank != links.seat.rank)
         self._scratch: list[Tensor] = []
 

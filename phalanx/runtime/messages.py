@@ -7,14 +7,14 @@ the program says so and waited for by the computation that needs it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
 from phalanx.program.instructions import Instruction, Op
 from phalanx.runtime.links import Channel, Direction, Pending
-from phalanx.runtime.micro_batch import MicroBatch, StageRun
+from phalanx.runtime.micro_batch import MicroBatch, StageRun, number_of
 from phalanx.runtime.wires import Wires
 
 
@@ -34,12 +34,13 @@ class Messages:
         self._arriving: dict[tuple[str, int, int], list[tuple[str, Tensor, bool, Pending]]] = {}
         self._leaving: deque[Pending] = deque()
 
-    def send_forward(self, instruction: Instruction, batch: MicroBatch) -> None:
-        """The wires alive after a stage; whoever is still to use them has them now."""
+    def send_forward(self, instruction: Instruction, batch: MicroBatch, stays: Collection[str] = ()) -> None:
+        """The wires alive after a stage; whoever is still to use them has them now, but for those that stay."""
         stage, peer = _ends(instruction)
         run = batch.stages[stage]
         for wire, _ in self._wires.crossing(self._first[stage + 1], batch):
-            self._leave(self._channel(self._rank, peer, "f").send(run.wires.pop(wire)))
+            tensor = run.wires[wire] if wire in stays else run.wires.pop(wire)
+            self._leave(self._channel(self._rank, peer, "f").send(tensor))
 
     def send_backward(self, instruction: Instruction, batch: MicroBatch) -> None:
         """The gradients of a stage's inputs; zero for one that the loss does not depend on."""
@@ -62,7 +63,7 @@ class Messages:
                 buffer = outline.empty(self._device)
                 pending = self._channel(peer, self._rank, "f" if forward else "b").recv(buffer)
                 coming.append((wire, buffer, outline.differentiable, pending))
-        key = ("f" if forward else "b", stage, _micro_batch(instruction))
+        key = ("f" if forward else "b", stage, number_of(instruction))
         assert key not in self._arriving, f"{instruction} posted twice"
         self._arriving[key] = coming
 
@@ -91,8 +92,3 @@ class Messages:
 def _ends(instruction: Instruction) -> tuple[int, int]:
     assert instruction.stage is not None and instruction.peer is not None
     return instruction.stage, instruction.peer
-
-
-def _micro_batch(instruction: Instruction) -> int:
-    assert instruction.micro_batch is not None
-    return instruction.micro_batch

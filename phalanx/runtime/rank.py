@@ -17,15 +17,19 @@ from phalanx.data import Batches
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
+from phalanx.model.shard.shard import shard
+from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.check import check
 from phalanx.program.lower import lower
 from phalanx.runtime import holdings
 from phalanx.runtime.accumulate import BucketGradients, Gradients
+from phalanx.runtime.anatomy import Anatomy
 from phalanx.runtime.buckets import BufferPool, Read
 from phalanx.runtime.compute import Compute
 from phalanx.runtime.engine import Engine, Watch
 from phalanx.runtime.evaluation import Evaluator
+from phalanx.runtime.exchanges import Exchanges
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.formation import Connections, Formation
 from phalanx.runtime.links import Links
@@ -64,14 +68,12 @@ class Rank:
         self.device, self.dtype = torch.device(seat.device), getattr(torch, config.dtype)
         self._seed, self._buffers = config.seed, buffers
         self.compiler = Compiler(resolve_mode(config.compile, self.device))
-        blocks = captured.blocks
-        buckets = bucket_names(blocks, trainable)
-        unused = tuple(name for name in captured.shapes if name not in set(blocks.parameters()))
-        self.formation = Formation(plan, buckets, unused, seat.rank)
+        self.formation = _formation(captured, plan, seat.rank, trainable, self.dtype)
+        self._anatomy = Anatomy.of(captured.blocks, self.formation.sharded)
         if seat.world > 1:
             seat.slot.sits_at(self.formation.place)
-        programs = lower(plan, buckets.shape)
-        self.peaks = check(plan, buckets.shape, programs)[seat.rank]
+        programs = lower(plan, self.formation.shape)
+        self.peaks = check(plan, self.formation.shape, programs)[seat.rank]
         self.links = Links(seat, timeout=config.timeout)
         self.connections = Connections(self.formation, self.links)
         self.parameters = load_parameters(
@@ -83,7 +85,7 @@ class Rank:
         self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class), weights, config.clip)
         self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
         engine, feeder = self._engine(trainable, watches, trains=True)
-        self.step = Step(feeder, engine, programs[seat.rank], plan.mb)
+        self.step = Step(feeder, engine, programs[seat.rank], plan)
         size = split(split(config.batch_size, plan.dp)[0], plan.mb)[0]
         self._evaluator = Evaluator(*self._engine((), watches, trains=False), self.formation, self.connections, size)
 
@@ -130,21 +132,25 @@ class Rank:
 
     def _engine(self, trainable: Sequence[str], watches: Iterable[Watch], trains: bool) -> tuple[Engine, Feeder]:
         formation, connections = self.formation, self.connections
+        anatomy = self._anatomy
         compute = Compute(
-            self.captured.blocks, self.parameters.values, self._buffers, trainable=trainable, device=self.device,
-            compiler=self.compiler, recompute=trains and self.plan.recompute, dropout=trains,
+            anatomy.segments, self.parameters.values, self._buffers, trainable=trainable, device=self.device,
+            compiler=self.compiler, recompute=trains and self.plan.recompute, dropout=trains, degrees=anatomy.degrees,
         )  # fmt: skip
+        shapes = {name: local.local_shape for name, local in formation.locals(self.captured.shapes).items()}
+        wires = Wires(anatomy, compute, shapes, self.dtype)
         messages, warm_up = None, None
         if self.plan.pp > 1:
-            wires = Wires(compute, self.captured.shapes, self.dtype)
             messages = Messages(wires, formation.first_blocks, self.seat.rank, connections.channel, self.device)
-            if self.device.type == "cuda":
-                warm_up = WarmUp(compute, wires, self.captured.shapes, self.dtype)
+        if self.device.type == "cuda" and self.plan.pp * self.plan.tp > 1:
+            warm_up = WarmUp(anatomy, compute, wires, shapes, self.dtype)
+        exchanges = Exchanges(anatomy.parts, connections.exchange_group) if self.plan.tp > 1 else None
         engine = Engine(
-            self.plan, formation.shape, compute, self.parameters, messages=messages, watches=watches, warm_up=warm_up,
-            gradients=self._gradients() if trains else None, totals=self._totals() if trains else None,
+            self.plan, formation.shape, anatomy, compute, self.parameters, exchanges=exchanges, messages=messages,
+            watches=watches, warm_up=warm_up, gradients=self._gradients() if trains else None,
+            totals=self._totals() if trains else None,
         )  # fmt: skip
-        return engine, Feeder(self.captured, compute, seed=self._seed, dtype=self.dtype)
+        return engine, Feeder(self.captured, compute, seed=self._seed, dtype=self.dtype, parts=formation.portions())
 
     def _gradients(self) -> Gradients:
         pool = BufferPool()
@@ -165,3 +171,10 @@ class Rank:
             self.optimizer, self.captured.blocks.count, self.connections.replicas, self.connections.world, owned,
             counts=self.formation.is_first and speaks, speaks=speaks, loss_scale=self.loss_scale,
         )  # fmt: skip
+
+
+def _formation(captured: Captured, plan: Plan, rank: int, trainable: Sequence[str], dtype: torch.dtype) -> Formation:
+    blocks = captured.blocks
+    sharded = shard(captured, plan, Mesh.of(plan).coordinates(rank)[2], dtype) if plan.tp > 1 else None
+    unused = tuple(name for name in captured.shapes if name not in set(blocks.parameters()))
+    return Formation(plan, bucket_names(blocks, trainable, sharded), unused, rank, sharded)

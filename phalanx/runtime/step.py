@@ -15,10 +15,12 @@ from torch import Tensor
 from phalanx.errors import DataError, PlanError
 from phalanx.model.captured import Captured
 from phalanx.model.ops.random import sample_keys
+from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Program
 from phalanx.runtime.compute import Compute
 from phalanx.runtime.engine import Engine
 from phalanx.runtime.micro_batch import MicroBatch
+from phalanx.runtime.portion import Portion
 from phalanx.runtime.totals import StepRun
 from phalanx.tasks.base import Batch
 
@@ -62,11 +64,14 @@ class Outcome:
 
 
 class Feeder:
-    """Turns batches into micro-batches: checked, moved to the device, with their dropout keys."""
+    """Turns batches into micro-batches: checked, moved to the device, with their dropout keys. parts: by tensor degree,
+    what its units see of a micro-batch where that is not all of it."""
 
-    def __init__(self, captured: Captured, compute: Compute, *, seed: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, captured: Captured, compute: Compute, *, seed: int, dtype: torch.dtype, parts: Mapping[int, Portion]
+    ) -> None:
         self.captured, self.compute = captured, compute
-        self._seed, self._dtype = seed, dtype
+        self._seed, self._dtype, self._parts = seed, dtype, parts
 
     def micro_batches(self, batch: Batch, first: int, sizes: Sequence[int]) -> list[MicroBatch]:
         """Consecutive parts of the samples at stream positions from `first` on."""
@@ -78,10 +83,17 @@ class Feeder:
         begin = 0
         for size in sizes:
             inputs = {name: tensor[begin : begin + size] for name, tensor in on_device.items()}
-            dims = self.captured.dims(inputs)
-            parts.append(self.compute.micro_batch(inputs, keys[begin : begin + size], dims))
+            parts.append(self._micro_batch(inputs, keys[begin : begin + size]))
             begin += size
         return parts
+
+    def _micro_batch(self, inputs: Mapping[str, Tensor], keys: Tensor) -> MicroBatch:
+        batch = self.compute.micro_batch(inputs, keys, self.captured.dims(inputs))
+        for degree, portion in self._parts.items():
+            rows = portion.of(keys.shape[0])
+            fewer = {name: tensor[rows] for name, tensor in inputs.items()}
+            batch.views[degree] = self.compute.micro_batch(fewer, keys[rows], self.captured.dims(fewer))
+        return batch
 
     def _move(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -93,9 +105,9 @@ class Feeder:
 class Step:
     """The training step of a plan on this rank."""
 
-    def __init__(self, feeder: Feeder, engine: Engine, program: Program, num_micro_batches: int) -> None:
-        self.feeder, self.engine, self.program = feeder, engine, program
-        self._num_micro_batches = num_micro_batches
+    def __init__(self, feeder: Feeder, engine: Engine, program: Program, plan: Plan) -> None:
+        self.feeder, self.engine, self.program, self._plan = feeder, engine, program, plan
+        engine.learn(program)
 
     def __call__(
         self, batch: Batch, first: int, lr: float, counts: Sequence[float] = (), stop: Callable[[], bool] | None = None
@@ -111,8 +123,9 @@ class Step:
         return Outcome.of(step)
 
     def begin(self, batch: Batch, first: int, lr: float) -> StepRun:
-        sizes = split(num_samples(batch), self._num_micro_batches)
-        return StepRun(self.feeder.micro_batches(batch, first, sizes), lr)
+        sizes = split(num_samples(batch), self._plan.mb)
+        halves = [half for size in sizes for half in split(size, self._plan.halves)]
+        return StepRun(self.feeder.micro_batches(batch, first, halves), lr)
 
 
 def num_samples(batch: Mapping[str, Tensor]) -> int:

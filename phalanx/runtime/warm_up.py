@@ -1,4 +1,4 @@
-"""Every block run once on zeros before a pipeline starts, for each new shape of micro-batch.
+"""Every segment run once on zeros before ranks depend on each other, for each new shape of micro-batch.
 
 A message that is being received occupies the GPU until it arrives. Loading a kernel, which happens when it is first
 launched, waits for all that the GPU is doing; two ranks that load kernels while each waits for a message of the other
@@ -12,47 +12,60 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from phalanx.program.instructions import COMPUTE, Instruction, Op
+from phalanx.runtime.anatomy import Anatomy
 from phalanx.runtime.compute import Compute
 from phalanx.runtime.micro_batch import MicroBatch, StageRun
 from phalanx.runtime.wires import Wires
 
 
 class WarmUp:
-    """For the blocks of a program, by the instructions it computes them with."""
+    """For the segments of a program, by what it does with them."""
 
     def __init__(
-        self, compute: Compute, wires: Wires, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+        self,
+        anatomy: Anatomy,
+        compute: Compute,
+        wires: Wires,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
     ) -> None:
-        self._compute, self._wires, self._shapes, self._dtype = compute, wires, shapes, dtype
-        self._done: set[tuple[int, ...]] = set()
+        self._anatomy, self._compute, self._wires = anatomy, compute, wires
+        self._shapes, self._dtype = shapes, dtype
+        self._done: set[tuple[object, ...]] = set()
 
     def __call__(self, program: Iterable[Instruction], batches: Sequence[MicroBatch]) -> None:
-        new = {tuple(batch.dims.values()): batch for batch in batches}
-        new = {dims: batch for dims, batch in new.items() if dims not in self._done}
-        if not new:
-            return
-        self._done.update(new)
-        ops: dict[int, set[Op]] = {}
+        shapes = {tuple(batch.dims.values()): batch for batch in batches}
+        ops: dict[tuple[int, int], set[Op]] = {}  # by block and segment
         for instruction in program:
             if instruction.op in COMPUTE and instruction.block is not None:
-                ops.setdefault(instruction.block, set()).add(instruction.op)
-        for batch in new.values():
-            for number in ops:
-                self._run(number, batch, ops[number])
-        if self._compute.device.type == "cuda":
+                place = (instruction.block, self._anatomy.segment(instruction))
+                ops.setdefault(place, set()).add(instruction.op)
+        new = [
+            (block, number, batch, wanted)
+            for dims, batch in shapes.items()
+            for (block, number), wanted in ops.items()
+            if (dims, number, frozenset(wanted)) not in self._done
+        ]
+        for block, number, batch, wanted in new:
+            self._done.add((tuple(batch.dims.values()), number, frozenset(wanted)))
+            self._run(block, number, batch, wanted)
+        if new and self._compute.device.type == "cuda":
             torch.cuda.synchronize(self._compute.device)
 
     @torch.no_grad()
-    def _run(self, number: int, batch: MicroBatch, ops: set[Op]) -> None:
-        block, device = self._compute.blocks.blocks[number], self._compute.device
-        zeros = {
-            name: torch.zeros(self._shapes[name], dtype=self._dtype, device=device) for name in block.names("parameter")
-        }
+    def _run(self, block: int, number: int, batch: MicroBatch, ops: set[Op]) -> None:
+        segment, device = self._compute.blocks.blocks[number], self._compute.device
+        zeros = {name: torch.zeros(self._shapes[name], dtype=self._dtype, device=device)
+                 for name in segment.names("parameter")}  # fmt: skip
         compute = self._compute.on(zeros)
         run = StageRun()
-        for wire, outline in self._wires.crossing(number, batch):
-            run.wires[wire], run.differentiable[wire] = outline.empty(device).zero_(), outline.differentiable
-        compute.forward(number, batch, run, keep=bool(ops - {Op.F}))
+        known = self._wires.before(block + 1, batch)
+        for wire in segment.names("wire"):
+            run.wires[wire], run.differentiable[wire] = known[wire].empty(device).zero_(), known[wire].differentiable
+        compute.forward(number, batch, run, keep=bool(ops - {Op.F, Op.A}) and Op.A not in ops)
+        if Op.A in ops:
+            for outputs in (True, False):
+                compute.again(number, batch, run, outputs)
         kept = dict(run.saved)
         if Op.BW in ops:
             compute.backward_weight(number, run)

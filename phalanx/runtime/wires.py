@@ -6,11 +6,15 @@ Every rank can run the whole model on tensors without contents, one distinct tem
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.graph.sharded import Exchange
 from phalanx.model.segment.joint import Outline
+from phalanx.runtime.anatomy import Anatomy
 from phalanx.runtime.compute import Compute
 from phalanx.runtime.micro_batch import MicroBatch, StageRun
 
@@ -18,10 +22,12 @@ Crossing = tuple[tuple[str, Outline], ...]
 
 
 class Wires:
-    """shapes: of every parameter of the model, also of those that live on other ranks."""
+    """shapes: of every parameter of the model as far as it would lie here, also of those that live on other stages."""
 
-    def __init__(self, compute: Compute, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._compute = compute
+    def __init__(
+        self, anatomy: Anatomy, compute: Compute, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
+        self._anatomy, self._compute = anatomy, compute
         self._mode = FakeTensorMode()
         with self._mode:
             self._parameters = {
@@ -33,9 +39,13 @@ class Wires:
     def crossing(self, cut: int, batch: MicroBatch) -> Crossing:
         """The wires alive before block `cut`, in the order in which they are sent."""
         if cut not in self._names:
-            self._names[cut] = self._compute.blocks.crossing(cut)
-        known = {wire: found for block in self._outputs(cut, batch) for wire, found in block.items()}
+            self._names[cut] = self._anatomy.model.crossing(cut)
+        known = self.before(cut, batch)
         return tuple((wire, known[wire]) for wire in self._names[cut])
+
+    def before(self, cut: int, batch: MicroBatch) -> dict[str, Outline]:
+        """Every wire that the blocks before block `cut` put out."""
+        return {wire: found for block in self._outputs(cut, batch) for wire, found in block.items()}
 
     def _outputs(self, cut: int, batch: MicroBatch) -> list[dict[str, Outline]]:
         done = self._runs.setdefault(tuple(batch.dims.values()), [])
@@ -44,13 +54,42 @@ class Wires:
             for found in done:
                 self._put(found, run)
             for number in range(len(done), cut):
-                block = self._compute.blocks.blocks[number]
-                outlines = self._compute.outlines(number, batch, run, self._parameters)
-                done.append(dict(zip(block.outputs, outlines, strict=True)))
-                self._put(done[-1], run)
+                done.append(self._of_block(number, batch, run))
         return done[:cut]
+
+    def _of_block(self, number: int, batch: MicroBatch, run: StageRun) -> dict[str, Outline]:
+        found: dict[str, Outline] = {}
+        for part in self._anatomy.parts[number]:
+            if part.exchange is not None:
+                exchange = part.exchange
+                tensor, differentiable = run.wires[exchange.source], run.differentiable[exchange.source]
+                before = Outline(tuple(tensor.shape), tensor.dtype, differentiable)
+                new = {exchange.target: after_exchange(exchange, before, batch.view(part.degree).dims)}
+            else:
+                assert part.segment is not None
+                outlines = self._compute.outlines(part.segment, batch, run, self._parameters)
+                new = dict(zip(self._compute.blocks.blocks[part.segment].outputs, outlines, strict=True))
+            self._put(new, run)
+            found |= new
+        return found
 
     def _put(self, found: Mapping[str, Outline], run: StageRun) -> None:
         with self._mode:
             run.wires.update({wire: outline.empty(self._compute.device) for wire, outline in found.items()})
         run.differentiable.update({wire: outline.differentiable for wire, outline in found.items()})
+
+
+def after_exchange(exchange: Exchange, before: Outline, dims: Mapping[str, int]) -> Outline:
+    """What an exchange makes of a wire."""
+    shape, dim = list(before.shape), exchange.dim
+    count = max((len(cell) for cell in exchange.cells), default=1)
+    match exchange.kind:
+        case "scatter" | "part":
+            shape[dim] = -(-shape[dim] // count)
+        case "gather" | "join":
+            shape[dim] = evaluate(exchange.size, dims) if exchange.size else shape[dim] * count
+        case "stack":
+            shape = [count, *shape]
+        case _:
+            pass
+    return replace(before, shape=tuple(shape))

@@ -74,11 +74,25 @@ class Case:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the first step; every second step has one less."""
-        if self.data:
-            return min(next(iter(batch.values())).shape[0] for batch in self.data) + 1
+        """Samples of the first step; every second step has fewer."""
+        if self.data or self.batch:
+            return self.batch or min(next(iter(batch.values())).shape[0] for batch in self.data) + 1
+        return 2 * self._parts if self._multiple > 1 else max(4, self._parts + 1)
+
+    @property
+    def fewest_samples(self) -> int:
+        """Samples of every second step: one less, or as many less as the plan cannot divide further."""
+        return self.num_samples - (1 if self.data or self._multiple == 1 else self._parts)
+
+    @property
+    def _parts(self) -> int:
+        """The parts that a plan cuts a batch into, each of as few samples as it needs."""
         given = fields.read(self.plan)
-        return self.batch or max(4, given.get("dp", 1) * given.get("mb", 4 * given.get("pp", 1)) + 1)
+        return given.get("dp", 1) * given.get("mb", 4 * given.get("pp", 1)) * self._multiple
+
+    @property
+    def _multiple(self) -> int:
+        return Plan.parse(self.plan).multiple
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -118,7 +132,7 @@ class Case:
         )  # fmt: skip
 
     def _shape(self, step: int) -> tuple[int, int]:
-        return (self.num_samples, self.tokens) if step % 2 == 0 else (self.num_samples - 1, self.tokens * 2 // 3)
+        return (self.num_samples, self.tokens) if step % 2 == 0 else (self.fewest_samples, self.tokens * 2 // 3)
 
 
 @dataclass

@@ -18,16 +18,24 @@ from phalanx.launch.crew import Crew
 from phalanx.launch.seat import Seat, local_device
 from phalanx.model.capture import attention_sites, capture
 from phalanx.model.captured import Captured
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.graph.sharded import Sharded
 from phalanx.model.ops import random
+from phalanx.model.shard.shard import shard
 from phalanx.model.weights import init_recipe
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.plan.complete import complete
+from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.check import check
 from phalanx.program.holders import buckets_of
+from phalanx.program.instructions import EXCHANGES, Program
 from phalanx.program.lower import lower
+from phalanx.program.shape import ModelShape
+from phalanx.runtime.micro_batch import number_of
 from phalanx.runtime.model_shape import BucketNames, bucket_names
+from phalanx.runtime.step import num_samples, split
 from phalanx.verification.case import Case, Execution, Step
 from phalanx.verification.rank_side import Owned, Trace, facts_of, run_rank
 
@@ -81,7 +89,7 @@ def run_plan(case: Case, captured: Captured, initial: Mapping[str, Tensor], crew
 def complete_plan(case: Case, captured: Captured) -> Plan:
     _, batch = next(case.batches(case.spec()))
     costs = captured.blocks.flops(captured.dims(batch))
-    return complete(case.plan, world=None, batch_size=case.num_samples - 1, costs=costs).plan
+    return complete(case.plan, world=None, batch_size=case.fewest_samples, costs=costs).plan
 
 
 def _assemble(traces: Sequence[Trace], number: int, captured: Captured) -> Step:
@@ -109,24 +117,47 @@ def _joined(parts: Sequence[list[Owned]], captured: Captured) -> dict[str, Tenso
 
 def _implied(plan: Plan, case: Case, captured: Captured) -> dict[str, Any]:
     """What the plan says should have been done, for the names in `facts_of`."""
-    buckets = bucket_names(captured.blocks, captured.trainable)
+    views = [shard(captured, plan, index, case.torch_dtype) for index in range(plan.tp)] if plan.tp > 1 else []
+    buckets = bucket_names(captured.blocks, captured.trainable, views[0] if views else None)
     programs = lower(plan, buckets.shape)
     peaks = check(plan, buckets.shape, programs)
     return {
         "instructions": [dict(Counter(str(i.op) for i in program for _ in range(case.steps))) for program in programs],
-        "parameter elements kept": _kept(plan, buckets, captured),
+        "parameter elements kept": _kept(plan, buckets, captured, views),
         "only inputs kept for backward": plan.recompute,
         "buckets gathered at once": [peak.gathered for peak in peaks],
+        "bytes exchanged": [
+            _exchanged(plan, buckets.shape, rank, program, case, captured) for rank, program in enumerate(programs)
+        ],
     }
 
 
-def _kept(plan: Plan, buckets: BucketNames, captured: Captured) -> list[int]:
-    """Elements of parameters on all replicas of each rank of the pipeline: whole on each, or once per ZeRO group."""
+def _kept(plan: Plan, buckets: BucketNames, captured: Captured, views: Sequence[Sharded]) -> list[int]:
+    """Elements of parameters on all replicas of each rank of the pipeline: whole on each, or once per ZeRO group; split
+    between tensor-parallel ranks as far as they can be."""
     copies = plan.dp // plan.shards if plan.zero == 3 else plan.dp
     used = set(captured.blocks.parameters())
     found: list[int] = []
     for pp_index in range(plan.pp):
         names = [name for bucket in buckets_of(plan, buckets.shape, pp_index) for name in buckets.names[bucket]]
         names += [name for name in captured.shapes if name not in used and plan.pp_index(0) == pp_index]
-        found.append(copies * sum(math.prod(captured.shapes[name]) for name in names))
+        if views:
+            elements = sum(view.parameters[name].local.numel for view in views for name in names)
+        else:
+            elements = sum(math.prod(captured.shapes[name]) for name in names)
+        found.append(copies * elements)
     return found
+
+
+def _exchanged(plan: Plan, shape: ModelShape, rank: int, program: Program, case: Case, captured: Captured) -> int:
+    """Bytes of the whole tensors that one rank exchanges with those it splits tensors with, in all steps."""
+    sent = [it for it in program if it.op in EXCHANGES]
+    total = 0
+    for _, batch in case.batches(case.spec()) if sent else ():
+        own = split(num_samples(batch), plan.dp)[Mesh.of(plan).coordinates(rank)[1]]
+        sizes = [half for size in split(own, plan.mb) for half in split(size, plan.halves)]
+        dims = [captured.dims({name: tensor[:size] for name, tensor in batch.items()}) for size in sizes]
+        for it in sent:
+            assert it.block is not None and it.step is not None
+            total += evaluate(shape.steps_of(it.block)[it.step].elements, dims[number_of(it)])
+    return total * case.torch_dtype.itemsize

@@ -47,6 +47,7 @@ class Trace:
     keeps_only_inputs: bool = True
     peak_gathered: int = 0
     sent_bytes: int = 0
+    exchanged_bytes: int = 0
 
 
 def run_rank(seat: Seat, case: Case, plan: Plan, captured: Captured, folder: Path) -> Trace:
@@ -113,14 +114,17 @@ def _describe(rank: Rank, trace: Trace) -> None:
     trace.keeps_only_inputs = engine.compute.keeps_only_inputs()
     trace.peak_gathered = rank.parameters.peak_gathered
     trace.sent_bytes = rank.links.sent_bytes
+    trace.exchanged_bytes = engine.exchanges.moved_bytes
 
 
 def facts_of(traces: list[Trace], plan: Plan) -> dict[str, Any]:
     """What was measured, by name: per rank, and elements kept per rank of the pipeline, over its replicas."""
-    kept = [trace.parameter_elements for trace in traces]
-    return {
+    kept, beside = [trace.parameter_elements for trace in traces], plan.dp * plan.tp
+    facts: dict[str, Any] = {
         "instructions": [trace.instructions for trace in traces],
-        "parameter elements kept": [sum(kept[p * plan.dp : (p + 1) * plan.dp]) for p in range(plan.pp)],
-        "only inputs kept for backward": all(trace.keeps_only_inputs for trace in traces),
+        "parameter elements kept": [sum(kept[p * beside : (p + 1) * beside]) for p in range(plan.pp)],
         "buckets gathered at once": [trace.peak_gathered for trace in traces],
     }
+    if plan.tp == 1:
+        return facts | {"only inputs kept for backward": all(trace.keeps_only_inputs for trace in traces)}
+    return facts | {"bytes exchanged": [trace.exchanged_bytes for trace in traces]}

@@ -225,7 +225,7 @@ def _require_samples_first(flat: FlatGraph, node: fx.Node) -> None:
 def without_dropout(graph: fx.Graph) -> None:
     """The same graph for evaluation."""
     for node in list(graph.nodes):
-        if node.target is torch.ops.phalanx.dropout.default:
+        if node.target in (torch.ops.phalanx.dropout.default, torch.ops.phalanx.dropout_part.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target is torch.ops.phalanx.attention.default:

@@ -26,8 +26,7 @@ class Exchange:
     stack               all-gather along a new first dim          this rank's part
     scale               the same value                            the gradient times `factor`
 
-    Parts along a dim are of equal size: the last ones are padded with zeros where `padded`, the size before padding being
-    that of the micro-batch's dim `size`.
+    Parts along a dim are of equal size; the last ones are padded with zeros where `size` is not a multiple of them.
     """
 
     kind: str
@@ -35,7 +34,7 @@ class Exchange:
     target: str
     cells: Partition
     dim: int = 0
-    size: str = ""  # expression over the micro-batch's dims: how long `dim` is when it is whole; "" where parts divide it
+    size: str = ""  # expression over the micro-batch's dims: how long `dim` is without padding; "": parts divide it
     factor: float = 1.0
 
 

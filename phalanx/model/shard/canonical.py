@@ -101,7 +101,10 @@ def _divide_loss(graph: fx.Graph, node: fx.Node) -> None:
     logits, targets, ignore, smoothing = node.args
     value: Tensor = node.meta["val"]
     with graph.inserting_before(node):
-        part = _make(graph, node, loss_part, (logits, targets, ignore, smoothing), value)
+        rows: Tensor = logits.meta["val"]  # pyright: ignore
+        wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        numbers = torch.empty(rows.shape[0], 3 if smoothing else 2, dtype=wide, device="meta")
+        part = _make(graph, node, loss_part, (logits, targets, ignore, smoothing), numbers)
         whole = _make(graph, node, loss_join, (part, logits, targets, ignore, smoothing), value)
     node.replace_all_uses_with(whole)
     graph.erase_node(node)

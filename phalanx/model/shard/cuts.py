@@ -7,6 +7,7 @@ share of each. A *granule* is what must stay together (the features of one head)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 Range = tuple[int, int]  # from, up to but not including
 Cuts = tuple[tuple[Range, ...], ...]  # per rank: ranges of the logical dim, ascending
@@ -59,7 +60,7 @@ class Cutting:
 
     def sections(self) -> list[Range]:
         edges = sorted({0, self.size} | self.bounds)
-        return list(zip(edges[:-1], edges[1:], strict=True))
+        return list(pairwise(edges))
 
     def section_at(self, place: int) -> Range:
         return next((start, stop) for start, stop in self.sections() if start <= place < stop)
@@ -67,7 +68,6 @@ class Cutting:
     def cuts(self, parts: int) -> Cuts:
         per_section = [self.given.get(start) or self._cut(start, stop, parts) for start, stop in self.sections()]
         return tuple(tuple(section[rank] for section in per_section) for rank in range(parts))
-
 
     def _cut(self, start: int, stop: int, parts: int) -> tuple[Range, ...]:
         granule = self.granules.get(start, 1)
@@ -82,9 +82,8 @@ class Cutting:
 def tiles(cuts: Cuts) -> bool:
     """Whether no element lies on two ranks."""
     ranges = sorted(part for ranks in cuts for part in ranks)
-    return all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:]))
+    return all(before[1] <= after[0] for before, after in pairwise(ranges))
 
 
 def total(ranges: tuple[Range, ...]) -> int:
     return sum(stop - start for start, stop in ranges)
-

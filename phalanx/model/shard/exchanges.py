@@ -80,8 +80,10 @@ def _between(value: Value, degree: int, to: int, tp: int) -> Iterator[Move]:
         yield from _between(value, degree, tp, tp)
         yield from _between(value, tp, to, tp)
     elif not value.has_batch:  # the same for all samples: only its gradient depends on whose they are
-        yield Move("spread", between_cells(tp, small, large), to) if to < degree else Move(
-            "scale", (), to, factor=degree / to
+        yield (
+            Move("spread", between_cells(tp, small, large), to)
+            if to < degree
+            else Move("scale", (), to, factor=degree / to)
         )
     else:
         yield Move("join" if to > degree else "part", between_cells(tp, small, large), to, dim=0)

@@ -169,11 +169,10 @@ class Localiser:
         found: dict[Wire, None] = {}
         for segment in order:
             for node in segment.nodes:
-                for source in self.sources(node):
-                    if self._is_computed(source) and self._home.get(source) is not segment:
-                        self._note(self.wire(node, source), found)
-                    elif self._is_computed(source) and self.wire(node, source).moves:
-                        self._note(self.wire(node, source), found)
+                for source in filter(self._is_computed, self.sources(node)):
+                    wire = self.wire(node, source)
+                    if wire.moves or self._home.get(source) is not segment:
+                        self._note(wire, found)
         output = self.walk.graph.output_node()
         for source in output.all_input_nodes:
             self._note(self.wire(output, source), found)
@@ -254,7 +253,7 @@ class _Builder:
         if source.op == "placeholder":
             return self._placeholder(source, source.name.rstrip("0123456789"))
         if source not in self._copies:
-            args, kwargs = (map_arg(a, self._helper) for a in (source.args, source.kwargs))
+            args, kwargs = map_arg(source.args, self._helper), map_arg(source.kwargs, self._helper)
             self._copies[source] = self._graph.create_node(source.op, source.target, args, kwargs)
         return self._copies[source]
 
@@ -316,5 +315,3 @@ def _is_parameter(value: Any) -> bool:
 
 def _is_heavy(place: Any) -> bool:
     return place.is_heavy if isinstance(place, Placement) else any(_is_heavy(part) for part in place)
-
-

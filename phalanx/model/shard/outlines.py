@@ -88,7 +88,9 @@ class Outlines:
         units = dict(zip(graph.nodes, template.units, strict=False))
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         with self._mode, torch.no_grad():
-            annotate(graph, {n: self._value(p.kind, p.name) for n, p in zip(placeholders, block.ports, strict=True)}, units)
+            annotate(
+                graph, {n: self._value(p.kind, p.name) for n, p in zip(placeholders, block.ports, strict=True)}, units
+            )
         canonicalise(graph)
         return graph
 

@@ -244,15 +244,27 @@ class _Assembly:
         exchange = Exchange(move.kind, source, target, move.cells, move.dim, size, move.factor)
         self.parts.append(Part(exchange=exchange, degree=move.degree))
         differentiable = value.is_floating_point()
-        parts = self._sharder.plan.tp // move.degree
-        elements = dims.elements(value.shape) + (f"//{parts}" if parts > 1 and dims.has_batch(value.shape) else "")
         self.steps.append(
             Step(
                 "exchange", (source,), (target,), move.degree, moved.source.node.meta["unit"],
                 forward=FORWARD.get(move.kind, ""), backward=BACKWARD.get(move.kind, "") if differentiable else "",
-                cells=move.cells, elements=elements,
+                cells=move.cells, elements=self._elements(moved),
             )
         )  # fmt: skip
+
+    def _elements(self, moved: Moved) -> str:
+        """Of the whole tensor that a collective moves, as much as its ranks have together."""
+        move, dims, tp = moved.move, self._sharder.dims, self._sharder.plan.tp
+        shape = moved.source.node.meta["val"].shape
+        count = max((len(cell) for cell in move.cells), default=1)
+        factors = [dims.name(size) for size in shape]
+        if move.kind in ("scatter", "gather", "join", "part") and move.dim == 1:
+            factors[1] = f"(({factors[1]}+{count - 1})//{count}*{count})"  # padded to equal parts
+        if move.kind == "stack":
+            factors.append(str(count))
+        larger = max(move.degree, max((cell[-1] - cell[0] + 1 for cell in move.cells), default=1))
+        divided = f"//{tp // larger}" if dims.has_batch(shape) and larger < tp else ""
+        return "*".join(factors or ["1"]) + divided
 
 
 def blocks_flops(blocks: Blocks, template: Template, dims: Dims) -> list[int]:

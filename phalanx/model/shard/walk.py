@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from phalanx.model.shard.cuts import Cuts, Cutting, TooFew
-from phalanx.model.shard.placement import PARTIAL, TOKENS, WHOLE, Conflict, Origin, Placement, Refined
+from phalanx.model.shard.placement import TOKENS, WHOLE, Conflict, Origin, Placement, Refined
 
 Place = Placement | tuple["Place", ...]  # of a node that gives several tensors: one each
 Rule = Callable[["Walk", fx.Node], "Place"]
@@ -238,5 +238,3 @@ def _settle_outputs(walk: Walk) -> None:
         wanted = walk.home(value)
         if not place.same_as(wanted):
             walk.wants[output, value] = wanted
-
-
