@@ -1,7 +1,7 @@
 """Runs segments: the forward, input gradients and weight gradients of one of them on one micro-batch.
 
-Without tensor parallelism every block is one segment. It keeps the functions of each template for each set of shapes. It orders nothing and sends nothing: what a block needs
-from elsewhere is there when it is called, or it is a bug.
+Without tensor parallelism every block is one segment. It keeps the functions of each template for each set of shapes. It
+orders nothing and sends nothing: what a segment needs from elsewhere is there when it is called, or it is a bug.
 """
 
 from __future__ import annotations

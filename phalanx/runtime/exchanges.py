@@ -1,8 +1,8 @@
 """Exchanges between the ranks that split tensors: wires re-placed on their way from segment to segment, and their
 gradients on the way back.
 
-A collective is started where the program says so and awaited by whoever needs its result. Exchanges that send nothing in
-a direction are carried out when their result is first asked for.
+A collective is started where the program says so and awaited by whoever needs its result. Exchanges that send nothing
+in a direction are carried out when their result is first asked for.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Feeder:
             begin += size
         return parts
 
-    def _micro_batch(self, inputs: Mapping[str, Tensor], keys: Tensor) -> MicroBatch:
+    def _micro_batch(self, inputs: dict[str, Tensor], keys: Tensor) -> MicroBatch:
         batch = self.compute.micro_batch(inputs, keys, self.captured.dims(inputs))
         for degree, portion in self._parts.items():
             rows = portion.of(keys.shape[0])

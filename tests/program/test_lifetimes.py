@@ -100,6 +100,7 @@ class Machine:
         self.plan, self.shape, self.wires = plan, shape, Wires(shape)
         self.drops, self.stays = drops(program, shape, leaving), stays(program, shape, leaving)
         self.there: defaultdict[Place, set[str]] = defaultdict(set)
+        self.gathered: set[tuple[Place, str]] = set()
         self.last = {(it.stage, it.micro_batch, it.half): it for it in program if it.op in (Op.F, Op.CF, Op.SEND_F)}
         for instruction in program:
             self.run(instruction)
@@ -111,6 +112,11 @@ class Machine:
             for wire in step.reads:
                 self.read(place, wire, it)
             self.there[place] |= set(step.writes)
+            self.gathered |= {(place, wire) for wire in step.writes if it.op is Op.CA}
+        elif it.step is not None and it.block is not None and it.op in (Op.B, Op.BW) and not self.plan.again:
+            wires = self.shape.steps_of(it.block)[it.step].reads
+            for wire in (wire for wire in wires if (place, self.wires.origin(wire)) in self.gathered):
+                self.read(place, wire, it)
         if self.last.get(place) == it:
             self.hand_on(place, sends=it.op is Op.SEND_F)
         for wire in self.drops.get(it, ()):

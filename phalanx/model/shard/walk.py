@@ -35,8 +35,8 @@ class Choices:
 
 @dataclass(frozen=True)
 class Setting:
-    """degree: of a node's unit. sequence: values between split regions are split along the tokens. has_tokens: whether a
-    shape is [samples, tokens, features]. allow_whole: attention with fewer heads than ranks is done whole."""
+    """degree: of a node's unit. sequence: values between split regions are split along the tokens. has_tokens: whether
+    a shape is [samples, tokens, features]. allow_whole: attention with fewer heads than ranks is done whole."""
 
     degree: Callable[[fx.Node], int]
     sequence: bool
