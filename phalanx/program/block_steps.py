@@ -65,6 +65,9 @@ class BlockSteps:
         (wire,) = self.steps[exchange].writes
         return self._readers(wire, exchange, "forward")
 
+    def segments_reading(self, exchange: int) -> tuple[int, ...]:
+        return tuple(i for i in self.readers(exchange) if i in self.segments)
+
     def gradient_readers(self, exchange: int) -> tuple[int, ...]:
         """The steps whose backward must be done before that of an exchange."""
         (wire,) = self.steps[exchange].writes
@@ -86,5 +89,4 @@ class BlockSteps:
 
     def _is_used_in_its_grain(self, exchange: int) -> bool:
         (grain,) = (grain for grain in self.grains if exchange in grain)
-        readers = self.readers(exchange)
-        return bool(readers) and all(i in grain for i in readers)
+        return bool(self.segments_reading(exchange)) and all(i in grain for i in self.readers(exchange))

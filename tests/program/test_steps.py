@@ -223,3 +223,12 @@ def test_a_block_without_steps_is_one_segment_that_names_none() -> None:
     program = lowered("overlap=default_checkpoint,stages=2", shape)
     assert [str(it) for it in program if it.block == 0] == ["F0.0/0", "A0.0/0", "BW0.0/0"]
     check(Plan.parse("tp=2,overlap=default_checkpoint,stages=2"), shape, [program, program])
+
+
+def test_a_gather_that_only_another_exchange_reads_is_not_done_again() -> None:
+    cells = ((0, 1),)
+    gather = exchange("x", "g", cells, "all_gather", "reduce_scatter")
+    steps = (segment("h0", "x"), gather, exchange("g", "s", cells, "all_reduce"), segment("s", "h1"))
+    assert BlockSteps(steps, "", regathers=True).sent_again == ()
+    shape = ModelShape(1, (), (True,), (True,), (steps,))
+    assert "CA" not in to_text(lowered("sequence=yes,save=input,stages=1", shape))

@@ -21,4 +21,4 @@ def gathered_again(block: BlockSteps, segment: int) -> list[Piece]:
     """Before the B of a segment, where only collectives are done again: those whose last reader it is."""
     if block.again:
         return []
-    return [(Op.CA, i) for i in block.sent_again if max(block.readers(i)) == segment]
+    return [(Op.CA, i) for i in block.sent_again if max(block.segments_reading(i)) == segment]
