@@ -81,8 +81,8 @@ class Case:
         seat, samples = seat or Seat.alone(), next(iter(self.batch.values())).shape[0]
         values = self.parameters
 
-        def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
-            return values[name] if piece is None else values[name].reshape(-1)[piece.start : piece.stop]
+        def read(name: str, is_master: bool, piece: Piece) -> Tensor:
+            return piece.of(values[name])
 
         costs = self.blocks.flops(self.captured.dims(self.batch))
         config = RunConfig.create(**{"dtype": "float64", "compile": "off", "batch_size": samples, **options})
@@ -118,6 +118,7 @@ def before_step(rank: Rank, schedule: str, num_micro_batches: int) -> Program:
 
 def run(rank: Rank, program: Program, parts: list[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:
     step = StepRun(parts, lr=0.0)
+    rank.step.engine.learn(program)
     rank.step.engine.run(program, step)
     return step.loss, step.gradients
 

@@ -11,6 +11,7 @@ from phalanx.model import reference
 from phalanx.program.instructions import COMPUTE, Instruction, Op, from_text
 from phalanx.program.lower import lower_forward
 from phalanx.program.passes.blocks import to_blocks
+from phalanx.runtime.anatomy import Anatomy
 from phalanx.runtime.engine import Engine
 from phalanx.runtime.rank import Rank
 from phalanx.runtime.totals import StepRun
@@ -98,7 +99,7 @@ def test_a_frozen_beginning_stops_the_backward_early_and_the_rest_is_exact(sched
     [part] = case.micro_batches(rank.step.engine.compute, (2,))
     forwards = [instruction for instruction in rank.step.program if instruction.op is Op.F]
     rank.step.engine.run(forwards, StepRun([part], lr=0.0))
-    kept = {case.blocks.blocks[number].name: saved for number, (_, saved) in part.stage(0).saved.items()}
+    kept = {case.blocks.blocks[number].name: left.saved for number, left in part.stage(0).saved.items()}
     assert [name for name, saved in kept.items() if not saved] == ["embedding", "model.layers.0", "model.layers.1"]
     got = case.step(rank, (2, 1), schedule)
     loss, gradients = case.plain()
@@ -128,9 +129,11 @@ def test_with_everything_frozen_there_is_a_loss_and_no_gradient() -> None:
 def test_without_totals_it_equals_the_model_in_eval_mode_and_keeps_nothing(name: str) -> None:
     case = captured.named(name)
     rank, compute = case.rank(), case.compute(dropout=False)
-    engine = Engine(rank.plan, rank.formation.shape, compute, rank.parameters)
+    engine = Engine(rank.plan, rank.formation.shape, Anatomy.of(case.blocks, None), compute, rank.parameters)
     parts = case.micro_batches(compute, (1, 2))
-    engine.run(lower_forward(rank.plan, rank.formation.shape, 2)[0], StepRun(parts, lr=0.0))
+    program = lower_forward(rank.plan, rank.formation.shape, 2)[0]
+    engine.learn(program)
+    engine.run(program, StepRun(parts, lr=0.0))
     total = sum(part.loss for part in parts) / sum(part.values[case.blocks.count] for part in parts)
     case.model.eval()
     with torch.no_grad(), reference.Widen():
