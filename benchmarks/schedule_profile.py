@@ -34,7 +34,7 @@ class Profile:
 
 def profile(steps: Mapping[str, Sequence[Timeline]], plan: Plan, shape: ModelShape, elements: Sequence[int]) -> Profile:
     """steps: of the two schedules named above, recorded. elements: of each bucket. plan: the one of FUSED."""
-    found = {op: _blocks(steps[SPLIT if op in (Op.B, Op.W) else FUSED], op, shape) for op in sorted(COMPUTE)}
+    found = {op: _blocks(steps[SPLIT if op in (Op.B, Op.W) else FUSED], op, shape) for op in (Op.F, Op.B, Op.W, Op.BW)}
     norm = statistics.median(min(_seconds(step, Op.NORM)) for step in steps[FUSED])
     update = statistics.median(_per_element(step, plan, shape, elements) for step in steps[FUSED])
     issue = statistics.median(statistics.fmean(_issues(step)) for step in steps[FUSED])

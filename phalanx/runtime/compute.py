@@ -1,7 +1,7 @@
 """Runs segments: the forward, input gradients and weight gradients of one of them on one micro-batch.
 
-Without tensor parallelism every block is one segment. It keeps the functions of each template for each set of shapes. It
-orders nothing and sends nothing: what a segment needs from elsewhere is there when it is called, or it is a bug.
+Without tensor parallelism every block is one segment. It keeps the functions of each template for each set of shapes.
+It orders nothing and sends nothing: what a segment needs from elsewhere is there when it is called, or it is a bug.
 """
 
 from __future__ import annotations
@@ -192,6 +192,8 @@ class Compute:
                 return batch.values[port.name]
             case "input":
                 return batch.inputs[port.name]
+            case "past" | "start" | "whole_value" | "whole_input":
+                return batch.of_slice(port.kind, port.name)
             case "buffer":
                 return self._buffers[port.name]
             case _:

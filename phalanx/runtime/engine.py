@@ -7,7 +7,7 @@ nothing: a computation waits for what it needs, everything else is started where
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -18,9 +18,9 @@ from phalanx.program.shape import ModelShape
 from phalanx.runtime.accumulate import Gradients
 from phalanx.runtime.anatomy import Anatomy, Knowledge
 from phalanx.runtime.compute import Compute
-from phalanx.runtime.exchanges import Exchanges
+from phalanx.runtime.exchanges import Exchanges, add_gradient
 from phalanx.runtime.messages import Messages
-from phalanx.runtime.micro_batch import Arriving, MicroBatch, StageRun, number_of
+from phalanx.runtime.micro_batch import Arriving, MicroBatch, StageRun, place_of
 from phalanx.runtime.parameters import Parameters
 from phalanx.runtime.totals import StepRun, Totals
 from phalanx.runtime.warm_up import WarmUp
@@ -54,7 +54,9 @@ class Engine:
         totals: Totals | None = None,
         watches: Iterable[Watch] = (),
         warm_up: WarmUp | None = None,
+        whole: Collection[str] = (),
     ) -> None:
+        self._whole = frozenset(whole)  # wires that are the same for all slices of a micro-batch
         self.compute, self.parameters, self.watches = compute, parameters, list(watches)
         self._plan, self._shape, self._anatomy = plan, shape, anatomy
         self._messages, self._totals, self._warm_up = messages, totals, warm_up
@@ -144,6 +146,7 @@ class Engine:
         part = self._anatomy.part(instruction)
         assert part.exchange is not None
         self._take_inputs(instruction, batch, run)
+        self._share(instruction, batch, run)
         self.exchanges.send(part, batch, run)
 
     def _exchange_back(self, instruction: Instruction, step: StepRun) -> None:
@@ -157,7 +160,7 @@ class Engine:
     def _backward(self, instruction: Instruction, step: StepRun) -> None:
         batch, run, number = self._place(instruction, step)
         self._take_gradients(instruction, batch, run, step)
-        self.exchanges.collect(self._outputs(number), batch, run)
+        self._collect(self._outputs(number), _stage(instruction), batch)
         self.exchanges.have(self._missing(number, run), batch, run)
         self._have_parameters(instruction)
         if instruction.op is Op.B:
@@ -179,7 +182,7 @@ class Engine:
     def _send_backward(self, instruction: Instruction, step: StepRun) -> None:
         assert self._messages is not None
         batch, stage = self._batch(instruction, step), _stage(instruction)
-        self.exchanges.collect(self._crossing[stage - 1], batch, batch.stages[stage])
+        self._collect(self._crossing[stage - 1], stage, batch)
         self._messages.send_backward(instruction, batch)
 
     def _drop(self, instruction: Instruction, step: StepRun) -> None:
@@ -213,6 +216,7 @@ class Engine:
         """Waits for everything that a segment's forward reads."""
         wires = self.compute.blocks.blocks[self._anatomy.segment(instruction)].names("wire")
         self._take_inputs(instruction, batch, run)
+        self._share(instruction, batch, run)
         self.exchanges.have(wires, batch, run)
         self._have_parameters(instruction)
 
@@ -224,13 +228,16 @@ class Engine:
         run.has_inputs = True
         if self._plan.pp_index(stage - 1) != self._plan.pp_index(stage):
             assert self._messages is not None
-            self._messages.inputs(stage, number_of(instruction), run)
+            self._messages.inputs(stage, place_of(instruction), run)
             return
         before = batch.stages[stage - 1]
         self.exchanges.have(self._crossing[stage - 1], batch, before)
         stays = self._known.stays.get(stage - 1, frozenset())
         for wire in self._crossing[stage - 1]:
-            run.wires[wire] = before.wires[wire] if wire in stays else before.wires.pop(wire)
+            if wire in self._whole and batch.begin:
+                continue  # came with the first slice
+            keep = wire in stays or wire in self._whole
+            run.wires[wire] = before.wires[wire] if keep else before.wires.pop(wire)
             run.differentiable[wire] = before.differentiable[wire]
 
     def _take_gradients(self, instruction: Instruction, batch: MicroBatch, run: StageRun, step: StepRun) -> None:
@@ -244,13 +251,31 @@ class Engine:
             run.gradients[self._anatomy.model.loss] = self._totals.scale(step).to(batch.loss.dtype)
         elif self._plan.pp_index(stage + 1) == self._plan.pp_index(stage):
             after = batch.stages[stage + 1]
-            self.exchanges.collect(self._crossing[stage], batch, after)
+            self._collect(self._crossing[stage], stage + 1, batch)
             run.gradients.update(
                 {wire: after.gradients.pop(wire) for wire in self._crossing[stage] if wire in after.gradients}
             )
         else:
             assert self._messages is not None
-            self._messages.output_gradients(stage, number_of(instruction), run)
+            self._messages.output_gradients(stage, place_of(instruction), run)
+
+    def _share(self, instruction: Instruction, batch: MicroBatch, run: StageRun) -> None:
+        """Wires that belong to the whole micro-batch are those of its first slice."""
+        if self._whole and batch.begin:
+            first = batch.siblings[0].stage(_stage(instruction))
+            for wire in self._whole & first.wires.keys():
+                run.wires[wire], run.differentiable[wire] = first.wires[wire], first.differentiable[wire]
+
+    def _collect(self, wires: Iterable[str], stage: int, batch: MicroBatch) -> None:
+        """Adds to gradients what comes back through exchanges; for what belongs to the whole, from all slices."""
+        wires = [wire for wire in wires if wire not in self._whole or batch.begin == 0]
+        self.exchanges.collect(wires, batch, batch.stage(stage))
+        for wire in self._whole.intersection(wires):
+            for other in batch.siblings[1:]:
+                self.exchanges.collect([wire], other, other.stage(stage))
+                gradient = other.stage(stage).gradients.pop(wire, None)
+                if gradient is not None:
+                    add_gradient(batch.stage(stage), wire, gradient)
 
     def _missing(self, number: int, run: StageRun) -> list[str]:
         """What was gathered again for a segment's backward."""
@@ -268,7 +293,7 @@ class Engine:
         return batch, batch.stage(_stage(instruction)), self._anatomy.segment(instruction)
 
     def _batch(self, instruction: Instruction, step: StepRun) -> MicroBatch:
-        return step.batches[number_of(instruction)]
+        return step.batch(place_of(instruction))
 
 
 def _stage(instruction: Instruction) -> int:

@@ -50,7 +50,8 @@ class Evaluator:
         parts = []
         for start in starts:
             count = min(self._size, samples - start)
-            parts += self._feeder.micro_batches(batches.batch(start, count), start, [count])
+            [whole] = self._feeder.micro_batches(batches.batch(start, count), start, [count])
+            parts += self._feeder.slices(whole, None)
         step = StepRun(parts, lr=0.0)
         self._engine.run(self._program(len(parts)), step)
         return step

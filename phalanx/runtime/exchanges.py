@@ -93,7 +93,7 @@ class Exchanges:
         """Adds to the gradients of wires what comes back through exchanges."""
         for wire in wires:
             for arriving in run.returning.pop(wire, ()):
-                _add(run, wire, arriving.wait(f"the gradient of {wire}"))
+                add_gradient(run, wire, arriving.wait(f"the gradient of {wire}"))
             for part in self._from.get(wire, ()):
                 exchange = _of(part)
                 if exchange.kind in BACKWARD:
@@ -102,7 +102,7 @@ class Exchanges:
                 gradient = run.gradients.pop(exchange.target, None)
                 if gradient is not None:
                     mover = self._movers[exchange.cells]
-                    _add(run, wire, mover.locally_back(exchange, gradient, _dims(part, batch)))
+                    add_gradient(run, wire, mover.locally_back(exchange, gradient, _dims(part, batch)))
 
 
 def _of(part: Part) -> Exchange:
@@ -114,7 +114,7 @@ def _dims(part: Part, batch: MicroBatch) -> Mapping[str, int]:
     return batch.view(part.degree).dims
 
 
-def _add(run: StageRun, wire: str, gradient: Tensor) -> None:
+def add_gradient(run: StageRun, wire: str, gradient: Tensor) -> None:
     earlier = run.gradients.get(wire)
     run.gradients[wire] = gradient if earlier is None else earlier + gradient
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from phalanx.model.ops.past import Past, Slice
 from phalanx.model.segment.segments import Saved, Segment
 from phalanx.program.instructions import Instruction
 
@@ -53,17 +55,42 @@ class MicroBatch:
     dropout: dict[str, Tensor] = field(default_factory=dict)
     stages: dict[int, StageRun] = field(default_factory=dict)
     views: dict[int, MicroBatch] = field(default_factory=dict)  # by tensor degree, where a rank has fewer samples
+    whole: MicroBatch | None = None  # of which this is a slice
+    begin: int = 0  # the first of the slice's tokens
+    pasts: dict[str, Past] = field(default_factory=dict)  # per attention, of the whole
+    slices: dict[str, Slice] = field(default_factory=dict)  # per attention, of this slice
+    siblings: list[MicroBatch] = field(default_factory=list)  # all slices of the whole, in order
     loss: Tensor | None = None  # summed over items; on the last stage only
 
     def view(self, degree: int) -> MicroBatch:
         """What a unit of this tensor degree sees of it."""
         return self.views.get(degree, self)
 
+    def of_slice(self, kind: str, name: str) -> Tensor:
+        """What only slices are asked for: where they begin, what lies before them, what is the whole's."""
+        whole = self.whole
+        assert whole is not None, f"{kind} of something that is not a slice"
+        match kind:
+            case "start":
+                return torch.tensor(self.begin)
+            case "past":
+                if name not in self.slices:
+                    past = whole.pasts.setdefault(name, Past(whole.dims["tokens"]))
+                    self.slices[name] = Slice(past, self.begin)
+                return self.slices[name].handle
+            case "whole_value":
+                return whole.values[name]
+            case _:
+                return whole.inputs[name]
+
     def stage(self, number: int) -> StageRun:
         return self.stages.setdefault(number, StageRun())
 
 
-def number_of(instruction: Instruction) -> int:
-    """Which of a step's micro-batches an instruction is about; halves are numbered through as if they were some."""
+Place = tuple[int, int, int]  # micro-batch, slice, half
+
+
+def place_of(instruction: Instruction) -> Place:
+    """Which part of a step's samples and tokens an instruction is about."""
     assert instruction.micro_batch is not None
-    return instruction.micro_batch if instruction.half is None else 2 * instruction.micro_batch + instruction.half
+    return instruction.micro_batch, instruction.slice or 0, instruction.half or 0

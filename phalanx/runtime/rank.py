@@ -18,6 +18,7 @@ from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.shard.shard import shard
+from phalanx.model.slice.slicing import slice_model
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.check import check
@@ -64,8 +65,10 @@ class Rank:
         optimizer_class: type[Any] | None = None,
         watches: Iterable[Watch] = (),
     ) -> None:
-        self.captured, self.seat, self.plan = captured, seat, plan
         self.device, self.dtype = torch.device(seat.device), getattr(torch, config.dtype)
+        self._sliced = slice_model(captured, self.dtype) if plan.slices else None
+        self.captured = captured = self._sliced.captured if self._sliced is not None else captured
+        self.seat, self.plan = seat, plan
         self._seed, self._buffers = config.seed, buffers
         self.compiler = Compiler(resolve_mode(config.compile, self.device))
         self.formation = _formation(captured, plan, seat.rank, trainable, self.dtype)
@@ -88,6 +91,10 @@ class Rank:
         self.step = Step(feeder, engine, programs[seat.rank], plan)
         size = split(split(config.batch_size, plan.dp)[0], plan.mb)[0]
         self._evaluator = Evaluator(*self._engine((), watches, trains=False), self.formation, self.connections, size)
+
+    @property
+    def _whole_wires(self) -> frozenset[str]:
+        return self._sliced.whole_wires if self._sliced is not None else frozenset()
 
     @property
     def keeps_masters(self) -> bool:
@@ -141,16 +148,20 @@ class Rank:
         wires = Wires(anatomy, compute, shapes, self.dtype)
         messages, warm_up = None, None
         if self.plan.pp > 1:
-            messages = Messages(wires, formation.first_blocks, self.seat.rank, connections.channel, self.device)
+            messages = Messages(
+                wires, formation.first_blocks, self.seat.rank, connections.channel, self.device, self._whole_wires
+            )
         if self.device.type == "cuda" and self.plan.pp * self.plan.tp > 1:
             warm_up = WarmUp(anatomy, compute, wires, shapes, self.dtype)
         exchanges = Exchanges(anatomy.parts, connections.exchange_group) if self.plan.tp > 1 else None
         engine = Engine(
             self.plan, formation.shape, anatomy, compute, self.parameters, exchanges=exchanges, messages=messages,
             watches=watches, warm_up=warm_up, gradients=self._gradients() if trains else None,
-            totals=self._totals() if trains else None,
+            totals=self._totals() if trains else None, whole=self._whole_wires,
         )  # fmt: skip
-        return engine, Feeder(self.captured, compute, seed=self._seed, dtype=self.dtype, parts=formation.portions())
+        return engine, Feeder(
+            self.captured, compute, seed=self._seed, dtype=self.dtype, parts=formation.portions(), sliced=self._sliced
+        )
 
     def _gradients(self) -> Gradients:
         pool = BufferPool()

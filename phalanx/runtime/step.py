@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,11 +16,12 @@ from torch import Tensor
 from phalanx.errors import DataError, PlanError
 from phalanx.model.captured import Captured
 from phalanx.model.ops.random import sample_keys
+from phalanx.model.slice.slicing import TOKENS, WHOLE_TOKENS, Sliced
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Program
 from phalanx.runtime.compute import Compute
 from phalanx.runtime.engine import Engine
-from phalanx.runtime.micro_batch import MicroBatch
+from phalanx.runtime.micro_batch import MicroBatch, Place
 from phalanx.runtime.portion import Portion
 from phalanx.runtime.totals import StepRun
 from phalanx.tasks.base import Batch
@@ -65,12 +67,20 @@ class Outcome:
 
 class Feeder:
     """Turns batches into micro-batches: checked, moved to the device, with their dropout keys. parts: by tensor degree,
-    what its units see of a micro-batch where that is not all of it."""
+    what its units see of a micro-batch where that is not all of it. sliced: how its tokens are cut, where the model
+    runs on slices; then every micro-batch is given as its slices."""
 
     def __init__(
-        self, captured: Captured, compute: Compute, *, seed: int, dtype: torch.dtype, parts: Mapping[int, Portion]
+        self,
+        captured: Captured,
+        compute: Compute,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        parts: Mapping[int, Portion],
+        sliced: Sliced | None = None,
     ) -> None:
-        self.captured, self.compute = captured, compute
+        self.captured, self.compute, self._sliced = captured, compute, sliced
         self._seed, self._dtype, self._parts = seed, dtype, parts
 
     def micro_batches(self, batch: Batch, first: int, sizes: Sequence[int]) -> list[MicroBatch]:
@@ -86,6 +96,29 @@ class Feeder:
             parts.append(self._micro_batch(inputs, keys[begin : begin + size]))
             begin += size
         return parts
+
+    def slices(self, whole: MicroBatch, edges: Sequence[int] | None) -> list[MicroBatch]:
+        """A micro-batch as its slices; as one where there are no edges, or as it is where the model is not sliced."""
+        if self._sliced is None:
+            return [whole]
+        edges = (0, whole.dims["tokens"]) if edges is None else edges
+        found = [self._slice(whole, start, stop) for start, stop in pairwise(edges)]
+        for part in found:
+            part.siblings = found
+            for degree, view in whole.views.items():
+                part.views[degree] = self._slice(view, part.begin, part.begin + part.dims["tokens"])
+        return found
+
+    def _slice(self, whole: MicroBatch, start: int, stop: int) -> MicroBatch:
+        sliced, samples = self._sliced, whole.keys.shape[0]
+        assert sliced is not None
+        inputs = {name: sliced.cut_input(name, tensor, start, stop) for name, tensor in whole.inputs.items()}
+        values = {name: sliced.cut_value(name, v, samples, start, stop) for name, v in whole.values.items()}
+        if start:  # what is counted is counted once
+            count = self.captured.blocks.count
+            values[count] = torch.zeros_like(values[count])
+        dims = {**whole.dims, TOKENS: stop - start, WHOLE_TOKENS: whole.dims[TOKENS]}
+        return MicroBatch(inputs, whole.keys, dims, values, whole.dropout, whole=whole, begin=start)
 
     def _micro_batch(self, inputs: dict[str, Tensor], keys: Tensor) -> MicroBatch:
         batch = self.compute.micro_batch(inputs, keys, self.captured.dims(inputs))
@@ -125,7 +158,15 @@ class Step:
     def begin(self, batch: Batch, first: int, lr: float) -> StepRun:
         sizes = split(num_samples(batch), self._plan.mb)
         halves = [half for size in sizes for half in split(size, self._plan.halves)]
-        return StepRun(self.feeder.micro_batches(batch, first, halves), lr)
+        batches: list[MicroBatch] = []
+        places: dict[Place, int] = {}
+        for number, whole in enumerate(self.feeder.micro_batches(batch, first, halves)):
+            micro_batch, half = divmod(number, self._plan.halves)
+            edges = self._plan.slice_bounds(micro_batch, whole.dims[TOKENS]) if self._plan.slices else None
+            for index, part in enumerate(self.feeder.slices(whole, edges)):
+                places[micro_batch, index, half] = len(batches)
+                batches.append(part)
+        return StepRun(batches, lr, places=places)
 
 
 def num_samples(batch: Mapping[str, Tensor]) -> int:

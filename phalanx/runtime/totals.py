@@ -6,7 +6,7 @@ waits for a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.runtime.links import Group, Pending
 from phalanx.runtime.loss_scale import LossScale
-from phalanx.runtime.micro_batch import MicroBatch
+from phalanx.runtime.micro_batch import MicroBatch, Place
 from phalanx.runtime.optimizer import Optimizer
 
 
@@ -33,6 +33,10 @@ class StepRun:
     stop: Callable[[], bool] = lambda: False  # whether this rank is asked to stop; all do if one is
     counts: tuple[float, ...] = ()  # about this rank's part of the batch
     counted: tuple[Tensor, ...] = ()  # how many ranks are asked to stop; and counts over all parts
+    places: Mapping[Place, int] = field(default_factory=dict)  # number of each part; empty where they are micro-batches
+
+    def batch(self, place: Place) -> MicroBatch:
+        return self.batches[self.places[place] if self.places else place[0]]
 
 
 class Totals:

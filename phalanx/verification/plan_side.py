@@ -33,7 +33,7 @@ from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import EXCHANGES, Program
 from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
-from phalanx.runtime.micro_batch import number_of
+from phalanx.runtime.micro_batch import place_of
 from phalanx.runtime.model_shape import BucketNames, bucket_names
 from phalanx.runtime.step import num_samples, split
 from phalanx.verification.case import Case, Execution, Step
@@ -159,5 +159,10 @@ def _exchanged(plan: Plan, shape: ModelShape, rank: int, program: Program, case:
         dims = [captured.dims({name: tensor[:size] for name, tensor in batch.items()}) for size in sizes]
         for it in sent:
             assert it.block is not None and it.step is not None
-            total += evaluate(shape.steps_of(it.block)[it.step].elements, dims[number_of(it)])
+            micro_batch, slice_, half = place_of(it)
+            own_dims = dims[micro_batch * plan.halves + half]
+            if plan.slices:
+                edges = plan.slice_bounds(micro_batch, own_dims["tokens"])
+                own_dims = own_dims | {"tokens": edges[slice_ + 1] - edges[slice_]}
+            total += evaluate(shape.steps_of(it.block)[it.step].elements, own_dims)
     return total * case.torch_dtype.itemsize

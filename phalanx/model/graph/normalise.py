@@ -230,3 +230,5 @@ def without_dropout(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target is torch.ops.phalanx.attention.default:
             node.args = (*node.args[:6], None, *node.args[7:11], 0.0)
+        elif node.target is torch.ops.phalanx.attention_slice.default:
+            node.args = (*node.args[:7], None, *node.args[8:12], 0.0)

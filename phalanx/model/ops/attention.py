@@ -15,14 +15,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.model.ops import kernels
+from phalanx.model.ops import kernels, slice_kernels
 from phalanx.model.ops.kernels import Attention
+from phalanx.model.ops.past import Slice
 
 _OPTIONS = "bool causal, float scale, int window, float softcap, float dropout, int first_head=0"
+_FROM = "Tensor? first_query=None"
 _MASKS = "Tensor? q_segments, Tensor? k_segments, Tensor? bias, Tensor? dropout_keys"
-_FORWARD = f"(Tensor q, Tensor k, Tensor v, {_MASKS}, {_OPTIONS}) -> (Tensor, Tensor)"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, {_MASKS}, {_OPTIONS}, {_FROM}) -> (Tensor, Tensor)"
 _BACKWARD = (
-    f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASKS}, {_OPTIONS})"
+    f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASKS}, {_OPTIONS}, {_FROM})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -80,3 +82,61 @@ def _autograd_backward(ctx, d_out, d_lse):
 
 
 attention.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+# The same for a slice of the tokens: its handle leads to the keys and values of those before it.
+
+_SLICE_FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor handle, {_MASKS}, {_OPTIONS}) -> (Tensor, Tensor)"
+_SLICE_BACKWARD = (
+    f"(Tensor d_out, Tensor q, Tensor out, Tensor lse, Tensor handle, {_MASKS}, int kv_heads, int value_dim, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("phalanx::attention_slice", mutates_args=(), schema=_SLICE_FORWARD)
+def attention_slice(q, k, v, handle, *options) -> tuple[Tensor, Tensor]:
+    out, lse = slice_kernels.forward(q, k, v, Slice.behind(handle), Attention(*options))
+    return _token_major(out), lse.contiguous()
+
+
+@torch.library.custom_op("phalanx::attention_slice_backward", mutates_args=(), schema=_SLICE_BACKWARD)
+def attention_slice_backward(
+    d_out, q, out, lse, handle, q_segments, k_segments, bias, dropout_keys, kv_heads, value_dim, *options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spec = Attention(q_segments, k_segments, bias, dropout_keys, *options)
+    dq, dk, dv, d_bias = slice_kernels.backward(d_out, q, out, lse, Slice.behind(handle), spec)
+    d_bias = q.new_empty(0) if d_bias is None else d_bias.contiguous()
+    return _token_major(dq), _token_major(dk), _token_major(dv), d_bias
+
+
+@attention_slice.register_fake
+def _(q, k, v, handle, *options):
+    batch, heads, queries, _ = q.shape
+    lse = q.new_empty(q.shape[:3], dtype=kernels.accumulation_dtype(q.dtype))
+    return q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2), lse
+
+
+@attention_slice_backward.register_fake
+def _(d_out, q, out, lse, handle, q_segments, k_segments, bias, dropout_keys, kv_heads, value_dim, *options):
+    batch, _, tokens, dim = q.shape
+    dk = q.new_empty(batch, tokens, kv_heads, dim).transpose(1, 2)
+    dv = q.new_empty(batch, tokens, kv_heads, value_dim).transpose(1, 2)
+    d_bias = q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+    return _empty_like_tokens(q), dk, dv, d_bias
+
+
+def _setup_slice(ctx, inputs, output) -> None:
+    q, k, v, handle, q_segments, k_segments, bias, dropout_keys, *options = inputs
+    out, lse = output
+    ctx.save_for_backward(q, out, lse, handle, q_segments, k_segments, bias, dropout_keys)  # keys and values are there
+    ctx.sizes, ctx.options = (k.shape[1], v.shape[-1]), options
+    ctx.mark_non_differentiable(lse)
+
+
+def _slice_backward(ctx, d_out, d_lse):
+    grads = torch.ops.phalanx.attention_slice_backward(d_out, *ctx.saved_tensors, *ctx.sizes, *ctx.options)
+    dq, dk, dv, d_bias = grads
+    return dq, dk, dv, None, None, None, d_bias if ctx.needs_input_grad[6] else None, None, *[None] * len(ctx.options)
+
+
+attention_slice.register_autograd(_slice_backward, setup_context=_setup_slice)

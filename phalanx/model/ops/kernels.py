@@ -37,6 +37,7 @@ class Attention:
     softcap: float  # 0: none
     dropout: float
     first_head: int = 0  # which of the model's heads q's first one is: what is dropped depends on it
+    first_query: Tensor | None = None  # and which of the micro-batch's tokens its first query is, on the host; None: 0
 
     @property
     def only_windowed(self) -> bool:
@@ -266,7 +267,8 @@ def _drop(probabilities: Tensor, spec: Attention, chunk: slice) -> Tensor:
     _, heads, _, num_keys = probabilities.shape
     device = probabilities.device
     own_heads = torch.arange(spec.first_head, spec.first_head + heads, device=device)
-    queries = torch.arange(chunk.start, chunk.stop, device=device)
+    first = 0 if spec.first_query is None else int(spec.first_query)
+    queries = torch.arange(first + chunk.start, first + chunk.stop, device=device)
     keep = random.keep_attention(spec.dropout_keys, own_heads, queries, num_keys, spec.dropout)
     return torch.where(keep, probabilities * random.scale(spec.dropout), 0.0)
 

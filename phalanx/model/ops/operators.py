@@ -39,9 +39,11 @@ def _dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
     return _dropout_part(x, keys, p, 0, 0)
 
 
-def _dropout_part(x: Tensor, keys: Tensor, p: float, token_part: int, first_feature: int) -> Tensor:
-    """x: a part of an activation; token_part: which of equally long parts of its tokens."""
-    keep = random.keep_features(keys, x.shape, p, token_part, first_feature)
+def _dropout_part(
+    x: Tensor, keys: Tensor, p: float, token_part: int, first_feature: int, first_token: Tensor | None = None
+) -> Tensor:
+    """x: a part of an activation; token_part: which of equally long parts of its tokens, counted from `first_token`."""
+    keep = random.keep_features(keys, x.shape, p, token_part, first_feature, first_token)
     return torch.where(keep, x * random.scale(p), 0.0)
 
 
@@ -73,7 +75,9 @@ def _cross_entropy_part(logits: Tensor, targets: Tensor, first: int, ignore_inde
 
 _OPERATORS = {
     "dropout(Tensor x, Tensor keys, float p)": _dropout,
-    "dropout_part(Tensor x, Tensor keys, float p, int token_part, int first_feature)": _dropout_part,
+    "dropout_part(Tensor x, Tensor keys, float p, int token_part, int first_feature, Tensor? first_token=None)": (
+        _dropout_part
+    ),
     "embedding_part(Tensor weight, Tensor ids, int first, int padding_idx=-1)": _embedding_part,
     "cross_entropy_sum(Tensor logits, Tensor targets, int ignore_index, float smoothing)": _cross_entropy_sum,
     "cross_entropy_part(Tensor logits, Tensor targets, int first, int ignore_index, float smoothing)": (

@@ -57,12 +57,18 @@ def scale(p: float) -> float:
 
 
 def keep_features(
-    keys: Tensor, shape: torch.Size | tuple[int, ...], p: float, token_part: int = 0, first_feature: int = 0
+    keys: Tensor,
+    shape: torch.Size | tuple[int, ...],
+    p: float,
+    token_part: int = 0,
+    first_feature: int = 0,
+    first_token: Tensor | None = None,
 ) -> Tensor:
     """Which elements of an activation survive; bool, of the given shape.
 
     keys: [samples]. The leading dims of `shape` hold samples × tokens, together or apart; the last dim is the feature.
-    token_part, first_feature: where these tokens and features lie in the whole, tokens in parts as long as this one.
+    token_part, first_feature: where these tokens and features lie in the whole, tokens in parts as long as this one,
+    of which the first begins at `first_token`.
     """
     samples, features = keys.shape[0], shape[-1]
     rows = 1
@@ -70,6 +76,7 @@ def keep_features(
         rows *= size
     num_tokens = rows // samples
     tokens = torch.arange(token_part * num_tokens, (token_part + 1) * num_tokens, device=keys.device)
+    tokens = tokens if first_token is None else tokens + first_token
     token_keys = combine(keys[:, None], tokens[None, :]).reshape(*shape[:-1], 1)
     feature = torch.arange(first_feature, first_feature + features, device=keys.device)
     return combine(token_keys, feature) >= _threshold(p)

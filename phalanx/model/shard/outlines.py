@@ -73,14 +73,27 @@ class Outlines:
 
     def blocks(self) -> Iterator[tuple[Block, fx.Graph]]:
         """Every block with its canonical graph, whose nodes have values and units. Blocks of one template share it."""
-        made: dict[str, fx.Graph] = {}
+        done: set[str] = set()
+        for block, graph in self.raw_blocks():
+            if block.template not in done:
+                canonicalise(graph)
+                done.add(block.template)
+            yield block, graph
+
+    def raw_blocks(self) -> Iterator[tuple[Block, fx.Graph]]:
+        """The same with the graphs as they were captured; they may be changed once they have been given out."""
+        made: dict[str, tuple[fx.Graph, list[Tensor]]] = {}
         for block in self._captured.blocks.blocks:
             if block.template not in made:
-                made[block.template] = self._annotated(block)
-            graph = made[block.template]
-            values = [node.meta["val"] for node in graph.output_node().args[0]]  # pyright: ignore
+                graph = self._annotated(block)
+                made[block.template] = graph, [node.meta["val"] for node in graph.output_node().args[0]]  # pyright: ignore
+            graph, values = made[block.template]
             self._known |= {("wire", name): value for name, value in zip(block.outputs, values, strict=True)}
             yield block, graph
+
+    def value(self, name: str) -> Tensor:
+        """A value of the prologue."""
+        return self._known["value", name]
 
     def _annotated(self, block: Block) -> fx.Graph:
         template = self._captured.blocks.templates[block.template]
@@ -91,7 +104,6 @@ class Outlines:
             annotate(
                 graph, {n: self._value(p.kind, p.name) for n, p in zip(placeholders, block.ports, strict=True)}, units
             )
-        canonicalise(graph)
         return graph
 
     def _prologue(self) -> None:
@@ -101,6 +113,13 @@ class Outlines:
         self._known |= {("value", name): value for name, value in zip(blocks.values, values, strict=True)}
 
     def _value(self, kind: str, name: str) -> Tensor | int:
-        if kind == "size":
-            return evaluate(name, self.dims.sizes)
-        return self._keys if kind == "dropout" else self._known[kind, name]
+        match kind:
+            case "size":
+                return evaluate(name, {**self.dims.sizes, "whole_tokens": self.dims.sizes.get("tokens", 1)})
+            case "dropout":
+                return self._keys
+            case "past" | "start":
+                with self._mode:
+                    return torch.empty((), dtype=torch.int64)
+            case _:
+                return self._known[kind.removeprefix("whole_"), name]

@@ -205,19 +205,20 @@ def _is_partial(walk: Walk, value: fx.Node, user: fx.Node) -> bool:
 
 
 def _dropout(walk: Walk, node: fx.Node) -> Place:
-    x, keys, p = node.args
+    x, keys, p = node.args[:3]
     assert isinstance(x, fx.Node)
+    start = node.args[5] if len(node.args) > 5 else None  # where a slice begins
     place = walk.need_home(node, x)
     if place.kind == "tokens":
         walk.rewritten[node] = lambda build, rank: build.call(
-            own.dropout_part.default, build.of(x), build.of(keys), p, rank, 0
+            own.dropout_part.default, build.of(x), build.of(keys), p, rank, 0, build.of(start)
         )
     if place.kind == "split":
         if place.dim != len(shape(x)) - 1:
             raise Conflict("dropout of a value that is split on another dim than its features", place)
         _only_ranges(place)
         walk.rewritten[node] = lambda build, rank: build.call(
-            own.dropout_part.default, build.of(x), build.of(keys), p, 0, place.cuts[rank][0][0]
+            own.dropout_part.default, build.of(x), build.of(keys), p, 0, place.cuts[rank][0][0], build.of(start)
         )
     return place
 
@@ -496,8 +497,10 @@ def _index(walk: Walk, node: fx.Node) -> Place:
 
 
 def _attention(walk: Walk, node: fx.Node) -> Place:
+    """Of whole sequences, or of slices, which have a handle after q, k and v."""
     q, k, v = node.args[:3]
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    masks = 4 if node.target is own.attention_slice.default else 3  # where what may see what begins
     places = [walk.of(x, node) for x in (q, k, v)]
     if not any(p.kind == "split" for p in places):
         return otherwise(walk, node)
@@ -513,20 +516,22 @@ def _attention(walk: Walk, node: fx.Node) -> Place:
     for place, wanted in zip(places, (of_q, of_kv, of_kv), strict=True):
         if place.cuts != tuple((part,) for part in wanted):
             _give(walk, place, wanted)
-    bias = node.args[5] if len(node.args) > 5 else None
+    bias = node.args[masks + 2]
     if isinstance(bias, fx.Node):
         spans = shape(bias)[1] != 1
         if walk.live[bias]:
             walk.need(node, bias, places[0] if spans else WHOLE)
         elif spans:
             walk.wants[node, bias] = places[0]
-    for other in (*node.args[3:5], *node.args[6:7]):
+    for other in (*node.args[masks : masks + 2], node.args[masks + 3]):
         if isinstance(other, fx.Node) and walk.live[other]:
             walk.need_whole(node, other)
-    if len(node.args) > 11 and node.args[11]:
+    dropout = masks + 8
+    if node.args[dropout]:
         walk.rewritten[node] = lambda build, rank: build.call(
-            node.target, *map(build.of, node.args[:12]), places[0].cuts[rank][0][0]
-        )
+            node.target, *map(build.of, node.args[: dropout + 1]), places[0].cuts[rank][0][0],
+            *map(build.of, node.args[dropout + 2 :]),
+        )  # fmt: skip
     return (places[0], places[0])
 
 
@@ -598,13 +603,14 @@ def _table() -> dict[Any, Rule]:
     rules |= dict.fromkeys((aten.split.Tensor, aten.chunk.default), _sections)
     return rules | {
         aten.linear.default: _linear, aten.mm.default: _matmul, aten.matmul.default: _matmul,
-        own.grouped_matmul.default: _grouped, aten.embedding.default: _embedding, own.dropout.default: _dropout,
+        own.grouped_matmul.default: _grouped, aten.embedding.default: _embedding, own.dropout.default: _dropout, own.dropout_part.default: _dropout,
         aten.layer_norm.default: _layer_norm, aten.reshape.default: _reshape, aten.flatten.using_ints: _flatten,
         aten.contiguous.default: _dims_moved(lambda node, dim, rank: dim),
         aten.transpose.int: _dims_moved(_transposed), aten.permute.default: _dims_moved(_permuted),
         aten.unsqueeze.default: _dims_moved(_unsqueezed), aten.squeeze.dim: _dims_moved(_squeezed),
         aten.cat.default: _cat, aten.stack.default: _stack, aten.slice.Tensor: _slice, aten.select.int: _select,
-        aten.index.Tensor: _index, own.attention.default: _attention, loss_part: _loss_part, loss_join: _loss_join,
+        aten.index.Tensor: _index, own.attention.default: _attention,
+        own.attention_slice.default: _attention, loss_part: _loss_part, loss_join: _loss_join,
         operator.getitem: _item,
     }  # fmt: skip
 
