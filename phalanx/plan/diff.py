@@ -10,6 +10,7 @@ from phalanx.plan.plan import Plan
 
 # What a field's empty value says to a reader.
 _EMPTY = {
+    "slices": "none",
     "stages": "undecided",
     "zero_degree": "dp",
     "gather": "default",

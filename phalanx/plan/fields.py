@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from phalanx.errors import PlanError, nearest
-from phalanx.plan import degrees
+from phalanx.plan import degrees, slicing
 
 Fields = dict[str, Any]  # a plan's fields by name, as many as are given
 
-MAY_BE_EMPTY = ("stages", "gather", "reduce", "degrees", "save")  # an empty one says as much as none at all
+MAY_BE_EMPTY = ("slices", "stages", "gather", "reduce", "degrees", "save")  # an empty one says as much as none at all
 EXAMPLE = "mb=4,schedule=gpipe"
 
 
@@ -150,6 +150,7 @@ FORMS: Mapping[str, Form] = {
     "dp": _number(1),
     "tp": _number(1),
     "mb": _number(1),
+    "slices": Form(slicing.read_slicings, slicing.write_slicings, slicing.take_slicings, slicing.EXAMPLE),
     "schedule": _word("1f1b"),
     "v": _number(1),
     "stages": Form(_read_counts, lambda counts: "-".join(map(str, counts)), _take_counts, [3, 4, 4, 3]),

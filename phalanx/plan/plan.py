@@ -15,6 +15,7 @@ from phalanx.errors import PlanError
 from phalanx.plan import fields
 from phalanx.plan.degrees import Degrees, degrees_of_layer
 from phalanx.plan.rules import VIRTUAL_STAGES, validate
+from phalanx.plan.slicing import Slicings, bounds
 from phalanx.plan.tensor import OVERLAPS
 
 SCHEDULES = tuple(VIRTUAL_STAGES)
@@ -28,6 +29,8 @@ class Plan:
     pp: ranks in a pipeline. dp: replicas of the pipeline, each with its part of the samples.
     tp: ranks that split the tensors of each block between them.
     mb: micro-batches per replica; the global batch never changes with it.
+    slices: how the tokens of a micro-batch are cut, by relative lengths; several slicings take turns over the
+        micro-batches. Empty: they are not cut.
     schedule: the order of forward and backward (`program/schedules/`).
     v: virtual stages per rank. 0, as given, stands for what the schedule needs; a plan never holds it.
     stages: blocks per stage, first to last; empty while that is not decided.
@@ -48,6 +51,7 @@ class Plan:
     dp: int = 1
     tp: int = 1
     mb: int = 1
+    slices: Slicings = ()
     schedule: str = "1f1b"
     v: int = 0
     stages: tuple[int, ...] = ()
@@ -79,6 +83,22 @@ class Plan:
     @property
     def num_stages(self) -> int:
         return self.pp * self.v
+
+    def num_slices(self, micro_batch: int) -> int:
+        """In how many slices the tokens of a micro-batch are computed; 1 where they are not cut."""
+        return len(self._slicing(micro_batch))
+
+    @property
+    def max_slices(self) -> int:
+        return max(map(len, self.slices), default=1)
+
+    def slice_bounds(self, micro_batch: int, tokens: int) -> tuple[int, ...]:
+        """Where a micro-batch of `tokens` is cut: the edges of its slices, from 0 to `tokens`."""
+        return bounds(self._slicing(micro_batch), tokens)
+
+    def _slicing(self, micro_batch: int) -> tuple[int, ...]:
+        assert micro_batch >= 0
+        return self.slices[micro_batch % len(self.slices)] if self.slices else (1,)
 
     @property
     def shards(self) -> int:

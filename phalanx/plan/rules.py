@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PlanError, nearest
 from phalanx.plan.divisors import divisors, listed
+from phalanx.plan.slicing import check_slices
 from phalanx.plan.tensor import check_tensor
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def validate(plan: Plan) -> None:
     """Raises a PlanError for the first rule that the plan breaks."""
     check_counts({"pp": plan.pp, "dp": plan.dp, "tp": plan.tp, "mb": plan.mb})
     _check_schedule(plan)
+    check_slices(plan)
     _check_stages(plan)
     _check_zero(plan)
     _check_moments(plan)

@@ -3,6 +3,7 @@
 The short view names stage and micro-batch: `F1.2` is the forward of stage 1 for micro-batch 2. The lowered view, which
 is what is checked, simulated and run, names blocks and buckets too (`F1.2/5`, `R1.2/5`), the rank at the other end of a
 message (`SF1.2>3`), and under tensor parallelism halves and steps: `F1.2a/5:3` is step 3 of block 5 for the first half.
+Where a micro-batch's tokens are cut into slices, both views name the slice too: `F1.2.4`, `F1.2.4a/5:3`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ HALVES = "ab"
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """`block` is the block of a computation or exchange, the bucket of anything about parameters. `half`: of the
-    micro-batch, where it is cut in two. `step`: of the block, where it is made of several (`shape.Step`)."""
+    micro-batch, where it is cut in two. `step`: of the block, where it is made of several (`shape.Step`). `slice`: of
+    the micro-batch's tokens, where they are cut."""
 
     op: Op
     stage: int | None = None
@@ -60,10 +62,12 @@ class Instruction:
     peer: int | None = None  # rank
     half: int | None = None
     step: int | None = None
+    slice: int | None = None
 
     def __str__(self) -> str:
         text = str(self.op) + ("" if self.stage is None else str(self.stage))
         text += "" if self.micro_batch is None else f".{self.micro_batch}"
+        text += "" if self.slice is None else f".{self.slice}"
         text += "" if self.half is None else HALVES[self.half]
         text += "" if self.block is None else f"/{self.block}"
         text += "" if self.step is None else f":{self.step}"
@@ -74,10 +78,10 @@ Program = tuple[Instruction, ...]
 
 _OPS = "|".join(sorted(Op, key=len, reverse=True))
 _PATTERN = re.compile(
-    rf"(?P<op>{_OPS})(?P<stage>\d+)?(?:\.(?P<micro_batch>\d+)(?P<half>[{HALVES}])?)?"
+    rf"(?P<op>{_OPS})(?P<stage>\d+)?(?:\.(?P<micro_batch>\d+)(?:\.(?P<slice>\d+))?(?P<half>[{HALVES}])?)?"
     r"(?:/(?P<block>\d+)(?::(?P<step>\d+))?)?(?:(?P<arrow>[<>])(?P<peer>\d+))?"
 )
-_NUMBERS = ("stage", "micro_batch", "block", "step", "peer")
+_NUMBERS = ("stage", "micro_batch", "slice", "block", "step", "peer")
 
 
 def to_text(program: Iterable[Instruction]) -> str:
@@ -113,11 +117,11 @@ def _places(op: Op) -> tuple[set[str], set[str]]:
     """What an instruction of a kind must name, and what it may name besides."""
     place = {"stage", "micro_batch"}
     if op in COMPUTE:
-        return place, {"half", "block", "step"}
+        return place, {"slice", "half", "block", "step"}
     if op in EXCHANGES:
-        return {*place, "block", "step"}, {"half"}
+        return {*place, "block", "step"}, {"slice", "half"}
     if op in SENDS or op in RECEIVES:
-        return place, {"half"}
+        return place, {"slice", "half"}
     if op in (Op.GATHER, Op.FREE, Op.REDUCE):
-        return {*place, "block"}, set()
+        return {*place, "block"}, {"slice"} if op is not Op.REDUCE else set()
     return ({"block"} if op in (Op.TIE, Op.SHARE) else set()), set()

@@ -42,11 +42,13 @@ def plans(draw: st.DrawFn) -> Plan:
     zero = draw(st.integers(0, 3)) if dp > 1 else 0
     num_stages = pp * (v or Plan(schedule=schedule, pp=pp).v)
     counts = st.lists(st.integers(1, 99), min_size=num_stages, max_size=num_stages).map(tuple)
+    slicing = st.lists(st.integers(1, 9), min_size=2, max_size=4).map(tuple)
+    slices = draw(st.lists(slicing, max_size=3).map(tuple)) if schedule in ("1f1b", "gpipe") else ()
     moments = ["", "step", *(["micro-batch"] if zero >= 2 else [])]
     within: dict[str, Any] = draw(tensor_fields() | st.fixed_dictionaries({"recompute": st.booleans()}))
     return Plan(
         pp=pp, dp=dp, mb=draw(st.integers(1, 10**6)), schedule=schedule, v=v, stages=draw(st.just(()) | counts),
-        zero=zero, **within,
+        zero=zero, slices=slices, **within,
         zero_degree=draw(st.sampled_from([0, *(d for d in range(2, dp + 1) if dp % d == 0)])) if zero else 0,
         gather=draw(st.sampled_from(moments)) if zero == 3 else "",
         reduce=draw(st.sampled_from(moments)) if dp > 1 else "",
@@ -167,8 +169,8 @@ def test_when_parameters_are_gathered_and_gradients_reduced_depends_on_zero() ->
 # What is said about a wrong plan.
 
 ALL = (
-    "allowed: degrees, dp, gather, mb, overlap, pp, recompute, reduce, replicate, save, schedule, sequence, stages, "
-    "tp, v, zero, zero_degree"
+    "allowed: degrees, dp, gather, mb, overlap, pp, recompute, reduce, replicate, save, schedule, sequence, slices, "
+    "stages, tp, v, zero, zero_degree"
 )
 
 WRONG = {
