@@ -1,0 +1,135 @@
+"""Invariant 1 under tensor parallelism: every architecture, split over real ranks in every way, equals the plain model.
+
+The default run takes every architecture under tp=2, and of the table below one more plan each, such that every plan
+meets an architecture; the long one takes the whole table.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from phalanx.launch.crew import Crew
+from phalanx.model.zoo import zoo_table
+from phalanx.verification.case import Case
+from phalanx.verification.plain_side import PlainProcess
+from phalanx.verification.verify import verify_case
+from tests.parity.architectures import ARCHITECTURES
+
+GPT2, LLAMA = "gpt2-xl", "meta-llama/Llama-3.2-1B"
+_TASKS = {name: entry.task for name in ARCHITECTURES if (entry := zoo_table.lookup(name))}
+DECODERS = [name for name in ARCHITECTURES if _TASKS[name] == "causal-lm"]
+TWO_STACKS = [name for name in ARCHITECTURES if _TASKS[name] in ("speech-to-text", "text-to-text")]
+
+MIXED = "tp=2,degrees=2:1"
+SHARED = "tp=2,degrees=1:2,overlap=oases,sequence=yes"
+PLANS = [
+    "tp=2,sequence=yes",
+    "tp=2,sequence=yes,save=input",
+    MIXED,
+    "tp=2,overlap=default_checkpoint",
+    "tp=2,overlap=optim_comm_checkpoint",
+    "tp=2,overlap=overlap_checkpoint",
+    "tp=2,overlap=oases",
+    "tp=2,overlap=halves",
+    "tp=2,sequence=yes,save=input,overlap=oases",
+    "tp=2,sequence=yes,save=input,overlap=overlap_checkpoint,mb=2",
+    SHARED,
+    "pp=2,tp=2,mb=3",
+    "pp=2,tp=2,mb=4,schedule=zb-h1",
+    "pp=2,tp=2,mb=4,schedule=zb-v,sequence=yes",
+    "pp=2,tp=2,mb=4,schedule=zb-h1,sequence=yes,save=input,overlap=optim_comm_checkpoint",
+    "pp=2,tp=2,mb=2,schedule=interleaved,v=2,overlap=oases",
+    "tp=2,dp=2,zero=1",
+    "tp=2,dp=2,zero=3,mb=2",
+    "tp=2,dp=2,zero=3,mb=2,sequence=yes,overlap=optim_comm_checkpoint",
+]
+UNEVEN = ["tp=3", "tp=3,sequence=yes,overlap=oases", "tp=4", "tp=4,degrees=4:2", "tp=4,degrees=2:1,sequence=yes"]
+CUBES = [
+    "pp=2,tp=2,dp=2,mb=2",
+    "pp=2,tp=2,dp=2,zero=1,mb=2,sequence=yes",
+    "pp=2,tp=2,dp=2,zero=3,mb=2,schedule=zb-h1",
+    "pp=2,tp=2,dp=2,zero=3,mb=2,overlap=oases,degrees=1:2",
+]
+long = pytest.mark.long
+
+
+def suited(name: str, plan: str) -> str:
+    """Degrees of two units stand for those of a decoder's layer too, which attends twice where there are two stacks."""
+    if name not in TWO_STACKS or "degrees=" not in plan:
+        return plan
+    before, _, rest = plan.partition("degrees=")
+    units, _, after = rest.partition(",")
+    first, second = units.split(":")
+    return f"{before}degrees={units}*4+{first}:{second}:{first}*4" + (f",{after}" if after else "")
+
+
+def _table(names: list[str], plans: list[str], shift: int = 0, stride: int = 1) -> list[object]:
+    """Every pair; those that one diagonal through the table leaves out are long."""
+    found: list[object] = []
+    for row, name in enumerate(names):
+        for column, plan in enumerate(plans):
+            marks = () if column == (stride * row + shift) % len(plans) else (long,)
+            found.append(pytest.param(name, plan, marks=marks, id=f"{name}-{plan}"))
+    return found
+
+
+def require_exact(name: str, plan: str, process: PlainProcess, crew: Crew, dropout: float = 0.1) -> None:
+    report = verify_case(Case(name, suited(name, plan), tiny=True, dropout=dropout), process, crew)
+    assert report.ok, f"\n{report}"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_split_over_two_ranks_is_exact(name: str, plain_process: PlainProcess, crew: Crew) -> None:
+    require_exact(name, "tp=2", plain_process, crew, dropout=0.0)
+
+
+@pytest.mark.parametrize(("name", "plan"), _table(ARCHITECTURES, PLANS))
+def test_a_split_plan_with_dropout_is_exact(name: str, plan: str, plain_process: PlainProcess, crew: Crew) -> None:
+    require_exact(name, plan, plain_process, crew)
+
+
+@pytest.mark.parametrize(("name", "plan"), _table(DECODERS, UNEVEN))
+def test_heads_that_ranks_do_not_divide_are_exact(
+    name: str, plan: str, plain_process: PlainProcess, crew: Crew
+) -> None:
+    require_exact(name, plan, plain_process, crew)
+
+
+@long
+@pytest.mark.parametrize("plan", CUBES)
+@pytest.mark.parametrize("name", [GPT2, LLAMA])
+def test_three_kinds_of_parallelism_at_once_are_exact(name: str, plan: str, plain_process: PlainProcess) -> None:
+    with Crew(8, device="cpu") as ranks:
+        require_exact(name, plan, plain_process, ranks)
+
+
+@st.composite
+def degrees(draw: st.DrawFn) -> str:
+    """A plan for four layers of two units, each with a degree of its own."""
+    tp = draw(st.sampled_from([2, 4]))
+    unit = st.sampled_from([degree for degree in (1, 2, 4) if tp % degree == 0])
+    layers = [f"{draw(unit)}:{draw(unit)}" for _ in range(4)]
+    sequence = draw(st.sampled_from(["", ",sequence=yes", ",sequence=yes,save=input"]))
+    overlap = draw(st.sampled_from(["", ",overlap=optim_comm_checkpoint", ",overlap=oases"]))
+    return f"tp={tp},degrees={'+'.join(layers)}{sequence}{overlap}"
+
+
+def few(examples: int) -> settings:
+    return settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("name", [GPT2, LLAMA])
+@few(2)
+@given(plan=degrees())
+def test_units_of_random_degrees_are_exact(name: str, plan: str, plain_process: PlainProcess, crew: Crew) -> None:
+    require_exact(name, plan, plain_process, crew)
+
+
+@long
+@pytest.mark.parametrize("name", [GPT2, LLAMA])
+@few(12)
+@given(plan=degrees())
+def test_many_more_random_degrees_are_exact(name: str, plan: str, plain_process: PlainProcess, crew: Crew) -> None:
+    require_exact(name, plan, plain_process, crew)
