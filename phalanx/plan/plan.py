@@ -88,10 +88,6 @@ class Plan:
         """In how many slices the tokens of a micro-batch are computed; 1 where they are not cut."""
         return len(self._slicing(micro_batch))
 
-    @property
-    def max_slices(self) -> int:
-        return max(map(len, self.slices), default=1)
-
     def slice_bounds(self, micro_batch: int, tokens: int) -> tuple[int, ...]:
         """Where a micro-batch of `tokens` is cut: the edges of its slices, from 0 to `tokens`."""
         return bounds(self._slicing(micro_batch), tokens)

@@ -45,7 +45,7 @@ class BlockSteps:
         return tuple(i for i, step in enumerate(self.steps) if step.kind == "exchange" and step.backward)
 
     @cached_property
-    def grains(self) -> tuple[range, ...]:
+    def portions(self) -> tuple[range, ...]:
         """Runs of steps that are computed again together, directly before their backward."""
         ends = [i + 1 for i in self.sent_forward if self.steps[i].forward in _LEAVES] if self.again == "unit" else []
         bounds = sorted({0, *ends, len(self.steps)})
@@ -57,7 +57,7 @@ class BlockSteps:
         if self.again == "block":
             return self.sent_forward
         gathers = [i for i in self.sent_forward if self.steps[i].forward == "all_gather"] if self.regathers else []
-        return tuple(i for i in gathers if self._is_used_in_its_grain(i))
+        return tuple(i for i in gathers if self._is_used_in_its_portion(i))
 
     def readers(self, exchange: int) -> tuple[int, ...]:
         """The steps of the block that need what an exchange writes: segments, and exchanges that send it on; directly,
@@ -87,6 +87,6 @@ class BlockSteps:
                 found |= set(self._readers(step.writes[0], i, direction)) if passes else {i}
         return tuple(sorted(found))
 
-    def _is_used_in_its_grain(self, exchange: int) -> bool:
-        (grain,) = (grain for grain in self.grains if exchange in grain)
-        return bool(self.segments_reading(exchange)) and all(i in grain for i in self.readers(exchange))
+    def _is_used_in_its_portion(self, exchange: int) -> bool:
+        (portion,) = (portion for portion in self.portions if exchange in portion)
+        return bool(self.segments_reading(exchange)) and all(i in portion for i in self.readers(exchange))

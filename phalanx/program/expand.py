@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op, Program
-from phalanx.program.schedules import SCHEDULES
+from phalanx.program.schedules import SCHEDULES, SLICED
 
 
 def schedule_of(plan: Plan) -> tuple[Program, ...]:
     """The order of forward and backward on each rank of the pipeline, without messages and collectives."""
-    return SCHEDULES[plan.schedule](plan.pp, plan.v, plan.mb)
+    return _orders(plan, plan.mb)
 
 
 def forwards_of(plan: Plan, num_micro_batches: int) -> tuple[Program, ...]:
     """The same order when nothing but the forward is wanted: forwards wait for forwards only, so it can run as well."""
-    orders = SCHEDULES[plan.schedule](plan.pp, plan.v, num_micro_batches)
+    orders = _orders(plan, num_micro_batches)
     return tuple(tuple(instruction for instruction in order if instruction.op is Op.F) for order in orders)
+
+
+def slices_of(plan: Plan, num_micro_batches: int) -> tuple[int, ...]:
+    """The number of slices of each micro-batch; empty where they are not cut."""
+    return tuple(map(plan.num_slices, range(num_micro_batches))) if plan.slices else ()
+
+
+def _orders(plan: Plan, num_micro_batches: int) -> tuple[Program, ...]:
+    if plan.slices:
+        return SLICED[plan.schedule](plan.pp, plan.v, num_micro_batches, slices_of(plan, num_micro_batches))
+    return SCHEDULES[plan.schedule](plan.pp, plan.v, num_micro_batches)

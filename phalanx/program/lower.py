@@ -15,7 +15,7 @@ from phalanx.plan.plan import Plan
 from phalanx.program.expand import forwards_of, schedule_of
 from phalanx.program.holders import buckets_of, is_tied, reduced_of
 from phalanx.program.instructions import Instruction, Op, Program
-from phalanx.program.passes.blocks import to_blocks
+from phalanx.program.passes.blocks import at_their_grain, to_blocks
 from phalanx.program.passes.messages import Route, add_messages
 from phalanx.program.passes.reductions import add_reductions
 from phalanx.program.passes.steps import to_steps
@@ -52,7 +52,7 @@ def without_overlap(plan: Plan) -> Plan:
 
 
 def _stepped(order: Program, plan: Plan, shape: ModelShape) -> Program:
-    return to_steps(to_blocks(order, plan.stage_blocks), shape, plan)
+    return to_steps(at_their_grain(to_blocks(order, plan.stage_blocks), shape), shape, plan)
 
 
 def _gathered(program: Program, plan: Plan, shape: ModelShape, split: bool) -> Program:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GRAINS = ("slice", "micro-batch")
 Partition = tuple[tuple[int, ...], ...]  # of the tp indices 0 … tp - 1 into cells; () where every index is alone
 
 
@@ -30,7 +31,10 @@ class Step:
 @dataclass(frozen=True)
 class ModelShape:
     """Buckets are numbered: bucket i < num_blocks is what only block i uses, bucket num_blocks + k the parameters
-    that exactly the blocks shared[k] use together (a tied embedding and head), or that need a sum of their own."""
+    that exactly the blocks shared[k] use together (a tied embedding and head), or that need a sum of their own.
+
+    grains: whether a block runs once per slice of a micro-batch's tokens, or once per micro-batch (an encoder), with
+    slice 0; the latter come first. whole_wires: wires that belong to the micro-batch and not to one of its slices."""
 
     num_blocks: int
     shared: tuple[tuple[int, ...], ...]
@@ -38,12 +42,27 @@ class ModelShape:
     trained: tuple[bool, ...]  # per bucket: has parameters that are trained
     steps: tuple[tuple[Step, ...], ...] = ()  # per block; () where every block is one segment
     sums: tuple[Partition, ...] = ()  # per bucket: the tp indices whose gradients are summed; () where none are
+    grains: tuple[str, ...] = ()  # per block: slice or micro-batch; () where every block runs per slice
+    whole_wires: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        assert all(grain in GRAINS for grain in self.grains) and len(self.grains) in (0, self.num_blocks)
+        assert "slice" not in self.grains[: self.num_whole_blocks], "micro-batch blocks come before slice blocks"
 
     def steps_of(self, block: int) -> tuple[Step, ...]:
         return self.steps[block] if self.steps else ()
 
     def cells(self, bucket: int) -> Partition:
         return self.sums[bucket] if self.sums else ()
+
+    @property
+    def num_whole_blocks(self) -> int:
+        """The blocks that run once per micro-batch: so many from the first."""
+        return self.grains.count("micro-batch")
+
+    def blocks_with(self, slice: int | None, blocks: range) -> range:
+        """Of consecutive blocks, those that run with a slice; all of them where micro-batches are whole."""
+        return range(min(max(blocks.start, self.num_whole_blocks), blocks.stop), blocks.stop) if slice else blocks
 
     @property
     def num_buckets(self) -> int:

@@ -1,4 +1,4 @@
-"""Visits: what the schedule says in one word (`F1.2`, `BW1.2`) is lowered to many instructions, and belongs together.
+"""Visits: what the schedule says in one word (`F1.2`, `BW1.2.0`) is lowered to many instructions, and belongs together.
 
 A fused backward (`BW`) becomes B and W of single segments where a collective travels behind the W; a schedule that
 splits the two has visits of their own for them. Which one a program follows cannot always be seen in it, so it is said.
@@ -37,9 +37,9 @@ def is_split(orders: Iterable[Program]) -> bool:
 
 def seems_split(program: Program) -> bool:
     """The same of one lowered program: no backward is fused, and no W comes before the B of another segment's visit."""
-    pending: set[tuple[int | None, int | None]] = set()
+    pending: set[tuple[int | None, int | None, int | None]] = set()
     for instruction in program:
-        place = (instruction.stage, instruction.micro_batch)
+        place = (instruction.stage, instruction.micro_batch, instruction.slice)
         if instruction.op is Op.BW or (instruction.op is Op.B and place in pending):
             return False
         if instruction.op is Op.W:

@@ -40,12 +40,12 @@ def test_slices_are_written_as_lengths_or_as_the_number_of_equal_ones() -> None:
 
 def test_slicings_take_turns_over_the_micro_batches() -> None:
     plan = Plan.parse("slices=3-2-1/2/1,mb=5")
-    assert [plan.num_slices(i) for i in range(5)] == [3, 2, 1, 3, 2] and plan.max_slices == 3
+    assert [plan.num_slices(i) for i in range(5)] == [3, 2, 1, 3, 2]
     assert [plan.slice_bounds(i, 12) for i in range(3)] == [(0, 6, 10, 12), (0, 6, 12), (0, 12)]
 
 
 def test_without_slices_a_micro_batch_is_one() -> None:
-    assert Plan().num_slices(7) == Plan().max_slices == 1 and Plan().slice_bounds(7, 100) == (0, 100)
+    assert Plan().num_slices(7) == 1 and Plan().slice_bounds(7, 100) == (0, 100)
 
 
 def test_lengths_that_add_up_are_taken_exactly_and_halves_of_a_token_are_rounded_down() -> None:

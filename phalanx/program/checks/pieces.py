@@ -42,12 +42,12 @@ def pieces_of(block: BlockSteps, training: bool) -> BlockPieces:
 
 
 def _again(block: BlockSteps) -> Needs:
-    """What is done again follows what it repeats, and within a grain what comes before it."""
+    """What is done again follows what it repeats, and within a portion what comes before it."""
     needs: Needs = {(Op.CA, i): ((Op.CF, i),) for i in block.sent_again}
     if block.again:
-        for grain in block.grains:
+        for portion in block.portions:
             before: tuple[Piece, ...] = ()
-            for i in (i for i in grain if i in block.segments + block.sent_again):
+            for i in (i for i in portion if i in block.segments + block.sent_again):
                 piece = (Op.A, i) if i in block.segments else (Op.CA, i)
                 needs[piece] = (((Op.F, i) if i in block.segments else (Op.CF, i)), *before)
                 before = (piece,)

@@ -1,4 +1,7 @@
-"""From stages to blocks: forwards run a stage's blocks first to last, everything backward last to first."""
+"""From stages to blocks: forwards run a stage's blocks first to last, everything backward last to first.
+
+Blocks that run once per micro-batch do so with slice 0: first of the forward, last of the backward.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from phalanx.program.instructions import Instruction, Op, Program
+from phalanx.program.shape import ModelShape
 
 
 def to_blocks(program: Program, blocks_of: Callable[[int], range]) -> Program:
@@ -17,3 +21,8 @@ def to_blocks(program: Program, blocks_of: Callable[[int], range]) -> Program:
         blocks = blocks if instruction.op is Op.F else reversed(blocks)
         lowered += [replace(instruction, block=block) for block in blocks]
     return tuple(lowered)
+
+
+def at_their_grain(program: Program, shape: ModelShape) -> Program:
+    """Without the blocks of later slices that have run with slice 0, where micro-batches are cut."""
+    return tuple(it for it in program if not it.slice or it.block is None or it.block >= shape.num_whole_blocks)

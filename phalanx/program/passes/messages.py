@@ -1,6 +1,7 @@
 """Sends and receives between stages on different ranks; stages on the same rank hand over by reference.
 
-A result is sent directly after the computation that gives it, each half of a micro-batch by itself. A receive is posted
+A result is sent directly after the computation that gives it, each slice and half of a micro-batch by itself; stages
+that run once per micro-batch send and get theirs with slice 0. A receive is posted
 one computation of a stage ahead of its use, so that the message travels behind that computation, and on each channel in
 the order of the sends.
 """
@@ -8,7 +9,7 @@ the order of the sends.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -16,7 +17,7 @@ from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.insert import insert
 from phalanx.program.visits import in_visits, visit_of
 
-Piece = tuple[Op, int, int]  # F, B or W (a BW counts as the B that others wait for), stage, micro-batch
+Piece = tuple[Op, int, int, int | None]  # F, B or W (a BW counts as the B others wait for), stage, micro-batch, slice
 Channel = tuple[Op, int]  # F or B, the pp index at the other end
 Half = int | None
 
@@ -54,11 +55,12 @@ def add_messages(programs: Sequence[Program], route: Route, split: bool) -> tupl
 def _with_messages(program: Program, spans: dict[Piece, Span], route: Route, place: dict[Piece, int]) -> Program:
     begins = [span.begin for span in spans.values()]
     receives: defaultdict[int, list[Instruction]] = defaultdict(list)
-    for (_, peer), pieces in _arriving(spans, route).items():
-        pieces.sort(key=lambda piece: place[_source(piece)])
+    for (_, peer), pieces in _arriving(spans, route, place).items():
+        pieces.sort(key=lambda piece: place[_next(piece, -1)])
         for piece, posted in zip(pieces, _posts([place[piece] for piece in pieces])):
             receives[begins[posted]] += [_receive(piece, peer, half) for half in spans[piece].ends]
-    sends = {end: _sends(piece, route, half) for piece, span in spans.items() for half, end in span.ends.items()}
+    leaving = [piece for piece in spans if _next(piece, 1) in place]
+    sends = {end: _sends(piece, route, half) for piece in leaving for half, end in spans[piece].ends.items()}
     return insert(program, receives, sends)
 
 
@@ -75,32 +77,37 @@ def _spans(program: Program, split: bool) -> dict[Piece, Span]:
         if in_visits(instruction):
             visit = visit_of(instruction, split)
             assert visit.stage is not None and visit.micro_batch is not None
-            piece = (Op.B if visit.op is Op.BW else visit.op, visit.stage, visit.micro_batch)
+            piece = (Op.B if visit.op is Op.BW else visit.op, visit.stage, visit.micro_batch, visit.slice)
             spans.setdefault(piece, Span(position)).ends[instruction.half] = position
     return spans
 
 
-def _source(piece: Piece) -> Piece:
-    op, stage, micro_batch = piece
-    return (op, stage - 1 if op is Op.F else stage + 1, micro_batch)
+def _next(piece: Piece, way: int) -> Piece:
+    """The piece that comes after this one in its own direction (way = 1), or before it (-1)."""
+    op, stage, micro_batch, slice = piece
+    return (op, stage + (way if op is Op.F else -way), micro_batch, slice)
 
 
-def _arriving(spans: dict[Piece, Span], route: Route) -> dict[Channel, list[Piece]]:
+def _arriving(spans: dict[Piece, Span], route: Route, known: Container[Piece]) -> dict[Channel, list[Piece]]:
     arriving: defaultdict[Channel, list[Piece]] = defaultdict(list)
     for piece in spans:
-        op, stage, _ = piece
-        if op is not Op.W and (peer := route.neighbour(stage, -1 if op is Op.F else 1)) is not None:
+        op, stage, *_ = piece
+        if op is Op.W or _next(piece, -1) not in known:
+            continue
+        if (peer := route.neighbour(stage, -1 if op is Op.F else 1)) is not None:
             arriving[op, peer].append(piece)
     return arriving
 
 
 def _receive(piece: Piece, peer: int, half: Half) -> Instruction:
-    op, stage, micro_batch = piece
-    return Instruction(Op.RECV_F if op is Op.F else Op.RECV_B, stage, micro_batch, peer=peer, half=half)
+    op, stage, micro_batch, slice = piece
+    kind = Op.RECV_F if op is Op.F else Op.RECV_B
+    return Instruction(kind, stage, micro_batch, peer=peer, half=half, slice=slice)
 
 
 def _sends(piece: Piece, route: Route, half: Half) -> list[Instruction]:
-    op, stage, micro_batch = piece
+    op, stage, micro_batch, slice = piece
     if op is Op.W or (peer := route.neighbour(stage, 1 if op is Op.F else -1)) is None:
         return []
-    return [Instruction(Op.SEND_F if op is Op.F else Op.SEND_B, stage, micro_batch, peer=peer, half=half)]
+    kind = Op.SEND_F if op is Op.F else Op.SEND_B
+    return [Instruction(kind, stage, micro_batch, peer=peer, half=half, slice=slice)]

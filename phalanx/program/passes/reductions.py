@@ -11,6 +11,7 @@ from phalanx.program.passes.insert import insert
 from phalanx.program.shape import ModelShape
 
 ADDS_TO_GRADIENTS = frozenset((Op.W, Op.BW))
+_NOWHERE: dict[str, None] = {"slice": None, "half": None, "step": None}  # a bucket belongs to the whole micro-batch
 
 
 def add_reductions(program: Program, shape: ModelShape, buckets: Collection[int], *, per_micro_batch: bool) -> Program:
@@ -23,5 +24,5 @@ def add_reductions(program: Program, shape: ModelShape, buckets: Collection[int]
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
     for (bucket, _), position in last.items():
         if bucket in buckets:
-            after[position].append(replace(program[position], op=Op.REDUCE, block=bucket, half=None, step=None))
+            after[position].append(replace(program[position], op=Op.REDUCE, block=bucket, **_NOWHERE))
     return insert(program, {}, after)

@@ -51,9 +51,9 @@ def _backward(op: Op, block: BlockSteps) -> Iterator[Piece]:
     sent = [(i, block.first_reader(i)) for i in reversed(block.sent_backward)]
     # Complete when the block's backward begins, so these travel behind what is computed again.
     yield from ((Op.CB, i) for i, reader in sent if reader is None)
-    for grain in reversed(block.grains):
-        yield from done_again(block, grain)
-        for segment in (i for i in reversed(grain) if i in block.segments):
+    for portion in reversed(block.portions):
+        yield from done_again(block, portion)
+        for segment in (i for i in reversed(portion) if i in block.segments):
             yield from gathered_again(block, segment)
             complete = [(Op.CB, i) for i, reader in sent if reader == segment]
             if op is Op.BW and not complete:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from phalanx.program.instructions import Instruction, Op, Program
+from collections.abc import Sequence
+
+from phalanx.program.instructions import Program
+from phalanx.program.schedules.parts import Part, backwards, forwards, parts_of
 
 
-def gpipe(pp: int, v: int, num_micro_batches: int) -> tuple[Program, ...]:
+def gpipe(pp: int, v: int, num_micro_batches: int, num_slices: Sequence[int] = ()) -> tuple[Program, ...]:
     assert v == 1
-    return tuple(_of_stage(stage, num_micro_batches) for stage in range(pp))
+    parts = parts_of(num_micro_batches, num_slices)
+    return tuple(_of_stage(stage, parts) for stage in range(pp))
 
 
-def _of_stage(stage: int, num_micro_batches: int) -> Program:
-    forwards = (Instruction(Op.F, stage, i) for i in range(num_micro_batches))
-    backwards = (Instruction(Op.BW, stage, i) for i in reversed(range(num_micro_batches)))
-    return (*forwards, *backwards)
+def _of_stage(stage: int, parts: Sequence[Sequence[Part]]) -> Program:
+    return (*forwards(stage, parts), *backwards(stage, parts[::-1]))
