@@ -1,0 +1,116 @@
+"""Overlap: every mode of tensor parallelism's communication, beside its computation, its communication and the ideal.
+
+    python benchmarks/overlap.py [--rounds 8] [--only 'H 512'] [--out docs/results/overlap.json]
+    python benchmarks/overlap.py --gpu [--out docs/results/overlap_gpu.json]
+
+Two ranks split a Llama (tp=2): CPU ranks on two nodes of a lab that a slow link joins (root, ip and tc are needed), or
+with --gpu ranks that share one GPU. First the link, or each rank's share of the GPU, is set so that the computation of
+`oases` takes about as long as its communication. Then all modes run in turn: a step, the same step with nothing sent
+(compute), the same collectives one after the other with nothing computed (communication). Blocking is the sum of the
+two, the ideal the longer one; figures are formed within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import overlap_rank
+import report
+from contest_setting import Setting
+from overlap_cases import AIM, CALIBRATED, CPU, GPU, MODES, Case, Kind
+from overlap_figures import figures
+from overlap_page import HEADERS, panels, rows, sentence
+from overlap_rank import Seen, Task
+
+from phalanx.errors import PhalanxError
+from phalanx.lab.run import Lab
+from phalanx.model.captured import Captured
+from phalanx.plan.complete import complete
+from phalanx.plan.plan import Plan
+
+ATTEMPTS = 4
+
+
+def main() -> None:
+    options = _options()
+    kind = GPU if options.gpu else CPU
+    setting = {"kind": asdict(kind), "aim": AIM, "rounds": options.rounds, "compile": options.compile}
+    results: list[dict[str, Any]] = []
+    for case in (case for case in kind.cases if options.only in case.name):
+        found = measure(kind, case, options.rounds, options.compile)
+        results.append(found)
+        print(report.table(HEADERS, rows([found])), sentence(found), sep="\n", flush=True)
+        report.publish(options, "overlap", setting, results, panels(results))  # after each: a run may be cut short
+
+
+def measure(kind: Kind, case: Case, rounds: int, compiled: str) -> dict[str, Any]:
+    """One case, calibrated and timed; where the calibration fails, why."""
+    setting = Setting("llama", case.size, kind.dtype, masters=kind.dtype == "float32")
+    captured = setting.capture()
+    task = Task(setting, _plans(setting, captured), kind.accepted, rounds, kind.steps, kind.device, compiled)
+    amount, tried = case.start, list[dict[str, Any]]()
+    for _ in range(ATTEMPTS):
+        seen = _session(kind, kind.lab(amount), task, captured)
+        compute, communication = seen[0].calibration
+        tried.append({"lab": kind.lab(amount), "compute": compute, "communication": communication})
+        _say(f"{case.name}, {kind.lab(amount)}: {CALIBRATED} has compute : communication {compute / communication:.2f}")
+        if seen[0].seconds:
+            return {"case": case.name, "size": asdict(case.size), "calibration": tried,
+                    "modes": figures(seen, kind.dtype)}  # fmt: skip
+        amount = kind.next_amount(amount, compute / communication)
+    low, high = kind.accepted
+    return {"case": case.name, "size": asdict(case.size), "calibration": tried, "modes": {},
+            "error": f"compute : communication did not come between {low} and {high}"}  # fmt: skip
+
+
+def _plans(setting: Setting, captured: Captured) -> dict[str, Plan]:
+    costs = captured.blocks.flops(captured.dims(setting.batch()))
+    texts = {mode: f"tp=2,overlap={mode}" for mode in MODES}
+    return {
+        mode: complete(text, world=2, batch_size=setting.size.samples, costs=costs).plan for mode, text in texts.items()
+    }
+
+
+def _session(kind: Kind, lab: str, task: Task, captured: Captured) -> list[Seen]:
+    """Both ranks in a lab, from their start to their end; what each saw."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-overlap-") as name, Lab(lab, say=_say) as opened:
+        if opened.effective != opened.spec:
+            raise SystemExit(f"overlap needs links of a known rate: {'; '.join(opened.notes)}")
+        folder = Path(name)
+        (folder / overlap_rank.TASK).write_bytes(pickle.dumps((task, captured)))
+        code = opened.run(["env", *kind.variables, sys.executable, overlap_rank.__file__, name])
+        if code:
+            raise SystemExit(f"a rank failed with exit code {code}")
+        return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(opened.spec.ranks)]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = report.options(__doc__ or "")
+    parser.add_argument("--gpu", action="store_true", help="2 ranks that share one GPU, instead of CPU ranks")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--rounds", type=int, default=8, help="measurements of each mode (default: 8)")
+    parser.add_argument(
+        "--compile", default="off", choices=("off", "inductor"),
+        help="how segments run (default: off; compiling every mode's segments takes minutes)",
+    )  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PhalanxError as error:
+        raise SystemExit(str(error)) from None

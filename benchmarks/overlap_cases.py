@@ -1,0 +1,72 @@
+"""What `overlap.py` measures: modes, shapes, and where the calibration of each begins. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from contest_setting import Size
+
+CALIBRATED = "oases"  # the mode whose compute : communication is brought to AIM
+BASE, UNSPLIT = "default_checkpoint", "optim_comm_checkpoint"  # what it is compared with
+MODES = (CALIBRATED, BASE, UNSPLIT, "overlap_checkpoint", "none", "halves")
+# A forward has half of the communication and a quarter of the computation (the backward computes it again, and two
+# gradients), so ranks wait for the link in the forward and the link for ranks in the backward. At 1 : 1 no order of one
+# micro-batch comes closer to the ideal than 80 %; the ends of the range have more to show, and this is the honest one:
+# there communication is the longer part.
+AIM = 0.85
+
+
+@dataclass(frozen=True)
+class Case:
+    """start: where the calibration begins: the link's bits per second, or the percent of the GPU that a rank gets."""
+
+    name: str
+    size: Size
+    start: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Ranks of one sort. accepted: compute : communication at which a case is measured, else it is calibrated again.
+    steps: per measurement. variables: of each rank."""
+
+    device: str
+    dtype: str
+    cases: tuple[Case, ...]
+    accepted: tuple[float, float]
+    steps: int
+    variables: tuple[str, ...] = ()
+
+    def lab(self, amount: int) -> str:
+        if self.device == "cpu":
+            return f"nodes=2,ranks_per_node=1,link={amount // 1000}kbit,device=cpu:1thread"
+        return f"ranks=2,gpu_share={amount}%"
+
+    def next_amount(self, amount: int, ratio: float) -> int:
+        """A faster link shortens communication, a larger share of the GPU shortens computation."""
+        if self.device == "cpu":
+            return round(amount * AIM / ratio)
+        return min(50, max(1, round(amount * ratio / AIM)))
+
+
+CPU = Kind(
+    "cpu", "float32",
+    (
+        Case("H 512", Size(layers=6, width=512, vocabulary=1024, samples=8, tokens=96), 400_000_000),
+        Case("H 1024", Size(layers=4, width=1024, vocabulary=1024, samples=8, tokens=48), 200_000_000),
+    ),
+    accepted=(0.8, 0.92), steps=1,
+)  # fmt: skip
+GPU = Kind(
+    "cuda", "bfloat16",
+    (
+        Case("H 2048", Size(layers=8, width=2048, vocabulary=2048, samples=4, tokens=1024), 6),
+        Case("H 4096", Size(layers=4, width=4096, vocabulary=2048, samples=4, tokens=1024), 11),
+        Case("H 8192", Size(layers=2, width=8192, vocabulary=2048, samples=4, tokens=1024), 21),
+    ),
+    accepted=(0.8, 1.25), steps=2,
+    variables=(
+        "NCCL_SOCKET_NTHREADS=2", "NCCL_NSOCKS_PERTHREAD=4", "NCCL_MIN_NCHANNELS=4", "NCCL_MAX_NCHANNELS=4",
+        "NCCL_BUFFSIZE=8388608",
+    ),
+)  # fmt: skip

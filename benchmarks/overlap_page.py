@@ -1,0 +1,110 @@
+"""The page docs/results/overlap.md, from what `overlap.py` measured, and the table that it prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import plot
+import report
+from overlap_cases import BASE, CALIBRATED, UNSPLIT
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+INTRO = """# Overlap: communication behind computation
+
+Two ranks split a Llama (`tp=2`) under each mode of `overlap` ([plans](../plans.md)); all modes run in turn in one job,
+and every figure is formed within a round. `compute` is the same step with nothing sent, `communication` the same
+collectives one after the other with nothing computed. `blocking` would be their sum and the `ideal` the longer of the
+two. `of the ideal` is ideal / measured; `hidden` is (blocking - measured) / (blocking - ideal), the part of what could
+be hidden that is. Before anything is timed the link, or each rank's share of the GPU, is set so that compute :
+communication of `oases` lies between 0.8 and 1.25.
+
+A forward has half of the communication but only a quarter of the computation of a step under `oases`, so that ranks
+wait for the link in the forward and the link for ranks in the backward. With C seconds of computation and K of
+communication, and the backward of a micro-batch after its forward, a step takes at least max(C/4, K/2) + max(3C/4, K/2):
+80 % of the ideal at 1 : 1, 88 % at 0.85, 87 % at 1.25.
+"""
+HEADERS = [
+    "case", "overlap", "collectives", "MB", "compute ms", "communication ms", "blocking ms", "ideal ms", "measured ms",
+    "of the ideal", "hidden", f"faster than {BASE}",
+]  # fmt: skip
+
+
+def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One for each mode, as tables and pages show them."""
+    found: list[list[str]] = []
+    for result in results:
+        for mode, of in result["modes"].items():
+            found.append([
+                result["case"], mode, str(of["collectives"]), f"{of['bytes'] / 1e6:.0f}",
+                *(_milliseconds(of[kind]) for kind in ("compute", "communication", "blocking", "ideal")),
+                f"{_milliseconds(of['step'])} ({of['step']['low'] * 1e3:.0f}–{of['step']['high'] * 1e3:.0f})",
+                _percent(of["share"]), _percent(of["hidden"]), f"{of['speed_up']['median']:.2f}×",
+            ])  # fmt: skip
+    return found
+
+
+def sentence(result: Mapping[str, Any]) -> str:
+    """What came of a case, beside what it was measured for."""
+    if "error" in result:
+        return f"{result['case']}: {result['error']}."
+    best, unsplit = result["modes"][CALIBRATED], result["modes"][UNSPLIT]
+    slower = unsplit["speed_up"]["median"] / best["speed_up"]["median"] - 1
+    at = result["calibration"][-1]
+    return (
+        f"{result['case']} in `{at['lab']}`: compute : communication of `{CALIBRATED}` was calibrated to "
+        f"{at['compute'] / at['communication']:.2f} and was {best['ratio']['median']:.2f} in the rounds. "
+        f"`{CALIBRATED}` is {best['speed_up']['median']:.2f}× as fast as `{BASE}`, needs {slower:+.0%} of the time of "
+        f"`{UNSPLIT}`, and reaches {_percent(best['share'])} of the ideal."
+    )
+
+
+def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
+    """One for each case."""
+    kinds = {"blocking": "blocking", "measured": "step", "ideal": "ideal"}
+    return [
+        plot.Panel(
+            result["case"], "", "seconds of a step",
+            {name: [plot.Point.of(m, of[kind]) for m, of in result["modes"].items()] for name, kind in kinds.items()},
+        )
+        for result in results if result["modes"]
+    ]  # fmt: skip
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The whole page, from the result files that there are."""
+    files = [folder / name for name in ("overlap_gpu.json", "overlap.json")]
+    sections = [_section(json.loads(file.read_text()), file.name) for file in files if file.exists()]
+    return "\n".join([INTRO, *sections])
+
+
+def _section(data: Mapping[str, Any], file: str) -> str:
+    machine, setting = data["machine"], data["setting"]
+    on_gpu = setting["kind"]["device"] == "cuda"
+    where = " and ".join(machine["gpus"]) if on_gpu else machine["processor"]
+    command = f"python benchmarks/overlap.py{' --gpu' if on_gpu else ''} --rounds {setting['rounds']}"
+    title = "Two ranks on one GPU" if on_gpu else "Two CPU ranks joined by a slow link"
+    lines = [f"## {title}", ""]
+    lines += [f"`{command}` on {where} (torch {machine['torch']}), {machine['date']}. Data: [{file}]({file})."]
+    lines += [report.busy(machine), ""]
+    lines += [_model(result, setting["kind"]["dtype"]) for result in data["results"]]
+    lines += ["", report.markdown(HEADERS, rows(data["results"])), ""]
+    return "\n".join([*lines, *(f"{sentence(result)}\n" for result in data["results"])])
+
+
+def _model(result: Mapping[str, Any], dtype: str) -> str:
+    size = result["size"]
+    return (
+        f"- {result['case']}: Llama of {size['layers']} layers, width {size['width']}, "
+        f"{size['samples']} × {size['tokens']} tokens, {dtype}."
+    )
+
+
+def _milliseconds(seconds: Mapping[str, float]) -> str:
+    return f"{seconds['median'] * 1e3:.0f}"
+
+
+def _percent(part: Mapping[str, float]) -> str:
+    return f"{part['median']:.0%}"

@@ -1,0 +1,168 @@
+"""The rank's side of `overlap.py`: a process that a lab starts. Not for users.
+
+It builds every mode on the same weights, checks that they compute the same loss, and times them in turn: a step, then
+its computation alone, then its communication alone. Argument: the folder with the task, where it leaves what it saw.
+"""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from contest_setting import Setting
+from overlap_silence import Communication, silent
+from torch import Tensor
+
+from phalanx.config import RunConfig
+from phalanx.launch.join import join, run_joined
+from phalanx.launch.seat import Seat
+from phalanx.model.captured import Captured
+from phalanx.plan.plan import Plan
+from phalanx.runtime.flat import Piece
+from phalanx.runtime.rank import Rank
+
+TASK = "task"
+KINDS = ("step", "compute", "communication")
+_STILL = 0.0  # the learning rate: steps with nothing sent would spoil the weights
+_WARM_UP, _TRIED = 2, 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """plans: by mode; the first one is calibrated. wanted: between what its compute : communication must lie before
+    anything else is timed. steps: per measurement."""
+
+    setting: Setting
+    plans: Mapping[str, Plan]
+    wanted: tuple[float, float]
+    rounds: int
+    steps: int
+    device: str
+    compiled: str
+
+
+@dataclass
+class Seen:
+    """What one rank measured, by mode. `calibration`: seconds of computation and of communication of the first mode, on
+    the slowest rank. seconds: by mode and kind, of every round; empty where the calibration was not as wanted."""
+
+    calibration: tuple[float, float]
+    losses: dict[str, float] = field(default_factory=dict)
+    collectives: dict[str, tuple[int, int]] = field(default_factory=dict)  # number, bytes
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+
+class Mode:
+    """One mode, ready to run."""
+
+    def __init__(self, seat: Seat, task: Task, name: str, captured: Captured) -> None:
+        self.rank = _build(seat, task, name, captured)
+        self._steps = task.steps
+        self._batch = {n: tensor.to(self.rank.device) for n, tensor in task.setting.batch().items()}
+        self.loss = [self._step() for _ in range(_WARM_UP)][-1]
+        with silent(self.rank) as calls:
+            self._step()
+        self.communication = Communication(calls, self.rank.device)
+        self.communication()
+
+    def seconds(self, kind: str) -> float:
+        if kind == "step":
+            return self._timed(self._step)
+        if kind == "communication":
+            return self._timed(self.communication)
+        with silent(self.rank):
+            return self._timed(self._step)
+
+    def _step(self) -> float:
+        return self.rank.step(self._batch, 0, _STILL).read()[0]
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        self.rank.connections.world.barrier().wait("all ranks")
+        begin = time.perf_counter()
+        for _ in range(self._steps):
+            work()
+        if self.rank.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / self._steps
+
+
+def measure(seat: Seat, task: Task, captured: Captured) -> Seen:
+    """The job of one rank."""
+    first, *others = task.plans
+    modes = {first: Mode(seat, task, first, captured)}
+    seen = Seen(_calibration(modes[first]))
+    if _fits(seen.calibration, task.wanted):
+        modes |= {name: Mode(seat, task, name, captured) for name in others}
+        seen.losses = {name: mode.loss for name, mode in modes.items()}
+        calls = {name: mode.communication.calls for name, mode in modes.items()}
+        seen.collectives = {name: (len(own), sum(call.nbytes for call in own)) for name, own in calls.items()}
+        seen.seconds = {name: {kind: [] for kind in KINDS} for name in modes}
+        for number in range(task.rounds):
+            names = list(modes)
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                for kind in KINDS:
+                    seen.seconds[name][kind].append(modes[name].seconds(kind))
+    for mode in modes.values():
+        mode.rank.close()
+    return seen
+
+
+def _fits(calibration: tuple[float, float], wanted: tuple[float, float]) -> bool:
+    compute, communication = calibration
+    return wanted[0] <= compute / communication <= wanted[1]
+
+
+def _calibration(mode: Mode) -> tuple[float, float]:
+    """The same numbers on every rank, so that all decide alike."""
+    found = [statistics.median(mode.seconds(kind) for _ in range(_TRIED)) for kind in ("compute", "communication")]
+    slowest = torch.tensor(found, dtype=torch.float64, device=mode.rank.device)
+    mode.rank.connections.world.all_reduce(slowest, "max").wait("the calibration")
+    compute, communication = slowest.tolist()
+    return compute, communication
+
+
+def _build(seat: Seat, task: Task, name: str, captured: Captured) -> Rank:
+    own = replace(seat, store=dist.PrefixStore(name, seat.store))  # the modes have links of the same names
+    device = torch.device(seat.device)
+
+    def read(name: str, is_master: bool, piece: Piece) -> Tensor:
+        """The same for every mode."""
+        value = torch.empty(piece.stop - piece.start, device=device)
+        if len(captured.shapes[name]) == 1:
+            return value.fill_(1.0)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        return value.normal_(0, 0.02, generator=generator)
+
+    config = RunConfig.create(
+        dtype=task.setting.dtype, master_weights=task.setting.masters, batch_size=task.setting.size.samples,
+        compile=task.compiled, optimizer="sgd",
+    )  # fmt: skip
+    return Rank(
+        captured, config, task.plans[name], seat=own, trainable=captured.trainable, read=read,
+        buffers={n: value.to(device) for n, value in captured.buffers.items()},
+    )  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    task, captured = pickle.loads((folder / TASK).read_bytes())
+    seat = join(task.device)
+    assert seat is not None, "a lab starts this"
+    seen = run_joined(seat, measure, task, captured)
+    (folder / f"rank-{seat.rank}").write_bytes(pickle.dumps(seen))
+
+
+if __name__ == "__main__":
+    from overlap_rank import main as run  # what it leaves must name its classes as those who read it know them
+
+    run(Path(sys.argv[1]))
