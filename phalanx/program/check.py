@@ -14,7 +14,7 @@ from phalanx.program.checks.compute import ComputeRules
 from phalanx.program.checks.execution import Execution
 from phalanx.program.checks.gathers import GatherRules
 from phalanx.program.checks.messages import check_messages
-from phalanx.program.checks.peaks import Peaks
+from phalanx.program.checks.peaks import Peaks, check_bound
 from phalanx.program.checks.scope import Broken, Scope
 from phalanx.program.checks.update import UpdateRules
 from phalanx.program.grid import Mark, draw, short_view
@@ -49,6 +49,8 @@ def _check(scope: Scope, programs: Sequence[Program]) -> tuple[Peaks, ...]:
         groups = Groups(scope)
         check_collectives(groups, programs)
         Execution(scope, groups, programs).run()
+        for rank, peak in enumerate(peaks):
+            check_bound(scope, rank, peak)
     except Broken as broken:
         hint = "correct the schedule or the pass that put it there (phalanx/program/)"
         raise PlanError(f"program: {broken.words}\n{_picture(scope, programs, broken)}", hint) from None
@@ -97,8 +99,12 @@ def _nearest_computation(program: Program, position: int | None) -> Instruction 
     view = short_view(program)
     if it.op in RECEIVES:
         ops = (Op.F,) if it.op is Op.RECV_F else (Op.B, Op.BW)
-        users = [i for i in view if i.op in ops and (i.stage, i.micro_batch) == (it.stage, it.micro_batch)]
+        users = [user for user in view if user.op in ops and _visited(user) == _visited(it)]
         return users[0] if users else None
     split = seems_split(program)
     earlier = [visit_of(i, split) for i in program[: position + 1] if in_visits(i)]
     return earlier[-1] if earlier else next(iter(view), None)
+
+
+def _visited(it: Instruction) -> tuple[int | None, ...]:
+    return it.stage, it.micro_batch, it.slice

@@ -6,7 +6,7 @@ communication; `simulate.py` is for real durations. What can never run is drawn 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.program.instructions import Instruction, Op, Program
@@ -44,6 +44,7 @@ def short_view(program: Program) -> Program:
 def place(programs: Sequence[Program], units: Mapping[Op, int] = UNITS) -> tuple[tuple[Cell, ...], ...]:
     """When each instruction of each program runs."""
     num_stages = 1 + max((it.stage or 0 for program in programs for it in program), default=0)
+    known = {_result(it) for program in programs for it in program}
     ends: dict[Instruction, int] = {}  # of F and B (a BW is a B that takes longer)
     rows: list[list[Cell]] = [[] for _ in programs]
     progress = True
@@ -51,7 +52,7 @@ def place(programs: Sequence[Program], units: Mapping[Op, int] = UNITS) -> tuple
         progress = False
         for row, program in zip(rows, programs):
             for it in program[len(row) :]:
-                needs = _needs(it, num_stages)
+                needs = [_at_its_grain(need, known) for need in _needs(it, num_stages)]
                 if any(need not in ends for need in needs):
                     break
                 start = max([ends[need] for need in needs] + [row[-1].end if row else 0])
@@ -79,13 +80,19 @@ def draw(programs: Sequence[Program], labels: Sequence[str], mark: Mark | None =
 
 
 def _needs(it: Instruction, num_stages: int) -> list[Instruction]:
-    stage, i = it.stage, it.micro_batch
+    stage = it.stage
     assert stage is not None
     if it.op is Op.F:
-        return [Instruction(Op.F, stage - 1, i)] if stage > 0 else []
+        return [replace(it, stage=stage - 1)] if stage > 0 else []
     if it.op is Op.W:
-        return [Instruction(Op.B, stage, i)]
-    return [Instruction(Op.F, stage, i)] + ([Instruction(Op.B, stage + 1, i)] if stage + 1 < num_stages else [])
+        return [replace(it, op=Op.B)]
+    after = [replace(it, op=Op.B, stage=stage + 1)] if stage + 1 < num_stages else []
+    return [replace(it, op=Op.F), *after]
+
+
+def _at_its_grain(need: Instruction, known: Container[Instruction]) -> Instruction:
+    """A stage that runs once per micro-batch does so with slice 0."""
+    return replace(need, slice=0) if need.slice and need not in known else need
 
 
 def _result(it: Instruction) -> Instruction:

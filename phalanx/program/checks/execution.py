@@ -58,7 +58,7 @@ class Execution:
 
     def _needed(self, rank: int, it: Instruction) -> Instruction | None:
         """The receive that a computation or exchange waits for."""
-        if it.op not in _RECEIVING or it.stage is None or it.block != self._scope.first_block(it.op, it.stage):
+        if it.op not in _RECEIVING or it.stage is None or it.block != self._scope.first_block(it.op, it):
             return None
         return self._scope.receive_of(rank, it.op, it)
 

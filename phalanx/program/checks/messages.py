@@ -35,7 +35,7 @@ def arrival_of(send: Instruction, sender: int) -> Instruction:
     """The receive that takes what `send` sends."""
     assert send.stage is not None
     op, step = (Op.RECV_F, 1) if send.op is Op.SEND_F else (Op.RECV_B, -1)
-    return Instruction(op, send.stage + step, send.micro_batch, peer=sender, half=send.half)
+    return Instruction(op, send.stage + step, send.micro_batch, peer=sender, half=send.half, slice=send.slice)
 
 
 def _check_channel(channel: Channel, sent: list[Placed], received: list[Placed]) -> None:

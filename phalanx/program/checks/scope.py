@@ -30,6 +30,9 @@ class Located(Protocol):
     @property
     def half(self) -> int | None: ...
 
+    @property
+    def slice(self) -> int | None: ...
+
 
 class Broken(Exception):
     """A rule is broken at a place: a position in a rank's program, or its end where something is missing."""
@@ -74,6 +77,17 @@ class Scope:
         """The parts of a micro-batch, as instructions name them."""
         return tuple(range(self.plan.halves)) if self.plan.halves > 1 else (None,)
 
+    def slices(self, micro_batch: int) -> tuple[int | None, ...]:
+        """The parts of a micro-batch's tokens, as instructions name them."""
+        return tuple(range(self.plan.num_slices(micro_batch))) if self.plan.slices else (None,)
+
+    def blocks_with(self, stage: int, slice: int | None) -> range:
+        """The blocks of a stage that run with a slice."""
+        return self.shape.blocks_with(slice, self.blocks[stage])
+
+    def runs_per_slice(self, block: int) -> bool:
+        return bool(self.plan.slices) and block >= self.shape.num_whole_blocks
+
     @cached_property
     def pieces(self) -> tuple[BlockPieces, ...]:
         """What is to be done for each block of the model."""
@@ -86,14 +100,23 @@ class Scope:
         assert it.stage is not None
         kind, way = wait_of(op)
         peer = self.peer(rank, it.stage, way)
-        return None if peer is None else Instruction(kind, it.stage, it.micro_batch, peer=peer, half=it.half)
+        if peer is None or not self.hands_over(it.stage, way, it.slice):
+            return None
+        return Instruction(kind, it.stage, it.micro_batch, peer=peer, half=it.half, slice=it.slice)
 
-    def first_block(self, op: Op, stage: int) -> int:
-        """The block with which a stage's forward or backward begins."""
-        return self.blocks[stage][0 if op in FORWARD else -1]
+    def hands_over(self, stage: int, way: int, slice: int | None) -> bool:
+        """Whether anything of a slice crosses between a stage and the one before (way = -1) or after it: where blocks
+        run once per micro-batch, all of it does with slice 0."""
+        return not slice or self.runs_per_slice(self.blocks[min(stage, stage + way)][-1])
 
-    def last_block(self, op: Op, stage: int) -> int:
-        return self.blocks[stage][-1 if op in FORWARD else 0]
+    def first_block(self, op: Op, it: Located) -> int:
+        """The block with which a stage's forward or backward of a slice begins."""
+        assert it.stage is not None
+        return self.blocks_with(it.stage, it.slice)[0 if op in FORWARD else -1]
+
+    def last_block(self, op: Op, it: Located) -> int:
+        assert it.stage is not None
+        return self.blocks_with(it.stage, it.slice)[-1 if op in FORWARD else 0]
 
     def buckets(self, rank: int) -> tuple[int, ...]:
         return buckets_of(self.plan, self.shape, self.mesh.coordinates(rank)[0])

@@ -18,11 +18,12 @@ class UpdateRules:
         blocks = {block for stage in scope.stages(rank) for block in scope.blocks[stage]}
         self._trained = trained = [bucket for bucket in scope.buckets(rank) if shape.trained[bucket]]
         self._per_micro_batch = plan.reduces == "micro-batch"
-        # Every segment of a block counts as one that adds to all of the block's buckets.
-        adds = {block: scope.pieces[block].num_segments * len(scope.halves) for block in blocks}
-        num_adds = {bucket: sum(adds.get(block, 0) for block in shape.users(bucket)) for bucket in trained}
         micro_batches = range(scope.num_micro_batches)
-        self._to_add = Counter({(bucket, i): num_adds[bucket] for bucket in trained for i in micro_batches})
+        self._to_add = Counter[tuple[int, int]]()
+        for bucket in trained:
+            for block in blocks.intersection(shape.users(bucket)):
+                for i in micro_batches:
+                    self._to_add[bucket, i] += self._num_adds(block, i)
         self._due: set[Instruction] = {Instruction(Op.NORM), Instruction(Op.STEP)}
         self._due |= {Instruction(Op.COUNT)} if plan.dp > 1 else set()
         self._due |= {Instruction(Op.TIE, block=bucket) for bucket in scope.tied(rank)}
@@ -30,6 +31,11 @@ class UpdateRules:
         moments = micro_batches if self._per_micro_batch else [None]
         reduced = reduced_of(plan, shape, scope.mesh.coordinates(rank)[0])
         self._due |= {self._reduction(bucket, i) for bucket in reduced for i in moments}
+
+    def _num_adds(self, block: int, micro_batch: int) -> int:
+        """Every segment of a block counts as one that adds to all of the block's buckets."""
+        num_slices = len(self._scope.slices(micro_batch)) if self._scope.runs_per_slice(block) else 1
+        return self._scope.pieces[block].num_segments * len(self._scope.halves) * num_slices
 
     def see(self, instruction: Instruction) -> str:
         op = instruction.op
