@@ -58,7 +58,7 @@ def test_measured_saved_bytes_are_what_is_kept_for_the_backward(name: str) -> No
     with as_on_gpu():  # which is what facts are about
         for number in range(len(captured.blocks.blocks)):
             compute.forward(number, batch, run, keep=True)
-    kept = _storages([tensor for _, saved in run.saved.values() for tensor in saved])
+    kept = _storages([tensor for left in run.saved.values() for tensor in left.saved])
     held = _storages([*parameters.values(), *captured.buffers.values()])
     assert facts.saved_bytes(batch.dims) == sum(size for storage, size in kept.items() if storage not in held)
     first = facts.blocks[0].crossing[0]

@@ -39,11 +39,12 @@ class Dims:
         return "*".join(self.name(size) for size in shape) or "1"
 
     def has_batch(self, shape: torch.Size) -> bool:
-        return bool(shape) and shape[0] == self.sizes["batch"]
+        """Whether its first dim counts samples, or what each sample has of something (flattened tokens)."""
+        return bool(shape) and shape[0] % self.sizes["batch"] == 0
 
     def has_tokens(self, shape: torch.Size) -> bool:
         """Whether it is [samples, tokens, features]."""
-        return len(shape) == 3 and self.has_batch(shape) and shape[1] > 1
+        return len(shape) == 3 and shape[0] == self.sizes["batch"] and shape[1] > 1
 
 
 class Outlines:
