@@ -68,7 +68,7 @@ class Knowledge:
 
     def learn(self, program: Program, plan: Plan, shape: ModelShape, anatomy: Anatomy) -> None:
         if not shape.steps:
-            self.drops |= {it: _done_with(it, plan, anatomy) for it in program if it.op is Op.F}
+            self.drops |= {it: _done_with(it, plan, shape, anatomy) for it in program if it.op is Op.F}
             return
 
         def leaving(stage: int) -> Collection[str]:
@@ -124,11 +124,12 @@ def _giving(program: Iterable[Instruction], shape: ModelShape) -> set[Instructio
     return found
 
 
-def _done_with(it: Instruction, plan: Plan, anatomy: Anatomy) -> tuple[str, ...]:
-    """The wires that nobody in the stage needs once a block has run, where blocks are single segments."""
+def _done_with(it: Instruction, plan: Plan, shape: ModelShape, anatomy: Anatomy) -> tuple[str, ...]:
+    """The wires that nobody in the stage needs once a block has run, where blocks are single segments. What belongs to
+    all slices of a micro-batch goes when the micro-batch does."""
     assert it.stage is not None and it.block is not None
-    blocks, leaving = anatomy.model.blocks, set(anatomy.crossing(plan, it.stage))
+    blocks, stays = anatomy.model.blocks, {*anatomy.crossing(plan, it.stage), *shape.whole_wires}
     last: dict[str, int] = {}
     for number in plan.stage_blocks(it.stage):
         last |= dict.fromkeys((*blocks[number].outputs, *blocks[number].names("wire")), number)
-    return tuple(wire for wire, number in last.items() if number == it.block and wire not in leaving)
+    return tuple(wire for wire, number in last.items() if number == it.block and wire not in stays)

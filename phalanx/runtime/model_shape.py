@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.model.graph.blocks import Blocks
 from phalanx.model.graph.sharded import Sharded
+from phalanx.model.slice.slicing import Sliced
 from phalanx.program.shape import ModelShape, Partition
 
 Key = tuple[tuple[int, ...], Partition]  # the blocks that use a bucket, and over whom it is summed
@@ -24,7 +25,9 @@ class BucketNames:
     names: tuple[tuple[str, ...], ...]  # per bucket, in order of first use
 
 
-def bucket_names(blocks: Blocks, trainable: Collection[str], sharded: Sharded | None = None) -> BucketNames:
+def bucket_names(
+    blocks: Blocks, trainable: Collection[str], sharded: Sharded | None = None, sliced: Sliced | None = None
+) -> BucketNames:
     """A parameter that one block uses is in that block's bucket; those that the same several blocks use share one, and
     so do those that a block must sum over the same ranks of its tensor-parallel group."""
     users: dict[str, tuple[int, ...]] = {}
@@ -44,6 +47,7 @@ def bucket_names(blocks: Blocks, trainable: Collection[str], sharded: Sharded | 
         trained=tuple(any(name in learns for name in group) for group in names),
         steps=sharded.steps if sharded else (),
         sums=tuple(sums for _, sums in (*own, *further)) if sharded else (),
+        grains=sliced.grains if sliced else (), whole_wires=sliced.whole_wires if sliced else frozenset(),
     )  # fmt: skip
     return BucketNames(shape, names)
 

@@ -18,7 +18,7 @@ from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.shard.shard import shard
-from phalanx.model.slice.slicing import slice_model
+from phalanx.model.slice.slicing import Sliced, slice_model
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.check import check
@@ -67,11 +67,12 @@ class Rank:
     ) -> None:
         self.device, self.dtype = torch.device(seat.device), getattr(torch, config.dtype)
         self._sliced = slice_model(captured, self.dtype) if plan.slices else None
-        self.captured = captured = self._sliced.captured if self._sliced is not None else captured
+        captured = self._sliced.captured if self._sliced is not None else captured
+        self.captured = captured
         self.seat, self.plan = seat, plan
         self._seed, self._buffers = config.seed, buffers
         self.compiler = Compiler(resolve_mode(config.compile, self.device))
-        self.formation = _formation(captured, plan, seat.rank, trainable, self.dtype)
+        self.formation = _formation(captured, plan, seat.rank, trainable, self.dtype, self._sliced)
         self._anatomy = Anatomy.of(captured.blocks, self.formation.sharded)
         if seat.world > 1:
             seat.slot.sits_at(self.formation.place)
@@ -184,8 +185,10 @@ class Rank:
         )  # fmt: skip
 
 
-def _formation(captured: Captured, plan: Plan, rank: int, trainable: Sequence[str], dtype: torch.dtype) -> Formation:
+def _formation(
+    captured: Captured, plan: Plan, rank: int, trainable: Sequence[str], dtype: torch.dtype, sliced: Sliced | None
+) -> Formation:
     blocks = captured.blocks
     sharded = shard(captured, plan, Mesh.of(plan).coordinates(rank)[2], dtype) if plan.tp > 1 else None
     unused = tuple(name for name in captured.shapes if name not in set(blocks.parameters()))
-    return Formation(plan, bucket_names(blocks, trainable, sharded), unused, rank, sharded)
+    return Formation(plan, bucket_names(blocks, trainable, sharded, sliced), unused, rank, sharded)

@@ -22,6 +22,7 @@ from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.sharded import Sharded
 from phalanx.model.ops import random
 from phalanx.model.shard.shard import shard
+from phalanx.model.slice.slicing import slice_model
 from phalanx.model.weights import init_recipe
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.zoo import ModelSpec, build
@@ -117,8 +118,10 @@ def _joined(parts: Sequence[list[Owned]], captured: Captured) -> dict[str, Tenso
 
 def _implied(plan: Plan, case: Case, captured: Captured) -> dict[str, Any]:
     """What the plan says should have been done, for the names in `facts_of`."""
+    sliced = slice_model(captured, case.torch_dtype) if plan.slices else None
+    captured = sliced.captured if sliced else captured
     views = [shard(captured, plan, index, case.torch_dtype) for index in range(plan.tp)] if plan.tp > 1 else []
-    buckets = bucket_names(captured.blocks, captured.trainable, views[0] if views else None)
+    buckets = bucket_names(captured.blocks, captured.trainable, views[0] if views else None, sliced)
     programs = lower(plan, buckets.shape)
     peaks = check(plan, buckets.shape, programs)
     return {

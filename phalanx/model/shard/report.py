@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -19,7 +19,6 @@ from torch import fx
 from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block
-from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.sharded import LocalParameter, Part
 from phalanx.model.shard.roles import product_of, role_of
 from phalanx.model.shard.shard import shard
@@ -173,14 +172,16 @@ class _Reporter:
         steps = self._ranks[0].steps[number]
         for direction in ("forward", "backward"):
             found = Counter(self._collective(step, direction) for step in steps if getattr(step, direction))
-            for (*what, size), count in found.items():
-                if what[-1] > 1:  # among ranks that are alone nothing is sent
-                    yield Collective(*what, size, count)
+            # Among ranks that are alone nothing is sent.
+            yield from (replace(each, count=count) for each, count in found.items() if each.ranks > 1)
 
-    def _collective(self, step: Step, direction: str) -> tuple[str, str, str, int, int]:
-        ranks = max(len(cell) for cell in step.cells)
-        size = evaluate(step.elements, self._dims) * self._work[0].wires[step.reads[0]].element_size()
-        return step.unit, direction, getattr(step, direction), ranks, size
+    def _collective(self, step: Step, direction: str) -> Collective:
+        ranks, wires = max(len(cell) for cell in step.cells), self._work[0].wires
+        source, target = wires[step.reads[0]].nbytes, wires[step.writes[0]].nbytes
+        kind = getattr(step, direction)
+        # What is gathered or scattered lies in equal parts, perhaps padded.
+        size = source if kind == "all_reduce" else ranks * min(source, target)
+        return Collective(step.unit, direction, kind, ranks, size)
 
     def _whole(self) -> Iterator[tuple[str, str, int]]:
         """Products that the rules could not split, that they do not know, and heads that several ranks have."""

@@ -603,7 +603,8 @@ def _table() -> dict[Any, Rule]:
     rules |= dict.fromkeys((aten.split.Tensor, aten.chunk.default), _sections)
     return rules | {
         aten.linear.default: _linear, aten.mm.default: _matmul, aten.matmul.default: _matmul,
-        own.grouped_matmul.default: _grouped, aten.embedding.default: _embedding, own.dropout.default: _dropout, own.dropout_part.default: _dropout,
+        own.grouped_matmul.default: _grouped, aten.embedding.default: _embedding, own.dropout.default: _dropout,
+        own.dropout_part.default: _dropout,
         aten.layer_norm.default: _layer_norm, aten.reshape.default: _reshape, aten.flatten.using_ints: _flatten,
         aten.contiguous.default: _dims_moved(lambda node, dim, rank: dim),
         aten.transpose.int: _dims_moved(_transposed), aten.permute.default: _dims_moved(_permuted),

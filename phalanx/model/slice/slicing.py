@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from phalanx.errors import PlanError
 from phalanx.model.captured import Captured
@@ -188,7 +190,7 @@ class _Editor:
             self.added.append(port)
         return self._new[port]
 
-    def _whole(self, value: object) -> object:
+    def _whole(self, value: Any) -> Any:
         """A value for all tokens of the micro-batch, where what it is computed from can be had whole."""
         if not isinstance(value, fx.Node):
             return value
@@ -198,7 +200,7 @@ class _Editor:
             whole = self._whole_port(value)
         else:
             with self._graph.inserting_before(value):
-                args, kwargs = (fx.node.map_arg(a, lambda n: self._whole(n)) for a in (value.args, value.kwargs))
+                args, kwargs = (map_arg(a, self._whole) for a in (value.args, value.kwargs))
                 whole = self._graph.call_function(value.target, args, kwargs)  # pyright: ignore
             whole.meta.update(value.meta)
         self._wholes[value] = whole
