@@ -2,7 +2,8 @@
 
 A segment that is computed again writes its wires anew, so what the forward wrote need not live until then; what the
 repetition itself reads must. A wire made without communication is made when it is first read, and its source lives that
-long. Only wires are looked at: what a forward keeps for its backward is its own affair.
+long. A wire that belongs to the whole micro-batch lives until the last of its slices has read it. Only wires are looked
+at: what a forward keeps for its backward is its own affair.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from phalanx.program.shape import ModelShape
 from phalanx.program.wires import Wires
 
 Leaving = Callable[[int], Collection[str]]  # stage → wires that it hands on, the last one the loss
-Place = tuple[int | None, int | None, int | None]  # stage, micro-batch, half
+Place = tuple[int | None, int | None, int | None, int | None]  # stage, micro-batch, slice, half
 _FORWARD = frozenset((Op.F, Op.CF))
 _AGAIN = frozenset((Op.A, Op.CA))
+_AFTERWARDS = _AGAIN | {Op.B, Op.BW}
 
 
 def drops(program: Program, shape: ModelShape, leaving: Leaving) -> dict[Instruction, tuple[str, ...]]:
@@ -29,7 +31,8 @@ def drops(program: Program, shape: ModelShape, leaving: Leaving) -> dict[Instruc
 
 
 def stays(program: Program, shape: ModelShape, leaving: Leaving) -> dict[int, frozenset[str]]:
-    """Per stage the wires that it hands on and still reads when it computes again: handing on must not drop them."""
+    """Per stage the wires that it hands on and still reads, when it computes again or in later slices: handing on must
+    not drop them."""
     return {stage: frozenset(wires) for stage, wires in _followed(program, shape, leaving).stays.items()}
 
 
@@ -72,7 +75,8 @@ class _Lifetimes:
     def see(self, it: Instruction) -> None:
         self._use(it)
         if self._handing.get(_place(it)) == it:
-            self._hand_on(it)
+            for wire in self._handed_on_with(it):
+                self._read(it, wire)
 
     def _use(self, it: Instruction) -> None:
         if it.block is None or it.step is None or it.op in (Op.W, Op.CB):
@@ -81,8 +85,9 @@ class _Lifetimes:
         if it.op in _FORWARD | _AGAIN:
             for wire in step.reads:
                 self._read(it, wire)
-            self.end(_place(it), step.writes)
-            self.live[_place(it)] |= {wire: _Life(it, it) for wire in step.writes}
+            for wire in step.writes:
+                self.end(self._where(it, wire), [wire])
+                self.live[self._where(it, wire)][wire] = _Life(it, it)
         elif (*_place(it), it.block, it.step) not in self._again:
             for wire in step.reads:
                 self._read_gathered(it, wire)
@@ -93,10 +98,11 @@ class _Lifetimes:
         for wire in wires:
             if (life := own.pop(wire, None)) is not None:
                 self._drop(place, wire, life)
-            self.end(place, [other for other in own if self._source(place, other) == wire])
+            for where in self._readers(place, wire):
+                self.end(where, [other for other in self.live[where] if self._source(where, other) == wire])
 
     def _read(self, it: Instruction, wire: str) -> None:
-        own = self.live.setdefault(_place(it), {})
+        own = self.live.setdefault(self._where(it, wire), {})
         if wire in own:
             own[wire].last = it
             return
@@ -107,15 +113,29 @@ class _Lifetimes:
 
     def _read_gathered(self, it: Instruction, wire: str) -> None:
         """A backward reads what was gathered again for it alone; anything else its forward kept."""
-        origin = self.live.get(_place(it), {}).get(self.wires.origin(wire))
+        made = self.wires.origin(wire)
+        origin = self.live.get(self._where(it, made), {}).get(made)
         if origin is not None and origin.maker is not None and origin.maker.op is Op.CA:
             self._read(it, wire)
 
-    def _hand_on(self, it: Instruction) -> None:
+    def _handed_on_with(self, it: Instruction) -> list[str]:
+        """The wires that leave with a stage's part of a micro-batch and were there: others only pass through."""
         assert it.stage is not None
-        for wire in self.leaving(it.stage):
-            if wire in self.live.get(_place(it), {}) or self._source(_place(it), wire) is not None:
-                self._read(it, wire)
+        own = [wire for wire in self.leaving(it.stage) if self._is_handed_on_by(it, wire)]
+        where, place = self._where, _place(it)
+        return [w for w in own if w in self.live.get(where(it, w), {}) or self._source(place, w) is not None]
+
+    def _where(self, it: Instruction, wire: str) -> Place:
+        """Where a wire lives that an instruction reads or writes: with its slice, or with the micro-batch."""
+        stage, micro_batch, slice, half = _place(it)
+        return stage, micro_batch, None if wire in self.shape.whole_wires else slice, half
+
+    def _readers(self, place: Place, wire: str) -> list[Place]:
+        """The places that may hold something made of a wire."""
+        if wire not in self.shape.whole_wires:
+            return [place]
+        stage, micro_batch, _, half = place
+        return [other for other in self.live if (other[0], other[1], other[3]) == (stage, micro_batch, half)]
 
     def _source(self, place: Place, wire: str) -> str | None:
         """What a stage before has made arrives as it is."""
@@ -124,13 +144,16 @@ class _Lifetimes:
     def _drop(self, place: Place, wire: str, life: _Life) -> None:
         stage, *_ = place
         assert stage is not None
-        written_again = life.maker is not None and life.maker.op in _AGAIN
+        written_again = life.maker is not None and life.maker.op in _AFTERWARDS
         if wire in self.leaving(stage) and not written_again:
-            if life.last.op not in _AGAIN:
+            if self._is_handed_on_by(life.last, wire):
                 return
             self.stays.setdefault(stage, set()).add(wire)
         self.dropped.setdefault(life.last, []).append(wire)
 
+    def _is_handed_on_by(self, it: Instruction, wire: str) -> bool:
+        return self._handing.get(_place(it)) == it and not (it.slice and wire in self.shape.whole_wires)
+
 
 def _place(it: Instruction) -> Place:
-    return it.stage, it.micro_batch, it.half
+    return it.stage, it.micro_batch, it.slice, it.half
