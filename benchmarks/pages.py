@@ -17,6 +17,7 @@ import peers_page
 import scaling_page
 import schedules_page
 import single_gpu_page
+import terapipe_published_page
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -24,6 +25,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "schedules": schedules_page.page,
     "scaling": scaling_page.page,
     "peers": peers_page.page,
+    "terapipe_published": terapipe_published_page.page,
     **{name: partial(contest_page.page, name) for name in contest_page.INTRO},
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,12 +99,9 @@ def fit(measurements: Iterable[Measurement]) -> Fit:
     return Fit(models[best], math.sqrt(squares[best]), points[worst], float(errors[best][worst]))
 
 
-def planned_by_depth(
-    times: ModelledTimes, tokens: int, grain: int, depths: Sequence[int]
-) -> dict[int, Slicing]:  # fmt: skip
+def planned_by_depth(times: Times, depths: Iterable[int], grain: int = 1) -> dict[int, Slicing]:
     """What would be planned for pipelines of so many equal stages: does the best slice depend on the depth?"""
-    table = times.table(tokens, grain)
-    return {depth: plan_slices(table, depth, grain) for depth in depths}
+    return {depth: plan_slices(times, depth, grain) for depth in depths}
 
 
 def _settled(tokens: Times, past: Times, seconds: Times, flat: Mask) -> ModelledTimes:

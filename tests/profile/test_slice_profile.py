@@ -59,7 +59,7 @@ def test_where_every_shorter_slice_is_cheaper_the_shortest_that_was_measured_is_
 def test_where_no_shorter_slice_is_cheaper_only_the_longest_is_efficient() -> None:
     found = fit([Measurement(n, past, 1e-3) for n, past in grid(256)])
     assert found.smallest == 256 and found.error < 1e-9
-    assert planned_by_depth(found.times, 256, 8, [16])[16].lengths == (256,)
+    assert planned_by_depth(found.times.table(256, 8), [16], 8)[16].lengths == (256,)
 
 
 def test_times_that_fall_with_the_past_are_not_believed() -> None:
@@ -107,7 +107,7 @@ def test_a_sequence_too_short_to_measure_is_refused_with_the_shortest_that_is_no
 
 def test_the_best_slice_shrinks_with_the_depth_until_it_is_the_smallest_efficient_one() -> None:
     """The published claim, that it does not depend on the depth, holds for deep pipelines only."""
-    planned = planned_by_depth(DEVICE, 2048, 8, [2, 8, 32, 128, 512, 2048])
+    planned = planned_by_depth(DEVICE.table(2048, 8), [2, 8, 32, 128, 512, 2048], 8)
     numbers = [len(slicing.lengths) for slicing in planned.values()]
     assert numbers == sorted(numbers) and numbers[0] < numbers[2]
     assert numbers[-1] == numbers[-2]
