@@ -1,6 +1,7 @@
 """`phalanx inspect MODEL`: the model as planning sees it, one row for each block, and what training it takes.
 
 A zoo model is shown from the facts shipped with the package, without importing torch; anything else is captured first.
+What tensor parallelism makes of it (`--tp`) is shown by `inspect_tensor.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx.cli import inspect_tensor
 from phalanx.errors import ConfigError, nearest
 from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, load, runs
 from phalanx.model.graph.expressions import evaluate
@@ -20,6 +22,9 @@ from phalanx.observe.format import bytes_text, number_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from phalanx.model.captured import Captured
+    from phalanx.model.zoo.zoo import ModelSpec
 
 TOKENS = 2048
 DTYPES = ("bfloat16", "float32", "float64")
@@ -32,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 def inspect(
     model: Annotated[str, typer.Argument(help="zoo name, HuggingFace folder or cached hub id")],
-    batch: Annotated[int, typer.Option(min=1, help="samples")] = 1,
+    batch: Annotated[int | None, typer.Option(min=1, help="samples (default: 1, or as few as the plan needs)")] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help=f"tokens per sample (default: {TOKENS}, or as many as the model takes)")
     ] = None,
@@ -41,14 +46,24 @@ def inspect(
     tiny: Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")] = False,
     live: Annotated[bool, typer.Option("--live", help="capture a zoo model too, instead of reading its facts")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    tp: Annotated[int, typer.Option(help="show how so many tensor-parallel ranks split it")] = 1,
+    degrees: Annotated[str | None, typer.Option(help="over how many of them each unit is split, as in a plan")] = None,
+    sequence: Annotated[bool, typer.Option("--sequence", help="split activations between units by tokens")] = False,
+    replicate: Annotated[bool, typer.Option("--replicate", help="allow fewer heads than ranks")] = False,
 ) -> None:
-    """Show a model's blocks: parameters, FLOPs, saved activations and the tensors that cross each cut."""
+    """Show a model's blocks: parameters, FLOPs, activations, what crosses each cut; with --tp how it is split."""
     if dtype not in DTYPES:
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    plan = inspect_tensor.tensor_plan(tp, degrees, sequence, replicate)
+    batch = inspect_tensor.samples(plan, batch)
     facts = find_facts(model, task, dtype, tiny, live)
     dims = choose_dims(facts, batch, tokens)
+    split = inspect_tensor.find_report(facts, model, task, tiny, plan, dims) if plan.tp > 1 else None
     if as_json:
-        typer.echo(json.dumps(as_data(facts, dims), indent=2, ensure_ascii=False))
+        data = as_data(facts, dims) | ({"tensor": inspect_tensor.as_data(split, plan)} if split else {})
+        typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    elif split:
+        inspect_tensor.print_report(facts, dims, plan, split)
     else:
         _print(facts, dims)
 
@@ -62,14 +77,22 @@ def find_facts(model: str, task: str | None, dtype: str, tiny: bool, live: bool)
 
     import torch
 
+    from phalanx.model.facts.measure import measure
+
+    spec, captured = capture_model(model, task, dtype, tiny)
+    return measure(spec, captured, getattr(torch, dtype))
+
+
+def capture_model(model: str, task: str | None, dtype: str, tiny: bool) -> tuple[ModelSpec, Captured]:
+    """The model as blocks, read from the cache where it was captured before."""
+    import torch
+
     from phalanx import tasks
     from phalanx.model.capture import capture
-    from phalanx.model.facts.measure import measure
     from phalanx.model.zoo.zoo import resolve
 
     spec = resolve(model, task=task, tiny=tiny)
-    precision = getattr(torch, dtype)
-    return measure(spec, capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=precision), precision)
+    return spec, capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=getattr(torch, dtype))
 
 
 def choose_dims(facts: ModelFacts, batch: int, tokens: int | None) -> dict[str, int]:

@@ -1,12 +1,13 @@
 """`phalanx program`: what a plan makes every rank do, when, and what it costs; predicted, and beside it measured.
 
-A zoo model needs neither torch nor a device: its facts are shipped, and durations follow from an assumed device.
+A zoo model needs neither torch nor a device: its facts are shipped, and durations follow from an assumed device. Only a
+plan that splits tensors needs the model's graph (`program_split.py`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,10 +18,12 @@ from phalanx.cli.inspect import DTYPES, TOKENS, choose_dims, find_facts
 from phalanx.errors import ConfigError, PlanError, nearest
 
 if TYPE_CHECKING:
-    from phalanx.model.facts.facts import ModelFacts
+    from phalanx.model.facts.facts import Dims, ModelFacts
     from phalanx.plan.complete import Completed
+    from phalanx.plan.plan import Plan
     from phalanx.program.from_facts import Device
     from phalanx.program.instructions import Program
+    from phalanx.program.local_facts import LocalFacts
     from phalanx.program.timeline import Timeline
 
 
@@ -58,7 +61,13 @@ def program(
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
     device = _device(device_flops, link_bytes)
     facts = find_facts(model, task, dtype, tiny, live=False)
-    prediction = predict(facts, plan, ranks, batch, choose_dims(facts, batch, tokens), device)
+
+    def split(chosen: Plan, dims: Dims) -> LocalFacts:
+        from phalanx.cli.program_split import find_local_facts
+
+        return find_local_facts(facts, model, task, tiny, chosen, dims)
+
+    prediction = predict(facts, plan, ranks, batch, choose_dims(facts, batch, tokens), device, split)
     if lowered:
         typer.echo("\n".join(_lowered(prediction.programs)))
         return
@@ -73,35 +82,50 @@ def program(
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is known of a plan before it runs. `dims` are those of one micro-batch, the largest."""
+    """What is known of a plan before it runs. `dims` are those of one micro-batch, the largest. Seconds and parameters
+    are those of a rank; of several that split a block, the first."""
 
     completed: Completed
     dims: dict[str, int]
     device: Device
     block_seconds: tuple[float, ...]  # forward
+    parameters: tuple[int, ...]  # per block
     programs: tuple[Program, ...]
     timeline: Timeline
 
 
 def predict(
-    facts: ModelFacts, plan: str, ranks: int | None, batch: int, dims: dict[str, int], device: Device
-) -> Prediction:
-    """Completes the plan, lowers it, checks the programs and simulates a step of a batch of `dims`."""
+    facts: ModelFacts, plan: str, ranks: int | None, batch: int, dims: dict[str, int], device: Device,
+    split: Callable[[Plan, Dims], LocalFacts] | None = None,
+) -> Prediction:  # fmt: skip
+    """Completes the plan, lowers it, checks the programs and simulates a step of a batch of `dims`.
+
+    split: what a rank has of the model under a plan that splits tensors, for a micro-batch of some dims.
+    """
     from phalanx.plan.complete import complete
     from phalanx.program.check import check
     from phalanx.program.from_facts import block_seconds, costs_of_facts, shape_of_facts
+    from phalanx.program.local_facts import costs_of_local
     from phalanx.program.lower import lower
     from phalanx.program.simulate import simulate
 
     # Only the proportions matter for balancing, and they hardly depend on how many samples are in a micro-batch.
     seconds = block_seconds(facts, dims, device)
     completed = complete(plan, world=ranks, batch_size=batch, costs=seconds)
-    chosen, shape = completed.plan, shape_of_facts(facts)
+    chosen = completed.plan
     part = dims | {"batch": -(-batch // (chosen.dp * chosen.mb))}
+    parameters = tuple(block.parameters for block in facts.blocks)
+    if chosen.tp == 1:
+        shape, costs = shape_of_facts(facts), costs_of_facts(facts, chosen, part, device)
+    else:
+        assert split is not None, "facts say nothing of a model that is split"
+        local = split(chosen, part)
+        shape, costs = local.shape, costs_of_local(local, chosen, device)
+        seconds, parameters = local.seconds(device), tuple(block.parameters for block in local.blocks)
     programs = lower(chosen, shape)
     check(chosen, shape, programs)
-    timeline = simulate(chosen, shape, programs, costs_of_facts(facts, chosen, part, device))
-    return Prediction(completed, part, device, seconds, programs, timeline)
+    timeline = simulate(chosen, shape, programs, costs)
+    return Prediction(completed, part, device, seconds, parameters, programs, timeline)
 
 
 def _device(flops: float | None, link_bytes: float | None) -> Device:

@@ -13,7 +13,8 @@ from phalanx.observe.program_text import chart
 from phalanx.plan.mesh import Mesh
 from phalanx.program.compare import Pair, compare
 from phalanx.program.from_facts import Device
-from phalanx.program.timeline import Timeline
+from phalanx.program.instructions import EXCHANGES
+from phalanx.program.timeline import COMPUTE, Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,14 +66,41 @@ def _print_step(console: Console, name: str, timeline: Timeline, prediction: Pre
     console.print(f"{name}: step {duration_text(timeline.makespan)}, bubble {timeline.mean_bubble:.1%}{first}{same}")
     for line in chart(timeline, ranks, console.width):
         console.print(line, soft_wrap=True)
+    if mesh.tp > 1:
+        console.print(_exchange_text(timeline, ranks), soft_wrap=True)
     console.print()
     console.print(_rank_table(timeline, ranks))
+
+
+def _exchange_text(timeline: Timeline, ranks: Sequence[int]) -> str:
+    """How long exchanges take, and how much of that a rank computes nothing in the meantime."""
+    taken, exposed = zip(*[exchange_seconds(timeline, rank) for rank in ranks], strict=True)
+    hidden = 1 - sum(exposed) / sum(taken) if sum(taken) else 0.0
+    return f"exchanges between tensor-parallel ranks: {duration_text(max(taken))} of a step, {hidden:.1%} of it hidden"
+
+
+def exchange_seconds(timeline: Timeline, rank: int) -> tuple[float, float]:
+    """The time in which some exchange of a rank travels, and the part of it in which the rank computes nothing."""
+    own = [event for event in timeline.events if event.rank == rank]
+    sent = [(event.start, event.end) for event in own if event.instruction.op in EXCHANGES]
+    computed = [(event.start, event.end) for event in own if event.resource == COMPUTE]
+    busy = _covered(computed)
+    return _covered(sent), _covered([*sent, *computed]) - busy
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The time in which at least one of them lasts."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _stage_table(facts: ModelFacts, prediction: Prediction) -> Table:
     plan, seconds = prediction.completed.plan, prediction.block_seconds
     mesh = Mesh.of(plan)
-    table = _table(("stage", "ranks", "blocks"), ("parameters", "cost"))
+    table = _table(("stage", "ranks", "blocks"), ("parameters per rank" if plan.tp > 1 else "parameters", "cost"))
     for stage in range(plan.num_stages):
         blocks = plan.stage_blocks(stage)
         share = sum(seconds[block] for block in blocks) / (sum(seconds) or 1)
@@ -80,7 +108,7 @@ def _stage_table(facts: ModelFacts, prediction: Prediction) -> Table:
         first = mesh.rank(plan.pp_index(stage), 0)
         last = first + mesh.dp * mesh.tp - 1
         ranks = str(first) if first == last else f"{first}–{last}"
-        parameters = number_text(sum(block.parameters for block in own))
+        parameters = number_text(sum(prediction.parameters[block] for block in blocks))
         table.add_row(str(stage), ranks, _names(own), parameters, f"{share:.1%}")
     return table
 

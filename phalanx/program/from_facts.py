@@ -54,7 +54,7 @@ def costs_of_facts(facts: ModelFacts, plan: Plan, dims: Dims, device: Device) ->
         saved_bytes=kept,
         rebuilt_bytes=tuple(max(0, all_of_it - inputs) for all_of_it, inputs in zip(saved, kept)),
         buckets=tuple(
-            _bucket_costs(size, facts.dtype, device) for size in _bucket_sizes(facts, shape_of_facts(facts).shared)
+            bucket_costs(size, facts.dtype, device) for size in _bucket_sizes(facts, shape_of_facts(facts).shared)
         ),
         message_link=device.link,
         group_link=device.link,
@@ -101,7 +101,7 @@ def _bucket_sizes(facts: ModelFacts, shared: tuple[tuple[int, ...], ...]) -> lis
     return [*sizes, *together.values()]
 
 
-def _bucket_costs(size: int, dtype: str, device: Device) -> BucketCosts:
+def bucket_costs(size: int, dtype: str, device: Device) -> BucketCosts:
     """AdamW: gradients and two moments in float32 or wider, and float32 masters of narrower weights."""
     width = DTYPE_BYTES[dtype]
     wide = max(4, width)

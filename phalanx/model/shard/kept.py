@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from phalanx.model.captured import Captured
-from phalanx.model.graph.blocks import Block
+from phalanx.model.graph.blocks import Block, Port
 from phalanx.model.graph.normalise import retarget
 from phalanx.model.graph.sharded import Sharded
 from phalanx.model.ops.operators import as_on_gpu
@@ -99,7 +98,7 @@ class _Tracer:
         return name in self._trainable if kind == "parameter" else kind == "wire" and self._differentiable[name]
 
 
-def _tensor_ports(segment: Block) -> list[Any]:
+def _tensor_ports(segment: Block) -> list[Port]:
     return [port for port in segment.ports if port.kind != "size"]
 
 
