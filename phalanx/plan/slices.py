@@ -3,9 +3,10 @@
 The dynamic programme of TeraPipe, exact and vectorised: of all slicings the one with the least sum of times plus
 (stages − 1) × the slowest slice. What a slice takes is the caller's knowledge, measured or modelled; nothing runs here.
 
-The sum is the step itself when all forwards run before all backwards on equal stages. In 1F1B order it is so where all
-slices take the same time; otherwise a forward meets the backward of another length, and the step lies between this sum
-and (slices + stages − 1) × the slowest slice. Planned slices differ little in time, so the two are close.
+The sum is the step itself when all forwards run before all backwards on equal stages. In 1F1B order it is so for one
+micro-batch, or where all slices take the same time; otherwise forwards meet backwards of other lengths, and the step
+lies between this sum and (slices + stages − 1) × the slowest slice: a few percent above the sum where starting a slice
+costs something, more where it does not and the grain is coarse.
 """
 
 from __future__ import annotations
