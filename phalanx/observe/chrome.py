@@ -51,7 +51,7 @@ def _named(kind: str, name: str, **at: int) -> dict[str, Any]:
 
 
 def _arguments(instruction: Instruction) -> dict[str, int]:
-    fields = ("stage", "micro_batch", "half", "block", "step", "peer")
+    fields = ("stage", "micro_batch", "slice", "half", "block", "step", "peer")
     return {field: value for field in fields if (value := getattr(instruction, field)) is not None}
 
 
@@ -67,5 +67,6 @@ def _message(event: Event) -> str:
     direction = "F" if instruction.op in (Op.SEND_F, Op.RECV_F) else "B"
     # A message is about the cut between two stages: the forward's has the number of the stage before it.
     cut = (instruction.stage or 0) - (instruction.op in (Op.RECV_F, Op.SEND_B))
-    half = "" if instruction.half is None else HALVES[instruction.half]
-    return f"{direction}{cut}.{instruction.micro_batch}{half} {source}→{target}"
+    part = "" if instruction.slice is None else f".{instruction.slice}"
+    part += "" if instruction.half is None else HALVES[instruction.half]
+    return f"{direction}{cut}.{instruction.micro_batch}{part} {source}→{target}"

@@ -42,7 +42,7 @@ class Bar:
 
 
 def bars_of(timeline: Timeline) -> list[Bar]:
-    """Bars in seconds from the begin of the step; the blocks of one stage and micro-batch (or half) are one bar."""
+    """Bars in seconds from the begin of the step; the blocks of one stage and micro-batch (slice, half) are one bar."""
     return list(_merged(_bars(timeline), _GAP * timeline.makespan))
 
 
@@ -68,6 +68,7 @@ def _bars(timeline: Timeline) -> Iterator[Bar]:
             continue
         text = str(replace(instruction, block=None, step=None)) if instruction.op in COMPUTES else str(instruction)
         label = "" if instruction.micro_batch is None else str(instruction.micro_batch)
+        label += "" if instruction.slice is None else f".{instruction.slice}"
         label += "" if instruction.half is None else HALVES[instruction.half]
         start, end = event.start - timeline.begin, event.end - timeline.begin
         turn = turns.get((event.rank, instruction.stage), 0)

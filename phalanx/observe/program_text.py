@@ -23,8 +23,8 @@ Cell = tuple[str, str]  # characters and their style
 
 
 def chart(timeline: Timeline, ranks: Sequence[int], width: int) -> list[Text]:
-    """The computations of some ranks over time: `F3` is a forward of micro-batch 3, `F3b` of its second half, `F5.3`
-    that of stage 5 where a rank holds several, dots are idle time.
+    """The computations of some ranks over time: `F3` is a forward of micro-batch 3, `F3b` of its second half, `F3.1` of
+    its slice 1 where it is cut into slices, `F5.3` that of stage 5 where a rank holds several, dots are idle time.
 
     Bars of ordinary length have room for their names, and what is longer than `width` goes on in the next strip; past
     MOST_STRIPS the names are cut instead.

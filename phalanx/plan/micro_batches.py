@@ -23,6 +23,7 @@ def with_micro_batches(plan: Plan, decided: bool, batch_size: int, reasons: dict
     if not decided:
         plan = replace(plan, mb=_number(plan, batch_size // plan.dp))
         reasons["mb"] = f"micro-batches {plan.mb}: {_filling(plan)}"
+    _require_turns(plan)
     return plan
 
 
@@ -58,6 +59,14 @@ def _require_multiple(plan: Plan, batch_size: int) -> None:
         )
 
 
+def _require_turns(plan: Plan) -> None:
+    """Slicings take turns over the micro-batches: one whose turn never comes would do nothing."""
+    if len(plan.slices) > plan.mb:
+        given, unused = (fields.write({"slices": slicings}) for slicings in (plan.slices, plan.slices[plan.mb :]))
+        message = f"plan: {given} gives {len(plan.slices)} slicings, and mb={plan.mb} never comes to {unused}"
+        raise PlanError(message, f"use mb={len(plan.slices)} or more, or fewer slicings")
+
+
 def _need(plan: Plan) -> str:
     """What is needed, by which fields, for how many samples beside each other."""
     groups = plan.multiple // plan.halves
@@ -82,6 +91,8 @@ def _next_fit(plan: Plan, batch_size: int) -> str:
 def bubble(plan: Plan) -> float | None:
     """The share of a step in which ranks wait, with equal stages and F = B = W; None where no formula gives it."""
     idle, busy = plan.pp - 1, plan.mb
+    if plan.slices:
+        return None  # later slices attend to more tokens and take longer
     if plan.schedule in ("1f1b", "gpipe"):
         return idle / (busy + idle)
     if plan.schedule == "interleaved" and plan.mb % plan.pp == 0:

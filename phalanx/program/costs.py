@@ -12,6 +12,7 @@ from math import inf
 
 from phalanx.program.instructions import Op
 from phalanx.program.shape import ModelShape
+from phalanx.program.slice_costs import SliceCost
 
 Ranks = tuple[int, ...]
 
@@ -52,11 +53,15 @@ class Costs:
     backward: gradients of inputs, with the recomputation of the forward where the plan recomputes; weight: gradients
     of weights.
     cut_bytes: what crosses to the next block; its gradients on the way back are as large.
+    whole_cut_bytes: the part of it that belongs to the micro-batch and not to one of its slices; () where none does.
     saved_bytes: kept from a block's forward to the end of its backward.
     rebuilt_bytes: what recomputation brings back while a block's backward runs.
     links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
     issue_seconds: what starting to send or receive a message takes of the rank's own time.
     dims: of a micro-batch, for the expressions in the steps of a block. element_bytes: of what exchanges send.
+    slice_cost: the part of a block's seconds that a slice of a micro-batch takes, by what was measured or derived
+        (`slice_costs.py`); the parts may add up to more than 1. None: by the arithmetic of the block's steps, or where
+        it has none by the number of tokens.
     """
 
     forward: tuple[float, ...]
@@ -72,6 +77,8 @@ class Costs:
     issue_seconds: float = 0.0
     dims: Mapping[str, int] = field(default_factory=dict[str, int])
     element_bytes: int = 4
+    whole_cut_bytes: tuple[int, ...] = ()
+    slice_cost: SliceCost | None = None
 
     def seconds(self, op: Op, block: int) -> float:
         """How long a computation of a whole block takes."""

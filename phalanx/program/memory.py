@@ -15,7 +15,6 @@ from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from phalanx.program.shape import ModelShape
 from phalanx.program.shares import Shares
-from phalanx.program.tasks import message_bytes
 from phalanx.program.timeline import COMPUTE as COMPUTE_RESOURCE
 from phalanx.program.timeline import Event
 
@@ -26,8 +25,8 @@ def peak_memory(plan: Plan, shape: ModelShape, costs: Costs, rank: int, events: 
     """What a rank holds at the moment it holds most; `events` are its own, in the order of its program."""
     held = _always(plan, shape, costs, rank)
     peak = dict(held)
-    shares = Shares(shape, costs.dims, plan.halves)
-    changes = [*_activations(costs, shares, events), *_messages(plan, costs, events), *_gathered(costs, events)]
+    shares = Shares(plan, shape, costs)
+    changes = [*_activations(costs, shares, events), *_messages(shares, events), *_gathered(costs, events)]
     if plan.zero >= 2:
         changes += _gradients(shape, costs, events)
     # At one moment, what is released makes room for what is taken.
@@ -65,7 +64,7 @@ def _activations(costs: Costs, shares: Shares, events: Sequence[Event]) -> Itera
         block = event.instruction.block
         assert block is not None
         if event.instruction.op == Op.F and place in begun:
-            share = shares.of(event.instruction)
+            share = shares.kept(event.instruction)
             saved, rebuilt = round(share * costs.saved_bytes[block]), round(share * costs.rebuilt_bytes[block])
             yield event.start, saved, "activations"
             yield begun[place], rebuilt, "activations"
@@ -73,19 +72,19 @@ def _activations(costs: Costs, shares: Shares, events: Sequence[Event]) -> Itera
 
 
 def _place(it: Instruction) -> tuple[int | None, ...]:
-    return it.micro_batch, it.half, it.block, it.step
+    return it.micro_batch, it.slice, it.half, it.block, it.step
 
 
-def _messages(plan: Plan, costs: Costs, events: Sequence[Event]) -> Iterable[Change]:
+def _messages(shares: Shares, events: Sequence[Event]) -> Iterable[Change]:
     """A buffer is taken where the message is issued, and given back when it was sent, or used for the first time."""
     now = 0.0  # the begin of the step
-    waiting: dict[tuple[bool, int | None, int | None, int | None], int] = {}
+    waiting: dict[tuple[bool, int | None, int | None, int | None, int | None], int] = {}
     for event in events:
         instruction = event.instruction
         forward = instruction.op in (Op.F, Op.RECV_F)
-        place = (forward, instruction.stage, instruction.micro_batch, instruction.half)
+        place = (forward, instruction.stage, instruction.micro_batch, instruction.slice, instruction.half)
         if instruction.op in SENDS or instruction.op in RECEIVES:
-            size = message_bytes(plan, costs, instruction)
+            size = shares.message_bytes(instruction)
             yield now, size, "buffers"
             if instruction.op in SENDS:
                 yield event.end, -size, "buffers"

@@ -1,37 +1,54 @@
-"""How much of a block's cost one instruction is: segments by their arithmetic, halves by their samples; and how much an
-exchange sends. Sizes are expressions over the dims of a micro-batch, which are evaluated here.
+"""How much of a block's cost one instruction is: segments by their arithmetic, halves by their samples, slices by their
+tokens and what these attend to; and how much an exchange or a message sends. Sizes are expressions over the dims of a
+micro-batch, which are evaluated here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import cached_property
 
 from phalanx.model.graph.expressions import evaluate
+from phalanx.plan.plan import Plan
+from phalanx.program.costs import Costs
 from phalanx.program.instructions import Instruction, Op
 from phalanx.program.shape import ModelShape, Step
+from phalanx.program.slice_costs import TOKENS, Tokens, num_tokens, work_of
 
 
 class Shares:
-    """dims: of a whole micro-batch, as every rank of a tensor-parallel group sees it. halves: parts of it."""
+    """Of the costs of a whole micro-batch, as every rank of a tensor-parallel group sees it."""
 
-    def __init__(self, shape: ModelShape, dims: Mapping[str, int], halves: int) -> None:
-        self._shape, self._dims, self._halves = shape, dims, halves
-        self._known: dict[int, tuple[float, ...]] = {}  # per block, of each step
+    def __init__(self, plan: Plan, shape: ModelShape, costs: Costs) -> None:
+        self._plan, self._shape, self._costs = plan, shape, costs
+        self._known: dict[tuple[int, Tokens | None], tuple[float, ...]] = {}  # of each step of a block
 
-    def of(self, instruction: Instruction) -> float:
-        """The part of its block that a computation is."""
-        part = 1.0 if instruction.half is None else 1 / self._halves
-        if instruction.step is None:
-            return part
-        assert instruction.block is not None
-        if instruction.block not in self._known:
-            self._known[instruction.block] = self._of_steps(self._shape.steps_of(instruction.block))
-        return part * self._known[instruction.block][instruction.step]
+    def seconds(self, instruction: Instruction) -> float:
+        """The part of its block's time that a computation takes."""
+        tokens = self._tokens(instruction)
+        part = self._half(instruction) * self._of_slice(instruction, tokens)
+        return part if instruction.step is None else part * self._of_step(instruction, tokens)
+
+    def kept(self, instruction: Instruction) -> float:
+        """The part of what its block keeps that a forward does."""
+        part = self._half(instruction) * self._length(self._tokens(instruction))
+        return part if instruction.step is None else part * self._of_step(instruction, None)
 
     def elements(self, instruction: Instruction) -> float:
         """Of the whole tensor that a collective reduces, gathers or scatters."""
-        count = evaluate(self.step_of(instruction).elements, self._dims)
-        return count if instruction.half is None else count / self._halves
+        tokens = self._tokens(instruction)
+        dims = self._costs.dims if tokens is None else {**self._costs.dims, TOKENS: tokens[1] - tokens[0]}
+        return self._half(instruction) * evaluate(self.step_of(instruction).elements, dims)
+
+    def message_bytes(self, instruction: Instruction) -> int:
+        """What crosses the cut before or after a stage: all of it, or what is a slice's and a half's."""
+        stage = instruction.stage
+        assert stage is not None
+        before = stage if instruction.op in (Op.SEND_F, Op.RECV_B) else stage - 1
+        block = self._plan.stage_blocks(before)[-1]
+        size, whole = self._costs.cut_bytes[block], self._costs.whole_cut_bytes
+        alone = 0 if not whole else whole[block]  # goes with slice 0, whatever its length
+        share = self._length(self._tokens(instruction, block))
+        return int(self._half(instruction) * (share * (size - alone) + (0 if instruction.slice else alone)))
 
     def collective(self, instruction: Instruction) -> str:
         step = self.step_of(instruction)
@@ -41,9 +58,46 @@ class Shares:
         assert instruction.block is not None and instruction.step is not None
         return self._shape.steps_of(instruction.block)[instruction.step]
 
-    def _of_steps(self, steps: tuple[Step, ...]) -> tuple[float, ...]:
-        segments = [step.kind == "segment" for step in steps]
-        flops = [evaluate(step.flops, self._dims) if own else 0 for step, own in zip(steps, segments)]
-        if not any(flops):
-            return tuple(own / sum(segments) for own in segments)
-        return tuple(count / sum(flops) for count in flops)
+    def _half(self, instruction: Instruction) -> float:
+        return 1.0 if instruction.half is None else 1 / self._plan.halves
+
+    def _tokens(self, instruction: Instruction, block: int | None = None) -> Tokens | None:
+        """The tokens that an instruction is about; None for all of its micro-batch."""
+        block = instruction.block if block is None else block
+        assert block is not None and instruction.micro_batch is not None
+        if instruction.slice is None or block < self._shape.num_whole_blocks:
+            return None
+        edges = self._plan.slice_bounds(instruction.micro_batch, self._num_tokens)
+        return edges[instruction.slice], edges[instruction.slice + 1]
+
+    @cached_property
+    def _num_tokens(self) -> int:
+        return num_tokens(self._plan, self._costs.dims)
+
+    def _length(self, tokens: Tokens | None) -> float:
+        return 1.0 if tokens is None else (tokens[1] - tokens[0]) / self._num_tokens
+
+    def _of_slice(self, instruction: Instruction, tokens: Tokens | None) -> float:
+        block, micro_batch, slice = instruction.block, instruction.micro_batch, instruction.slice
+        if tokens is None or block is None or micro_batch is None or slice is None:
+            return 1.0
+        if self._costs.slice_cost is not None:
+            return self._costs.slice_cost(block, micro_batch, slice)
+        whole = sum(self._work(block, None))
+        return sum(self._work(block, tokens)) / whole if whole else self._length(tokens)
+
+    def _of_step(self, instruction: Instruction, tokens: Tokens | None) -> float:
+        """The part of its block, or of its block's slice."""
+        assert instruction.block is not None and instruction.step is not None
+        work = self._work(instruction.block, tokens)
+        if any(work):
+            return work[instruction.step] / sum(work)
+        segments = [step.kind == "segment" for step in self._shape.steps_of(instruction.block)]
+        return segments[instruction.step] / sum(segments)
+
+    def _work(self, block: int, tokens: Tokens | None) -> tuple[float, ...]:
+        """Arithmetic of the steps of a block."""
+        if (block, tokens) not in self._known:
+            flops = [step.flops if step.kind == "segment" else "0" for step in self._shape.steps_of(block)]
+            self._known[block, tokens] = tuple(work_of(count, self._costs.dims, tokens) for count in flops)
+        return self._known[block, tokens]

@@ -27,8 +27,8 @@ SCALAR_BYTES = 8
 _BACKWARD = frozenset((Op.B, Op.BW, Op.CB))
 _NUM_SCALARS = {Op.COUNT: 1, Op.NORM: 3}  # the number of items; loss, squared norm, finiteness
 
-Part = tuple[int | None, int | None]  # micro-batch, half
-Place = tuple[int | None, int | None, int | None]  # stage, micro-batch, half
+Part = tuple[int | None, int | None, int | None]  # micro-batch, slice, half
+Place = tuple[int | None, int | None, int | None, int | None]  # stage, micro-batch, slice, half
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Setting:
 
     @cached_property
     def shares(self) -> Shares:
-        return Shares(self.shape, self.costs.dims, self.plan.halves)
+        return Shares(self.plan, self.shape, self.costs)
 
 
 class Tasks:
@@ -127,7 +127,7 @@ class _Issuer:
     def _seconds(self, instruction: Instruction) -> float:
         assert instruction.block is not None, f"{instruction} is not lowered"
         whole = self.setting.costs.seconds(instruction.op, instruction.block)
-        return whole * self.setting.shares.of(instruction)
+        return whole * self.setting.shares.seconds(instruction)
 
     def _inputs(self, instruction: Instruction) -> list[int]:
         block, shape = instruction.block, self.setting.shape
@@ -166,7 +166,7 @@ class _Issuer:
             self.computed = [self.tasks.add(Task(timeline.COMPUTE, [], self.computed, costs.issue_seconds))]
         place = self._joint(channel_name(source, target, op), position)
         task = self.tasks.tasks[place]
-        task.seconds = costs.message(source, target).send(message_bytes(self.setting.plan, costs, instruction))
+        task.seconds = costs.message(source, target).send(self.setting.shares.message_bytes(instruction))
         if op in SENDS or self.setting.rendezvous:
             task.needs += self.computed
         if op in SENDS:
@@ -231,11 +231,11 @@ class _Issuer:
 
 
 def _part(instruction: Instruction) -> Part:
-    return instruction.micro_batch, instruction.half
+    return instruction.micro_batch, instruction.slice, instruction.half
 
 
 def _place(instruction: Instruction) -> Place:
-    return instruction.stage, instruction.micro_batch, instruction.half
+    return instruction.stage, instruction.micro_batch, instruction.slice, instruction.half
 
 
 def channel_name(source: int, target: int, op: Op) -> str:
@@ -246,12 +246,3 @@ def channel_name(source: int, target: int, op: Op) -> str:
 def group_name(ranks: Ranks) -> str:
     """The resource on which collectives over these ranks run."""
     return "ranks " + ",".join(map(str, ranks))
-
-
-def message_bytes(plan: Plan, costs: Costs, instruction: Instruction) -> int:
-    """The size of a message: what crosses the cut before or after its stage, or a half of it."""
-    stage = instruction.stage
-    assert stage is not None
-    before = stage if instruction.op in (Op.SEND_F, Op.RECV_B) else stage - 1
-    size = costs.cut_bytes[plan.stage_blocks(before)[-1]]
-    return size if instruction.half is None else size // plan.halves

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import SCHEDULES, Plan
@@ -11,8 +13,8 @@ MAX_STAGES, MAX_MICRO_BATCHES, MAX_VIRTUAL, MAX_DP = 8, 16, 4, 4
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    schedule = draw(st.sampled_from(SCHEDULES))
+def plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
+    schedule = draw(st.sampled_from(schedules))
     v = {"interleaved": draw(st.integers(2, MAX_VIRTUAL)), "zb-v": 2}.get(schedule, 1)
     pp = draw(st.integers(2 if schedule == "interleaved" else 1, MAX_STAGES // v))
     dp = draw(st.integers(1, MAX_DP))
@@ -43,8 +45,8 @@ def shapes(draw: st.DrawFn, num_blocks: int) -> ModelShape:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Plan, ModelShape]:
-    plan = draw(plans())
+def cases(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> tuple[Plan, ModelShape]:
+    plan = draw(plans(schedules))
     return plan, draw(shapes(sum(plan.stages)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import SCHEDULES, Plan
@@ -48,8 +50,8 @@ def stack(num_layers: int, tp: int = 2, *, sequence: bool = False, sums: bool = 
 
 
 @st.composite
-def tensor_plans(draw: st.DrawFn) -> Plan:
-    schedule = draw(st.sampled_from(SCHEDULES))
+def tensor_plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
+    schedule = draw(st.sampled_from(schedules))
     v = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
     pp = draw(st.integers(2 if schedule == "interleaved" else 1, 4 // v))
     dp = draw(st.integers(1, 2))
@@ -98,8 +100,8 @@ def random_block(draw: st.DrawFn, n: int, tp: int) -> tuple[Step, ...]:
 
 
 @st.composite
-def tensor_cases(draw: st.DrawFn) -> tuple[Plan, ModelShape]:
-    plan = draw(tensor_plans())
+def tensor_cases(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> tuple[Plan, ModelShape]:
+    plan = draw(tensor_plans(schedules))
     count = sum(plan.stages)
     steps = tuple(draw(random_block(n, plan.tp) | st.just(layer(n, plan.tp))) for n in range(count))
     shared = draw(st.lists(st.sets(st.integers(0, count - 1), min_size=1, max_size=2), max_size=2))

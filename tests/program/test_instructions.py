@@ -11,12 +11,16 @@ from phalanx.program.instructions import COMPUTE, EXCHANGES, RECEIVES, SENDS, In
 
 number = st.integers(0, 99)
 half = st.sampled_from([None, 0, 1])
+slice = st.none() | number
 computes, exchanges = st.sampled_from(sorted(COMPUTE)), st.sampled_from(sorted(EXCHANGES))
 instructions = (
-    st.builds(Instruction, computes, number, number, st.none() | number, half=half)
-    | st.builds(Instruction, computes | exchanges, number, number, number, half=half, step=number)
-    | st.builds(Instruction, st.sampled_from(sorted(SENDS | RECEIVES)), number, number, peer=number, half=half)
-    | st.builds(Instruction, st.sampled_from([Op.GATHER, Op.FREE, Op.REDUCE]), number, number, number)
+    st.builds(Instruction, computes, number, number, st.none() | number, half=half, slice=slice)
+    | st.builds(Instruction, computes | exchanges, number, number, number, half=half, step=number, slice=slice)
+    | st.builds(
+        Instruction, st.sampled_from(sorted(SENDS | RECEIVES)), number, number, peer=number, half=half, slice=slice
+    )
+    | st.builds(Instruction, st.sampled_from([Op.GATHER, Op.FREE]), number, number, number, slice=slice)
+    | st.builds(Instruction, st.just(Op.REDUCE), number, number, number)
     | st.builds(Instruction, st.sampled_from([Op.TIE, Op.SHARE]), block=number)
     | st.builds(Instruction, st.sampled_from([Op.COUNT, Op.NORM, Op.STEP]))
 )
@@ -43,6 +47,13 @@ def test_halves_and_steps_are_named_where_there_are_any() -> None:
     assert to_text(from_text(text)) == text
 
 
+def test_slices_are_named_behind_their_micro_batch() -> None:
+    assert str(Instruction(Op.F, 1, 0, slice=2)) == "F1.0.2"
+    assert str(Instruction(Op.F, 1, 0, 5, half=0, step=3, slice=2)) == "F1.0.2a/5:3"
+    text = "RF1.0.2b<0 G1.0.2/5 F1.0.2/5 CF1.0.2/5:3 X1.0.2/5 SF1.0.2>2 R1.0/5"
+    assert to_text(from_text(text)) == text
+
+
 def test_spaces_and_lines_between_instructions_do_not_matter() -> None:
     assert from_text(" F0.0\n  BW0.0 ") == from_text("F0.0 BW0.0")
 
@@ -50,7 +61,8 @@ def test_spaces_and_lines_between_instructions_do_not_matter() -> None:
 @pytest.mark.parametrize(
     "word",
     ["Q0.1", "F0", "F.1", "SF0.1", "SF0.1<2", "RF0.1>2", "R0.1", "T0/1", "STEP0", "F0.1>2",
-     "F0.1c/2", "F0.1:2", "CF0.1/2", "CF0.1:2", "G0.1a/2", "R0.1/2:0", "SF0.1/2>1"],
+     "F0.1c/2", "F0.1:2", "CF0.1/2", "CF0.1:2", "G0.1a/2", "R0.1/2:0", "SF0.1/2>1",
+     "R0.1.2/2", "F0.1a.2", "F0.1.2.3", "T.0.1/2"],
 )  # fmt: skip
 def test_a_word_that_is_no_instruction_is_shown(word: str) -> None:
     with pytest.raises(PlanError, match="is not an instruction") as refused:

@@ -1,0 +1,301 @@
+"""Programs of plans with slices: their order, what crosses when, what is held at once, and that wrong ones are told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from phalanx.errors import PlanError
+from phalanx.plan import slicing
+from phalanx.plan.plan import Plan
+from phalanx.program.check import check, check_forward
+from phalanx.program.expand import schedule_of, slices_of
+from phalanx.program.grid import place, short_view
+from phalanx.program.instructions import COMPUTE, RECEIVES, SENDS, Op, Program, from_text, to_text
+from phalanx.program.lower import lower, lower_forward
+from phalanx.program.passes.reductions import ADDS_TO_GRADIENTS
+from phalanx.program.schedules import SLICED
+from phalanx.program.schedules.one_f_one_b import most_held
+from tests.program.random_plans import cases, simple_shape
+from tests.program.sliced_plans import Case, grains, sliced_cases
+from tests.program.tensor_shapes import stack, tensor_cases
+
+quick = settings(max_examples=25, deadline=None)
+counts = st.lists(st.integers(1, 6), min_size=1, max_size=6)
+
+
+def lowered(text: str, num_whole: int = 0) -> list[str]:
+    plan = Plan.parse(text)
+    shape = simple_shape(sum(plan.stages))
+    return [to_text(p) for p in lower(plan, replace(shape, grains=grains(num_whole, shape.num_blocks)))]
+
+
+def most_open(program: Program) -> int:
+    number, most = 0, 0
+    for it in program:
+        number += (it.op is Op.F) - (it.op is Op.BW)
+        most = max(most, number)
+    return most
+
+
+@settings(max_examples=60, deadline=None)
+@given(sliced_cases())
+def test_every_slicing_on_every_schedule_mode_and_mesh_passes_the_check(case: Case) -> None:
+    check(*case, lower(*case))
+    check_forward(*case, lower_forward(*case, 4), 4)
+
+
+@quick
+@given(sliced_cases())
+def test_programs_with_slices_read_back_from_their_text(case: Case) -> None:
+    for program in lower(*case):
+        assert from_text(to_text(program)) == program
+
+
+@quick
+@given(sliced_cases())
+def test_no_rank_holds_more_than_the_bound(case: Case) -> None:
+    plan, shape = case
+    number = [plan.num_slices(i) for i in range(plan.mb)]
+    for rank, peaks in enumerate(check(plan, shape, lower(plan, shape))):
+        stage = rank // (plan.dp * plan.tp)
+        bound = sum(number) if plan.schedule == "gpipe" else max(number) + plan.pp - 1 - stage
+        assert peaks.activations <= bound * plan.halves
+        if not shape.num_whole_blocks:
+            assert peaks.activations == min(bound, sum(number)) * plan.halves
+
+
+@quick
+@given(cases() | tensor_cases(), st.data())
+def test_without_slices_grains_change_nothing_and_no_slice_is_named(case: Case, data: st.DataObject) -> None:
+    plan, shape = case
+    programs = lower(plan, shape)
+    number = data.draw(st.integers(0, shape.num_blocks))
+    assert lower(plan, replace(shape, grains=grains(number, shape.num_blocks))) == programs
+    assert all(it.slice is None for program in programs for it in program)
+
+
+@quick
+@given(st.integers(1, 6), counts)
+def test_one_slice_to_each_micro_batch_is_the_order_without_slices(pp: int, number: list[int]) -> None:
+    for name, schedule in SLICED.items():
+        whole = schedule(pp, 1, len(number), ())
+        ones = schedule(pp, 1, len(number), [1] * len(number))
+        assert tuple(tuple(replace(it, slice=None) for it in order) for order in ones) == whole, name
+
+
+@quick
+@given(st.integers(1, 6), counts, st.sampled_from(sorted(SLICED)))
+def test_slices_go_forward_in_order_and_backward_in_reverse(pp: int, number: list[int], name: str) -> None:
+    for stage, order in enumerate(SLICED[name](pp, 1, len(number), number)):
+        forwards = [(it.micro_batch, it.slice) for it in order if it.op is Op.F]
+        assert forwards == [(i, j) for i, count in enumerate(number) for j in range(count)]
+        backwards = [(it.micro_batch, it.slice) for it in order if it.op is Op.BW]
+        micro_batches = range(len(number)) if name == "1f1b" else reversed(range(len(number)))
+        assert backwards == [(i, j) for i in micro_batches for j in reversed(range(number[i]))]
+        held = most_held(pp, stage, number) if name == "1f1b" else sum(number)
+        assert most_open(order) == min(held, sum(number))
+
+
+@quick
+@given(st.integers(1, 6), counts, st.sampled_from(sorted(SLICED)))
+def test_slices_take_one_full_pass_per_further_rank(pp: int, number: list[int], name: str) -> None:
+    rows = place(SLICED[name](pp, 1, len(number), number))
+    assert all(cell.runs for row in rows for cell in row)
+    assert max(row[-1].end for row in rows) == 3 * sum(number) + 3 * (pp - 1)
+
+
+def test_the_schedules_that_order_slices_are_those_that_a_plan_may_name() -> None:
+    assert set(SLICED) == set(slicing.SCHEDULES)
+
+
+@quick
+@given(sliced_cases())
+def test_the_short_view_of_a_lowered_program_is_its_schedule_without_visits_of_nothing(case: Case) -> None:
+    plan, shape = case
+    for program, order in zip(lower(plan, shape)[:: plan.dp * plan.tp], schedule_of(plan)):
+        assert order[0].stage is not None
+        blocks = plan.stage_blocks(order[0].stage)
+        assert short_view(program) == tuple(it for it in order if shape.blocks_with(it.slice, blocks))
+
+
+def test_a_pipeline_of_slices_is_lowered_as_stored() -> None:
+    first, last = lowered("pp=2,mb=2,slices=2-1/1,stages=1-1")
+    assert first == (
+        "F0.0.0/0 SF0.0.0>1 F0.0.1/0 SF0.0.1>1 RB0.0.1<1 F0.1.0/0 SF0.1.0>1 RB0.0.0<1 BW0.0.1/0 RB0.1.0<1 BW0.0.0/0 "
+        "BW0.1.0/0 NORM STEP"
+    )
+    assert last == (
+        "RF1.0.0<0 RF1.0.1<0 F1.0.0/1 F1.0.1/1 RF1.1.0<0 BW1.0.1/1 SB1.0.1>0 F1.1.0/1 BW1.0.0/1 SB1.0.0>0 "
+        "BW1.1.0/1 SB1.1.0>0 NORM STEP"
+    )
+
+
+def test_an_encoder_runs_with_slice_0_and_hands_on_with_it() -> None:
+    first, last = lowered("pp=2,slices=3,stages=1-1", num_whole=1)
+    assert first == "RB0.0.0<1 F0.0.0/0 SF0.0.0>1 BW0.0.0/0 NORM STEP"
+    assert last == "RF1.0.0<0 F1.0.0/1 F1.0.1/1 F1.0.2/1 BW1.0.2/1 BW1.0.1/1 BW1.0.0/1 SB1.0.0>0 NORM STEP"
+
+
+def test_an_encoder_in_the_same_stage_is_first_of_the_forward_and_last_of_the_backward() -> None:
+    (program,) = lowered("slices=2,stages=3", num_whole=1)
+    assert program == (
+        "F0.0.0/0 F0.0.0/1 F0.0.0/2 F0.0.1/1 F0.0.1/2 BW0.0.1/2 BW0.0.1/1 BW0.0.0/2 BW0.0.0/1 BW0.0.0/0 NORM STEP"
+    )
+
+
+def test_a_micro_batch_that_is_not_cut_has_slice_0() -> None:
+    assert lowered("slices=2/1,mb=2,stages=1") == ["F0.0.0/0 F0.0.1/0 BW0.0.1/0 F0.1.0/0 BW0.0.0/0 BW0.1.0/0 NORM STEP"]
+
+
+@quick
+@given(sliced_cases())
+def test_gradients_are_reduced_after_the_last_slice_of_the_step_or_micro_batch(case: Case) -> None:
+    plan, shape = case
+    for program in lower(plan, shape):
+        reduced: Counter[tuple[int | None, int | None]] = Counter()
+        for it in program:
+            if it.op is Op.REDUCE:
+                assert it.slice is None
+                reduced[it.block, it.micro_batch if plan.reduces == "micro-batch" else None] += 1
+            elif it.op in ADDS_TO_GRADIENTS and it.block is not None:
+                moment = it.micro_batch if plan.reduces == "micro-batch" else None
+                assert not any(reduced[bucket, moment] for bucket in shape.buckets(it.block))
+        assert set(reduced.values()) <= {1}
+
+
+def test_zero_3_gathers_for_each_visit_of_a_slice() -> None:
+    first, _ = lowered("dp=2,zero=3,slices=2,stages=3")
+    gathers = [str(it) for it in from_text(first) if it.op is Op.GATHER]
+    assert gathers[:5] == ["G0.0.0/0", "G0.0.0/1", "G0.0.0/2", "G0.0.1/0", "G0.0.1/1"]
+
+
+def test_halves_of_a_slice_take_turns() -> None:
+    plan = Plan.parse("tp=2,overlap=halves,slices=2,stages=1")
+    text = to_text(lower(plan, stack(1))[0])
+    assert text.startswith("F0.0.0a/0:0 F0.0.0a/0:2 CF0.0.0a/0:3 F0.0.0b/0:0 F0.0.0b/0:2 CF0.0.0b/0:3")
+    assert text.index("F0.0.0b/0:8") < text.index("F0.0.1a/0:0") < text.index("BW0.0.1a/0:8") < text.index("BW0.0.0a")
+
+
+@quick
+@given(sliced_cases())
+def test_a_message_crosses_for_each_slice_and_half_or_once_where_blocks_run_once(case: Case) -> None:
+    plan, shape = case
+    for program in lower(plan, shape):
+        sent = Counter((it.op, it.stage, it.micro_batch) for it in program if it.op in SENDS)
+        for (op, stage, i), number in sent.items():
+            assert stage is not None and i is not None
+            before = plan.stage_blocks(stage if op is Op.SEND_F else stage - 1)[-1]
+            parts = 1 if before < shape.num_whole_blocks else plan.num_slices(i)
+            assert number == parts * plan.halves
+
+
+Mutation = Callable[[str], str]
+
+
+def drop(word: str) -> Mutation:
+    return lambda text: " ".join(other for other in text.split() if other != word)
+
+
+def replaced(old: str, new: str) -> Mutation:
+    return lambda text: " ".join(new if word == old else word for word in text.split())
+
+
+def swap(one: str, other: str) -> Mutation:
+    turned = {one: other, other: one}
+    return lambda text: " ".join(turned.get(word, word) for word in text.split())
+
+
+@pytest.mark.parametrize("plan, num_whole, rank, mutation, words", [
+    ("slices=2,stages=1", 0, 0, swap("F0.0.0/0", "F0.0.1/0"), "rank 0 runs F0.0.1/0 before F0.0.0/0"),
+    ("slices=2,stages=1", 0, 0, swap("BW0.0.0/0", "BW0.0.1/0"), "rank 0 runs BW0.0.0/0 before B0.0.1/0"),
+    ("slices=2,stages=1", 0, 0, replaced("F0.0.1/0", "F0.0.2/0"), "but micro-batch 0 has the slices 0 to 1"),
+    ("slices=2,stages=1", 0, 0, replaced("F0.0.1/0", "F0.0/0"), "but micro-batch 0 has the slices 0 to 1"),
+    ("slices=2,stages=1", 0, 0, drop("F0.0.1/0"), "rank 0 runs BW0.0.1/0 before F0.0.1/0"),
+    ("slices=2,stages=1", 0, 0, drop("BW0.0.0/0"), "rank 0 has NORM before micro-batch 0 has added all its gradients"),
+    ("stages=1", 0, 0, replaced("F0.0/0", "F0.0.0/0"), "but micro-batch 0 is not cut into slices under this plan"),
+    ("slices=2,stages=2", 1, 0, replaced("F0.0.1/1", "F0.0.1/0 F0.0.1/1"), "block 0 runs once per micro-batch, with"),
+    ("slices=2,stages=2", 1, 0, swap("BW0.0.0/1", "BW0.0.0/0"), "rank 0 runs BW0.0.0/0 before B0.0.0/1"),
+    ("pp=2,slices=2,stages=1-1", 0, 1, drop("RF1.0.1<0"), "rank 1 runs F1.0.1/1 before RF1.0.1<0 is posted"),
+    ("pp=2,slices=2,stages=1-1", 0, 0, drop("SF0.0.1>1"), "rank 1 waits for RF1.0.1<0, which rank 0 never sends"),
+    ("pp=2,slices=2,stages=1-1", 0, 1, swap("RF1.0.0<0", "RF1.0.1<0"), "the order must be the same at both ends"),
+    ("pp=2,slices=2,stages=1-1", 1, 1, replaced("F1.0.1/1", "RF1.0.1<0 F1.0.1/1"), "belongs to the micro-batch and g"),
+    ("pp=2,slices=2,stages=1-1", 1, 1, drop("SB1.0.0>0"), "rank 0 waits for RB0.0.0<1, which rank 1 never sends"),
+])  # fmt: skip
+def test_a_wrong_program_is_refused_in_words(
+    plan: str, num_whole: int, rank: int, mutation: Mutation, words: str
+) -> None:
+    parsed = Plan.parse(plan)
+    plain = simple_shape(sum(parsed.stages))
+    shape = replace(plain, grains=grains(num_whole, plain.num_blocks))
+    programs = list(lower(parsed, shape))
+    programs[rank] = from_text(mutation(to_text(programs[rank])))
+    with pytest.raises(PlanError) as refused:
+        check(parsed, shape, programs)
+    assert words in str(refused.value) and str(refused.value).count("<-- here") == 1
+
+
+def test_more_forwards_at_once_than_1f1b_promises_are_refused() -> None:
+    plan, shape = Plan.parse("pp=2,mb=3,slices=2,stages=1-1"), simple_shape(2)
+    eager = replace(plan, schedule="gpipe")
+    programs = lower(eager, shape)
+    assert check(eager, shape, programs)[0].activations == 6
+    with pytest.raises(PlanError, match=r"rank 0 has 6 forwards at once .* where schedule=1f1b promises 3 at most"):
+        check(plan, shape, programs)
+
+
+@quick
+@given(sliced_cases(), st.data())
+def test_no_instruction_can_be_left_out(case: Case, data: st.DataObject) -> None:
+    plan, shape = case
+    programs = list(lower(plan, shape))
+    rank = data.draw(st.integers(0, plan.world - 1))
+    position = data.draw(st.integers(0, len(programs[rank]) - 1))
+    programs[rank] = programs[rank][:position] + programs[rank][position + 1 :]
+    with pytest.raises(PlanError, match="<-- here"):
+        check(plan, shape, programs)
+
+
+@quick
+@given(sliced_cases(), st.data())
+def test_a_slice_cannot_run_before_the_one_it_needs(case: Case, data: st.DataObject) -> None:
+    plan, shape = case
+    programs = list(lower(plan, shape))
+    program = list(programs[0])
+    later = [it for it in program if it.slice and it.op is Op.F]
+    assume(later)
+    it = data.draw(st.sampled_from(later))
+    program.remove(it)
+    program.insert(program.index(replace(it, slice=it.slice - 1 if it.slice else None)), it)
+    programs[0] = tuple(program)
+    with pytest.raises(PlanError, match="<-- here"):
+        check(plan, shape, programs)
+
+
+def test_blocks_that_run_once_come_before_those_that_run_per_slice() -> None:
+    with pytest.raises(AssertionError, match="micro-batch blocks come before"):
+        replace(simple_shape(2), grains=("slice", "micro-batch"))
+
+
+def test_slicings_are_counted_for_the_micro_batches_there_are() -> None:
+    plan = Plan.parse("slices=2/5,mb=1")
+    assert slices_of(plan, 1) == (2,) and slices_of(plan, 3) == (2, 5, 2) and slices_of(Plan(), 3) == ()
+
+
+@quick
+@given(sliced_cases())
+def test_a_receive_is_posted_before_its_computation_and_each_computation_names_its_slice(case: Case) -> None:
+    plan, shape = case
+    for program in lower(plan, shape):
+        assert all(it.slice is not None for it in program if it.op in COMPUTE | SENDS | RECEIVES)
+        begun: set[tuple[bool, int | None, int | None, int | None]] = set()
+        for it in program:
+            if it.op in RECEIVES:
+                assert (it.op is Op.RECV_F, it.micro_batch, it.slice, it.half) not in begun
+            elif it.op in (Op.F, Op.B, Op.BW):
+                begun.add((it.op is Op.F, it.micro_batch, it.slice, it.half))
