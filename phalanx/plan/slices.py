@@ -115,12 +115,11 @@ def plan_batch(times: Mapping[int, Times], num_samples: int, num_stages: int, gr
     bound = _best_bound(levels, lambda bounds: _batch_sums(ends, num_samples, bounds)[-1], num_stages)
     if bound is None:
         raise _impossible(times, num_samples, grain)
-    parts = [
-        (size, _backtrack(ends[size], bound)) for size in sorted(_sizes(ends, num_samples, bound), reverse=True)
-    ]  # fmt: skip
-    seconds = [s for size, grains in parts for s in slice_seconds(times[size], grains)]
-    named = tuple(Part(size, tuple(n * grain for n in grains)) for size, grains in parts)
-    return BatchSlicing(named, step_seconds(seconds, num_stages), max(seconds))
+    sizes = sorted(_sizes(ends, num_samples, bound), reverse=True)
+    grains = {size: _backtrack(ends[size], bound) for size in set(sizes)}
+    seconds = [second for size in sizes for second in slice_seconds(times[size], grains[size])]
+    parts = tuple(Part(size, tuple(n * grain for n in grains[size])) for size in sizes)
+    return BatchSlicing(parts, step_seconds(seconds, num_stages), max(seconds))
 
 
 def _best_bound(levels: Times, least_sums: Callable[[Times], Times], num_stages: int) -> float | None:
