@@ -39,15 +39,22 @@ class Cut:
 def cut_of(walk: Walk, parameter: fx.Node, items: Sequence[Item]) -> Cut:
     dim, cuts = walk.weights.get(parameter, (0, ()))
     uses = frozenset(
-        Use(item.degree, item.is_heavy, _by_tokens(walk, item))
+        Use(item.degree, item.is_heavy, _by_tokens(walk, item, parameter))
         for item in items
         if isinstance(item, Segment) and parameter in item.sources
     )
     return Cut(dim, cuts, uses)
 
 
-def _by_tokens(walk: Walk, segment: Segment) -> bool:
-    return any(getattr(walk.places[node], "kind", "") == "tokens" for node in segment.nodes)
+def _by_tokens(walk: Walk, segment: Segment, parameter: fx.Node) -> bool:
+    """Whether it meets values of which each rank has some tokens. Other values of the segment do not matter: what they
+    need of it, if anything, an exchange brings them."""
+    reached, mine = {parameter}, set(segment.nodes)
+    for node in walk.graph.nodes:
+        from_it = any(source in reached and (node, source) not in walk.wants for source in node.all_input_nodes)
+        if from_it and (node in mine or walk.is_weight(node)):
+            reached.add(node)
+    return any(getattr(walk.places[node], "kind", "") == "tokens" for node in reached & mine)
 
 
 def local_parameter(shape: tuple[int, ...], cut: Cut, tp: int, index: int) -> LocalParameter:
