@@ -27,6 +27,7 @@ from phalanx.plan.plan import Plan
 from phalanx.program.shape import Step
 
 _LAYER = re.compile(r"\.\d+(?=\.)")
+_NODES = re.compile(r"^(\w+?)(?:_(?:default|int|tensor|scalar|dtype|self|dim))*(?:_\d+)? needs \w+ whole$")
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ class _Reporter:
     def _whole(self) -> Iterator[tuple[str, str, int]]:
         """Products that the rules could not split, that they do not know, and heads that several ranks have."""
         reasons = dict(text.split(": ", 1) for text in self._ranks[0].replicated)
+        reasons = {name: _NODES.sub(r"\1 needs it whole", reason) for name, reason in reasons.items()}
         for number, block in enumerate(self._blocks):
             for name in block.names("parameter"):
                 if name not in reasons and (reason := self._reason(number, name)):

@@ -163,7 +163,8 @@ class _Sharder:
                     self._cuts[port.name] = earlier.and_used(found)
 
     def _note_whole(self, block: Block, placed: _Placed) -> None:
-        names = dict(zip(placed.placeholders, (port.name for port in block.ports), strict=True))
+        ports = zip(placed.placeholders, block.ports, strict=True)
+        names = {node: port.name for node, port in ports if port.kind == "parameter"}
         for product, reason in placed.walk.choices.whole.items():
             weight = next((names[s] for s in product.all_input_nodes if s in names), str(product))
             self._replicated.setdefault(f"{weight}: {reason}")
