@@ -166,6 +166,6 @@ def _exchanged(plan: Plan, shape: ModelShape, rank: int, program: Program, case:
             own_dims = dims[micro_batch * plan.halves + half]
             if plan.slices:
                 edges = plan.slice_bounds(micro_batch, own_dims["tokens"])
-                own_dims = own_dims | {"tokens": edges[slice_ + 1] - edges[slice_]}
+                own_dims = own_dims | {"whole_tokens": own_dims["tokens"], "tokens": edges[slice_ + 1] - edges[slice_]}
             total += evaluate(shape.steps_of(it.block)[it.step].elements, own_dims)
     return total * case.torch_dtype.itemsize

@@ -19,6 +19,7 @@ from phalanx.model.graph.expressions import evaluate
 from phalanx.model.shard.canonical import annotate, canonicalise
 
 _SIZES = (59, 53, 47, 43)  # small enough for tables of positions
+_WHOLE_TOKENS, _WHOLE_SIZE = "whole_tokens", 41  # in models that run on slices: the tokens of all slices together
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,10 @@ class Outlines:
     def __init__(self, captured: Captured, dtype: torch.dtype) -> None:
         self._captured = captured
         names = dict.fromkeys(d for spec in captured.inputs for d in spec.dims if isinstance(d, str))
-        self.dims = Dims(dict(zip(names, _SIZES, strict=False)))
+        sizes = dict(zip(names, _SIZES, strict=False))
+        if any(port.kind == "past" for block in captured.blocks.blocks for port in block.ports):
+            sizes[_WHOLE_TOKENS] = _WHOLE_SIZE
+        self.dims = Dims(sizes)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
             inputs = {
@@ -116,7 +120,7 @@ class Outlines:
     def _value(self, kind: str, name: str) -> Tensor | int:
         match kind:
             case "size":
-                return evaluate(name, {**self.dims.sizes, "whole_tokens": self.dims.sizes.get("tokens", 1)})
+                return evaluate(name, self.dims.sizes)
             case "dropout":
                 return self._keys
             case "past" | "start":

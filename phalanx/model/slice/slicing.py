@@ -143,8 +143,10 @@ class _Editor:
                 self._replace(node, own.dropout_part.default, (x, keys, p, 0, 0, self._port(Port("start", ""))))
             elif node.target is own.attention.default:
                 self._attention(node)
+        output = self._graph.output_node()
+        output.args = (map_arg(output.args[0], lambda node: self._wholes.get(node, node)),)  # what others use whole too
         self._graph.eliminate_dead_code()
-        self._drop_unused()
+        assert all(node.users for node in self._new.values()), "every new port is read"
 
     def units(self) -> list[str]:
         return [node.meta.get("unit", "") for node in self._graph.nodes if node.op == "call_function"]
@@ -213,7 +215,3 @@ class _Editor:
         if port.kind in ("value", "input"):
             return self._port(Port(f"whole_{port.kind}", port.name))
         return node  # parameters and wires are whole as they are
-
-    def _drop_unused(self) -> None:
-        """Ports that nothing reads any more stay: they are the block's. New ones are all read."""
-        assert all(node.users for node in self._new.values())
