@@ -42,6 +42,7 @@ def _followed(program: Program, shape: ModelShape, leaving: Leaving) -> _Lifetim
         lifetimes.see(instruction)
     for place in list(lifetimes.live):
         lifetimes.end(place, list(lifetimes.live[place]))
+    lifetimes.drop_what_stays()
     return lifetimes
 
 
@@ -61,6 +62,7 @@ class _Lifetimes:
     live: dict[Place, dict[str, _Life]] = field(default_factory=dict[Place, dict[str, _Life]])
     dropped: dict[Instruction, list[str]] = field(default_factory=dict[Instruction, list[str]])
     stays: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    handed_on: list[tuple[Instruction, str]] = field(default_factory=list[tuple[Instruction, str]])
 
     def __post_init__(self) -> None:
         self.wires = Wires(self.shape)
@@ -147,9 +149,16 @@ class _Lifetimes:
         written_again = life.maker is not None and life.maker.op in _AFTERWARDS
         if wire in self.leaving(stage) and not written_again:
             if self._is_handed_on_by(life.last, wire):
+                self.handed_on.append((life.last, wire))
                 return
             self.stays.setdefault(stage, set()).add(wire)
         self.dropped.setdefault(life.last, []).append(wire)
+
+    def drop_what_stays(self) -> None:
+        """Where other micro-batches have more slices, a wire stays too that nothing reads once it is handed on."""
+        for it, wire in self.handed_on:
+            if it.stage is not None and wire in self.stays.get(it.stage, ()):
+                self.dropped.setdefault(it, []).append(wire)
 
     def _is_handed_on_by(self, it: Instruction, wire: str) -> bool:
         return self._handing.get(_place(it)) == it and not (it.slice and wire in self.shape.whole_wires)

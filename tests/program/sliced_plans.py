@@ -24,13 +24,19 @@ def grains(num_whole: int, num_blocks: int) -> tuple[str, ...]:
 
 
 @st.composite
-def sliced_cases(draw: st.DrawFn) -> Case:
-    """Any mesh, ZeRO stage and overlap mode, with slicings of any number of slices in turn."""
-    plan, shape = draw(cases(SCHEDULES) | tensor_cases(SCHEDULES))
+def sliced(draw: st.DrawFn, whole: st.SearchStrategy[Case]) -> Case:
+    """The same with slicings of any number of slices in turn."""
+    plan, shape = draw(whole)
     slices: Slicings = draw(slicings)
     plan = replace(plan, slices=slices, mb=min(plan.mb, MAX_MICRO_BATCHES))
     num_whole = draw(st.integers(0, shape.num_blocks - 1) | st.just(0))
-    return plan, replace(shape, grains=grains(num_whole, shape.num_blocks))
+    whole_wires = frozenset(f"h{n}" for n in range(num_whole + 1)) if num_whole else frozenset[str]()
+    return plan, replace(shape, grains=grains(num_whole, shape.num_blocks), whole_wires=whole_wires)
+
+
+def sliced_cases() -> st.SearchStrategy[Case]:
+    """Any mesh, ZeRO stage and overlap mode."""
+    return sliced(cases(SCHEDULES) | tensor_cases(SCHEDULES))
 
 
 def encoder_decoder(num_encoder: int, num_decoder: int) -> ModelShape:

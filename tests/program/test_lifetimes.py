@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import pytest
 from hypothesis import given, settings
 
 from phalanx.plan.plan import Plan
-from phalanx.program.instructions import Instruction, Op, Program, from_text
-from phalanx.program.lifetimes import Leaving, drops, stays
+from phalanx.program.instructions import from_text
+from phalanx.program.lifetimes import drops, stays
 from phalanx.program.lower import lower, lower_forward
 from phalanx.program.shape import ModelShape
-from phalanx.program.wires import Wires
 from tests.program.tensor_shapes import exchange, segment, stack, tensor_cases
+from tests.program.wire_machine import Machine, leaving_of
 
 Case = tuple[Plan, ModelShape]
-Place = tuple[int | None, int | None, int | None]
 
 
 def dropped(plan_text: str, shape: ModelShape) -> dict[str, tuple[str, ...]]:
     plan = Plan.parse(f"tp=2,{plan_text}")
     found = drops(lower(plan, shape)[0], shape, leaving_of(plan))
     return {str(instruction): tuple(sorted(wires)) for instruction, wires in found.items()}
-
-
-def leaving_of(plan: Plan) -> Leaving:
-    return lambda stage: {f"h{plan.stage_blocks(stage)[-1] + 1}"}
 
 
 def test_a_wire_is_dropped_after_its_last_reader_and_a_source_when_its_target_was_made() -> None:
@@ -92,70 +85,12 @@ def test_blocks_without_steps_have_no_wires_here() -> None:
     assert drops(lower(plan, shape)[0], shape, leaving_of(plan)) == {}
 
 
-class Machine:
-    """Runs a program on names instead of tensors: reads fail where a wire is not there."""
-
-    def __init__(self, plan: Plan, shape: ModelShape, program: Program) -> None:
-        leaving = leaving_of(plan)
-        self.plan, self.shape, self.wires = plan, shape, Wires(shape)
-        self.drops, self.stays = drops(program, shape, leaving), stays(program, shape, leaving)
-        self.there: defaultdict[Place, set[str]] = defaultdict(set)
-        self.gathered: set[tuple[Place, str]] = set()
-        self.last = {(it.stage, it.micro_batch, it.half): it for it in program if it.op in (Op.F, Op.CF, Op.SEND_F)}
-        for instruction in program:
-            self.run(instruction)
-
-    def run(self, it: Instruction) -> None:
-        place = (it.stage, it.micro_batch, it.half)
-        if it.step is not None and it.block is not None and it.op in (Op.F, Op.CF, Op.A, Op.CA):
-            step = self.shape.steps_of(it.block)[it.step]
-            for wire in step.reads:
-                self.read(place, wire, it)
-            self.there[place] |= set(step.writes)
-            self.gathered |= {(place, wire) for wire in step.writes if it.op is Op.CA}
-        elif it.step is not None and it.block is not None and it.op in (Op.B, Op.BW) and not self.plan.again:
-            wires = self.shape.steps_of(it.block)[it.step].reads
-            for wire in (wire for wire in wires if (place, self.wires.origin(wire)) in self.gathered):
-                self.read(place, wire, it)
-        if self.last.get(place) == it:
-            self.hand_on(place, sends=it.op is Op.SEND_F)
-        for wire in self.drops.get(it, ()):
-            assert wire in self.there[place], f"{it} drops {wire}, which is not there"
-            self.there[place].remove(wire)
-
-    def read(self, place: Place, wire: str, it: Instruction) -> None:
-        if wire in self.there[place]:
-            return
-        assert it.stage is not None
-        source = self.wires.source(wire, self.plan.stage_blocks(it.stage))
-        if source is None:
-            # Only what comes from the stage before is nobody's result; after the forward it must still be there.
-            assert it.op in (Op.F, Op.CF), f"{it} misses {wire}"
-            assert wire == f"h{self.plan.stage_blocks(it.stage)[0]}", f"{it} misses {wire}"
-        else:
-            self.read(place, source, it)
-        self.there[place].add(wire)
-
-    def hand_on(self, place: Place, sends: bool) -> None:
-        """What is not sent is taken by the next stage later; it is whole by then all the same."""
-        stage = place[0]
-        assert stage is not None
-        (wire,) = leaving_of(self.plan)(stage)
-        self.read(place, wire, Instruction(Op.F, stage))
-        self.there[place] -= ({wire} if sends else set()) - self.stays.get(stage, frozenset())
-
-
 @settings(max_examples=50, deadline=None)
 @given(tensor_cases())
 def test_every_program_has_what_it_reads_and_leaves_nothing_behind(case: Case) -> None:
     plan, shape = case
     for program in lower(plan, shape):
-        sends = {(it.stage, it.micro_batch, it.half) for it in program if it.op is Op.SEND_F}
-        machine = Machine(plan, shape, program)
-        for place, wires in machine.there.items():
-            stage = place[0]
-            assert stage is not None
-            assert wires <= (set() if place in sends else set(leaving_of(plan)(stage)))
+        assert Machine(plan, shape, program).left_behind() == set()
 
 
 @pytest.mark.parametrize("overlap", ["none", "oases"])

@@ -69,8 +69,15 @@ class Scope:
 
     def peer(self, rank: int, stage: int, step: int) -> int | None:
         """The rank that holds the stage `step` further on in the same pipeline, where that is another one."""
-        pp_index = self._route.neighbour(stage, step)
-        return None if pp_index is None else self.mesh.at_stage(rank, pp_index)
+        if (rank, stage, step) not in self._peers:
+            pp_index = self._route.neighbour(stage, step)
+            self._peers[rank, stage, step] = None if pp_index is None else self.mesh.at_stage(rank, pp_index)
+        return self._peers[rank, stage, step]
+
+    @cached_property
+    def _peers(self) -> dict[tuple[int, int, int], int | None]:
+        """Those asked for so far: it is asked for every instruction."""
+        return {}
 
     @cached_property
     def halves(self) -> tuple[int | None, ...]:
@@ -83,7 +90,12 @@ class Scope:
 
     def blocks_with(self, stage: int, slice: int | None) -> range:
         """The blocks of a stage that run with a slice."""
-        return self.shape.blocks_with(slice, self.blocks[stage])
+        return self._later_blocks[stage] if slice else self.blocks[stage]
+
+    @cached_property
+    def _later_blocks(self) -> tuple[range, ...]:
+        """The blocks of each stage that run with any slice but the first."""
+        return tuple(self.shape.blocks_with(1, blocks) for blocks in self.blocks)
 
     def runs_per_slice(self, block: int) -> bool:
         return bool(self.plan.slices) and block >= self.shape.num_whole_blocks
