@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -80,8 +81,7 @@ class _Sharder:
             parts.append(tuple(assembled.parts))
             steps.append(tuple(assembled.steps))
             self._note_weights(block, placed)
-            last = degrees[units[-1]] if units else self.plan.tp
-            self._wire_degrees |= dict.fromkeys(block.outputs, last)
+            self._note_outputs(block, placed)
             self._note_whole(block, placed)
         if self.torn:
             return None
@@ -149,6 +149,11 @@ class _Sharder:
                 f"use tp={found.heads} or less, a smaller degree for that unit (degrees=…), or replicate=yes to do "
                 "the attention whole on every rank",
             ) from None
+
+    def _note_outputs(self, block: Block, placed: _Placed) -> None:
+        """A wire stays with the degree of the unit that made it, which need not be the block's last."""
+        made: Any = placed.walk.graph.output_node().args[0]
+        self._wire_degrees |= {wire: placed.walk.degree(node) for wire, node in zip(block.outputs, made, strict=True)}
 
     def _note_weights(self, block: Block, placed: _Placed) -> None:
         for node, port in zip(placed.placeholders, block.ports, strict=True):
