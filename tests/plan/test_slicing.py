@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
+from phalanx.plan.complete import Completed, complete
 from phalanx.plan.diff import diff_text
 from phalanx.plan.plan import Plan
 from phalanx.plan.slicing import Slicings, bounds, read_slicings, take_slicings, write_slicings
@@ -123,3 +124,21 @@ def test_slices_of_a_wrong_type_are_refused_with_an_example(value: Any) -> None:
 
 def test_a_change_of_slices_is_told() -> None:
     assert diff_text(Plan(), Plan.parse("slices=3-1")) == "slices none → 3-1; the rest is the same"
+
+
+def completed(text: str) -> Completed:
+    return complete(text, world=None, batch_size=8, costs=[1.0] * 4)
+
+
+def test_slices_are_kept_when_a_plan_is_completed_and_never_decided() -> None:
+    assert completed("pp=2,slices=3-1").plan.text == "pp=2,mb=8,slices=3-1,stages=2-2"
+    assert completed("pp=2,slices=3-1").reasons["mb"] == "micro-batches 8: fills 2 stages on 2 ranks"
+    assert completed("pp=2").plan.slices == ()
+
+
+def test_a_slicing_whose_turn_never_comes_is_refused() -> None:
+    with pytest.raises(PlanError) as refused:
+        completed("mb=2,slices=4/2/3-1")
+    assert refused.value.message == "plan: slices=4/2/3-1 gives 3 slicings, and mb=2 never comes to slices=3-1"
+    assert refused.value.hint == "use mb=3 or more, or fewer slicings"
+    assert completed("mb=3,slices=4/2/3-1").plan.mb == 3

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.slicing import SCHEDULES, Slicings
-from phalanx.program.shape import ModelShape
+from phalanx.program.shape import ModelShape, Step
 from tests.program.random_plans import cases, simple_shape
 from tests.program.tensor_shapes import exchange, segment, tensor_cases
 
@@ -43,7 +43,7 @@ def encoder_decoder(num_encoder: int, num_decoder: int) -> ModelShape:
     """Encoder blocks that hand on h1, h2, …; the last one's result is read by every decoder block, as it is and through
     an exchange that sends nothing."""
     cells = ((0, 1),)
-    steps = [
+    steps: list[tuple[Step, ...]] = [
         (segment(f"h{n}", f"p{n}"), exchange(f"p{n}", f"h{n + 1}", cells, "all_reduce")) for n in range(num_encoder)
     ]
     memory = f"h{num_encoder}"

@@ -81,3 +81,16 @@ def test_every_instruction_is_drawn(plan: Plan, width: int) -> None:
     words = draw(programs, [f"{row}:" for row in range(plan.pp)], width=width).split()
     drawn = sorted(word for word in words if word != "·" and not word.endswith(":"))
     assert drawn == sorted(str(instruction) for program in programs for instruction in program)
+
+
+def test_slices_have_cells_of_their_own_and_a_stage_that_runs_once_has_one() -> None:
+    programs = schedule_of(Plan.parse("pp=2,slices=2"))
+    assert draw(programs, ["rank 0", "rank 1"]).splitlines() == [
+        "rank 0  F0.0.0  F0.0.1  ·       ·       ·       BW0.0.1         BW0.0.0",
+        "rank 1  ·       F1.0.0  F1.0.1  BW1.0.1         BW1.0.0",
+    ]
+    once = from_text("F0.0.0 BW0.0.0"), programs[1]
+    assert [line.rstrip() for line in draw(once, ["rank 0", "rank 1"]).splitlines()] == [
+        "rank 0  F0.0.0  ·       ·       ·       ·       ·       ·       BW0.0.0",
+        "rank 1  ·       F1.0.0  F1.0.1  BW1.0.1         BW1.0.0",
+    ]
