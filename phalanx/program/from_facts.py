@@ -7,13 +7,14 @@ shown as an assumption.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
-from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts
+from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, TensorFacts
 from phalanx.model.graph.expressions import evaluate
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import BucketCosts, Costs, Link
 from phalanx.program.shape import ModelShape
+from phalanx.program.slice_costs import TOKENS, slice_cost_of
 
 FLOPS_PER_S = 1e14  # what one recent data-centre GPU reaches in bfloat16 training
 LINK_BYTES_PER_S = 2.5e10  # a 200 Gbit/s network
@@ -33,7 +34,7 @@ def shape_of_facts(facts: ModelFacts) -> ModelShape:
     """All parameters count as trained: what is frozen is decided by a run, not by a model."""
     shared = tuple(sorted(set(_users(facts).values())))
     held = tuple(size > 0 for size in _bucket_sizes(facts, shared))
-    return ModelShape(len(facts.blocks), shared, held, held)
+    return ModelShape(len(facts.blocks), shared, held, held, grains=_grains(facts))
 
 
 def costs_of_facts(facts: ModelFacts, plan: Plan, dims: Dims, device: Device) -> Costs:
@@ -51,6 +52,9 @@ def costs_of_facts(facts: ModelFacts, plan: Plan, dims: Dims, device: Device) ->
         backward=tuple(2 * seconds for seconds in forward) if plan.recompute else forward,
         weight=forward,
         cut_bytes=cuts,
+        whole_cut_bytes=tuple(
+            sum(tensor.bytes(dims) for tensor in block.crossing if not _has_tokens(tensor)) for block in facts.blocks
+        ),
         saved_bytes=kept,
         rebuilt_bytes=tuple(max(0, all_of_it - inputs) for all_of_it, inputs in zip(saved, kept)),
         buckets=tuple(
@@ -60,6 +64,7 @@ def costs_of_facts(facts: ModelFacts, plan: Plan, dims: Dims, device: Device) ->
         group_link=device.link,
         dims=dims,
         element_bytes=DTYPE_BYTES[facts.dtype],
+        slice_cost=slice_cost_of(plan, [block.flops for block in facts.blocks], dims) if plan.slices else None,
     )
 
 
@@ -82,6 +87,18 @@ def _saved_bytes(facts: ModelFacts, plan: Plan, dims: Dims) -> tuple[int, ...]:
         sums = [facts.saved_bytes(dims, blocks[:count]) for count in range(len(blocks) + 1)]
         sizes += [after - before for before, after in pairwise(sums)]
     return tuple(sizes)
+
+
+def _grains(facts: ModelFacts) -> tuple[str, ...]:
+    """An encoder's blocks are the first ones that have nothing to do with the tokens that slices cut."""
+    if TOKENS not in facts.dims:
+        return ()
+    once = list(takewhile(lambda b: TOKENS not in b.flops and not any(map(_has_tokens, b.crossing)), facts.blocks))
+    return ("micro-batch",) * len(once) + ("slice",) * (len(facts.blocks) - len(once))
+
+
+def _has_tokens(tensor: TensorFacts) -> bool:
+    return any(TOKENS in str(size) for size in tensor.shape)
 
 
 def _users(facts: ModelFacts) -> dict[str, tuple[int, ...]]:

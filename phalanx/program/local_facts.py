@@ -62,6 +62,10 @@ def costs_of_local(local: LocalFacts, plan: Plan, device: Device) -> Costs:
         backward=forward,
         weight=forward,
         cut_bytes=tuple(sum(local.wires[wire] for wire in block.crossing) for block in local.blocks),
+        whole_cut_bytes=tuple(
+            sum(local.wires[wire] for wire in block.crossing if wire in local.shape.whole_wires)
+            for block in local.blocks
+        ),
         saved_bytes=kept,
         rebuilt_bytes=tuple(whole - part for whole, part in zip(saved, kept)),
         buckets=tuple(bucket_costs(size, local.dtype, device) for size in local.buckets),

@@ -6,9 +6,13 @@ import pytest
 
 from phalanx.model.facts.facts import SHIPPED, ModelFacts, from_json, load
 from phalanx.plan.plan import Plan
+from phalanx.plan.stages import balance
+from phalanx.program.check import check
 from phalanx.program.costs import Link
 from phalanx.program.from_facts import Device, block_seconds, costs_of_facts, shape_of_facts
 from phalanx.program.instructions import Op
+from phalanx.program.lower import lower
+from phalanx.program.simulate import simulate
 
 DIMS = {"batch": 2, "tokens": 128}
 PLAN = Plan(pp=2, stages=(7, 7))
@@ -84,3 +88,47 @@ def test_adamw_in_bfloat16_holds_master_weights_and_two_moments_and_moves_all_of
         2 * parameters, 4 * parameters, 12 * parameters,
     )  # fmt: skip
     assert bucket.step_seconds == (2 * 14 + 4) * parameters
+
+
+@pytest.mark.parametrize(
+    "name, num_whole", [("gpt2", 0), ("google-t5/t5-small", 7), ("google/vit-base-patch16-224-in21k", 0)]
+)
+def test_an_encoder_runs_once_per_micro_batch_where_the_model_has_one(name: str, num_whole: int):
+    facts = load(name)
+    assert facts is not None and shape_of_facts(facts).num_whole_blocks == num_whole
+
+
+def test_what_an_encoder_hands_on_belongs_to_the_micro_batch():
+    facts = load("google-t5/t5-small")
+    assert facts is not None
+    dims = {"batch": 2, "source": 32, "tokens": 16}
+    costs = costs_of_facts(facts, Plan(stages=(15,)), dims, Device())
+    encoder_output = 2 * 32 * 512 * 2
+    assert costs.whole_cut_bytes[6] == costs.cut_bytes[6] == encoder_output
+    assert costs.whole_cut_bytes[8] == encoder_output < costs.cut_bytes[8]
+
+
+def test_later_slices_of_a_model_take_longer_and_all_of_them_what_the_micro_batch_does(gpt2: ModelFacts):
+    plan = Plan.parse("pp=2,slices=4,stages=7-7")
+    cost = costs_of_facts(gpt2, plan, DIMS, Device()).slice_cost
+    assert cost is not None and costs_of_facts(gpt2, PLAN, DIMS, Device()).slice_cost is None
+    layer = [cost(1, 0, j) for j in range(4)]
+    assert layer == sorted(layer) and layer[0] < layer[-1] and sum(layer) == pytest.approx(1)
+    head = [cost(13, 0, j) for j in range(4)]
+    assert head == pytest.approx([1 / 4] * 4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "google-t5/t5-small"])
+def test_a_step_of_slices_can_be_predicted_from_facts(name: str):
+    facts = load(name)
+    assert facts is not None
+    dims = {"batch": 1, "tokens": 512, "source": 64}
+    stages = balance([1.0] * len(facts.blocks), 4)
+    makespans = {}
+    for slices in ("", ",slices=8"):
+        plan = Plan.parse(f"pp=4{slices},stages={'-'.join(map(str, stages))}")
+        shape = shape_of_facts(facts)
+        programs = lower(plan, shape)
+        check(plan, shape, programs)
+        makespans[slices] = simulate(plan, shape, programs, costs_of_facts(facts, plan, dims, Device())).makespan
+    assert makespans[",slices=8"] < makespans[""]
