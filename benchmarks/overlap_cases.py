@@ -10,10 +10,10 @@ CALIBRATED = "oases"  # the mode whose compute : communication is brought to AIM
 BASE, UNSPLIT = "default_checkpoint", "optim_comm_checkpoint"  # what it is compared with
 MODES = (CALIBRATED, BASE, UNSPLIT, "overlap_checkpoint", "none", "halves")
 # A forward has half of the communication and a quarter of the computation (the backward computes it again, and two
-# gradients), so ranks wait for the link in the forward and the link for ranks in the backward. At 1 : 1 no order of one
-# micro-batch comes closer to the ideal than 80 %; the ends of the range have more to show, and this is the honest one:
-# there communication is the longer part.
-AIM = 0.85
+# gradients), so ranks wait for the link in the forward and the link for ranks in the backward. Simulated, without any
+# loss, `oases` comes to 78 % of the ideal at 1 : 1 and to 86 to 88 % at both ends of 0.8 to 1.25. At this end
+# communication is the longer part, and the processor time that it takes itself delays nothing.
+AIM = 0.84
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ CPU = Kind(
         Case("H 512", Size(layers=6, width=512, vocabulary=1024, samples=8, tokens=96), 400_000_000),
         Case("H 1024", Size(layers=4, width=1024, vocabulary=1024, samples=8, tokens=48), 200_000_000),
     ),
-    accepted=(0.8, 0.92), steps=1,
+    accepted=(0.8, 0.9), steps=1,
 )  # fmt: skip
 GPU = Kind(
     "cuda", "bfloat16",
@@ -64,7 +64,7 @@ GPU = Kind(
         Case("H 4096", Size(layers=4, width=4096, vocabulary=2048, samples=4, tokens=1024), 11),
         Case("H 8192", Size(layers=2, width=8192, vocabulary=2048, samples=4, tokens=1024), 21),
     ),
-    accepted=(0.8, 1.25), steps=2,
+    accepted=(0.8, 1.25), steps=1,
     variables=(
         "NCCL_SOCKET_NTHREADS=2", "NCCL_NSOCKS_PERTHREAD=4", "NCCL_MIN_NCHANNELS=4", "NCCL_MAX_NCHANNELS=4",
         "NCCL_BUFFSIZE=8388608",

@@ -135,7 +135,7 @@ def test_a_case_that_cannot_be_calibrated_is_reported_as_such(monkeypatch: pytes
 
     monkeypatch.setattr(overlap, "_session", session)
     found = overlap.measure(CPU, replace(CPU.cases[0], size=TINY), 2, "off")
-    assert found["error"] == "compute : communication did not come between 0.8 and 0.92"
+    assert found["error"] == "compute : communication did not come between 0.8 and 0.9"
     assert len(labs) == len(found["calibration"]) == overlap.ATTEMPTS and len(set(labs)) == len(labs)
     assert overlap_page.sentence(found).startswith("H 512: compute : communication did not come")
 
