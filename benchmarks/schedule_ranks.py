@@ -71,7 +71,7 @@ def run_bench(seat: Seat, bench: Bench, captured: Captured) -> Seen:
             ranks[name].step(batch, 0, LR).read()
         if seat.rank == 0:
             seat.emit("ready", name)
-    seen = Seen(_link(next(iter(ranks.values())), bench))
+    seen = Seen(measure_link(next(iter(ranks.values())), bench.cut_elements, bench.setting.torch_dtype))
     for _ in range(bench.rounds):
         for name, rank in ranks.items():
             seen.parts.setdefault(name, []).append(_recorded(rank, batch))
@@ -121,10 +121,10 @@ def _meet(rank: Rank) -> None:
     rank.connections.world.barrier().wait("all ranks")
 
 
-def _link(rank: Rank, bench: Bench) -> Link:
-    """What connects rank 0 and rank 1, from a small message and one as large as the program's."""
-    elements, width = bench.cut_elements, bench.setting.torch_dtype.itemsize
-    small, large = (_one_way(rank, n, bench.setting.torch_dtype) for n in (elements // SMALL, elements))
+def measure_link(rank: Rank, elements: int, dtype: torch.dtype) -> Link:
+    """What connects rank 0 and rank 1, from a small message and one of so many elements."""
+    width = dtype.itemsize
+    small, large = (_one_way(rank, n, dtype) for n in (elements // SMALL, elements))
     if large <= small:
         return Link(latency_s=large)
     bytes_per_s = (elements - elements // SMALL) * width / (large - small)

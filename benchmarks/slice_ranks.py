@@ -1,0 +1,201 @@
+"""The rank's side of `slices.py`: what slices of each kind of block take here, and steps of all plans of a case in turn.
+
+All ranks measure blocks at the same time, as they compute at the same time in a pipeline. A step begins on all ranks at
+once, after a barrier, and is what training does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from contest_setting import LR, Setting
+from schedule_ranks import measure_link
+from torch import Tensor
+
+from phalanx.config import RunConfig
+from phalanx.launch.seat import Seat
+from phalanx.model.captured import Captured
+from phalanx.model.slice.slicing import slice_model
+from phalanx.plan.plan import Plan
+from phalanx.profile.slice_run import SliceRun, layers
+from phalanx.profile.slices import Measurement, grid
+from phalanx.program.costs import Link
+from phalanx.program.timeline import Timeline
+from phalanx.runtime.flat import Piece
+from phalanx.runtime.measured import recording
+from phalanx.runtime.rank import Rank
+
+WARM_UP, RECORDED, GRADIENT_BYTES = 1, 3, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """plans: by name, all for the batch of the setting. compile: as in a run's configuration."""
+
+    setting: Setting
+    plans: Mapping[str, Plan]
+    rounds: int
+    compile: str = "off"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Of a profile: slices from `shortest` tokens on, each measured `repeats` times."""
+
+    shortest: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of block: its slices, and which part of a pass to and fro is the forward's."""
+
+    slices: tuple[Measurement, ...]
+    forward: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank knows for the simulation. parts: its part of recorded steps."""
+
+    first: Kind
+    layer: Kind
+    last: Kind
+    link: Link
+    parts: tuple[Timeline, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device before a step, at its peak, and of all gradients; None on a CPU."""
+
+    before: int | None
+    peak: int | None
+    gradients: int
+
+
+@dataclass
+class Seen:
+    """By plan: seconds of every step, memory, and the most forwards held at once, on one rank."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    memory: dict[str, Memory] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+
+
+def profile(seat: Seat, case: Case, captured: Captured, effort: Effort) -> Facts:
+    """The job of one rank; the case has one plan, without slices."""
+    (plan,) = case.plans.values()
+    setting, device = case.setting, torch.device(seat.device)
+    sliced = slice_model(captured, setting.torch_dtype)
+    numbers = (0, layers(sliced)[0], len(captured.blocks.blocks) - 1)
+    one = {name: tensor[:1] for name, tensor in setting.batch().items()}
+    kinds: list[Kind] = []
+    for number in numbers:
+        run = SliceRun(sliced, one, [number], dtype=setting.torch_dtype, device=device, compile=case.compile)
+        kinds.append(_kind(run, effort, attends=number == numbers[1]))
+        _say(seat, f"slices of {captured.blocks.blocks[number].name} measured")
+    rank = _build("profile", seat, case, plan, captured)
+    batch = {name: tensor.to(device) for name, tensor in setting.batch().items()}
+    rank.step(batch, 0, LR).read()
+    size = setting.size
+    link = measure_link(rank, size.tokens * size.width, setting.torch_dtype)
+    parts = tuple(_recorded(rank, batch) for _ in range(RECORDED))
+    rank.close()
+    return Facts(*kinds, link, parts)
+
+
+def run_case(seat: Seat, case: Case, captured: Captured) -> Seen:
+    """The job of one rank: every plan built once, then all in turn."""
+    batch = {name: tensor.to(torch.device(seat.device)) for name, tensor in case.setting.batch().items()}
+    ranks = {name: _build(name, seat, case, plan, captured) for name, plan in case.plans.items()}
+    seen = Seen(held={name: rank.peaks.activations for name, rank in ranks.items()})
+    for name, rank in ranks.items():
+        for _ in range(WARM_UP):
+            rank.step(batch, 0, LR).read()
+        seen.memory[name] = _memory(rank, batch)
+        _say(seat, f"{case.plans[name].shown} ready")
+    for _ in range(case.rounds):
+        for name, rank in ranks.items():
+            seen.seconds.setdefault(name, []).append(_seconds(rank, batch))
+    for rank in ranks.values():
+        rank.close()
+    return seen
+
+
+def _say(seat: Seat, text: str) -> None:
+    if seat.rank == 0:
+        seat.emit("progress", text)
+
+
+def _kind(run: SliceRun, effort: Effort, attends: bool) -> Kind:
+    """Without attention the past makes no difference."""
+    points = [point for point in grid(run.tokens, effort.shortest) if attends or point[1] == 0]
+    rounds = [[run(*point) for point in points] for _ in range(effort.repeats + 1)][1:]
+    found = [Measurement(*point, statistics.median(seconds)) for point, seconds in zip(points, zip(*rounds))]
+    forward, backward = run.parts(run.tokens, 0)
+    return Kind(tuple(found), forward / (forward + backward))
+
+
+def _build(name: str, seat: Seat, case: Case, plan: Plan, captured: Captured) -> Rank:
+    # The plans have links of the same names.
+    own = seat if seat.world == 1 else replace(seat, store=dist.PrefixStore(name, seat.store))
+    device, setting = torch.device(seat.device), case.setting
+
+    def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
+        shape = captured.shapes[name] if piece is None else (piece.stop - piece.start,)
+        value = torch.empty(shape, device=device)
+        return value.normal_(0, 0.02) if len(captured.shapes[name]) > 1 else value.fill_(1.0)
+
+    config = RunConfig.create(
+        lr=LR, dtype=setting.dtype, master_weights=setting.masters, batch_size=setting.size.samples,
+        compile=case.compile,
+    )  # fmt: skip
+    return Rank(
+        captured, config, plan, seat=own, trainable=captured.trainable, read=read,
+        buffers={name: value.to(device) for name, value in captured.buffers.items()},
+    )  # fmt: skip
+
+
+def _recorded(rank: Rank, batch: Mapping[str, Tensor]) -> Timeline:
+    step = rank.step.begin(batch, 0, LR)
+    with recording(rank) as recorder:
+        _meet(rank)
+        rank.step.engine.run(rank.step.program, step)
+    return recorder.timeline()
+
+
+def _seconds(rank: Rank, batch: Mapping[str, Tensor]) -> float:
+    _meet(rank)
+    begin = time.perf_counter()
+    rank.step(batch, 0, LR).read()
+    return time.perf_counter() - begin
+
+
+def _memory(rank: Rank, batch: Mapping[str, Tensor]) -> Memory:
+    gradients = GRADIENT_BYTES * sum(weight.exact.numel() for weight in rank.parameters.trained.values())
+    if rank.device.type != "cuda":
+        return Memory(None, None, gradients)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    rank.step(batch, 0, LR).read()
+    return Memory(before, torch.cuda.max_memory_allocated(), gradients)
+
+
+def _meet(rank: Rank) -> None:
+    rank.connections.world.barrier().wait("all ranks")
+
+
+def median_of(found: Sequence[Kind]) -> Kind:
+    """Of what several ranks measured."""
+    slices = tuple(
+        replace(points[0], seconds=statistics.median(point.seconds for point in points))
+        for points in zip(*(kind.slices for kind in found), strict=True)
+    )
+    return Kind(slices, statistics.median(kind.forward for kind in found))

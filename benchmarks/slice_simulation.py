@@ -1,0 +1,116 @@
+"""What `slices.py` predicts: a step of any plan from measured slices, and which slicing would be best.
+
+The planner's sum knows neither messages nor head and embedding on one stage only, so its slicings (with and without
+the time of a message in a slice's) and the uniform ones are simulated, and the shortest step is what is planned.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.plan.plan import Plan
+from phalanx.plan.slices import ModelledTimes, Times, plan_batch
+from phalanx.plan.slicing import write_slicings
+from phalanx.program.costs import BucketCosts, Costs, Link
+from phalanx.program.holders import buckets_of
+from phalanx.program.instructions import RECEIVES, SENDS, Op
+from phalanx.program.lower import lower
+from phalanx.program.shape import ModelShape
+from phalanx.program.simulate import simulate
+from phalanx.program.timeline import Timeline
+
+GRAINS = 32  # of a sequence: few lengths, since every length is traced once
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """forward: the part of a pass to and fro that the forward takes."""
+
+    times: ModelledTimes
+    forward: float
+
+    def seconds(self, tokens: int, past: int) -> float:
+        return float(self.times.seconds(np.array([tokens], float), np.array([past], float))[0])
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a step has besides its slices: seconds of the norm, of the update per element, and of starting a message."""
+
+    norm: float
+    update: float
+    issue: float
+
+
+@dataclass(frozen=True)
+class Known:
+    """Everything that a simulation needs. blocks: of the model, in order. elements: of each bucket."""
+
+    blocks: tuple[BlockTimes, ...]
+    link: Link
+    ends: Ends
+    shape: ModelShape
+    elements: tuple[int, ...]
+    token_bytes: int  # that cross a cut for each token
+
+    def step(self, plan: Plan, tokens: int) -> float:
+        """Seconds of a step whose micro-batches are one sequence each."""
+        return simulate(plan, self.shape, lower(plan, self.shape), self._costs(plan, tokens)).makespan
+
+    def stage_table(self, plan: Plan, tokens: int, grain: int) -> Times:
+        """Of every slice, what the slowest stage takes."""
+        tables = [self.blocks[block].times.table(tokens, grain) for block in range(len(self.blocks))]
+        stages = [sum((tables[block] for block in plan.stage_blocks(s)), np.array(0.0)) for s in range(plan.num_stages)]
+        return np.max(np.stack(stages), axis=0)
+
+    def message_table(self, tokens: int, grain: int) -> Times:
+        """Of every slice, what sending it on takes, and its gradients back."""
+        lengths = grain * np.arange(tokens // grain + 1)[:, None] * np.ones(tokens // grain)
+        return 2 * (self.link.latency_s + lengths * self.token_bytes / self.link.bytes_per_s)
+
+    def _costs(self, plan: Plan, tokens: int) -> Costs:
+        whole = [block.seconds(tokens, 0) for block in self.blocks]
+        n = len(self.blocks)
+
+        def slice_cost(block: int, micro_batch: int, slice: int) -> float:
+            begin, end = plan.slice_bounds(micro_batch, tokens)[slice : slice + 2]
+            return self.blocks[block].seconds(end - begin, begin) / whole[block]
+
+        return Costs(
+            forward=tuple(seconds * block.forward for seconds, block in zip(whole, self.blocks)),
+            backward=tuple(seconds * (1 - block.forward) for seconds, block in zip(whole, self.blocks)),
+            weight=(0.0,) * n, cut_bytes=(self.token_bytes * tokens,) * n, saved_bytes=(0,) * n, rebuilt_bytes=(0,) * n,
+            buckets=tuple(BucketCosts(step_seconds=self.ends.update * count) for count in self.elements),
+            message_link=self.link, group_link=Link(latency_s=self.ends.norm / max(1, 2 * (plan.world - 1))),
+            issue_seconds=self.ends.issue, dims={"tokens": tokens}, slice_cost=slice_cost,
+        )  # fmt: skip
+
+
+def ends_of(steps: Sequence[Timeline], plan: Plan, shape: ModelShape, elements: Sequence[int]) -> Ends:
+    """From recorded steps: the shortest norm of all ranks waited for nobody."""
+    held = sum(elements[bucket] for pp_index in range(plan.pp) for bucket in buckets_of(plan, shape, pp_index))
+    seconds = [{op: [e.seconds for e in step.events if e.instruction.op is op] for op in Op} for step in steps]
+    issues = [[s for op in SENDS | RECEIVES for s in found[op]] or [0.0] for found in seconds]
+    return Ends(
+        statistics.median(min(found[Op.NORM]) for found in seconds),
+        statistics.median(sum(found[Op.STEP]) for found in seconds) / held,
+        statistics.median(statistics.fmean(found) for found in issues),
+    )
+
+
+def planned(known: Known, plan: Plan, tokens: int, uniform: Mapping[str, Plan]) -> Plan:
+    """The best plan of all candidates by simulation. plan: without slices, itself a candidate."""
+    grain = tokens // GRAINS
+    times, messages = known.stage_table(plan, tokens, grain), known.message_table(tokens, grain)
+    slicings = {
+        plan_batch({1: table}, plan.mb, plan.num_stages, grain).parts[0].lengths
+        for table in (times, times + messages, times + messages / 2)
+    }
+    texts = [f"{plan.full_text},slices={write_slicings((lengths,))}" for lengths in slicings if len(lengths) > 1]
+    candidates = [plan, *uniform.values(), *(Plan.parse(text) for text in texts)]
+    return min(candidates, key=lambda candidate: known.step(candidate, tokens))

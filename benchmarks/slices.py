@@ -1,0 +1,256 @@
+"""Token slices: steps and memory of a pipeline with and without them, beside what is simulated; and what they cost.
+
+    python benchmarks/slices.py [--only NAME] [--out docs/results/slices.json]
+    python benchmarks/slices.py --gpu [--budget 300] [--out docs/results/slices_gpu.json]
+
+Ranks of a pipeline (4 that share one GPU; without --gpu 2 on CPU cores, to see that it works) first measure what slices
+of their blocks take. From that every plan is simulated, and the best slicing is chosen. Then, for each number and length
+of sequences, all plans run in turn: 1F1B without slices, with equal slices, with those planned. With most sequences the
+same slices also run in GPipe order, which keeps everything. Last, one rank alone on its device: what slicing costs where
+there is no pipeline. Results are written after each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import plot
+import report
+from contest_setting import Setting, Size
+from shared_gpu import rank_environment, shared_gpu
+from slice_ranks import Case, Effort, Facts, Seen, median_of, profile, run_case
+from slice_simulation import BlockTimes, Known, ends_of, planned
+
+from phalanx.launch.crew import Crew
+from phalanx.model.captured import Captured
+from phalanx.model.slice.slicing import slice_model
+from phalanx.plan.complete import complete
+from phalanx.plan.plan import Plan
+from phalanx.profile.slices import Fit, fit
+from phalanx.runtime.measured import merge
+from phalanx.runtime.model_shape import bucket_names
+
+WHOLE, PLANNED, ALL_FIRST = "whole", "planned", "gpipe"
+HEADERS = ["sequences", "tokens", "slices", "simulated ms", "measured ms", "error", "speed-up", "peak GiB"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is run where: `cases` are numbers of sequences and their tokens, `alone` is the model of the single rank."""
+
+    name: str
+    pp: int
+    size: Size  # its samples and tokens are the most that a profile looks at
+    alone: Size
+    dtype: str
+    cases: tuple[tuple[int, int], ...]
+    slicings: tuple[int, ...]
+    effort: Effort
+
+
+GPU = Shape(
+    "4 ranks on one GPU", 4, Size(8, 2048, 4096, samples=1, tokens=32768), Size(4, 4096, 4096, 1, 8192), "bfloat16",
+    ((1, 8192), (8, 8192), (1, 32768), (2, 8192), (1, 16384), (2, 32768)), (2, 4, 8, 16), Effort(256, 2),
+)  # fmt: skip
+CPU = Shape(
+    "2 CPU ranks", 2, Size(4, 64, 128, samples=1, tokens=256), Size(2, 64, 128, 1, 256), "float32",
+    ((1, 256), (4, 256)), (2, 4), Effort(32, 1),
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    shape, begin = GPU if options.gpu else CPU, time.monotonic()
+    setting: dict[str, Any] = {"shape": asdict(shape), "rounds": options.rounds}
+    results: list[dict[str, Any]] = []
+    if any(options.only in name for name in map(_name, shape.cases)):
+        results += _pipeline(shape, options, setting, begin)
+    if options.only in "cost":
+        results.append(_cost(shape, options.rounds))
+        _show(results[-1])
+    report.publish(options, "slices", setting, results, panels(results))
+
+
+def _pipeline(shape: Shape, options: argparse.Namespace, setting: dict[str, Any], begin: float) -> list[dict[str, Any]]:
+    captured, results = _captured(shape.size, shape.dtype), list[dict[str, Any]]()
+    with _crew(shape, shape.pp) as crew:
+        known, setting["profile"] = _profile(shape, captured, crew)
+        for number, tokens in (case for case in shape.cases if options.only in _name(case)):
+            if time.monotonic() - begin > options.budget:
+                print(f"no time left for {_name((number, tokens))}", file=sys.stderr)
+                continue
+            results.append(_case(shape, captured, crew, known, (number, tokens), options.rounds))
+            _show(results[-1])
+            report.publish(argparse.Namespace(out=options.out, plot=None), "slices", setting, results, [])
+    return results
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    print(report.table(HEADERS, rows(result)), flush=True)
+
+
+def _name(case: tuple[int, int]) -> str:
+    return f"{case[0]}x{case[1]}"
+
+
+def _captured(size: Size, dtype: str) -> Captured:
+    return Setting("llama", size, dtype, masters=True).capture()
+
+
+def _profile(shape: Shape, captured: Captured, crew: Crew) -> tuple[Known, dict[str, Any]]:
+    """What slices take here, and how that is shown."""
+    setting = Setting("llama", shape.size, shape.dtype, masters=True)
+    plan = _plan(shape.pp, setting, captured)
+    found: list[Facts] = crew.run(profile, Case(setting, {WHOLE: plan}, 0), captured, shape.effort, on_event=_say)
+    kinds = {name: median_of([getattr(facts, name) for facts in found]) for name in ("first", "layer", "last")}
+    fits = {name: fit(kind.slices) for name, kind in kinds.items()}
+    times = {name: BlockTimes(fits[name].times, kind.forward) for name, kind in kinds.items()}
+    names = bucket_names(captured.blocks, captured.trainable, sliced=slice_model(captured, setting.torch_dtype))
+    elements = tuple(sum(math.prod(captured.shapes[name]) for name in bucket) for bucket in names.names)
+    steps = [merge(parts) for parts in zip(*(facts.parts for facts in found))]
+    known = Known(
+        (times["first"], *[times["layer"]] * (names.shape.num_blocks - 2), times["last"]), found[0].link,
+        ends_of(steps, plan, names.shape, elements), names.shape, elements,
+        shape.size.width * setting.torch_dtype.itemsize,
+    )  # fmt: skip
+    slices = [asdict(measurement) for measurement in kinds["layer"].slices]
+    shown = {"fits": {name: _fit(found) for name, found in fits.items()}, "link": asdict(known.link)}
+    return known, {**shown, "ends": asdict(known.ends), "layer_slices": slices}
+
+
+def _fit(found: Fit) -> dict[str, Any]:
+    return {**asdict(found.times), "error": found.error, "worst_error": found.worst_error}
+
+
+def _plan(pp: int, setting: Setting, captured: Captured, more: str = "") -> Plan:
+    samples, weights = setting.size.samples, captured.blocks.flops(captured.dims(setting.batch()))
+    text = f"pp={pp},mb={samples},schedule=1f1b{more}"
+    return complete(text, world=pp, batch_size=samples, costs=weights).plan
+
+
+def _case(
+    shape: Shape, captured: Captured, crew: Crew, known: Known, case: tuple[int, int], rounds: int
+) -> dict[str, Any]:
+    number, tokens = case
+    setting = Setting("llama", replace(shape.size, samples=number, tokens=tokens), shape.dtype, masters=True)
+    whole = _plan(shape.pp, setting, captured)
+    uniform = {str(n): _plan(shape.pp, setting, captured, f",slices={n}") for n in shape.slicings}
+    best = planned(known, whole, tokens, uniform)
+    plans = {WHOLE: whole, **uniform, PLANNED: best}
+    if number == max(count for count, _ in shape.cases):
+        all_first = best if best.slices else uniform[str(shape.slicings[-1])]
+        plans[ALL_FIRST] = replace(all_first, schedule="gpipe")
+    return _measured(Case(setting, plans, rounds), captured, crew, known)
+
+
+def _cost(shape: Shape, rounds: int) -> dict[str, Any]:
+    """One rank that has its device to itself."""
+    setting, captured = Setting("llama", shape.alone, shape.dtype, masters=True), _captured(shape.alone, shape.dtype)
+    plans = {WHOLE: _plan(1, setting, captured)}
+    plans |= {str(n): _plan(1, setting, captured, f",slices={n}") for n in shape.slicings}
+    with _crew(shape, 1) as crew:
+        return _measured(Case(setting, plans, rounds), captured, crew, None)
+
+
+def _measured(case: Case, captured: Captured, crew: Crew, known: Known | None) -> dict[str, Any]:
+    """Plans that are the same plan are run once."""
+    names = {plan: name for name, plan in reversed(case.plans.items())}
+    once = replace(case, plans={name: plan for name, plan in case.plans.items() if names[plan] == name})
+    seen: list[Seen] = crew.run(run_case, once, captured, on_event=_say)
+    size = case.setting.size
+    steps = [_step(name, names[plan], plan, seen, known, size.tokens) for name, plan in case.plans.items()]
+    return {"pp": len(seen), "sequences": size.samples, "tokens": size.tokens, "steps": steps}
+
+
+def _step(
+    name: str, ran_as: str, plan: Plan, seen: Sequence[Seen], known: Known | None, tokens: int
+) -> dict[str, Any]:
+    return {
+        "slices": name, "plan": plan.full_text, "same_as": ran_as if ran_as != name else None,
+        "simulated": known.step(plan, tokens) if known else None,
+        "seconds": report.summary([max(found) for found in zip(*(s.seconds[ran_as] for s in seen))]),
+        "memory": [asdict(s.memory[ran_as]) for s in seen], "held": [s.held[ran_as] for s in seen],
+    }  # fmt: skip
+
+
+def speed_up(result: Mapping[str, Any], step: Mapping[str, Any]) -> float:
+    return result["steps"][0]["seconds"]["median"] / step["seconds"]["median"]
+
+
+def peak(step: Mapping[str, Any]) -> int | None:
+    """Bytes of the rank that needs most; of a step's own, without what other plans keep on the device."""
+    found = [memory["peak"] - memory["before"] for memory in step["memory"] if memory["peak"] is not None]
+    return max(found, default=None)
+
+
+def rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """One for each plan, as tables and pages show them."""
+    found: list[list[str]] = []
+    for step in result["steps"]:
+        seconds, simulated, most = step["seconds"], step["simulated"], peak(step)
+        spread = f"{seconds['median'] * 1e3:.1f} ({seconds['low'] * 1e3:.1f}–{seconds['high'] * 1e3:.1f})"
+        found.append([
+            str(result["sequences"]), str(result["tokens"]), named(step), f"{simulated * 1e3:.1f}" if simulated else "–",
+            spread, f"{simulated / seconds['median'] - 1:+.1%}" if simulated else "–",
+            f"{speed_up(result, step):.2f}×", f"{most / 2**30:.2f}" if most is not None else "–",
+        ])  # fmt: skip
+    return found
+
+
+def named(step: Mapping[str, Any]) -> str:
+    """The name of a step's slices, with those that a planner chose."""
+    text = step["plan"].partition("slices=")[2].partition(",")[0]
+    return f"{step['slices']} ({text or 'none'})" if step["slices"] in (PLANNED, ALL_FIRST) else step["slices"]
+
+
+def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
+    """One for each case."""
+    found: list[plot.Panel] = []
+    for result in results:
+        measured = [plot.Point.of(step["slices"], step["seconds"]) for step in result["steps"]]
+        series = {"measured": measured}
+        if result["steps"][0]["simulated"] is not None:
+            series["simulated"] = [plot.Point(s["slices"], *[s["simulated"]] * 3) for s in result["steps"]]
+        title = f"{result['sequences']} × {result['tokens']} tokens, {result['pp']} ranks"
+        found.append(plot.Panel(title, "slices", "seconds of a step", series))
+    return found
+
+
+def _say(event: str, text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _crew(shape: Shape, size: int) -> Iterator[Crew]:
+    if shape is not GPU:
+        with Crew(size, threads_per_rank=1, device="cpu") as crew:
+            yield crew
+    elif size == 1:
+        with Crew(1, device="cuda") as crew:
+            yield crew
+    else:
+        with shared_gpu(size), Crew(size, device="cuda", environment=rank_environment) as crew:
+            yield crew
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = report.options(__doc__ or "")
+    parser.add_argument("--gpu", action="store_true", help="4 ranks that share one GPU, instead of CPU ranks")
+    parser.add_argument("--only", default="", help="cases whose name (SEQUENCESxTOKENS, or cost) contains this")
+    parser.add_argument("--rounds", type=int, default=4, help="measured steps of each plan (default: 4)")
+    parser.add_argument("--budget", type=float, default=300.0, help="begin no case after so many seconds (default: 300)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
