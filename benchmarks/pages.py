@@ -18,6 +18,7 @@ import scaling_page
 import schedules_page
 import single_gpu_page
 import terapipe_published_page
+import tp_shares_page
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -26,6 +27,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "scaling": scaling_page.page,
     "peers": peers_page.page,
     "terapipe_published": terapipe_published_page.page,
+    "tp_shares": tp_shares_page.page,
     **{name: partial(contest_page.page, name) for name in contest_page.INTRO},
 }
 
