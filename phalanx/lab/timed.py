@@ -7,7 +7,7 @@ What is computed is zeros, and no weight gets a gradient of its own: nothing is 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import torch
@@ -48,7 +48,8 @@ class TimedCompute:
     def keeps_only_inputs(self) -> bool:
         return True
 
-    def forward(self, number: int, batch: MicroBatch, run: StageRun, keep: bool) -> None:
+    def forward(self, number: int, batch: MicroBatch, run: StageRun, keep: bool, without: Collection[str] = ()) -> None:
+        assert not without, "timed blocks are not split over ranks"
         until = self._until(Op.F, number)
         block = self.blocks.blocks[number]
         outlines = self.outlines(number, batch, run, self._parameters)

@@ -1,0 +1,87 @@
+"""How many collectives a layer takes, and of which size, in every mode: counted on the links of two real ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from phalanx.launch.crew import Crew
+from tests import captured
+from tests.runtime import exchange_jobs
+from tests.runtime.exchange_jobs import Sent
+
+SAMPLES, TOKENS, WIDTH, BYTES = 4, 8, 64, 8
+WHOLE = SAMPLES * TOKENS * WIDTH * BYTES  # of what lies between attention and feed-forward
+HALF = WHOLE // 2
+LAYERS = range(1, 5)  # block 0 is the embedding, block 5 the head
+
+Counts = dict[str, int]
+
+
+def reduces(count: int) -> Counts:
+    return {"all_reduce": count}
+
+
+def both(gathers: int, scatters: int) -> Counts:
+    return {"all_gather": gathers, "reduce_scatter": scatters}
+
+
+# plan → collectives in the forward, in the backward (those done again included), and the size of each
+EXPECTED: dict[str, tuple[Counts, Counts, int]] = {
+    "tp=2": (reduces(2), reduces(2), WHOLE),
+    "tp=2,overlap=default_checkpoint": (reduces(2), reduces(4), WHOLE),
+    "tp=2,overlap=optim_comm_checkpoint": (reduces(2), reduces(2), WHOLE),
+    "tp=2,overlap=overlap_checkpoint": (reduces(4), reduces(8), HALF),
+    "tp=2,overlap=oases": (reduces(4), reduces(4), HALF),
+    "tp=2,overlap=halves": (reduces(4), reduces(4), HALF),
+    "tp=2,sequence=yes": (both(2, 2), both(2, 2), WHOLE),
+    "tp=2,sequence=yes,save=input": (both(2, 2), both(4, 2), WHOLE),
+    "tp=2,sequence=yes,overlap=default_checkpoint": (both(2, 2), both(4, 4), WHOLE),
+    "tp=2,sequence=yes,save=input,overlap=default_checkpoint": (both(2, 2), both(4, 4), WHOLE),
+    "tp=2,sequence=yes,overlap=optim_comm_checkpoint": (both(2, 2), both(2, 2), WHOLE),
+    "tp=2,sequence=yes,save=input,overlap=optim_comm_checkpoint": (both(2, 2), both(4, 2), WHOLE),
+    "tp=2,sequence=yes,overlap=overlap_checkpoint": (both(4, 4), both(8, 8), HALF),
+    "tp=2,sequence=yes,save=input,overlap=overlap_checkpoint": (both(4, 4), both(8, 8), HALF),
+    "tp=2,sequence=yes,overlap=oases": (both(4, 4), both(4, 4), HALF),
+    "tp=2,sequence=yes,save=input,overlap=oases": (both(4, 4), both(8, 4), HALF),
+}
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with Crew(2, threads_per_rank=1, device="cpu") as crew:
+        yield crew
+
+
+def counted(sent: list[Sent], ops: tuple[str, ...]) -> Counts:
+    return dict(Counter(each.kind for each in sent if each.op in ops))
+
+
+@pytest.mark.parametrize("plan", EXPECTED)
+@pytest.mark.parametrize("name", [captured.GPT2, captured.LLAMA])
+def test_every_layer_takes_the_published_number_of_collectives(name: str, plan: str, crew: Crew) -> None:
+    case = captured.named(name, samples=SAMPLES, tokens=TOKENS)
+    forward, backward, size = EXPECTED[plan]
+    for sent in crew.run(exchange_jobs.count, case, plan, world=2):
+        for block in LAYERS:
+            own = [each for each in sent if each.block == block]
+            assert counted(own, ("CF",)) == forward
+            assert counted(own, ("CA", "CB")) == backward
+            assert {each.bytes for each in own} == {size}
+
+
+def test_tokens_that_ranks_do_not_divide_are_padded(crew: Crew) -> None:
+    case = captured.named(captured.LLAMA, samples=SAMPLES, tokens=TOKENS - 1)
+    for sent in crew.run(exchange_jobs.count, case, "tp=2,sequence=yes", world=2):
+        assert {each.bytes for each in sent if each.block in LAYERS} == {WHOLE}
+
+
+def test_a_unit_of_degree_one_reduces_nothing_and_takes_its_samples_from_its_neighbours(crew: Crew) -> None:
+    """Attention of degree 2 and a feed-forward of degree 1: its sum and its samples' way there and back."""
+    case = captured.named(captured.LLAMA, samples=SAMPLES, tokens=TOKENS)
+    for sent in crew.run(exchange_jobs.count, case, "tp=2,degrees=2:1", world=2):
+        own = [each for each in sent if each.block == 2]
+        assert counted(own, ("CF",)) == {"all_reduce": 1, "all_gather": 1}
+        assert counted(own, ("CB",)) == {"all_reduce": 1, "all_gather": 1}
