@@ -1,4 +1,4 @@
-"""The rank's side of `slices.py`: what slices of each kind of block take here, and steps of all plans of a case in turn.
+"""The rank's side of `slices.py`: what slices of each kind of block take, and steps of all plans of a case in turn.
 
 All ranks measure blocks at the same time, as they compute at the same time in a pipeline. A step begins on all ranks at
 once, after a barrier, and is what training does.
@@ -29,6 +29,7 @@ from phalanx.program.timeline import Timeline
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.measured import recording
 from phalanx.runtime.rank import Rank
+from phalanx.tasks.base import Batch
 
 WARM_UP, RECORDED, GRADIENT_BYTES = 1, 3, 4
 
@@ -95,19 +96,22 @@ def profile(seat: Seat, case: Case, captured: Captured, effort: Effort) -> Facts
     sliced = slice_model(captured, setting.torch_dtype)
     numbers = (0, layers(sliced)[0], len(captured.blocks.blocks) - 1)
     one = {name: tensor[:1] for name, tensor in setting.batch().items()}
-    kinds: list[Kind] = []
-    for number in numbers:
+
+    def kind(number: int) -> Kind:
         run = SliceRun(sliced, one, [number], dtype=setting.torch_dtype, device=device, compile=case.compile)
-        kinds.append(_kind(run, effort, attends=number == numbers[1]))
+        found = _kind(run, effort, attends=number == numbers[1])
         _say(seat, f"slices of {captured.blocks.blocks[number].name} measured")
+        return found
+
+    first, layer, last = map(kind, numbers)
     rank = _build("profile", seat, case, plan, captured)
     batch = {name: tensor.to(device) for name, tensor in setting.batch().items()}
     rank.step(batch, 0, LR).read()
     size = setting.size
     link = measure_link(rank, size.tokens * size.width, setting.torch_dtype)
     parts = tuple(_recorded(rank, batch) for _ in range(RECORDED))
-    rank.close()
-    return Facts(*kinds, link, parts)
+    _close(rank)
+    return Facts(first, layer, last, link, parts)
 
 
 def run_case(seat: Seat, case: Case, captured: Captured) -> Seen:
@@ -123,8 +127,7 @@ def run_case(seat: Seat, case: Case, captured: Captured) -> Seen:
     for _ in range(case.rounds):
         for name, rank in ranks.items():
             seen.seconds.setdefault(name, []).append(_seconds(rank, batch))
-    for rank in ranks.values():
-        rank.close()
+    _close(*ranks.values())
     return seen
 
 
@@ -153,16 +156,20 @@ def _build(name: str, seat: Seat, case: Case, plan: Plan, captured: Captured) ->
         return value.normal_(0, 0.02) if len(captured.shapes[name]) > 1 else value.fill_(1.0)
 
     config = RunConfig.create(
-        lr=LR, dtype=setting.dtype, master_weights=setting.masters, batch_size=setting.size.samples,
+        lr=LR,
+        dtype=setting.dtype,
+        master_weights=setting.masters,
+        batch_size=setting.size.samples,
         compile=case.compile,
-    )  # fmt: skip
+        optimizer="sgd",  # all plans of a case are on the device at once: it keeps no state
+    )
     return Rank(
         captured, config, plan, seat=own, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
 
 
-def _recorded(rank: Rank, batch: Mapping[str, Tensor]) -> Timeline:
+def _recorded(rank: Rank, batch: Batch) -> Timeline:
     step = rank.step.begin(batch, 0, LR)
     with recording(rank) as recorder:
         _meet(rank)
@@ -170,14 +177,14 @@ def _recorded(rank: Rank, batch: Mapping[str, Tensor]) -> Timeline:
     return recorder.timeline()
 
 
-def _seconds(rank: Rank, batch: Mapping[str, Tensor]) -> float:
+def _seconds(rank: Rank, batch: Batch) -> float:
     _meet(rank)
     begin = time.perf_counter()
     rank.step(batch, 0, LR).read()
     return time.perf_counter() - begin
 
 
-def _memory(rank: Rank, batch: Mapping[str, Tensor]) -> Memory:
+def _memory(rank: Rank, batch: Batch) -> Memory:
     gradients = GRADIENT_BYTES * sum(weight.exact.numel() for weight in rank.parameters.trained.values())
     if rank.device.type != "cuda":
         return Memory(None, None, gradients)
@@ -186,6 +193,14 @@ def _memory(rank: Rank, batch: Mapping[str, Tensor]) -> Memory:
     before = torch.cuda.memory_allocated()
     rank.step(batch, 0, LR).read()
     return Memory(before, torch.cuda.max_memory_allocated(), gradients)
+
+
+def _close(*ranks: Rank) -> None:
+    """What is free goes back to the device, which the ranks of the next case share."""
+    for rank in ranks:
+        rank.close()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _meet(rank: Rank) -> None:

@@ -60,7 +60,7 @@ class Known:
 
     def step(self, plan: Plan, tokens: int) -> float:
         """Seconds of a step whose micro-batches are one sequence each."""
-        return simulate(plan, self.shape, lower(plan, self.shape), self._costs(plan, tokens)).makespan
+        return simulate(plan, self.shape, lower(plan, self.shape), self.costs(plan, tokens)).makespan
 
     def stage_table(self, plan: Plan, tokens: int, grain: int) -> Times:
         """Of every slice, what the slowest stage takes."""
@@ -73,7 +73,7 @@ class Known:
         lengths = grain * np.arange(tokens // grain + 1)[:, None] * np.ones(tokens // grain)
         return 2 * (self.link.latency_s + lengths * self.token_bytes / self.link.bytes_per_s)
 
-    def _costs(self, plan: Plan, tokens: int) -> Costs:
+    def costs(self, plan: Plan, tokens: int) -> Costs:
         whole = [block.seconds(tokens, 0) for block in self.blocks]
         n = len(self.blocks)
 

@@ -3,11 +3,11 @@
     python benchmarks/slices.py [--only NAME] [--out docs/results/slices.json]
     python benchmarks/slices.py --gpu [--budget 300] [--out docs/results/slices_gpu.json]
 
-Ranks of a pipeline (4 that share one GPU; without --gpu 2 on CPU cores, to see that it works) first measure what slices
-of their blocks take. From that every plan is simulated, and the best slicing is chosen. Then, for each number and length
-of sequences, all plans run in turn: 1F1B without slices, with equal slices, with those planned. With most sequences the
-same slices also run in GPipe order, which keeps everything. Last, one rank alone on its device: what slicing costs where
-there is no pipeline. Results are written after each case.
+Ranks of a pipeline (4 that share one GPU; without --gpu 2 on CPU cores, to see that it works) first measure what
+slices of their blocks take. From that every plan is simulated, and the best slicing is chosen. Then, for each number
+and length of sequences, all plans run in turn: 1F1B without slices, with equal slices, with those planned. With most
+sequences the same slices also run in GPipe order, which keeps everything. Last, one rank alone on its device: what
+slicing costs where there is no pipeline. Results are written after each case.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _cost(shape: Shape, rounds: int) -> dict[str, Any]:
 
 def _measured(case: Case, captured: Captured, crew: Crew, known: Known | None) -> dict[str, Any]:
     """Plans that are the same plan are run once."""
-    names = {plan: name for name, plan in reversed(case.plans.items())}
+    names = {plan: name for name, plan in reversed(list(case.plans.items()))}
     once = replace(case, plans={name: plan for name, plan in case.plans.items() if names[plan] == name})
     seen: list[Seen] = crew.run(run_case, once, captured, on_event=_say)
     size = case.setting.size
@@ -172,9 +172,7 @@ def _measured(case: Case, captured: Captured, crew: Crew, known: Known | None) -
     return {"pp": len(seen), "sequences": size.samples, "tokens": size.tokens, "steps": steps}
 
 
-def _step(
-    name: str, ran_as: str, plan: Plan, seen: Sequence[Seen], known: Known | None, tokens: int
-) -> dict[str, Any]:
+def _step(name: str, ran_as: str, plan: Plan, seen: Sequence[Seen], known: Known | None, tokens: int) -> dict[str, Any]:
     return {
         "slices": name, "plan": plan.full_text, "same_as": ran_as if ran_as != name else None,
         "simulated": known.step(plan, tokens) if known else None,
@@ -200,8 +198,9 @@ def rows(result: Mapping[str, Any]) -> list[list[str]]:
         seconds, simulated, most = step["seconds"], step["simulated"], peak(step)
         spread = f"{seconds['median'] * 1e3:.1f} ({seconds['low'] * 1e3:.1f}–{seconds['high'] * 1e3:.1f})"
         found.append([
-            str(result["sequences"]), str(result["tokens"]), named(step), f"{simulated * 1e3:.1f}" if simulated else "–",
-            spread, f"{simulated / seconds['median'] - 1:+.1%}" if simulated else "–",
+            str(result["sequences"]), str(result["tokens"]), named(step),
+            f"{simulated * 1e3:.1f}" if simulated else "–", spread,
+            f"{simulated / seconds['median'] - 1:+.1%}" if simulated else "–",
             f"{speed_up(result, step):.2f}×", f"{most / 2**30:.2f}" if most is not None else "–",
         ])  # fmt: skip
     return found
@@ -248,7 +247,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu", action="store_true", help="4 ranks that share one GPU, instead of CPU ranks")
     parser.add_argument("--only", default="", help="cases whose name (SEQUENCESxTOKENS, or cost) contains this")
     parser.add_argument("--rounds", type=int, default=4, help="measured steps of each plan (default: 4)")
-    parser.add_argument("--budget", type=float, default=300.0, help="begin no case after so many seconds (default: 300)")
+    parser.add_argument(
+        "--budget", type=float, default=300.0, help="begin no case after so many seconds (default: 300)"
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,0 +1,113 @@
+"""The page docs/results/slices.md, from what `slices.py` measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import report
+from slices import ALL_FIRST, PLANNED, WHOLE, rows, speed_up
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+FASTER, COST, AIM = 2.0, 1.25, 1.15  # targets
+INTRO = """# Token slices: steps, memory and cost
+
+A pipeline of equal stages; sequences are micro-batches of one sequence each. `whole` is 1F1B without slices, numbers
+are so many equal slices, `planned` is the best of the planner's slicings and the equal ones by simulation, `gpipe` runs
+the same slices with all forwards before all backwards. Before anything else the ranks measure slices of an embedding, a
+layer and a head, all at the same time; a model with four numbers is fitted to each, and the simulation knows only that,
+the link, and how long norm and update take. A measured step is what a training loop sees, on the slowest rank, as a
+median with lowest and highest; plans of a case run in turn. Speed-ups are over `whole`; errors are relative to what was
+measured. Peak memory is a step's own (activations, gradients, messages) on the rank that needs most, without weights.
+"""
+HEADERS = ["sequences", "tokens", "slices", "simulated ms", "measured ms", "error", "speed-up", "peak GiB"]
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The whole page, from the result files that there are."""
+    files = [folder / name for name in ("slices_gpu.json", "slices.json")]
+    sections = [_section(json.loads(file.read_text()), file.name) for file in files if file.exists()]
+    return "\n".join([INTRO, *sections])
+
+
+def _section(data: dict[str, Any], file: str) -> str:
+    machine, shape = data["machine"], data["setting"]["shape"]
+    where = " and ".join(machine["gpus"]) or machine["processor"]
+    command = f"python benchmarks/slices.py{' --gpu' if machine['gpus'] else ''} --rounds {data['setting']['rounds']}"
+    size, pipelines = shape["size"], [result for result in data["results"] if result["pp"] > 1]
+    lines = [f"## {shape['name']}", ""]
+    lines += [f"`{command}` on {where} (torch {machine['torch']}), {machine['date']}. Data: [{file}]({file}).", ""]
+    lines += [f"Llama of {size['layers']} layers, width {size['width']}, {shape['dtype']}. {report.busy(machine)}", ""]
+    lines += [report.markdown(HEADERS, [row for result in pipelines for row in rows(result)]), ""]
+    lines += [sentence for result in pipelines for sentence in sentences(result)]
+    if "profile" in data["setting"]:
+        lines += ["", _profile(data["setting"]["profile"])]
+    for result in (result for result in data["results"] if result["pp"] == 1):
+        lines += ["", "### What slicing costs without a pipeline", "", _cost(result, shape["alone"])]
+    return "\n".join([*lines, ""])
+
+
+def sentences(result: Mapping[str, Any]) -> list[str]:
+    """What a case says about the targets."""
+    steps = {step["slices"]: step for step in result["steps"]}
+    best = max((name for name in steps if name.isdigit()), key=lambda name: speed_up(result, steps[name]))
+    planned, uniform = speed_up(result, steps[PLANNED]), speed_up(result, steps[best])
+    name = f"{result['sequences']} × {result['tokens']} tokens"
+    text = f"- {name}: planned {planned:.2f}×, best uniform ({best} slices) {uniform:.2f}×"
+    if result["sequences"] == 1:
+        text += f"; the target is {FASTER:.0f}× over no slices"
+    found = [f"{text}."]
+    if ALL_FIRST in steps:
+        found.append(f"- {name}: {memory_sentence(steps)}")
+    return found
+
+
+def memory_sentence(steps: Mapping[str, Mapping[str, Any]]) -> str:
+    """Activations in GPipe order over those in 1F1B order, beside what the bound predicts."""
+    last = steps[ALL_FIRST]
+    own = next(step for name, step in steps.items() if name != ALL_FIRST and _slices(step) == _slices(last))
+    bounds = [all_held / held for all_held, held in zip(last["held"], own["held"])]
+    text = f"GPipe order holds {last['held'][0]} slices on the first stage, 1F1B {own['held'][0]}"
+    measured = [
+        _activations(a) / _activations(b) for a, b in zip(last["memory"], own["memory"]) if a["peak"] is not None
+    ]
+    factors = [f"{m:.2f}× (bound {b:.2f}×)" for m, b in zip(measured, bounds)]
+    shown = f"activations by stage: {', '.join(factors)}" if measured else f"a factor of {bounds[0]:.2f}"
+    return f"{text}; {shown}."
+
+
+def _slices(step: Mapping[str, Any]) -> str:
+    return step["plan"].partition("slices=")[2].partition(",")[0]
+
+
+def _activations(memory: Mapping[str, int]) -> int:
+    return memory["peak"] - memory["before"] - memory["gradients"]
+
+
+def _profile(profile: Mapping[str, Any]) -> str:
+    layer, link, ends = profile["fits"]["layer"], profile["link"], profile["ends"]
+    return (
+        f"A slice of a layer, forward and backward: {layer['start'] * 1e3:.2f} ms + {layer['per_token'] * 1e6:.2f} µs "
+        f"per token + {layer['per_pair'] * 1e12:.1f} ps per pair of tokens that attend to each other, and never less "
+        f"than {layer['smallest']:.0f} tokens take; {layer['error']:.1%} off what was measured (root mean square), at "
+        f"most {abs(layer['worst_error']):.1%}. A message takes {link['latency_s'] * 1e3:.2f} ms + bytes / "
+        f"{link['bytes_per_s'] / 1e9:.2f} GB/s, the norm {ends['norm'] * 1e3:.2f} ms."
+    )
+
+
+def _cost(result: Mapping[str, Any], size: Mapping[str, Any]) -> str:
+    steps: Sequence[Mapping[str, Any]] = result["steps"]
+    table = [
+        [step["slices"], f"{step['seconds']['median'] * 1e3:.1f}", f"{_ratio(result, step):.2f}×"] for step in steps
+    ]
+    about = (
+        f"One rank with its device to itself, Llama of {size['layers']} layers, width {size['width']}, one sequence of "
+        f"{result['tokens']} tokens. The target for 8 slices is {COST} times the step without, the aim {AIM}."
+    )
+    return "\n".join([about, "", report.markdown(["slices", "measured ms", f"over {WHOLE}"], table)])
+
+
+def _ratio(result: Mapping[str, Any], step: Mapping[str, Any]) -> float:
+    return 1 / speed_up(result, step)
