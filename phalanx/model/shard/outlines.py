@@ -54,7 +54,7 @@ class Outlines:
     def __init__(self, captured: Captured, dtype: torch.dtype) -> None:
         self._captured = captured
         names = dict.fromkeys(d for spec in captured.inputs for d in spec.dims if isinstance(d, str))
-        sizes = dict(zip(names, _SIZES, strict=False))
+        sizes: dict[str, int] = dict(zip(names, _SIZES, strict=False))
         if any(port.kind == "past" for block in captured.blocks.blocks for port in block.ports):
             sizes[_WHOLE_TOKENS] = _WHOLE_SIZE
         self.dims = Dims(sizes)

@@ -1,0 +1,63 @@
+"""What each operator does to a split: one rule per operator, from how its arguments lie to how its result does.
+
+A rule says which placements it needs, how its result lies, and which literals change on a rank (head counts in views,
+bounds of slices). An operator without a rule gets whole arguments and gives a whole result, which is always right.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+import phalanx.model.ops.attention
+import phalanx.model.ops.experts
+import phalanx.model.ops.operators  # noqa: F401  (define the operators named below)
+from phalanx.model.shard import canonical
+from phalanx.model.shard.rules import attention, pointwise, products, sections, views
+from phalanx.model.shard.rules.attention import TooFewHeads
+from phalanx.model.shard.rules.common import otherwise
+from phalanx.model.shard.walk import Rule
+
+aten, own = torch.ops.aten, torch.ops.phalanx
+
+_BY_ELEMENT = (
+    aten.tanh.default, aten.gelu.default, aten.silu.default, aten.relu.default, aten.pow.Tensor_Scalar,
+    aten.rsqrt.default, aten.sqrt.default, aten.exp.default, aten.sigmoid.default, aten.to.dtype,
+    aten.type_as.default, aten.where.self, aten.clamp.default, aten.abs.default, aten.square.default,
+    aten.reciprocal.default, aten.leaky_relu.default, aten.softplus.default, aten.pow.Tensor_Tensor,
+)  # fmt: skip
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_BY_ELEMENT, pointwise.pointwise),
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.neg.default), pointwise.linear_pointwise),
+    **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor), pointwise.scaling),
+    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim), pointwise.reduction),
+    **dict.fromkeys((own.dropout.default, own.dropout_part.default), pointwise.dropout),
+    aten.layer_norm.default: pointwise.layer_norm,
+    aten.linear.default: products.linear,
+    aten.mm.default: products.matmul,
+    aten.matmul.default: products.matmul,
+    own.grouped_matmul.default: products.grouped,
+    aten.embedding.default: products.embedding,
+    aten.reshape.default: views.reshape,
+    aten.flatten.using_ints: views.flatten,
+    aten.contiguous.default: views.dims_moved(lambda node, dim, rank: dim),
+    aten.transpose.int: views.dims_moved(views.transposed),
+    aten.permute.default: views.dims_moved(views.permuted),
+    aten.unsqueeze.default: views.dims_moved(views.unsqueezed),
+    aten.squeeze.dim: views.dims_moved(views.squeezed),
+    aten.cat.default: views.cat,
+    aten.stack.default: views.stack,
+    **dict.fromkeys((aten.split.Tensor, aten.chunk.default), sections.sections),
+    operator.getitem: sections.item,
+    aten.slice.Tensor: sections.slice_,
+    aten.select.int: sections.select,
+    aten.index.Tensor: sections.index,
+    own.attention.default: attention.attention,
+    own.attention_slice.default: attention.attention,
+    canonical.loss_part: attention.loss_part,
+    canonical.loss_join: attention.loss_join,
+}
+__all__ = ["RULES", "TooFewHeads", "otherwise"]
