@@ -269,7 +269,8 @@ class _Assembly:
         if move.kind == "stack":
             factors.append(str(count))
         larger = max(move.degree, max((cell[-1] - cell[0] + 1 for cell in move.cells), default=1))
-        divided = f"//{tp // larger}" if dims.has_batch(shape) and larger < tp else ""
+        has_samples = any(size % dims.sizes["batch"] == 0 for size in shape)
+        divided = f"//{tp // larger}" if has_samples and larger < tp else ""
         return "*".join(factors or ["1"]) + divided
 
 
