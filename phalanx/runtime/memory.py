@@ -32,11 +32,15 @@ def step_needs(plan: Plan, batch_size: int) -> tuple[str, list[str]]:
     what = f"a micro-batch of {samples} (batch_size {batch_size}, plan {plan.shown}) does not fit"
     hints: list[str] = []
     if plan.mb < part:
-        hints.append(f"cut the batch into more micro-batches (plan mb={min(2 * plan.mb, part)})")
+        more = min(2 * plan.mb, part)
+        if part % (more * plan.multiple) == 0 or plan.multiple == 1:
+            hints.append(f"cut the batch into more micro-batches (plan mb={more})")
     if plan.schedule == "gpipe" and plan.mb > 1:
         hints.append("keep one micro-batch's activations at a time (plan schedule=1f1b)")
-    if not plan.recompute:
+    if plan.tp == 1 and not plan.recompute:
         hints.append("keep less for the backward (plan recompute=yes)")
+    if plan.tp > 1 and not plan.again:
+        hints.append("keep less for the backward (plan overlap=optim_comm_checkpoint)")
     if plan.dp > 1 and plan.zero < 3:
         hints.append(f"share what replicas keep (plan zero={plan.zero + 1})")
     return what, hints or ["use a shorter seq_len, dtype=bfloat16, or a smaller model"]
