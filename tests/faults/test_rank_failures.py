@@ -32,8 +32,12 @@ OPTIONS = {
     "batch_size": 4, "lr": 3e-3, "lr_schedule": "constant", "warmup_steps": 2, "checkpoint_every": 2, "export": False,
     "resume": "auto", "device": "cpu",
 }  # fmt: skip
-PIPELINE, REPLICAS = "pp=2,mb=2", "dp=2,zero=1"
-PLACES = {PIPELINE: "rank 1 (stage 1)", REPLICAS: "rank 1 (stage 0, replica 1)"}
+PIPELINE, REPLICAS, SPLIT = "pp=2,mb=2", "dp=2,zero=1", "tp=2"
+PLACES = {
+    PIPELINE: "rank 1 (stage 1)",
+    REPLICAS: "rank 1 (stage 0, replica 1)",
+    SPLIT: "rank 1 (stage 0, tensor part 1)",
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +99,8 @@ def require_as_if_nothing_happened(crew: Crew, out: Path, plan: str, undisturbed
 long = pytest.mark.long
 MOMENTS = [
     (PIPELINE, "F", signal.SIGKILL), (PIPELINE, "B", signal.SIGSTOP), (PIPELINE, "STEP", signal.SIGKILL),
-    (REPLICAS, "B", signal.SIGKILL),
+    (REPLICAS, "B", signal.SIGKILL), (SPLIT, "F", signal.SIGKILL),
+    pytest.param(SPLIT, "B", signal.SIGSTOP, marks=long),
     pytest.param(PIPELINE, "B", signal.SIGKILL, marks=long),
     pytest.param(PIPELINE, "F", signal.SIGSTOP, marks=long),
     pytest.param(PIPELINE, "STEP", signal.SIGSTOP, marks=long),

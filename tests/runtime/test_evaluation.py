@@ -42,7 +42,7 @@ def test_one_rank_gives_the_loss_of_the_model_in_eval_mode(case: captured.Case, 
     assert rank_jobs.evaluate(Seat.alone(), case, "mb=4", COUNTS) == pytest.approx(expected, rel=1e-11)
 
 
-@pytest.mark.parametrize("plan", ["pp=2,dp=2,mb=2", "dp=2,mb=2,zero=3", "pp=2,mb=4,schedule=zb-v"])
+@pytest.mark.parametrize("plan", ["pp=2,dp=2,mb=2", "dp=2,mb=2,zero=3", "pp=2,mb=4,schedule=zb-v", "tp=2,mb=4"])
 def test_all_ranks_get_the_same_loss_under_every_plan(
     plan: str, crew: Crew, case: captured.Case, expected: list[float]
 ) -> None:
