@@ -18,9 +18,7 @@ shards = st.integers(1, 8)
 
 
 @given(tensor_sets, shards)
-def test_the_pieces_of_all_shards_tile_every_tensor_exactly_once(
-    tensors: dict[str, Local], shards: int
-) -> None:
+def test_the_pieces_of_all_shards_tile_every_tensor_exactly_once(tensors: dict[str, Local], shards: int) -> None:
     layout = FlatLayout.of(tensors, shards)
     seen: Counter[tuple[str, int]] = Counter()
     for shard in range(shards):
@@ -31,9 +29,7 @@ def test_the_pieces_of_all_shards_tile_every_tensor_exactly_once(
 
 
 @given(tensor_sets, shards)
-def test_a_piece_lies_in_its_shard_where_its_tensor_lies_in_the_buffer(
-    tensors: dict[str, Local], shards: int
-) -> None:
+def test_a_piece_lies_in_its_shard_where_its_tensor_lies_in_the_buffer(tensors: dict[str, Local], shards: int) -> None:
     layout = FlatLayout.of(tensors, shards)
     starts = {place.name: place.start for place in layout.places}
     for shard in range(shards):
