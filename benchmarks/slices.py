@@ -1,7 +1,7 @@
 """Token slices: steps and memory of a pipeline with and without them, beside what is simulated; and what they cost.
 
     python benchmarks/slices.py [--only NAME] [--out docs/results/slices.json]
-    python benchmarks/slices.py --gpu [--budget 300] [--out docs/results/slices_gpu.json]
+    python benchmarks/slices.py --gpu [--budget 240] [--out docs/results/slices_gpu.json]
 
 Ranks of a pipeline (4 that share one GPU; without --gpu 2 on CPU cores, to see that it works) first measure what
 slices of their blocks take. From that every plan is simulated, and the best slicing is chosen. Then, for each number
@@ -248,7 +248,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="cases whose name (SEQUENCESxTOKENS, or cost) contains this")
     parser.add_argument("--rounds", type=int, default=4, help="measured steps of each plan (default: 4)")
     parser.add_argument(
-        "--budget", type=float, default=300.0, help="begin no case after so many seconds (default: 300)"
+        "--budget", type=float, default=240.0, help="begin no case after so many seconds (default: 240)"
     )
     return parser.parse_args(arguments)
 

@@ -1,7 +1,7 @@
 """`phalanx inspect MODEL`: the model as planning sees it, one row for each block, and what training it takes.
 
 A zoo model is shown from the facts shipped with the package, without importing torch; anything else is captured first.
-What tensor parallelism makes of it (`--tp`) is shown by `inspect_tensor.py`.
+What tensor parallelism makes of it (`--tp`) is shown by `inspect_tensor.py`, what slices take by `inspect_slices.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli import inspect_tensor
+from phalanx.cli import inspect_slices, inspect_tensor
 from phalanx.errors import ConfigError, nearest
 from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, load, runs
 from phalanx.model.graph.expressions import evaluate
@@ -50,18 +50,31 @@ def inspect(
     degrees: Annotated[str | None, typer.Option(help="over how many of them each unit is split, as in a plan")] = None,
     sequence: Annotated[bool, typer.Option("--sequence", help="split activations between units by tokens")] = False,
     replicate: Annotated[bool, typer.Option("--replicate", help="allow fewer heads than ranks")] = False,
+    slices: Annotated[bool, typer.Option("--slices", help="measure slices of a layer's tokens on this device")] = False,
+    stages: Annotated[
+        int | None, typer.Option(min=1, help=f"of the pipeline to cut slices for (default: {inspect_slices.STAGES})")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="|".join(inspect_slices.DEVICES), help="where slices are measured")
+    ] = None,
 ) -> None:
-    """Show a model's blocks: parameters, FLOPs, activations, what crosses each cut; with --tp how it is split."""
+    """Show a model's blocks: parameters, FLOPs, activations, what crosses each cut; with --tp how it is split, with
+    --slices what parts of its sequences take."""
     if dtype not in DTYPES:
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    inspect_slices.require_slices(slices, stages, device, tp)
     plan = inspect_tensor.tensor_plan(tp, degrees, sequence, replicate)
     batch = inspect_tensor.samples(plan, batch)
     facts = find_facts(model, task, dtype, tiny, live)
     dims = choose_dims(facts, batch, tokens)
+    measured = inspect_slices.find_slices(facts, model, task, tiny, dims, stages, device) if slices else None
     split = inspect_tensor.find_report(facts, model, task, tiny, plan, dims) if plan.tp > 1 else None
     if as_json:
         data = as_data(facts, dims) | ({"tensor": inspect_tensor.as_data(split, plan)} if split else {})
+        data |= {"slices": inspect_slices.as_data(measured)} if measured else {}
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    elif measured:
+        inspect_slices.print_slices(facts, dims, measured)
     elif split:
         inspect_tensor.print_report(facts, dims, plan, split)
     else:
