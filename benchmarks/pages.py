@@ -17,6 +17,7 @@ import peers_page
 import scaling_page
 import schedules_page
 import single_gpu_page
+import slices_page
 import terapipe_published_page
 import tp_shares_page
 
@@ -25,6 +26,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "single_gpu": single_gpu_page.page,
     "schedules": schedules_page.page,
     "scaling": scaling_page.page,
+    "slices": slices_page.page,
     "peers": peers_page.page,
     "terapipe_published": terapipe_published_page.page,
     "tp_shares": tp_shares_page.page,

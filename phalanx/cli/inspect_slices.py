@@ -131,8 +131,8 @@ def fit_lines(report: SliceReport) -> list[str]:
     ]
     if report.fit_of_two is not None:
         lines.append(
-            f"with two layers in a stage: {report.fit_of_two.smallest} tokens (in a pipeline half as deep; published is "
-            "that depth makes no difference to it); how many slices pay depends on the depth"
+            f"with two layers in a stage: {report.fit_of_two.smallest} tokens (in a pipeline half as deep; published "
+            "is that depth makes no difference to it); how many slices pay depends on the depth"
         )
     return lines
 
