@@ -75,11 +75,10 @@ def find_slices(
         sliced = slice_model(captured, dtype)
         batch = tasks.get(spec.task).synthetic(spec.config, batch=dims["batch"], tokens=dims["tokens"], seed=0)
         own = layers(sliced)
-        one, *two = [
-            SliceRun(sliced, batch, own[:count], dtype=dtype, device=place) for count in (1, 2) if count <= len(own)
-        ]
-        found = report(one, two[0] if two else None, one.tokens, stages or STAGES)
-    return Found(captured.blocks.blocks[own[0]].name, _device_name(place), stages or STAGES, found)
+        name = captured.blocks.blocks[own[0]].name
+        run = SliceRun(sliced, batch, own[:2], dtype=dtype, device=place)
+        found = report(run.first(1), run if len(own) > 1 else None, run.tokens, stages or STAGES)
+    return Found(name, _device_name(place), stages or STAGES, found)
 
 
 def _device_name(device: Any) -> str:

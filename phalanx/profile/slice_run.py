@@ -6,6 +6,7 @@ the buffers of its past. What the times say, and where to cut, is for `slices.py
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,12 @@ class SliceRun:
     def tokens(self) -> int:
         """Of the sequences that slices are cut from."""
         return self._whole.dims[TOKENS]
+
+    def first(self, count: int) -> SliceRun:
+        """Through the first of the blocks alone, with the same functions."""
+        other = copy.copy(self)
+        other._numbers, other._blocks = self._numbers[:count], self._blocks[:count]
+        return other
 
     def __call__(self, tokens: int, past: int) -> float:
         work = self._work(tokens, past)

@@ -67,11 +67,14 @@ def test_a_slice_attends_to_the_past_that_was_asked_for_on_the_way_there_and_bac
     assert seen == {"forward": [(tokens, past)] * LOOPS, "backward": [(tokens, past)] * LOOPS}
 
 
-def test_two_layers_both_run(
+def test_two_layers_both_run_and_the_first_alone_too(
     sliced: Sliced, batch: dict[str, torch.Tensor], seen: dict[str, list[tuple[int, int]]]
 ) -> None:
-    assert run_of(sliced, batch, layers(sliced)[:2])(8, 8) > 0
+    run = run_of(sliced, batch, layers(sliced)[:2])
+    assert run(8, 8) > 0
     assert len(seen["forward"]) == len(seen["backward"]) == 2 * LOOPS
+    assert run.first(1)(8, 8) > 0
+    assert len(seen["forward"]) == len(seen["backward"]) == 3 * LOOPS
 
 
 def test_blocks_without_attention_can_be_measured_too(sliced: Sliced, batch: dict[str, torch.Tensor]) -> None:
