@@ -17,6 +17,7 @@ AIM = 0.84
 
 SHARES = (25, 50)  # percent of a GPU at which matrix products are right; at others (40 % of an H200) they are not
 
+
 @dataclass(frozen=True)
 class Case:
     """start: where the calibration begins: the link's bits per second, or the percent of the GPU that a rank gets."""
