@@ -8,7 +8,7 @@ micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Port, Template
 from phalanx.model.shard.outlines import Dims, Outlines
+from phalanx.model.slice.locality import counts_tokens, tokens_meet
 
 own = torch.ops.phalanx
 TOKENS = "tokens"  # the dynamic dim that is sliced
@@ -108,10 +109,21 @@ class _Slicer:
         template = self._captured.blocks.templates[block.template]
         editor = _Editor(block, annotated, self._tokens)
         editor.run()
+        self._require_apart(block, editor.of_slices())
         text = graphs.dump(annotated)
         units = dict(zip([n for n in annotated.nodes if n.op == "call_function"], editor.units(), strict=True))
         cut = Template(text, tuple(units.get(node, "") for node in annotated.nodes), template.flops)
         return _Cut(cut, graphs.fingerprint(f"{block.template}\n{text}"), editor.added)
+
+    def _require_apart(self, block: Block, nodes: Iterable[fx.Node]) -> None:
+        is_tokens = counts_tokens(self._tokens, self._outlines.dims.sizes["batch"])
+        for node in nodes:
+            if tokens_meet(node, is_tokens):
+                place = f"in {block.name} they meet in {node.target}"
+                raise PlanError(
+                    f"plan: slices need tokens to meet in attention alone, and {place}",
+                    "leave slices out: this model cannot be run slice by slice",
+                )
 
     def _require_cuttable(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         used = {name for cut in self._captured.blocks.blocks for name in cut.names("value")}
@@ -147,6 +159,11 @@ class _Editor:
         output.args = (map_arg(output.args[0], lambda node: self._wholes.get(node, node)),)  # what others use whole too
         self._graph.eliminate_dead_code()
         assert all(node.users for node in self._new.values()), "every new port is read"
+
+    def of_slices(self) -> list[fx.Node]:
+        """The nodes that see a slice's tokens and no others."""
+        whole = set(self._wholes.values())
+        return [node for node in self._graph.nodes if node.op == "call_function" and node not in whole]
 
     def units(self) -> list[str]:
         return [node.meta.get("unit", "") for node in self._graph.nodes if node.op == "call_function"]
