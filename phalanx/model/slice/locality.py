@@ -58,7 +58,7 @@ def _mixed_sizes(name: str, arguments: dict[str, Any], result: Any) -> Iterable[
 
 
 def _summed(equation: str, operands: Iterable[Any]) -> list[int]:
-    """The sizes behind letters that do not stand in an einsum's result; without an arrow those are the repeated ones."""
+    """The sizes behind letters that an einsum's result lacks; without an arrow those are the repeated ones."""
     sources, arrow, kept = equation.replace(" ", "").partition("->")
     kept = kept if arrow else {letter for letter in sources if sources.count(letter) == 1}
     found: list[int] = []

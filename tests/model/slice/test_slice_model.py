@@ -16,7 +16,7 @@ from phalanx.model.slice.slicing import Sliced, slice_model
 from phalanx.program.instructions import Op
 from phalanx.runtime.totals import StepRun
 from tests import captured
-from tests.captured import DOUBLE, GEMMA3, GPT2, LLAMA, NEO, T5, WHISPER
+from tests.captured import DOUBLE, GEMMA3, GPT2, LLAMA, T5, WHISPER
 
 SAMPLES, TOKENS = 3, 9
 
@@ -132,7 +132,7 @@ def _train(case: captured.Case, plan: str) -> StepRun:
     return step
 
 
-@pytest.mark.parametrize("name", [GPT2, NEO, GEMMA3, WHISPER])
+@pytest.mark.parametrize("name", [GPT2, WHISPER])
 def test_slices_have_the_loss_and_gradients_of_the_plain_model(name: str) -> None:
     case = captured.named(name, padding=True, dropout=0.1)
     step = _train(case, "mb=2,slices=4-1-3/1-2")
