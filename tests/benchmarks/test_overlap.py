@@ -19,7 +19,7 @@ import overlap
 import overlap_page
 import report
 from contest_setting import Setting, Size
-from overlap_cases import AIM, CPU, GPU, MODES
+from overlap_cases import AIM, CPU, GPU, MODES, SHARES
 from overlap_figures import figures
 from overlap_rank import KINDS, Seen, Task, measure
 from overlap_silence import Collective, SilentGroup
@@ -119,10 +119,13 @@ def test_the_next_link_brings_compute_and_communication_to_the_aim(ratio: float)
     assert ratio * amount / 100_000_000 == pytest.approx(AIM, rel=1e-3), "communication is as long as the link is slow"
 
 
-@given(st.floats(0.05, 20.0), st.integers(1, 50))
-def test_the_next_share_of_a_gpu_shortens_what_is_too_long_and_two_ranks_fit(ratio: float, percent: int) -> None:
+@pytest.mark.parametrize("percent", SHARES)
+@pytest.mark.parametrize("ratio", [0.1, 0.5, AIM, 1.3, 5.0])
+def test_the_next_share_of_a_gpu_shortens_what_is_too_long_and_keeps_to_shares_that_compute_right(
+    ratio: float, percent: int
+) -> None:
     amount = GPU.next_amount(percent, ratio)
-    assert 1 <= amount <= 50
+    assert amount in SHARES
     assert amount >= percent if ratio > AIM else amount <= percent
 
 
