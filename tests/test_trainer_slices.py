@@ -48,7 +48,6 @@ def test_a_run_on_slices_that_goes_on_without_them_has_the_losses_of_one_that_ne
     assert losses(tmp_path / "cut") == pytest.approx(expected, rel=1e-9, abs=0.0)
 
 
-@pytest.mark.xfail(strict=True, reason="the evaluator gives whole micro-batches to a program of slices")
 def test_the_evaluation_of_a_run_on_slices_is_that_of_a_run_without(tmp_path: Path) -> None:
     run_whole(tmp_path / "whole", steps=2, eval_data="synthetic:6", eval_samples=5, eval_every=1)
     evaluated = "--eval-data synthetic:6 --eval-samples 5 --eval-every 1"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from phalanx.data import Batches
+from phalanx.model.slice.slicing import TOKENS
 from phalanx.program.instructions import Program
 from phalanx.program.lower import lower_forward
 from phalanx.runtime.engine import Engine
 from phalanx.runtime.formation import Connections, Formation
+from phalanx.runtime.micro_batch import MicroBatch, Place
 from phalanx.runtime.step import Feeder
 from phalanx.runtime.totals import StepRun, total_items, total_loss
 
@@ -37,7 +39,8 @@ class Evaluator:
         for begin in range(0, rounds, self._formation.plan.mb):
             turns = [mine + dp * turn for turn in range(begin, min(begin + self._formation.plan.mb, rounds))]
             step = self._forward(batches, [starts[turn] if turn < len(starts) else 0 for turn in turns], samples)
-            counted = [batch for turn, batch in zip(turns, step.batches, strict=True) if turn < len(starts)]
+            last = len([turn for turn in turns if turn < len(starts)])
+            counted = [step.batches[part] for place, part in step.places.items() if place[0] < last]
             if counted and counted[0].loss is not None:
                 items = total_items(counted, self._feeder.captured.blocks.count)
                 sums += torch.stack([total_loss(counted, items), items])
@@ -47,14 +50,21 @@ class Evaluator:
         return loss / items if items else float("nan")
 
     def _forward(self, batches: Batches, starts: list[int], samples: int) -> StepRun:
-        parts = []
-        for start in starts:
+        parts: list[MicroBatch] = []
+        places: dict[Place, int] = {}
+        for number, start in enumerate(starts):
             count = min(self._size, samples - start)
             [whole] = self._feeder.micro_batches(batches.batch(start, count), start, [count])
-            parts += self._feeder.slices(whole, None)
-        step = StepRun(parts, lr=0.0)
-        self._engine.run(self._program(len(parts)), step)
+            for index, part in enumerate(self._feeder.slices(whole, self._edges(number, whole))):
+                places[number, index, 0] = len(parts)
+                parts.append(part)
+        step = StepRun(parts, lr=0.0, places=places)
+        self._engine.run(self._program(len(starts)), step)
         return step
+
+    def _edges(self, number: int, whole: MicroBatch) -> tuple[int, ...] | None:
+        plan = self._formation.plan
+        return plan.slice_bounds(number, whole.dims[TOKENS]) if plan.slices else None
 
     def _program(self, num_micro_batches: int) -> Program:
         if num_micro_batches not in self._programs:

@@ -77,22 +77,25 @@ class Outlines:
             self._prologue()
 
     def blocks(self) -> Iterator[tuple[Block, fx.Graph]]:
-        """Every block with its canonical graph, whose nodes have values and units. Blocks of one template share it."""
-        done: set[str] = set()
+        """Every block with its canonical graph, whose nodes have values and units. Blocks of one template share it
+        where what they are given has the same shapes."""
+        done: set[fx.Graph] = set()
         for block, graph in self.raw_blocks():
-            if block.template not in done:
+            if graph not in done:
                 canonicalise(graph)
-                done.add(block.template)
+                done.add(graph)
             yield block, graph
 
     def raw_blocks(self) -> Iterator[tuple[Block, fx.Graph]]:
         """The same with the graphs as they were captured; they may be changed once they have been given out."""
-        made: dict[str, tuple[fx.Graph, list[Tensor]]] = {}
+        made: dict[tuple[object, ...], tuple[fx.Graph, list[Tensor]]] = {}
         for block in self._captured.blocks.blocks:
-            if block.template not in made:
+            arguments = [self._value(port.kind, port.name) for port in block.ports]
+            key = (block.template, *(a.shape if isinstance(a, Tensor) else a for a in arguments))
+            if key not in made:
                 graph = self._annotated(block)
-                made[block.template] = graph, [node.meta["val"] for node in graph.output_node().args[0]]  # pyright: ignore
-            graph, values = made[block.template]
+                made[key] = graph, [node.meta["val"] for node in graph.output_node().args[0]]  # pyright: ignore
+            graph, values = made[key]
             self._known |= {("wire", name): value for name, value in zip(block.outputs, values, strict=True)}
             yield block, graph
 

@@ -115,7 +115,7 @@ class _Sharder:
             if port.kind == "wire"
         }
         kept = tuple(p.name in self._whole for p in block.ports if p.kind == "parameter")
-        key = (block.template, *degrees.values(), *incoming.values(), *kept)
+        key = (graph, *degrees.values(), *incoming.values(), *kept)
         if key not in self._placed:
             walk = self._walk(block, graph, degrees, incoming, placeholders)
             items = Localiser(walk, self.dims, self.plan.tp, self.index).items()

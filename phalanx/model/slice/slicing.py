@@ -77,7 +77,7 @@ class _Cut:
 class _Slicer:
     def __init__(self, captured: Captured, outlines: Outlines) -> None:
         self._captured, self._outlines, self._tokens = captured, outlines, outlines.dims.sizes[TOKENS]
-        self._cuts: dict[str, _Cut] = {}
+        self._cuts: dict[fx.Graph, _Cut] = {}
         self._whole: set[str] = set()
         self._grains: list[str] = []
 
@@ -94,9 +94,9 @@ class _Slicer:
         self._grains.append("slice" if has_tokens else "micro-batch")
         if not has_tokens:
             self._whole.update(block.outputs)
-        if block.template not in self._cuts:
-            self._cuts[block.template] = self._cut(block, graph)
-        cut = self._cuts[block.template]
+        if graph not in self._cuts:
+            self._cuts[graph] = self._cut(block, graph)
+        cut = self._cuts[graph]
         names = {"past": lambda port: f"{block.name}@{port.name}"}
         added = [replace(port, name=names.get(port.kind, lambda p: p.name)(port)) for port in cut.added]
         return replace(block, template=cut.key, ports=(*block.ports, *added))
