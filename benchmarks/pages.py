@@ -13,12 +13,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import contest_page
+import overlap_page
 import peers_page
 import scaling_page
 import schedules_page
 import single_gpu_page
 import slices_page
 import terapipe_published_page
+import tp_dispatch
 import tp_shares_page
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -30,6 +32,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "peers": peers_page.page,
     "terapipe_published": terapipe_published_page.page,
     "tp_shares": tp_shares_page.page,
+    "overlap": overlap_page.page,
+    "tp_dispatch": tp_dispatch.page,
     **{name: partial(contest_page.page, name) for name in contest_page.INTRO},
 }
 
