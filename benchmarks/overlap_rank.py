@@ -12,13 +12,12 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-import torch.distributed as dist
 from contest_setting import Setting
 from overlap_silence import Communication, silent
 from torch import Tensor
@@ -29,6 +28,7 @@ from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.runtime.flat import Piece
+from phalanx.runtime.links import Links
 from phalanx.runtime.rank import Rank
 
 TASK = "task"
@@ -65,8 +65,8 @@ class Seen:
 class Mode:
     """One mode, ready to run."""
 
-    def __init__(self, seat: Seat, task: Task, name: str, captured: Captured) -> None:
-        self.rank = _build(seat, task, name, captured)
+    def __init__(self, links: Links, task: Task, name: str, captured: Captured) -> None:
+        self.rank = _build(links, task, name, captured)
         self._steps = task.steps
         self._batch = {n: tensor.to(self.rank.device) for n, tensor in task.setting.batch().items()}
         self.loss = [self._step() for _ in range(_WARM_UP)][-1]
@@ -99,10 +99,11 @@ class Mode:
 def measure(seat: Seat, task: Task, captured: Captured) -> Seen:
     """The job of one rank."""
     first, *others = task.plans
-    modes = {first: Mode(seat, task, first, captured)}
+    links = Links(seat)
+    modes = {first: Mode(links, task, first, captured)}
     seen = Seen(_calibration(modes[first]))
     if _fits(seen.calibration, task.wanted):
-        modes |= {name: Mode(seat, task, name, captured) for name in others}
+        modes |= {name: Mode(links, task, name, captured) for name in others}
         seen.losses = {name: mode.loss for name, mode in modes.items()}
         calls = {name: mode.communication.calls for name, mode in modes.items()}
         seen.collectives = {name: (len(own), sum(call.nbytes for call in own)) for name, own in calls.items()}
@@ -115,6 +116,7 @@ def measure(seat: Seat, task: Task, captured: Captured) -> Seen:
                     seen.seconds[name][kind].append(modes[name].seconds(kind))
     for mode in modes.values():
         mode.rank.close()
+    links.close()
     return seen
 
 
@@ -132,9 +134,8 @@ def _calibration(mode: Mode) -> tuple[float, float]:
     return compute, communication
 
 
-def _build(seat: Seat, task: Task, name: str, captured: Captured) -> Rank:
-    own = replace(seat, store=dist.PrefixStore(name, seat.store))  # the modes have links of the same names
-    device = torch.device(seat.device)
+def _build(links: Links, task: Task, name: str, captured: Captured) -> Rank:
+    seat, device = links.seat, links.device
 
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
         """The same for every mode."""
@@ -149,7 +150,7 @@ def _build(seat: Seat, task: Task, name: str, captured: Captured) -> Rank:
         compile=task.compiled, optimizer="sgd",
     )  # fmt: skip
     return Rank(
-        captured, config, task.plans[name], seat=own, trainable=captured.trainable, read=read,
+        captured, config, task.plans[name], seat=seat, links=links, trainable=captured.trainable, read=read,
         buffers={n: value.to(device) for n, value in captured.buffers.items()},
     )  # fmt: skip
 

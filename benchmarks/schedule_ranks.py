@@ -9,10 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from contest_setting import Setting
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from phalanx.plan.plan import Plan
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
 from phalanx.runtime.flat import Piece
+from phalanx.runtime.links import Links
 from phalanx.runtime.measured import recording
 from phalanx.runtime.pending import Pending
 from phalanx.runtime.rank import Rank
@@ -65,8 +65,9 @@ def run_bench(seat: Seat, bench: Bench, captured: Captured) -> Seen:
     """The job of one rank."""
     batch = {name: tensor.to(torch.device(seat.device)) for name, tensor in bench.setting.batch().items()}
     ranks: dict[str, Rank] = {}
+    links = Links(seat)
     for name, plan in bench.plans.items():
-        ranks[name] = _build(name, seat, bench, plan, captured)
+        ranks[name] = _build(links, bench, plan, captured)
         for _ in range(WARM_UP):
             ranks[name].step(batch, 0, LR).read()
         if seat.rank == 0:
@@ -78,12 +79,12 @@ def run_bench(seat: Seat, bench: Bench, captured: Captured) -> Seen:
             seen.seconds.setdefault(name, []).append(_whole(rank, batch))
     for rank in ranks.values():
         rank.close()
+    links.close()
     return seen
 
 
-def _build(name: str, seat: Seat, bench: Bench, plan: Plan, captured: Captured) -> Rank:
-    own = replace(seat, store=dist.PrefixStore(name, seat.store))  # the schedules have links of the same names
-    device, setting = torch.device(seat.device), bench.setting
+def _build(links: Links, bench: Bench, plan: Plan, captured: Captured) -> Rank:
+    device, setting = links.device, bench.setting
 
     def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
         shape = captured.shapes[name] if piece is None else (piece.stop - piece.start,)
@@ -94,7 +95,7 @@ def _build(name: str, seat: Seat, bench: Bench, plan: Plan, captured: Captured) 
         lr=LR, dtype=setting.dtype, master_weights=setting.masters, batch_size=setting.size.samples, compile="off"
     )
     rank = Rank(
-        captured, config, plan, seat=own, trainable=captured.trainable, read=read,
+        captured, config, plan, seat=links.seat, links=links, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
     if bench.durations is not None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 from contest_setting import LR, Setting
 from schedule_ranks import measure_link
 from torch import Tensor
@@ -27,6 +26,7 @@ from phalanx.profile.slices import Measurement, grid
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
 from phalanx.runtime.flat import Piece
+from phalanx.runtime.links import Links
 from phalanx.runtime.measured import recording
 from phalanx.runtime.rank import Rank
 from phalanx.tasks.base import Batch
@@ -104,20 +104,22 @@ def profile(seat: Seat, case: Case, captured: Captured, effort: Effort) -> Facts
         return found
 
     first, layer, last = map(kind, numbers)
-    rank = _build("profile", seat, case, plan, captured)
+    links = Links(seat)
+    rank = _build(seat, case, plan, captured, links)
     batch = {name: tensor.to(device) for name, tensor in setting.batch().items()}
     rank.step(batch, 0, LR).read()
     size = setting.size
     link = measure_link(rank, size.tokens * size.width, setting.torch_dtype)
     parts = tuple(_recorded(rank, batch) for _ in range(RECORDED))
-    _close(rank)
+    _close(links, rank)
     return Facts(first, layer, last, link, parts)
 
 
 def run_case(seat: Seat, case: Case, captured: Captured) -> Seen:
     """The job of one rank: every plan built once, then all in turn."""
     batch = {name: tensor.to(torch.device(seat.device)) for name, tensor in case.setting.batch().items()}
-    ranks = {name: _build(name, seat, case, plan, captured) for name, plan in case.plans.items()}
+    links = Links(seat)
+    ranks = {name: _build(seat, case, plan, captured, links) for name, plan in case.plans.items()}
     seen = Seen(held={name: rank.peaks.activations for name, rank in ranks.items()})
     for name, rank in ranks.items():
         for _ in range(WARM_UP):
@@ -127,7 +129,7 @@ def run_case(seat: Seat, case: Case, captured: Captured) -> Seen:
     for _ in range(case.rounds):
         for name, rank in ranks.items():
             seen.seconds.setdefault(name, []).append(_seconds(rank, batch))
-    _close(*ranks.values())
+    _close(links, *ranks.values())
     return seen
 
 
@@ -145,9 +147,7 @@ def _kind(run: SliceRun, effort: Effort, attends: bool) -> Kind:
     return Kind(tuple(found), forward / (forward + backward))
 
 
-def _build(name: str, seat: Seat, case: Case, plan: Plan, captured: Captured) -> Rank:
-    # The plans have links of the same names.
-    own = seat if seat.world == 1 else replace(seat, store=dist.PrefixStore(name, seat.store))
+def _build(seat: Seat, case: Case, plan: Plan, captured: Captured, links: Links) -> Rank:
     device, setting = torch.device(seat.device), case.setting
 
     def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
@@ -164,7 +164,7 @@ def _build(name: str, seat: Seat, case: Case, plan: Plan, captured: Captured) ->
         optimizer="sgd",  # all plans of a case are on the device at once: it keeps no state
     )
     return Rank(
-        captured, config, plan, seat=own, trainable=captured.trainable, read=read,
+        captured, config, plan, seat=seat, links=links, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
 
@@ -195,10 +195,11 @@ def _memory(rank: Rank, batch: Batch) -> Memory:
     return Memory(before, torch.cuda.max_memory_allocated(), gradients)
 
 
-def _close(*ranks: Rank) -> None:
+def _close(links: Links, *ranks: Rank) -> None:
     """What is free goes back to the device, which the ranks of the next case share."""
     for rank in ranks:
         rank.close()
+    links.close()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

@@ -6,8 +6,8 @@
 Ranks of a pipeline (4 that share one GPU; without --gpu 2 on CPU cores, to see that it works) first measure what
 slices of their blocks take. From that every plan is simulated, and the best slicing is chosen. Then, for each number
 and length of sequences, all plans run in turn: 1F1B without slices, with equal slices, with those planned. With most
-sequences the same slices also run in GPipe order, which keeps everything. Last, one rank alone on its device: what
-slicing costs where there is no pipeline. Results are written after each case.
+sequences the same slices also run in GPipe order, which keeps everything. Before that, one rank alone on its device:
+what slicing costs where there is no pipeline. Results are written after each case.
 """
 
 from __future__ import annotations
@@ -46,25 +46,30 @@ HEADERS = ["sequences", "tokens", "slices", "simulated ms", "measured ms", "erro
 
 @dataclass(frozen=True)
 class Shape:
-    """What is run where: `cases` are numbers of sequences and their tokens, `alone` is the model of the single rank."""
+    """What is run where: `cases` are numbers of sequences and their tokens, each run with all `slicings`. `alone` is
+    the model of the single rank and `compile` its mode. Pipelines run uncompiled: all ranks would have to compile for
+    every length of a slice, which takes longer than all that is measured."""
 
     name: str
     pp: int
     size: Size  # its samples and tokens are the most that a profile looks at
-    alone: Size
     dtype: str
     cases: tuple[tuple[int, int], ...]
     slicings: tuple[int, ...]
     effort: Effort
+    alone: Size
+    alone_slicings: tuple[int, ...]
+    compile: str
 
 
 GPU = Shape(
-    "4 ranks on one GPU", 4, Size(8, 2048, 4096, samples=1, tokens=32768), Size(4, 4096, 4096, 1, 8192), "bfloat16",
-    ((1, 8192), (8, 8192), (1, 32768), (2, 8192), (1, 16384), (2, 32768)), (2, 4, 8, 16), Effort(256, 2),
+    "4 ranks on one GPU", 4, Size(4, 4096, 4096, samples=1, tokens=32768), "bfloat16",
+    ((1, 8192), (8, 8192), (1, 32768), (2, 8192), (1, 16384), (2, 32768)), (2, 4, 8, 16), Effort(512, 1),
+    alone=Size(2, 8192, 4096, 1, 8192), alone_slicings=(4, 8), compile="inductor",
 )  # fmt: skip
 CPU = Shape(
-    "2 CPU ranks", 2, Size(4, 64, 128, samples=1, tokens=256), Size(2, 64, 128, 1, 256), "float32",
-    ((1, 256), (4, 256)), (2, 4), Effort(32, 1),
+    "2 CPU ranks", 2, Size(4, 64, 128, samples=1, tokens=256), "float32", ((1, 256), (4, 256)), (2, 4), Effort(32, 1),
+    alone=Size(2, 64, 128, 1, 256), alone_slicings=(2, 4), compile="off",
 )  # fmt: skip
 
 
@@ -73,16 +78,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape, begin = GPU if options.gpu else CPU, time.monotonic()
     setting: dict[str, Any] = {"shape": asdict(shape), "rounds": options.rounds}
     results: list[dict[str, Any]] = []
-    if any(options.only in name for name in map(_name, shape.cases)):
-        results += _pipeline(shape, options, setting, begin)
     if options.only in "cost":
         results.append(_cost(shape, options.rounds))
         _show(results[-1])
+    if any(options.only in name for name in map(_name, shape.cases)):
+        _pipeline(shape, options, setting, begin, results)
     report.publish(options, "slices", setting, results, panels(results))
 
 
-def _pipeline(shape: Shape, options: argparse.Namespace, setting: dict[str, Any], begin: float) -> list[dict[str, Any]]:
-    captured, results = _captured(shape.size, shape.dtype), list[dict[str, Any]]()
+def _pipeline(
+    shape: Shape, options: argparse.Namespace, setting: dict[str, Any], begin: float, results: list[dict[str, Any]]
+) -> None:
+    captured = _captured(shape.size, shape.dtype)
     with _crew(shape, shape.pp) as crew:
         known, setting["profile"] = _profile(shape, captured, crew)
         for number, tokens in (case for case in shape.cases if options.only in _name(case)):
@@ -92,7 +99,6 @@ def _pipeline(shape: Shape, options: argparse.Namespace, setting: dict[str, Any]
             results.append(_case(shape, captured, crew, known, (number, tokens), options.rounds))
             _show(results[-1])
             report.publish(argparse.Namespace(out=options.out, plot=None), "slices", setting, results, [])
-    return results
 
 
 def _show(result: Mapping[str, Any]) -> None:
@@ -157,9 +163,9 @@ def _cost(shape: Shape, rounds: int) -> dict[str, Any]:
     """One rank that has its device to itself."""
     setting, captured = Setting("llama", shape.alone, shape.dtype, masters=True), _captured(shape.alone, shape.dtype)
     plans = {WHOLE: _plan(1, setting, captured)}
-    plans |= {str(n): _plan(1, setting, captured, f",slices={n}") for n in shape.slicings}
+    plans |= {str(n): _plan(1, setting, captured, f",slices={n}") for n in shape.alone_slicings}
     with _crew(shape, 1) as crew:
-        return _measured(Case(setting, plans, rounds), captured, crew, None)
+        return _measured(Case(setting, plans, rounds, shape.compile), captured, crew, None)
 
 
 def _measured(case: Case, captured: Captured, crew: Crew, known: Known | None) -> dict[str, Any]:

@@ -127,6 +127,12 @@ class Plan:
         return OVERLAPS[self.overlap].again
 
     @property
+    def adds_gradients(self) -> bool:
+        """Whether what one backward gives for a parameter is added to that of other micro-batches, parts of them or
+        replicas."""
+        return self.mb * self.halves * self.dp > 1 or bool(self.slices)
+
+    @property
     def smallest_degree(self) -> int:
         return min((degree for units in self.degrees for degree in units), default=self.tp)
 

@@ -32,6 +32,7 @@ OVERLAPS: Mapping[str, Overlap] = {
     "halves": Overlap(2, ""),
 }
 SAVES = ("result", "input")
+_BY_UNIT = {"default_checkpoint": "optim_comm_checkpoint", "overlap_checkpoint": "oases"}  # block by block → by unit
 
 
 def check_tensor(plan: Plan) -> None:
@@ -70,6 +71,10 @@ def _check_split(plan: Plan) -> None:
     if plan.save and not plan.sequence:
         message = f"plan: save={plan.save} does nothing with sequence=no: nothing is gathered on the way into a unit"
         raise PlanError(message, "use sequence=yes, or leave save out")
+    if plan.save and plan.again == "block":
+        reason = "of a block that is computed again nothing is saved but what it was given"
+        message = f"plan: save={plan.save} does nothing with overlap={plan.overlap}: {reason}"
+        raise PlanError(message, f"use overlap={_BY_UNIT[plan.overlap]}, or leave save out")
     for layer, units in enumerate(plan.degrees):
         for degree in units:
             if degree < 1 or plan.tp % degree:

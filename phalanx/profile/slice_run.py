@@ -18,6 +18,7 @@ from torch import Tensor
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.segment.joint import Outline
 from phalanx.model.slice.slicing import TOKENS, Sliced
+from phalanx.runtime.accumulate import Accumulator
 from phalanx.runtime.anatomy import Anatomy
 from phalanx.runtime.compute import Compute
 from phalanx.runtime.micro_batch import MicroBatch, StageRun
@@ -56,8 +57,9 @@ class SliceRun:
         self._compute = Compute(
             captured.blocks, {name: _weight(captured.shapes[name], dtype, device) for name in sorted(names)},
             {name: value.to(device) for name, value in captured.buffers.items()}, trainable=captured.trainable,
-            device=device, compiler=Compiler(resolve_mode(compile, device)),
+            device=device, compiler=Compiler(resolve_mode(compile, device)), products=True,
         )  # fmt: skip
+        self._sums = Accumulator()
         self._wires = Wires(Anatomy.of(captured.blocks, None), self._compute, captured.shapes, dtype)
         feeder = Feeder(captured, self._compute, seed=0, dtype=dtype, parts={}, sliced=sliced)
         self._whole, self._feeder = feeder.micro_batches(dict(batch), 0, [num_samples(batch)])[0], feeder
@@ -106,7 +108,7 @@ class SliceRun:
     def _backward(self, work: _Work, runs: Sequence[StageRun]) -> None:
         for number, block, run in reversed(list(zip(self._numbers, self._blocks, runs, strict=True))):
             run.gradients.update({wire: work.tensors[wire] for wire in block.outputs if run.differentiable[wire]})
-            self._compute.backward_weight(number, run)
+            self._sums.add(block.names("parameter"), self._compute.backward_weight(number, run))
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -1,8 +1,9 @@
 """Gradients added up over micro-batches and ranks, in float32 at least.
 
 Every weight gradient of every plan passes through `Gradients.add`, so that the order and precision of the sum are
-decided in one place. Where nothing is reduced, a single gradient is kept as it came; where something is, gradients are
-added up in one flat buffer per bucket, which is reduced in one message while the backward goes on.
+decided in one place; products are multiplied here, into the sum. Where nothing is reduced, a single gradient is kept as
+it came; where something is, gradients are added up in one flat buffer per bucket, which is reduced in one message while
+the backward goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.model.segment.products import Gradient, Product
 from phalanx.runtime.buckets import BufferPool, Shelf
 from phalanx.runtime.links import Group, Pending
 
@@ -25,12 +27,14 @@ class Accumulator:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+    def add(self, names: Sequence[str], gradients: Sequence[Gradient]) -> None:
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is None:
                 continue
             total = self._sums.get(name)
-            if total is None:
+            if isinstance(gradient, Product):
+                self._sums[name] = _multiplied(gradient, total)
+            elif total is None:
                 self._sums[name] = gradient
             elif gradient.dtype == wide(total.dtype):
                 self._sums[name] = gradient.add_(total)
@@ -72,13 +76,24 @@ class BucketGradients:
         self._sum: Tensor | None = None  # this rank's part of the sum over ranks
         self._final: Pending | None = None  # on the way to the last sum
 
-    def add(self, gradients: Mapping[str, Tensor]) -> None:
+    def add(self, gradients: Mapping[str, Tensor | Product]) -> None:
         self._open()
-        new = [name for name in gradients if name not in self._added]
-        if new:
-            torch._foreach_copy_([self._views[name] for name in new], [gradients[name] for name in new])
-        for name in gradients.keys() & self._added:
-            self._views[name].add_(gradients[name])
+        views: list[Tensor] = []
+        copied: list[Tensor] = []
+        for name, gradient in gradients.items():
+            view = self._views[name]
+            match gradient, name in self._added:
+                case Product(), True:
+                    gradient.add_to(view)
+                case Product(), False:
+                    gradient.write(view)
+                case _, True:
+                    view.add_(gradient)
+                case _, False:
+                    views.append(view)
+                    copied.append(gradient)
+        if copied:
+            torch._foreach_copy_(views, copied)
         self._added.update(gradients)
 
     def reduce(self) -> None:
@@ -172,14 +187,14 @@ class Gradients:
         self._moving: deque[BucketGradients] = deque()
         self._tied: set[int] = set()
 
-    def add(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
-        alone: dict[str, Tensor] = {}
-        by_bucket: dict[int, dict[str, Tensor]] = {}
+    def add(self, names: Sequence[str], gradients: Sequence[Gradient]) -> None:
+        alone: dict[str, Tensor | Product] = {}
+        by_bucket: dict[int, dict[str, Tensor | Product]] = {}
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
                 home = self._home.get(name)
                 into = alone if home is None else by_bucket.setdefault(home, {})
-                into[name] = into[name] + gradient if name in into else gradient
+                into[name] = _value(into[name]) + _value(gradient) if name in into else gradient
         self._alone.add(list(alone), list(alone.values()))
         for bucket, found in by_bucket.items():
             self._buckets[bucket].add(found)
@@ -215,3 +230,19 @@ class Gradients:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision in which gradients of this precision are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _multiplied(product: Product, total: Tensor | None) -> Tensor:
+    """The product added to a sum, which is wide from the first on."""
+    dtype = wide(product.left.dtype)
+    if total is None:
+        total = product.left.new_empty(product.left.shape[0], product.right.shape[1], dtype=dtype)
+        product.write(total)
+    else:
+        total = total.to(dtype)
+        product.add_to(total)
+    return total
+
+
+def _value(gradient: Tensor | Product) -> Tensor:
+    return gradient.value() if isinstance(gradient, Product) else gradient

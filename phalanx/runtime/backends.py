@@ -20,14 +20,20 @@ def make_gloo(store: Any, index: int, size: int, timeout: timedelta, address: st
 
 
 def make_nccl(
-    store: Any, index: int, ranks: tuple[int, ...], name: str, timeout: timedelta, device: torch.device
+    store: Any, index: int, ranks: tuple[int, ...], name: str, timeout: timedelta, device: torch.device, one_way: bool
 ) -> Any:
-    """An NCCL communicator, connected."""
+    """An NCCL communicator, connected. one_way: messages from the first of two ranks to the second; NCCL connects those
+    at the first of them and makes both ranks wait for it, which a receive posted ahead must not."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout, options.global_ranks_in_group, options.group_name = timeout, list(ranks), name
     with torch.cuda.device(device):
-        backend = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+        backend: Any = dist.ProcessGroupNCCL(store, index, len(ranks), options)
         backend.eager_connect_single_device(device)  # else the first use connects, without a deadline
+        if one_way:
+            token = torch.zeros(1, device=device)
+            first = backend.send([token], 1, 0) if index == 0 else backend.recv([token], 0, 0)
+            first.wait()
+            torch.cuda.current_stream(device).synchronize()
     return backend
 
 

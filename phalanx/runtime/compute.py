@@ -20,13 +20,15 @@ from phalanx.model.ops import random
 from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.joint import Outline, outline
+from phalanx.model.segment.products import Gradient
 from phalanx.model.segment.segments import Segment
 from phalanx.runtime.micro_batch import Kept, MicroBatch, StageRun
 
 
 class Compute:
     """blocks: every segment is one of them. `parameters` are plain tensors without autograd; those in `trainable` get
-    gradients. degrees: the tensor degree of each segment; empty where every one sees all samples."""
+    gradients. degrees: the tensor degree of each segment; empty where every one sees all samples. products: gradients
+    of parameters will be added up, so that those which are products are better not multiplied here."""
 
     def __init__(
         self,
@@ -40,8 +42,9 @@ class Compute:
         recompute: bool = False,
         dropout: bool = True,
         degrees: Sequence[int] = (),
+        products: bool = False,
     ) -> None:
-        self.blocks, self.device = blocks, device
+        self.blocks, self.device, self._products = blocks, device, products
         self._degrees = degrees or [0] * len(blocks.blocks)
         self._parameters, self._trainable = parameters, set(trainable)
         self._compiler, self._recompute, self._buffers = compiler, recompute, buffers
@@ -103,7 +106,7 @@ class Compute:
             run.for_weights[number] = (segment, for_weights)
             self._add_gradients(block, d_inputs, run)
 
-    def weight(self, number: int, run: StageRun) -> list[Tensor | None]:
+    def weight(self, number: int, run: StageRun) -> list[Gradient]:
         """Gradients of the segment's parameters, as its B left them to do; none where nothing is trained."""
         block = self.blocks.blocks[number]
         if number not in run.for_weights:
@@ -111,7 +114,7 @@ class Compute:
         segment, for_weights = run.for_weights.pop(number)
         return segment.weight(self._of(block), for_weights)
 
-    def backward_weight(self, number: int, run: StageRun) -> list[Tensor | None]:
+    def backward_weight(self, number: int, run: StageRun) -> list[Gradient]:
         """Input gradients and weight gradients in one function."""
         segment, saved = self._saved(number, run)
         block = self.blocks.blocks[number]
@@ -216,7 +219,7 @@ class Compute:
             self._segments[key] = segments.build(
                 self._templates[block.template], arguments,
                 [port.kind == "parameter" for port in block.ports if port.kind != "size"], wants,
-                recompute=self._recompute, compiler=self._compiler,
+                recompute=self._recompute, compiler=self._compiler, products=self._products,
             )  # fmt: skip
         return self._segments[key]
 

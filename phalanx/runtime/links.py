@@ -71,7 +71,7 @@ class Links:
         flow: Flow = (rank, peer, direction) if way == "out" else (peer, rank, direction)
         if flow not in self._channels:
             sender, receiver, _ = flow
-            backend = self._connect((sender, receiver), f"channel/{direction}")
+            backend = self._connect((sender, receiver), f"channel/{direction}", one_way=True)
             self._channels[flow] = Channel(self, peer, way, backend)
         return self._channels[flow]
 
@@ -144,7 +144,7 @@ class Links:
         self._pending.add(pending)
         return pending
 
-    def _connect(self, ranks: tuple[int, ...], purpose: str) -> Any:
+    def _connect(self, ranks: tuple[int, ...], purpose: str, one_way: bool = False) -> Any:
         """The communicator of these ranks. Made on another thread: a peer that dies meanwhile can block it for ever."""
         name = f"{purpose}/{'-'.join(map(str, ranks))}"
         store = dist.PrefixStore(f"generation{self.seat.generation}/{self._name}/{name}", self.seat.store)
@@ -152,7 +152,7 @@ class Links:
 
         def make() -> Any:
             if self.device.type == "cuda":
-                return make_nccl(store, index, ranks, name, self.timeout, self.device)
+                return make_nccl(store, index, ranks, name, self.timeout, self.device, one_way)
             return make_gloo(store, index, len(ranks), self.timeout, self.seat.address)
 
         before, began, seconds = open_sockets(), time.monotonic(), self.timeout.total_seconds()

@@ -83,6 +83,13 @@ class MicroBatch:
             case _:
                 return whole.inputs[name]
 
+    def forget_past(self) -> None:
+        """As if none of its slices had been computed."""
+        for part in (self, *self.views.values()):
+            part.slices.clear()
+            if part.whole is not None:
+                part.whole.pasts.clear()
+
     def stage(self, number: int) -> StageRun:
         return self.stages.setdefault(number, StageRun())
 

@@ -50,7 +50,10 @@ IN_FLIGHT = 2  # reductions under way at once where whole gradients are not to b
 
 
 class Rank:
-    """Trains and evaluates one captured model under one plan. `step` is called with this rank's part of a batch."""
+    """Trains and evaluates one captured model under one plan. `step` is called with this rank's part of a batch.
+
+    links: of this seat, to be used and left open; else it makes its own and closes them.
+    """
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Rank:
         buffers: Mapping[str, Tensor],
         optimizer_class: type[Any] | None = None,
         watches: Iterable[Watch] = (),
+        links: Links | None = None,
     ) -> None:
         self.device, self.dtype = torch.device(seat.device), getattr(torch, config.dtype)
         self._sliced = slice_model(captured, self.dtype) if plan.slices else None
@@ -78,7 +82,7 @@ class Rank:
             seat.slot.sits_at(self.formation.place)
         programs = lower(plan, self.formation.shape)
         self.peaks = check(plan, self.formation.shape, programs)[seat.rank]
-        self.links = Links(seat, timeout=config.timeout)
+        self.links, self._owns_links = links or Links(seat, timeout=config.timeout), links is None
         self.connections = Connections(self.formation, self.links)
         self.parameters = load_parameters(
             self.formation.held(), self.formation.locals(captured.shapes), read, trainable=trainable, dtype=self.dtype,
@@ -136,7 +140,8 @@ class Rank:
 
     def close(self) -> None:
         self.step.engine.settle()
-        self.links.close()
+        if self._owns_links:
+            self.links.close()
 
     def _engine(self, trainable: Sequence[str], watches: Iterable[Watch], trains: bool) -> tuple[Engine, Feeder]:
         formation, connections = self.formation, self.connections
@@ -144,6 +149,7 @@ class Rank:
         compute = Compute(
             anatomy.segments, self.parameters.values, self._buffers, trainable=trainable, device=self.device,
             compiler=self.compiler, recompute=trains and self.plan.recompute, dropout=trains, degrees=anatomy.degrees,
+            products=self.plan.adds_gradients,
         )  # fmt: skip
         shapes = {name: local.local_shape for name, local in formation.locals(self.captured.shapes).items()}
         wires = Wires(anatomy, compute, shapes, self.dtype)

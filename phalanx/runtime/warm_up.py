@@ -1,4 +1,4 @@
-"""Every segment run once on zeros before ranks depend on each other, for each new shape of micro-batch.
+"""Every segment run once on zeros before ranks depend on each other, for each new shape of micro-batch and past.
 
 A message that is being received occupies the GPU until it arrives. Loading a kernel, which happens when it is first
 launched, waits for all that the GPU is doing; two ranks that load kernels while each waits for a message of the other
@@ -11,7 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from phalanx.model.graph.blocks import Block
+from phalanx.model.segment.products import Gradient
 from phalanx.program.instructions import COMPUTE, Instruction, Op
+from phalanx.runtime.accumulate import Accumulator
 from phalanx.runtime.anatomy import Anatomy
 from phalanx.runtime.compute import Compute
 from phalanx.runtime.micro_batch import MicroBatch, StageRun
@@ -34,7 +37,7 @@ class WarmUp:
         self._done: set[tuple[object, ...]] = set()
 
     def __call__(self, program: Iterable[Instruction], batches: Sequence[MicroBatch]) -> None:
-        shapes = {tuple(batch.dims.values()): batch for batch in batches}
+        shapes = {(*batch.dims.values(), batch.begin): batch for batch in batches}
         ops: dict[tuple[int, int], set[Op]] = {}  # by block and segment
         for instruction in program:
             if instruction.op in COMPUTE and instruction.block is not None:
@@ -42,13 +45,14 @@ class WarmUp:
                 ops.setdefault(place, set()).add(instruction.op)
         new = [
             (block, number, batch, wanted)
-            for dims, batch in shapes.items()
+            for shape, batch in shapes.items()
             for (block, number), wanted in ops.items()
-            if (dims, number, frozenset(wanted)) not in self._done
+            if (shape, number, frozenset(wanted)) not in self._done
         ]
         for block, number, batch, wanted in new:
-            self._done.add((tuple(batch.dims.values()), number, frozenset(wanted)))
+            self._done.add(((*batch.dims.values(), batch.begin), number, frozenset(wanted)))
             self._run(block, number, batch, wanted)
+            batch.forget_past()
         if new and self._compute.device.type == "cuda":
             torch.cuda.synchronize(self._compute.device)
 
@@ -68,9 +72,15 @@ class WarmUp:
                 compute.again(number, batch, run, outputs)
         kept = dict(run.saved)
         if Op.BW in ops:
-            compute.backward_weight(number, run)
+            _add_up(segment, compute.backward_weight(number, run))
         if Op.B in ops:
             run.saved.update(kept)
             compute.backward(number, run)
         if Op.W in ops:
-            compute.weight(number, run)
+            _add_up(segment, compute.weight(number, run))
+
+
+def _add_up(segment: Block, gradients: Sequence[Gradient]) -> None:
+    sums = Accumulator()
+    for _ in range(2):
+        sums.add(segment.names("parameter"), gradients)

@@ -6,13 +6,10 @@ Every rank can run the whole model on tensors without contents, one distinct tem
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.model.graph.expressions import evaluate
-from phalanx.model.graph.sharded import Exchange
 from phalanx.model.segment.joint import Outline
 from phalanx.runtime.anatomy import Anatomy
 from phalanx.runtime.compute import Compute
@@ -63,8 +60,8 @@ class Wires:
             if part.exchange is not None:
                 exchange = part.exchange
                 tensor, differentiable = run.wires[exchange.source], run.differentiable[exchange.source]
-                before = Outline(tuple(tensor.shape), tensor.dtype, differentiable)
-                new = {exchange.target: after_exchange(exchange, before, batch.view(part.degree).dims)}
+                shape = exchange.shape_after(tensor.shape, batch.view(part.degree).dims)
+                new = {exchange.target: Outline(shape, tensor.dtype, differentiable)}
             else:
                 assert part.segment is not None
                 outlines = self._compute.outlines(part.segment, batch, run, self._parameters)
@@ -77,19 +74,3 @@ class Wires:
         with self._mode:
             run.wires.update({wire: outline.empty(self._compute.device) for wire, outline in found.items()})
         run.differentiable.update({wire: outline.differentiable for wire, outline in found.items()})
-
-
-def after_exchange(exchange: Exchange, before: Outline, dims: Mapping[str, int]) -> Outline:
-    """What an exchange makes of a wire."""
-    shape, dim = list(before.shape), exchange.dim
-    count = max((len(cell) for cell in exchange.cells), default=1)
-    match exchange.kind:
-        case "scatter" | "part":
-            shape[dim] = -(-shape[dim] // count)
-        case "gather" | "join":
-            shape[dim] = evaluate(exchange.size, dims) if exchange.size else shape[dim] * count
-        case "stack":
-            shape = [count, *shape]
-        case _:
-            pass
-    return replace(before, shape=tuple(shape))

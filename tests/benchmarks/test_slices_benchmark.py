@@ -143,15 +143,15 @@ def test_it_measures_writes_and_shows_everything(
 ) -> None:
     size = Size(2, 64, 64, samples=1, tokens=64)
     tiny = replace(
-        slices.CPU, size=size, alone=size, cases=((2, 64),), slicings=(2,), effort=Effort(16, 1)
+        slices.CPU, size=size, alone=size, cases=((2, 64),), slicings=(2,), alone_slicings=(2,), effort=Effort(16, 1)
     )  # fmt: skip
     monkeypatch.setattr(slices, "CPU", tiny)
     slices.main(["--rounds", "1", "--out", str(tmp_path / "slices.json")])
     data = json.loads((tmp_path / "slices.json").read_text())
-    assert [(r["pp"], r["sequences"], r["tokens"]) for r in data["results"]] == [(2, 2, 64), (1, 1, 64)]
+    assert [(r["pp"], r["sequences"], r["tokens"]) for r in data["results"]] == [(1, 1, 64), (2, 2, 64)]
     names = [[found["slices"] for found in result["steps"]] for result in data["results"]]
-    assert names == [["whole", "2", "planned", "gpipe"], ["whole", "2"]]
-    steps = data["results"][0]["steps"]
+    assert names == [["whole", "2"], ["whole", "2", "planned", "gpipe"]]
+    steps = data["results"][1]["steps"]
     assert steps[1]["held"] == [3, 2] and steps[3]["held"] == [4, 4] and all(found["simulated"] for found in steps)
     assert capsys.readouterr().out.count("planned (") == 1
     page = slices_page.page(tmp_path)

@@ -34,7 +34,7 @@ PLANS = [
     "tp=2,overlap=oases",
     "tp=2,overlap=halves",
     "tp=2,sequence=yes,save=input,overlap=oases",
-    "tp=2,sequence=yes,save=input,overlap=overlap_checkpoint,mb=2",
+    "tp=2,sequence=yes,overlap=overlap_checkpoint,mb=2",
     SHARED,
     "pp=2,tp=2,mb=3",
     "pp=2,tp=2,mb=4,schedule=zb-h1",

@@ -20,14 +20,15 @@ from phalanx.plan.tensor import OVERLAPS, SAVES
 @st.composite
 def tensor_fields(draw: st.DrawFn) -> dict[str, Any]:
     """What goes together, with any other fields but recompute."""
-    tp, sequence = draw(st.integers(2, 12)), draw(st.booleans())
+    tp, sequence, overlap = draw(st.integers(2, 12)), draw(st.booleans()), draw(st.sampled_from(list(OVERLAPS)))
+    may_save = sequence and OVERLAPS[overlap].again != "block"
     units = st.lists(st.sampled_from(divisors(tp)), min_size=1, max_size=3).map(tuple)
     return {
         "tp": tp,
         "degrees": draw(st.lists(units, max_size=6).map(tuple)),
         "sequence": sequence,
-        "save": draw(st.sampled_from(["", *SAVES])) if sequence else "",
-        "overlap": draw(st.sampled_from(list(OVERLAPS))),
+        "save": draw(st.sampled_from(["", *SAVES])) if may_save else "",
+        "overlap": overlap,
         "replicate": draw(st.booleans()),
     }
 

@@ -149,6 +149,11 @@ WRONG = {
         "plan: save=result does nothing with sequence=no: nothing is gathered on the way into a unit",
         "use sequence=yes, or leave save out",
     ),
+    "tp=2,sequence=yes,save=input,overlap=overlap_checkpoint": (
+        "plan: save=input does nothing with overlap=overlap_checkpoint: "
+        "of a block that is computed again nothing is saved but what it was given",
+        "use overlap=oases, or leave save out",
+    ),
     "tp=2,sequence=yes,save=results": ("plan: unknown save 'results'", "did you mean 'result'?"),
     "tp=2,overlap=oasis": ("plan: unknown overlap 'oasis'", "did you mean 'oases'?"),
     "tp=2,overlap=": ("plan: 'overlap=' says nothing", "write for example overlap=oases"),

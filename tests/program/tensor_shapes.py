@@ -56,6 +56,8 @@ def tensor_plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
     pp = draw(st.integers(2 if schedule == "interleaved" else 1, 4 // v))
     dp = draw(st.integers(1, 2))
     sequence = draw(st.booleans())
+    overlap = draw(st.sampled_from(sorted(OVERLAPS)))
+    may_save = sequence and OVERLAPS[overlap].again != "block"
     return Plan(
         pp=pp,
         dp=dp,
@@ -65,9 +67,9 @@ def tensor_plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
         v=v,
         stages=tuple(draw(st.lists(st.integers(1, 3), min_size=pp * v, max_size=pp * v))),
         zero=draw(st.integers(0, 3)) if dp > 1 else 0,
-        overlap=draw(st.sampled_from(sorted(OVERLAPS))),
+        overlap=overlap,
         sequence=sequence,
-        save=draw(st.sampled_from(["", "input", "result"])) if sequence else "",
+        save=draw(st.sampled_from(["", "input", "result"])) if may_save else "",
     )
 
 

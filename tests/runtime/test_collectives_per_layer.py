@@ -39,11 +39,9 @@ EXPECTED: dict[str, tuple[Counts, Counts, int]] = {
     "tp=2,sequence=yes": (both(2, 2), both(2, 2), WHOLE),
     "tp=2,sequence=yes,save=input": (both(2, 2), both(4, 2), WHOLE),
     "tp=2,sequence=yes,overlap=default_checkpoint": (both(2, 2), both(4, 4), WHOLE),
-    "tp=2,sequence=yes,save=input,overlap=default_checkpoint": (both(2, 2), both(4, 4), WHOLE),
     "tp=2,sequence=yes,overlap=optim_comm_checkpoint": (both(2, 2), both(2, 2), WHOLE),
     "tp=2,sequence=yes,save=input,overlap=optim_comm_checkpoint": (both(2, 2), both(4, 2), WHOLE),
     "tp=2,sequence=yes,overlap=overlap_checkpoint": (both(4, 4), both(8, 8), HALF),
-    "tp=2,sequence=yes,save=input,overlap=overlap_checkpoint": (both(4, 4), both(8, 8), HALF),
     "tp=2,sequence=yes,overlap=oases": (both(4, 4), both(4, 4), HALF),
     "tp=2,sequence=yes,save=input,overlap=oases": (both(4, 4), both(8, 4), HALF),
 }

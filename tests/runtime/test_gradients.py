@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.launch.seat import Seat
+from phalanx.model.segment.products import Product
 from phalanx.runtime.accumulate import Accumulator, BucketGradients, Gradients, Reduction
 from phalanx.runtime.buckets import BufferPool, Sharding, Shelf
 from phalanx.runtime.links import Links
@@ -202,6 +203,23 @@ def test_many_small_gradients_of_a_bucket_are_summed_in_float32() -> None:
         gradients.add(["w"], [torch.ones(1, dtype=torch.bfloat16)])
     total = gradients.finish()["w"]
     assert (total.dtype, total.item()) == (torch.float32, 1000)
+
+
+def test_products_are_multiplied_into_the_bucket() -> None:
+    gradients = gradients_of(Reduction(ALONE, ALONE, ALONE, sharded=False))
+    left, right = torch.ones(5, 2), torch.full((2, 40), 3.0)
+    for _ in range(3):
+        gradients.add(["a", "b"], [Product(left, right), torch.ones(3)])
+    found = gradients.finish()
+    assert torch.equal(found["a"].reshape(5, 40), torch.full((5, 40), 18.0))
+    assert torch.equal(found["b"], torch.full((3,), 3.0))
+
+
+def test_two_uses_of_a_parameter_in_one_block_are_one_gradient() -> None:
+    gradients = Gradients({}, {})
+    twice = Product(torch.ones(5, 2), torch.ones(2, 40))
+    gradients.add(["a", "a"], [twice, torch.ones(5, 40)])
+    assert torch.equal(gradients.finish()["a"], torch.full((5, 40), 3.0))
 
 
 def test_memory_of_released_gradients_is_used_again() -> None:

@@ -4,10 +4,11 @@ every parameter lies here. `shard.py` makes it; the runtime runs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.model.graph.blocks import Blocks
+from phalanx.model.graph.expressions import evaluate
 from phalanx.program.shape import Partition, Step
 from phalanx.state.local import Local
 
@@ -36,6 +37,20 @@ class Exchange:
     dim: int = 0
     size: str = ""  # expression over the micro-batch's dims: how long `dim` is without padding; "": parts divide it
     factor: float = 1.0
+
+    def shape_after(self, before: Sequence[int], dims: Mapping[str, int]) -> tuple[int, ...]:
+        """What it makes of the shape of a wire."""
+        shape, count = list(before), max((len(cell) for cell in self.cells), default=1)
+        match self.kind:
+            case "scatter" | "part":
+                shape[self.dim] = -(-shape[self.dim] // count)
+            case "gather" | "join":
+                shape[self.dim] = evaluate(self.size, dims) if self.size else shape[self.dim] * count
+            case "stack":
+                shape = [count, *shape]
+            case _:
+                pass
+        return tuple(shape)
 
 
 @dataclass(frozen=True)

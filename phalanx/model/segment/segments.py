@@ -8,7 +8,8 @@
 All are cut out of one joint graph, each when it is first used. `saved` never holds a parameter or anything computed
 from parameters alone: those are handed in again or recomputed, so parameters may be freed in between and memory is
 known exactly. Which other values are kept is the policy's choice; whatever is not kept is recomputed from what is. W is
-really separate: no operator that only a weight gradient needs runs in B.
+really separate: no operator that only a weight gradient needs runs in B. Weight gradients that will be added up are
+given as the factors of a product where they are one (`products.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, fx
 from phalanx.model.segment import policies
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.joint import Joint, trace
+from phalanx.model.segment.products import Gradient, Gradients
 
 Saved = tuple[Tensor, ...]
 
@@ -41,10 +43,18 @@ class Cut:
 
 
 class Segment:
-    """The functions of one template for one set of shapes. Arguments come in port order."""
+    """The functions of one template for one set of shapes. Arguments come in port order. products: weight gradients
+    that are products are not multiplied."""
 
-    def __init__(self, joint: Joint, is_parameter: Sequence[bool], saved: set[fx.Node], compiler: Compiler) -> None:
-        self._joint = joint
+    def __init__(
+        self,
+        joint: Joint,
+        is_parameter: Sequence[bool],
+        saved: set[fx.Node],
+        compiler: Compiler,
+        products: bool = False,
+    ) -> None:
+        self._joint, self._products = joint, products
         self._parameters = tuple(n for n, p in zip(joint.inputs, is_parameter, strict=True) if p)
         free = policies.parameter_only(joint, self._parameters)
         self._d_inputs = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if not p]
@@ -76,11 +86,19 @@ class Segment:
 
     @cached_property
     def _weight(self) -> Cut:
-        return self._cut(self._d_params, [*self._parameters, *self._w_saved])
+        return self._cut(self._w_gradients.nodes, [*self._parameters, *self._w_saved])
 
     @cached_property
     def _fused(self) -> Cut:
-        return self._cut([*self._d_inputs, *self._d_params], self._given)
+        return self._cut([*self._d_inputs, *self._gradients.nodes], self._given)
+
+    @cached_property
+    def _w_gradients(self) -> Gradients:
+        return Gradients(self._d_params, {*self._parameters, *self._w_saved}, self._products)
+
+    @cached_property
+    def _gradients(self) -> Gradients:
+        return Gradients(self._d_params, set(self._given), self._products)
 
     def _cut(self, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node]) -> Cut:
         with torch.no_grad():
@@ -129,16 +147,19 @@ class Segment:
         values.update(zip(self._w_computed, results[self._num_d_inputs :], strict=True))
         return list(results[: self._num_d_inputs]), tuple(values[node] for node in self._w_saved)
 
-    def weight(self, parameters: Sequence[Tensor], w_saved: Saved) -> list[Tensor | None]:
+    def weight(self, parameters: Sequence[Tensor], w_saved: Saved) -> list[Gradient]:
         values = dict(zip(self._parameters, parameters, strict=True))
         values.update(zip(self._w_saved, w_saved, strict=True))
-        return list(self._weight(values))
+        values.update(zip(self._w_gradients.nodes, self._weight(values), strict=True))
+        return self._w_gradients.of(values)
 
     def backward_weight(
         self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        results = self._fused(self._values(parameters, saved, d_outputs))
-        return list(results[: self._num_d_inputs]), list(results[self._num_d_inputs :])
+    ) -> tuple[list[Tensor | None], list[Gradient]]:
+        values = self._values(parameters, saved, d_outputs)
+        results = self._fused(values)
+        values.update(zip(self._gradients.nodes, results[self._num_d_inputs :], strict=True))
+        return list(results[: self._num_d_inputs]), self._gradients.of(values)
 
     def _values(self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]) -> dict[fx.Node, Tensor]:
         values = dict(zip(self._parameters, parameters, strict=True))
@@ -218,8 +239,9 @@ def build(
     *,
     recompute: bool,
     compiler: Compiler,
+    products: bool = False,
 ) -> Segment:
-    """Traces a template for these arguments. Flags are per tensor argument."""
+    """Traces a template for these arguments. Flags are per tensor argument. products: see `Segment`."""
     joint = trace(graph, arguments, wants_gradient, is_parameter, compiler.decompositions)
     if recompute:
         saved: set[fx.Node] = set()
@@ -227,4 +249,4 @@ def build(
         saved = policies.min_cut(joint)
     else:
         saved = policies.used_by_backward(joint)
-    return Segment(joint, is_parameter, saved, compiler)
+    return Segment(joint, is_parameter, saved, compiler, products)

@@ -87,23 +87,8 @@ class LocalTensors:
 
     def _move(self, exchange: Exchange, dims: Mapping[str, int]) -> None:
         source = self.wires[exchange.source]
-        self.wires[exchange.target] = self._empty(moved_shape(exchange, source.shape, dims), source.dtype)
+        self.wires[exchange.target] = self._empty(exchange.shape_after(source.shape, dims), source.dtype)
 
     def _empty(self, shape: torch.Size | tuple[int, ...] | list[int], dtype: torch.dtype) -> Tensor:
         with self.mode:
             return torch.empty(tuple(shape), dtype=dtype)
-
-
-def moved_shape(exchange: Exchange, before: torch.Size, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """What an exchange makes of a wire's shape."""
-    shape, count = list(before), max((len(cell) for cell in exchange.cells), default=1)
-    match exchange.kind:
-        case "scatter" | "part":
-            shape[exchange.dim] = -(-shape[exchange.dim] // count)
-        case "gather" | "join":
-            shape[exchange.dim] = evaluate(exchange.size, dims) if exchange.size else shape[exchange.dim] * count
-        case "stack":
-            shape = [count, *shape]
-        case _:
-            pass
-    return tuple(shape)

@@ -1,0 +1,122 @@
+"""Weight gradients that are matrix products, handed out as their two factors.
+
+Whoever adds gradients up multiplies right into the sum, in its precision: the product of one micro-batch or slice is
+never rounded, written and read again. With many small ones that costs as much as the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+@dataclass(frozen=True)
+class Product:
+    """left @ right, not yet multiplied."""
+
+    left: Tensor
+    right: Tensor
+
+    def value(self) -> Tensor:
+        return self.left @ self.right
+
+    def write(self, into: Tensor) -> None:
+        """Where a kernel cannot write in this precision, the product is rounded to its factors' first."""
+        if into.dtype == self.left.dtype:
+            torch.mm(self.left, self.right, out=into)
+        elif into.device.type == "cuda":
+            aten.mm.dtype_out(self.left, self.right, into.dtype, out=into)
+        else:
+            into.copy_(self.value())
+
+    def add_to(self, total: Tensor) -> None:
+        if total.dtype == self.left.dtype:
+            total.addmm_(self.left, self.right)
+        elif total.device.type == "cuda":
+            aten.addmm.dtype_out(total, self.left, self.right, total.dtype, out=total)
+        else:
+            total.add_(self.value())
+
+
+Gradient = Tensor | Product | None  # None: no loss depends on the parameter
+
+
+@dataclass(frozen=True)
+class Factor:
+    """The rows of a node's value as a matrix, perhaps transposed."""
+
+    node: fx.Node
+    transposed: bool
+
+    @classmethod
+    def of(cls, node: fx.Node, given: Collection[fx.Node]) -> Factor:
+        """As a view of something that is `given`, if it is one, and else computed."""
+        transposed = node not in given and _is_transpose(node)
+        node = node.all_input_nodes[0] if transposed else node
+        source = node
+        while source not in given and _flattens(source):
+            source = source.all_input_nodes[0]
+        return cls(source if source in given else node, transposed)
+
+    def turned(self) -> Factor:
+        return replace(self, transposed=not self.transposed)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        matrix = value if value.dim() == 2 else value.flatten(0, -2)
+        return matrix.t() if self.transposed else matrix
+
+
+class Gradients:
+    """How a cut-out function gives the gradients of parameters: `nodes` are what it computes."""
+
+    def __init__(self, gradients: Sequence[fx.Node | None], given: Collection[fx.Node], products: bool) -> None:
+        self._forms = [_form(gradient, given) if products else gradient for gradient in gradients]
+        nodes = [n for form in self._forms for n in (_nodes(form) if isinstance(form, tuple) else [form])]
+        self.nodes = [node for node in dict.fromkeys(nodes) if node is not None and node not in given]
+
+    def of(self, values: dict[fx.Node, Tensor]) -> list[Gradient]:
+        """From the values of nodes, given or computed."""
+        found: list[Gradient] = []
+        for form in self._forms:
+            if isinstance(form, tuple):
+                left, right = (factor(values[factor.node]) for factor in form)
+                found.append(Product(left, right))
+            else:
+                found.append(None if form is None else values[form])
+        return found
+
+
+def _form(gradient: fx.Node | None, given: Collection[fx.Node]) -> tuple[Factor, Factor] | fx.Node | None:
+    """The factors of a gradient that is nothing but a product, or such a product transposed; else itself."""
+    node, flipped = gradient, False
+    while node is not None and len(node.users) == 1 and _is_transpose(node):
+        node, flipped = node.all_input_nodes[0], not flipped
+    if node is None or len(node.users) != 1 or node.target is not aten.mm.default:
+        return gradient
+    left, right = (Factor.of(factor, given) for factor in node.args if isinstance(factor, fx.Node))
+    return (right.turned(), left.turned()) if flipped else (left, right)
+
+
+def _nodes(form: tuple[Factor, Factor]) -> list[fx.Node]:
+    return [factor.node for factor in form]
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    """Of a matrix."""
+    dims: Any = node.args[1] if len(node.args) > 1 else None
+    return node.target is aten.t.default or (node.target is aten.permute.default and list(dims) == [1, 0])
+
+
+def _flattens(node: fx.Node) -> bool:
+    """Whether it is its source with all dims but the last made one."""
+    if node.target not in _VIEWS:
+        return False
+    shape, source = node.meta["val"].shape, node.all_input_nodes[0].meta["val"].shape
+    return len(shape) == 2 and len(source) > 2 and shape[-1] == source[-1]
