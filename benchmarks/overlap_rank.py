@@ -35,6 +35,7 @@ TASK = "task"
 KINDS = ("step", "compute", "communication")
 _STILL = 0.0  # the learning rate: steps with nothing sent would spoil the weights
 _WARM_UP, _TRIED = 2, 3
+_IDLE = 4  # communication alone gets faster at first: connections learn how much they may have under way
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ def _fits(calibration: tuple[float, float], wanted: tuple[float, float]) -> bool
 
 def _calibration(mode: Mode) -> tuple[float, float]:
     """The same numbers on every rank, so that all decide alike."""
+    for _ in range(_IDLE):
+        mode.communication()
     found = [statistics.median(mode.seconds(kind) for _ in range(_TRIED)) for kind in ("compute", "communication")]
     slowest = torch.tensor(found, dtype=torch.float64, device=mode.rank.device)
     mode.rank.connections.world.all_reduce(slowest, "max").wait("the calibration")

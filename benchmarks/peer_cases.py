@@ -6,6 +6,8 @@ all are tried, and the fastest is compared with the fastest of our plans.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from contest_setting import Size
 from peer_team import Entrant
 
@@ -24,6 +26,9 @@ GPU_SIZES = {
     "gpt2": Size(layers=12, width=768, vocabulary=50257, samples=32, tokens=1024),
     "llama": Size(layers=8, width=2048, vocabulary=8192, samples=32, tokens=1024),
 }
+# Over slow links: a small batch of longer sequences, as many tokens as above. What crosses a link does not shrink with
+# the batch where gradients do, and a pipeline has less to fill it with.
+LINK_SIZES = {shape: replace(size, samples=2, tokens=256) for shape, size in CPU_SIZES.items()}
 TINY_SIZES = {shape: Size(layers=2, width=64, vocabulary=64, samples=4, tokens=8) for shape in CPU_SIZES}
 TITLES = {"gpt2": "GPT-2 small's shape", "llama": "Llama-1B's width"}
 
@@ -54,4 +59,5 @@ def entrants(world: int, samples: int) -> list[Entrant]:
 
 
 def our_plans(dp: str, pp: str) -> list[str]:
-    return [dp, f"{dp},zero=1", f"{dp},zero=3", f"{pp},schedule=1f1b", f"{pp},schedule=zb-h1"]
+    sliced = [f"{pp},schedule=1f1b,slices={slices}" for slices in (2, 4)]
+    return [dp, f"{dp},zero=1", f"{dp},zero=3", f"{pp},schedule=1f1b", f"{pp},schedule=zb-h1", *sliced]

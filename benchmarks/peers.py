@@ -9,7 +9,8 @@ not installed or cannot run is reported with its error. Peers are never dependen
 environment that you throw away (pip install accelerate deepspeed torchtitan megatron-core) and run this with its
 Python.
 
---link puts every rank on a node of its own in a lab whose nodes are joined at that rate (root, ip and tc are needed).
+--link puts every rank on a node of its own in a lab whose nodes are joined at that rate (root, ip and tc are needed),
+and trains on fewer, longer sequences.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 from contest_setting import Setting
-from peer_cases import CPU_SIZES, GPU_SIZES, OURS, TINY_SIZES, TITLES, entrants
+from peer_cases import CPU_SIZES, GPU_SIZES, LINK_SIZES, OURS, TINY_SIZES, TITLES, entrants
 from peer_heats import Heats, versions
 from peers_page import HEADERS, rows
 
@@ -37,7 +38,7 @@ from phalanx.lab.run import Lab
 
 def main() -> None:
     options = _options()
-    sizes = TINY_SIZES if options.quick else GPU_SIZES if options.gpu else CPU_SIZES
+    sizes = TINY_SIZES if options.quick else GPU_SIZES if options.gpu else LINK_SIZES if options.link else CPU_SIZES
     results: list[dict[str, Any]] = []
     with _lab(options) as lab:
         about = _about(options, lab, sizes)

@@ -125,6 +125,7 @@ def run_case(seat: Seat, case: Case, captured: Captured) -> Seen:
         for _ in range(WARM_UP):
             rank.step(batch, 0, LR).read()
         seen.memory[name] = _memory(rank, batch)
+        _give_back()
         _say(seat, f"{case.plans[name].shown} ready")
     for _ in range(case.rounds):
         for name, rank in ranks.items():
@@ -196,10 +197,15 @@ def _memory(rank: Rank, batch: Batch) -> Memory:
 
 
 def _close(links: Links, *ranks: Rank) -> None:
-    """What is free goes back to the device, which the ranks of the next case share."""
     for rank in ranks:
         rank.close()
     links.close()
+    _give_back()
+
+
+def _give_back() -> None:
+    """What is free goes back to the device, which all ranks share. Running out of memory in the middle of a step would
+    not only be slow: giving back waits for messages that may be waiting for this rank."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

@@ -39,14 +39,22 @@ def _section(data: dict[str, Any], file: str) -> str:
     size, pipelines = shape["size"], [result for result in data["results"] if result["pp"] > 1]
     lines = [f"## {shape['name']}", ""]
     lines += [f"`{command}` on {where} (torch {machine['torch']}), {machine['date']}. Data: [{file}]({file}).", ""]
-    lines += [f"Llama of {size['layers']} layers, width {size['width']}, {shape['dtype']}. {report.busy(machine)}", ""]
+    lines += [f"{_llama(size)}, {shape['dtype']}, not compiled. {report.busy(machine)}", ""]
     lines += [report.markdown(HEADERS, [row for result in pipelines for row in rows(result)]), ""]
     lines += [sentence for result in pipelines for sentence in sentences(result)]
+    lines += _missing(shape["cases"], pipelines)
     if "profile" in data["setting"]:
         lines += ["", _profile(data["setting"]["profile"])]
     for result in (result for result in data["results"] if result["pp"] == 1):
-        lines += ["", "### What slicing costs without a pipeline", "", _cost(result, shape["alone"])]
+        lines += ["", "### What slicing costs without a pipeline", "", _cost(result, shape["alone"], shape["compile"])]
     return "\n".join([*lines, ""])
+
+
+def _missing(cases: Sequence[Sequence[int]], pipelines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the run had no time for."""
+    measured = {(result["sequences"], result["tokens"]) for result in pipelines}
+    left = [f"{number} × {tokens}" for number, tokens in cases if (number, tokens) not in measured]
+    return [f"- Not in this run: {', '.join(left)} tokens."] if left else []
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
@@ -97,14 +105,22 @@ def _profile(profile: Mapping[str, Any]) -> str:
     )
 
 
-def _cost(result: Mapping[str, Any], size: Mapping[str, Any]) -> str:
+def _llama(size: Mapping[str, Any]) -> str:
+    return f"Llama of {size['layers']} layers, width {size['width']}"
+
+
+def _compiled(mode: str) -> str:
+    return "not compiled" if mode == "off" else f"compiled by {mode}"
+
+
+def _cost(result: Mapping[str, Any], size: Mapping[str, Any], mode: str) -> str:
     steps: Sequence[Mapping[str, Any]] = result["steps"]
     table = [
         [step["slices"], f"{step['seconds']['median'] * 1e3:.1f}", f"{_ratio(result, step):.2f}×"] for step in steps
     ]
     about = (
-        f"One rank with its device to itself, Llama of {size['layers']} layers, width {size['width']}, one sequence of "
-        f"{result['tokens']} tokens. The target for 8 slices is {COST} times the step without, the aim {AIM}."
+        f"One rank with its device to itself. {_llama(size)}, one sequence of {result['tokens']} tokens, "
+        f"{_compiled(mode)}. The target for 8 slices is {COST} times the step without, the aim {AIM}."
     )
     return "\n".join([about, "", report.markdown(["slices", "measured ms", f"over {WHOLE}"], table)])
 

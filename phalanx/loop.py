@@ -7,6 +7,7 @@ trained on what is decided in `prepare`, how a step is carried out in `runtime`,
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from phalanx.callbacks import Hear
 from phalanx.config import RunConfig
 from phalanx.errors import PhalanxError
+from phalanx.lab.rehearsal import rehearse
+from phalanx.lab.spec import TIMED
 from phalanx.launch.seat import Seat
 from phalanx.model.zoo.zoo import Model, build
 from phalanx.observe.metrics import Meter, device_peak_flops
@@ -105,6 +108,8 @@ class Loop:
         """Every step that is left: batch → step → evaluate → log → checkpoint."""
         config, slot = self.config, self.seat.slot
         profiled = config.profile_steps if self._is_heard else None
+        if os.environ.get(TIMED):
+            rehearse(self.rank, *self._batch(1))
         with contextlib.closing(StepProfiler(profiled, self.folder)) as profiler:
             for step in range(self.snapshot.step + 1, self.run.total_steps + 1):
                 slot.at_step(step)

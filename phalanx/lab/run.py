@@ -24,7 +24,7 @@ from phalanx.lab.disturb import RestoreLink, SlowLink
 from phalanx.lab.network import Loopback, Network, NoNetworkError
 from phalanx.lab.script import Script, read_script
 from phalanx.lab.session import Session
-from phalanx.lab.spec import LabSpec
+from phalanx.lab.spec import TIMED, LabSpec
 from phalanx.lab.units import rate_text
 
 GRACE_SECONDS = 30.0
@@ -117,6 +117,8 @@ class Lab:
         variables |= self._variables
         if self.spec.gpu_share is not None:
             variables |= gpu.rank_variables(place.rank, self.network.interface)
+        if self.spec.timed:
+            variables[TIMED] = "1"
         return {**variables, VARIABLE: "; ".join(self.describe())}
 
     def _count_threads(self) -> int:
@@ -127,10 +129,15 @@ class Lab:
                 f"lab: device=cpu:{wanted}threads, but this machine has {cores} cores", f"use 1 … {cores} threads"
             )
         threads = wanted or max(1, cores // self.spec.ranks)
-        if self.spec.gpu_share is None and threads * self.spec.ranks > cores:
+        if self.spec.timed:
+            self.notes.append(
+                "timed: ranks that train wait as long as each block took them alone, one after the other, instead of "
+                "computing; messages are real, losses and weights mean nothing"
+            )
+        elif self.spec.gpu_share is None and threads * self.spec.ranks > cores:
             self.notes.append(
                 f"{self.spec.ranks} ranks of {threads} thread{'s' if threads > 1 else ''} share {cores} cores, so they "
-                "slow each other down; times of computation are those of timed mode only (compute replaced by waits)"
+                "slow each other down; compute=timed replaces computation by waits of the right length"
             )
         if (self.spec.gpu_share or 0) * self.spec.ranks > 100:
             self.notes.append(f"{self.spec.ranks} × {self.spec.gpu_share}% is more than one GPU: ranks compete for it")

@@ -15,7 +15,8 @@ from typing import Any
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.lab.units import rate_text, read_percent, read_rate
 
-FIELDS = ("nodes", "ranks_per_node", "ranks", "link", "device", "gpu_share")
+FIELDS = ("nodes", "ranks_per_node", "ranks", "link", "device", "gpu_share", "compute")
+TIMED = "PHALANX_TIMED"  # the variable that tells a command in a lab to wait where it would compute
 EXAMPLE = "nodes=2,ranks_per_node=2,link=1gbit,device=cpu:1thread"
 _FILES = (".yaml", ".yml", ".json")
 _DELAYS = ("latency", "delay", "rtt", "jitter")
@@ -31,6 +32,7 @@ class LabSpec:
     link: int | None = None  # bits per second each way between a node and the others; None: as fast as it goes
     threads: int | None = None  # of a CPU rank; None: the cores divided by the ranks
     gpu_share: int | None = None  # percent of one GPU that each rank may use; None: CPU ranks
+    timed: bool = False  # whether ranks wait where they would compute
 
     @classmethod
     def read(cls, text: str) -> LabSpec:
@@ -62,6 +64,7 @@ class LabSpec:
             link=read_rate("lab: link", given["link"]) if "link" in given else None,
             threads=threads,
             gpu_share=read_percent("lab: gpu_share", given["gpu_share"], 1, 100) if "gpu_share" in given else None,
+            timed=_read_compute(given),
         )
         if spec.link is not None and spec.nodes == 1:
             raise ConfigError("lab: link is given, but one node has no links", "write for example nodes=2")
@@ -79,6 +82,8 @@ class LabSpec:
             parts.append(f"device=cpu:{self.threads}thread{'s' if self.threads > 1 else ''}")
         if self.gpu_share is not None:
             parts.append(f"gpu_share={self.gpu_share}%")
+        if self.timed:
+            parts.append("compute=timed")
         return ",".join(parts)
 
 
@@ -134,3 +139,15 @@ def _read_device(text: str, shares_gpu: bool) -> int | None:
         hint = "write gpu_share=25% for ranks on a GPU" if re.match("gpu|cuda", text) else "write cpu or cpu:1thread"
         raise ConfigError(f"lab: device={text} is not a device of a lab", hint)
     return int(found[1]) if found[1] else None
+
+
+def _read_compute(given: Mapping[str, str]) -> bool:
+    text = given.get("compute", "real")
+    if text not in ("real", "timed"):
+        raise ConfigError(f"lab: compute={text} is neither real nor timed", "write compute=timed, or leave it out")
+    if text == "timed" and "gpu_share" in given:
+        raise ConfigError(
+            "lab: compute=timed and gpu_share are both given, but a GPU's ranks have it to themselves in parts",
+            "leave one of them out",
+        )
+    return text == "timed"

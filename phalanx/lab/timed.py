@@ -19,7 +19,7 @@ from phalanx.runtime.compute import Compute
 from phalanx.runtime.engine import Engine
 from phalanx.runtime.micro_batch import MicroBatch, StageRun
 
-Durations = Mapping[Op, tuple[float, ...]]  # seconds of F, B, W and BW, per block
+Durations = Mapping[Op, tuple[float, ...]]  # seconds of F, A, B, W and BW, per block or segment
 _SPIN_SECONDS = 3e-4  # what sleeping may be late by
 
 
@@ -49,15 +49,17 @@ class TimedCompute:
         return True
 
     def forward(self, number: int, batch: MicroBatch, run: StageRun, keep: bool, without: Collection[str] = ()) -> None:
-        assert not without, "timed blocks are not split over ranks"
         until = self._until(Op.F, number)
-        block = self.blocks.blocks[number]
-        outlines = self.outlines(number, batch, run, self._parameters)
         if keep:
-            needed = (wire for wire in block.names("wire") if run.differentiable[wire])
-            self._inputs[id(run), number] = {wire: run.wires[wire] for wire in needed}
-        for wire, look in zip(block.outputs, outlines, strict=True):
-            run.wires[wire], run.differentiable[wire] = look.empty(self.device).zero_(), look.differentiable
+            self._keep_inputs(number, run)
+        self._put_outputs(number, batch, run)
+        wait_until(until)
+
+    def again(self, number: int, batch: MicroBatch, run: StageRun, outputs: bool) -> None:
+        until = self._until(Op.A, number)
+        self._keep_inputs(number, run)
+        if outputs:
+            self._put_outputs(number, batch, run)
         wait_until(until)
 
     def backward(self, number: int, run: StageRun) -> None:
@@ -79,6 +81,15 @@ class TimedCompute:
             if wire not in run.gradients:
                 run.gradients[wire] = torch.zeros_like(tensor)
         wait_until(until)
+
+    def _keep_inputs(self, number: int, run: StageRun) -> None:
+        needed = (wire for wire in self.blocks.blocks[number].names("wire") if run.differentiable[wire])
+        self._inputs[id(run), number] = {wire: run.wires[wire] for wire in needed}
+
+    def _put_outputs(self, number: int, batch: MicroBatch, run: StageRun) -> None:
+        outlines = self.outlines(number, batch, run, self._parameters)
+        for wire, look in zip(self.blocks.blocks[number].outputs, outlines, strict=True):
+            run.wires[wire], run.differentiable[wire] = look.empty(self.device).zero_(), look.differentiable
 
     def _no_gradients(self, number: int) -> list[Tensor | None]:
         return [None] * len(self.blocks.blocks[number].names("parameter"))

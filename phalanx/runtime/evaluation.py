@@ -21,7 +21,7 @@ class Evaluator:
     def __init__(
         self, engine: Engine, feeder: Feeder, formation: Formation, connections: Connections, size: int
     ) -> None:
-        self._engine, self._feeder, self._formation = engine, feeder, formation
+        self.engine, self._feeder, self._formation = engine, feeder, formation
         self._connections, self._size = connections, size
         self._programs: dict[int, Program] = {}
 
@@ -35,7 +35,7 @@ class Evaluator:
         starts = range(0, samples, self._size)
         dp, mine = self._formation.plan.dp, self._formation.dp_index
         rounds = -(-len(starts) // dp)
-        sums = torch.zeros(2, dtype=torch.float64, device=self._engine.compute.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.compute.device)
         for begin in range(0, rounds, self._formation.plan.mb):
             turns = [mine + dp * turn for turn in range(begin, min(begin + self._formation.plan.mb, rounds))]
             step = self._forward(batches, [starts[turn] if turn < len(starts) else 0 for turn in turns], samples)
@@ -44,7 +44,7 @@ class Evaluator:
             if counted and counted[0].loss is not None:
                 items = total_items(counted, self._feeder.captured.blocks.count)
                 sums += torch.stack([total_loss(counted, items), items])
-        self._engine.settle()
+        self.engine.settle()
         self._connections.world.all_reduce(sums).wait("the evaluation's loss")
         loss, items = sums.tolist()
         return loss / items if items else float("nan")
@@ -59,7 +59,7 @@ class Evaluator:
                 places[number, index, 0] = len(parts)
                 parts.append(part)
         step = StepRun(parts, lr=0.0, places=places)
-        self._engine.run(self._program(len(starts)), step)
+        self.engine.run(self._program(len(starts)), step)
         return step
 
     def _edges(self, number: int, whole: MicroBatch) -> tuple[int, ...] | None:
@@ -71,5 +71,5 @@ class Evaluator:
             formation = self._formation
             programs = lower_forward(formation.plan, formation.shape, num_micro_batches)
             self._programs[num_micro_batches] = programs[formation.rank]
-            self._engine.learn(programs[formation.rank])
+            self.engine.learn(programs[formation.rank])
         return self._programs[num_micro_batches]

@@ -138,6 +138,17 @@ class Rank:
 
         self.optimizer.load(slots, piece_of, scalars)
 
+    @property
+    def engines(self) -> tuple[Engine, Engine]:
+        """For training and for evaluation."""
+        return self.step.engine, self._evaluator.engine
+
+    def warm_up(self, compute: Compute) -> WarmUp:
+        """What runs every segment of this rank once, with `compute`."""
+        shapes = {name: local.local_shape for name, local in self.formation.locals(self.captured.shapes).items()}
+        wires = Wires(self._anatomy, self.step.engine.compute, shapes, self.dtype)
+        return WarmUp(self._anatomy, compute, wires, shapes, self.dtype)
+
     def close(self) -> None:
         self.step.engine.settle()
         if self._owns_links:

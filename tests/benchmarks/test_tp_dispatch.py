@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 import report
 import tp_dispatch
 from contest import quartiles
-from tp_dispatch import Shape
+from tp_dispatch_rank import Shape, compare
 
 from phalanx.launch.crew import Crew
 from phalanx.model.shard.shard import shard
@@ -34,7 +34,7 @@ def test_the_unsplit_model_is_as_large_as_what_a_rank_of_two_holds() -> None:
 
 def test_both_sides_are_timed_in_every_round() -> None:
     with Crew(2, threads_per_rank=1, device="cpu") as crew:
-        found = crew.run(tp_dispatch.compare, TINY, 2)[0]
+        found = crew.run(compare, TINY, 2)[0]
     assert found["ratio"]["repeats"] == 2 and found["ratio"]["median"] > 0
     assert all(seconds["low"] > 0 for seconds in found["seconds"].values())
     assert found["instructions"]["tp=2"] > found["instructions"]["tp=1"]

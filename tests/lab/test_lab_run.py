@@ -73,7 +73,7 @@ def test_only_the_first_rank_is_heard_and_the_others_are_in_files(tmp_path: Path
 def test_more_ranks_than_cores_are_noted_in_every_report(tmp_path: Path):
     ranks = len(os.sched_getaffinity(0)) + 1
     with Lab(f"ranks={ranks},device=cpu:1thread") as lab:
-        assert "slow each other down" in lab.notes[0] and "timed mode" in lab.notes[0]
+        assert "slow each other down" in lab.notes[0] and "compute=timed" in lab.notes[0]
         assert lab.describe()[1] == f"note: {lab.notes[0]}"
         lab.run(python(TELL, tmp_path))
     assert "slow each other down" in str(told(tmp_path, 0)["PHALANX_LAB"])

@@ -24,6 +24,8 @@ def test_a_line_describes_a_cluster():
     assert LabSpec.read("nodes=2, ranks_per_node=2,link=1gbit,device=cpu:1thread") == LabSpec(2, 2, 10**9, 1)
     assert LabSpec.read("ranks=4,gpu_share=25%") == LabSpec(1, 4, gpu_share=25)
     assert LabSpec.read("ranks=4,nodes=2,device=cpu") == LabSpec(2, 2)
+    assert LabSpec.read("ranks=8,compute=timed") == LabSpec(1, 8, timed=True)
+    assert LabSpec.read("ranks=8,compute=real") == LabSpec(1, 8)
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
@@ -36,12 +38,15 @@ def test_a_file_says_the_same_as_a_line(tmp_path: Path, suffix: str):
 
 @given(
     st.integers(1, 250), st.integers(1, 16), st.none() | st.integers(SLOWEST, FASTEST),
-    st.none() | st.integers(1, 999), st.none() | st.integers(1, 100),
+    st.none() | st.integers(1, 999), st.none() | st.integers(1, 100), st.booleans(),
 )  # fmt: skip
 def test_a_description_is_read_back_from_its_own_text(
-    nodes: int, per_node: int, link: int | None, threads: int | None, share: int | None
+    nodes: int, per_node: int, link: int | None, threads: int | None, share: int | None, timed: bool
 ):
-    spec = LabSpec(nodes, per_node, link if nodes > 1 else None, threads if share is None else None, share)
+    of_cpus = share is None
+    spec = LabSpec(
+        nodes, per_node, link if nodes > 1 else None, threads if of_cpus else None, share, timed and of_cpus
+    )  # fmt: skip
     assert LabSpec.read(str(spec)) == spec
 
 
@@ -80,6 +85,8 @@ def test_rates_are_written_in_bits_or_bytes(text: str, rate: int):
         ("device=cuda", "device=cuda is not a device", "gpu_share=25%"),
         ("gpu_share=25", "gpu_share=25 is not a share", "1% … 100%"),
         ("gpu_share=101%", "gpu_share=101% is not a share", "1% … 100%"),
+        ("compute=fake", "compute=fake is neither real nor timed", "compute=timed"),
+        ("gpu_share=50%,compute=timed", "compute=timed and gpu_share are both given", "leave one of them out"),
         ("gpu_share=50%,device=cpu", "device=cpu and gpu_share are both given", "one of them"),
     ],
 )

@@ -1,0 +1,92 @@
+"""Timed labs: `phalanx train` in a lab with more ranks than cores waits where it would compute, and says so."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx.lab.rehearsal import Stopwatch, rehearse
+from phalanx.lab.run import Lab
+from phalanx.lab.timed import TimedCompute
+from phalanx.program.instructions import Op
+from tests import captured
+
+TRAIN = [
+    "phalanx",
+    "train",
+    "--model",
+    "gpt2",
+    "--tiny",
+    "--data",
+    "synthetic",
+    "--steps",
+    "3",
+    "--batch-size",
+    "8",
+    "--seq-len",
+    "32",
+]
+
+
+def timed(plan: str, **options: object) -> captured.Rank:
+    case = captured.named(captured.GPT2)
+    rank = case.rank(plan, **options)
+    rehearse(rank, case.batch, 0)
+    return rank
+
+
+@pytest.mark.parametrize(("plan", "ops"), [("mb=2", {Op.F, Op.BW}), ("mb=2,schedule=zb-h1", {Op.F, Op.B, Op.W})])
+def test_every_block_waits_as_long_as_it_took(plan: str, ops: set[Op]) -> None:
+    rank = timed(plan)
+    for engine in rank.engines:
+        assert isinstance(engine.compute, TimedCompute)
+    found = rank.step.engine.compute._durations  # type: ignore[attr-defined]
+    assert {op for op, seconds in found.items() if all(s > 0 for s in seconds)} == ops
+    assert not any(any(seconds) for op, seconds in found.items() if op not in ops)
+
+
+def test_a_timed_step_learns_nothing() -> None:
+    rank = timed("mb=2")
+    case = captured.named(captured.GPT2)
+    before = {name: weight.copy.clone() for name, weight in rank.parameters.trained.items()}
+    rank.step(case.batch, 0, 1e-3).read()
+    assert all(weight.copy.equal(before[name]) for name, weight in rank.parameters.trained.items())
+
+
+def test_a_weight_gradient_counts_with_its_product() -> None:
+    case = captured.named(captured.GPT2)
+    rank = case.rank("mb=2")
+    stopwatch = Stopwatch(rank.step.engine.compute)
+    [batch, *_] = rank.step.begin(case.batch, 0, 0.0).batches
+    run = batch.stage(0)
+    stopwatch.forward(0, batch, run, keep=True)
+    for wire in rank.captured.blocks.blocks[0].outputs:
+        run.gradients[wire] = run.wires[wire]
+    assert not any(hasattr(gradient, "left") for gradient in stopwatch.backward_weight(0, run))
+
+
+@pytest.mark.parametrize("plan", ["pp=2,mb=4,dp=2", "tp=4,overlap=oases"])
+def test_more_ranks_than_cores_train_in_a_timed_lab(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    with Lab("ranks=4,device=cpu:1thread,compute=timed", logs=tmp_path / "logs") as lab:
+        assert lab.run([*TRAIN, "--plan", plan, "--out", str(tmp_path / "run")]) == 0
+        assert not any("slow each other down" in note for note in lab.notes)
+    shown = "".join(capfd.readouterr())
+    assert "compute=timed" in shown and "losses and weights mean nothing" in re.sub(r"\s+", " ", shown)
+
+
+def test_slices_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    with Lab("ranks=2,device=cpu:1thread,compute=timed", logs=tmp_path / "logs") as lab:
+        assert lab.run([*TRAIN, "--plan", "pp=2,mb=2,slices=2", "--out", str(tmp_path / "run")]) != 0
+    logs = (tmp_path / "logs" / "rank-1.log").read_text() + "".join(capfd.readouterr())
+    assert "compute=timed knows one time for every block, and slices take different times" in re.sub(r"\s+", " ", logs)
+
+
+def test_only_training_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHALANX_TIMED", raising=False)
+    with Lab("ranks=1") as lab, Lab("ranks=1,compute=timed") as waits:
+        code = "import os, sys; sys.exit('PHALANX_TIMED' in os.environ)"
+        assert lab.run(["python3", "-c", code]) == 0 and waits.run(["python3", "-c", code]) == 1
+    assert "PHALANX_TIMED" not in os.environ
