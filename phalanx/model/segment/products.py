@@ -73,8 +73,8 @@ class Factor:
         return matrix.t() if self.transposed else matrix
 
 
-class Gradients:
-    """How a cut-out function gives the gradients of parameters: `nodes` are what it computes."""
+class Forms:
+    """In which form a cut-out function gives each gradient of a parameter: `nodes` are what it computes for that."""
 
     def __init__(self, gradients: Sequence[fx.Node | None], given: Collection[fx.Node], products: bool) -> None:
         self._forms = [_form(gradient, given) if products else gradient for gradient in gradients]

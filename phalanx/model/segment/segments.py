@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from phalanx.model.segment import policies
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.joint import Joint, trace
-from phalanx.model.segment.products import Gradient, Gradients
+from phalanx.model.segment.products import Forms, Gradient
 
 Saved = tuple[Tensor, ...]
 
@@ -86,19 +86,19 @@ class Segment:
 
     @cached_property
     def _weight(self) -> Cut:
-        return self._cut(self._w_gradients.nodes, [*self._parameters, *self._w_saved])
+        return self._cut(self._w_forms.nodes, [*self._parameters, *self._w_saved])
 
     @cached_property
     def _fused(self) -> Cut:
-        return self._cut([*self._d_inputs, *self._gradients.nodes], self._given)
+        return self._cut([*self._d_inputs, *self._forms.nodes], self._given)
 
     @cached_property
-    def _w_gradients(self) -> Gradients:
-        return Gradients(self._d_params, {*self._parameters, *self._w_saved}, self._products)
+    def _w_forms(self) -> Forms:
+        return Forms(self._d_params, {*self._parameters, *self._w_saved}, self._products)
 
     @cached_property
-    def _gradients(self) -> Gradients:
-        return Gradients(self._d_params, set(self._given), self._products)
+    def _forms(self) -> Forms:
+        return Forms(self._d_params, set(self._given), self._products)
 
     def _cut(self, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node]) -> Cut:
         with torch.no_grad():
@@ -150,16 +150,16 @@ class Segment:
     def weight(self, parameters: Sequence[Tensor], w_saved: Saved) -> list[Gradient]:
         values = dict(zip(self._parameters, parameters, strict=True))
         values.update(zip(self._w_saved, w_saved, strict=True))
-        values.update(zip(self._w_gradients.nodes, self._weight(values), strict=True))
-        return self._w_gradients.of(values)
+        values.update(zip(self._w_forms.nodes, self._weight(values), strict=True))
+        return self._w_forms.of(values)
 
     def backward_weight(
         self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[Gradient]]:
         values = self._values(parameters, saved, d_outputs)
         results = self._fused(values)
-        values.update(zip(self._gradients.nodes, results[self._num_d_inputs :], strict=True))
-        return list(results[: self._num_d_inputs]), self._gradients.of(values)
+        values.update(zip(self._forms.nodes, results[self._num_d_inputs :], strict=True))
+        return list(results[: self._num_d_inputs]), self._forms.of(values)
 
     def _values(self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]) -> dict[fx.Node, Tensor]:
         values = dict(zip(self._parameters, parameters, strict=True))
