@@ -65,6 +65,13 @@ class Setting:
         spec = self.spec()
         return tasks.get(spec.task).synthetic(spec.config, batch=self.size.samples, tokens=self.size.tokens, seed=0)
 
+    def share(self, rank: int, world: int, device: str) -> dict[str, Tensor]:
+        """The samples of one of `world` equal replicas."""
+        count = self.size.samples // world
+        if count == 0:
+            raise ValueError(f"{self.size.samples} sequence per step cannot be divided among {world} ranks")
+        return {name: tensor[rank * count :][:count].to(device) for name, tensor in self.batch().items()}
+
 
 def _llama(size: Size) -> Any:
     from transformers import LlamaConfig

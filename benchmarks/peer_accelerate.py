@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from contest import Step
 from contest_setting import CLIP, Setting, adamw
-from peer_phalanx import layers_of, mean_over_ranks, my_samples, plain_model
+from peer_phalanx import layers_of, mean_over_ranks, plain_model
 from torch import nn
 
 from phalanx.launch.seat import Seat
@@ -25,7 +25,7 @@ def accelerate(seat: Seat, setting: Setting, plan: Plan, *, sharded: bool) -> St
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, static_graph=True)],
     )
     model, optimizer = accelerator.prepare(plain, adamw(list(plain.parameters())))
-    inputs = my_samples(seat, setting)
+    inputs = setting.share(seat.rank, seat.world, seat.device)
 
     def step() -> Callable[[], float]:
         loss = model(**inputs).loss

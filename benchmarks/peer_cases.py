@@ -38,7 +38,7 @@ def entrants(world: int, samples: int) -> list[Entrant]:
     dp = f"dp={world}"
     pp = f"pp={world},mb={min(samples, 4 * world)}"
     return [
-        *(Entrant(OURS, plan, "peer_phalanx.phalanx", plan) for plan in our_plans(dp, pp)),
+        *(Entrant(OURS, plan, "peer_phalanx.phalanx", plan) for plan in our_plans(dp, pp, samples)),
         *(
             Entrant("DDP", f"{size} MiB buckets", "torch_data_parallel.ddp", dp, {"bucket_mib": size})
             for size in (25, 100)
@@ -58,6 +58,6 @@ def entrants(world: int, samples: int) -> list[Entrant]:
     ]
 
 
-def our_plans(dp: str, pp: str) -> list[str]:
-    sliced = [f"{pp},schedule=1f1b,slices={slices}" for slices in (2, 4)]
-    return [dp, f"{dp},zero=1", f"{dp},zero=3", f"{pp},schedule=1f1b", f"{pp},schedule=zb-h1", *sliced]
+def our_plans(dp: str, pp: str, samples: int) -> list[str]:
+    pipelines = [f"{pp},schedule=1f1b", *(f"{pp},schedule=1f1b,slices={slices}" for slices in (2, 4, 8))]
+    return pipelines if samples == 1 else [dp, f"{dp},zero=1", f"{dp},zero=3", f"{pp},schedule=zb-h1", *pipelines]

@@ -11,7 +11,7 @@ import torch
 from contest import Step
 from contest_setting import CLIP, Setting, adamw
 from deepspeed.pipe import PipelineModule
-from peer_phalanx import mean_over_ranks, my_samples, plain_model
+from peer_phalanx import mean_over_ranks, plain_model
 from torch import nn
 from torch_pipeline import _blocks, _Stage, causal_loss
 
@@ -24,7 +24,7 @@ def zero(seat: Seat, setting: Setting, plan: Plan, *, stage: int) -> Step:
     config = _config(setting, samples=setting.size.samples // seat.world, steps=1)
     config["zero_optimization"] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     engine = _initialize(model, config)
-    inputs = my_samples(seat, setting)
+    inputs = setting.share(seat.rank, seat.world, seat.device)
 
     def step() -> Callable[[], float]:
         loss = engine(**inputs).loss

@@ -46,12 +46,6 @@ def plain_model(seat: Seat, setting: Setting) -> nn.Module:
     return model
 
 
-def my_samples(seat: Seat, setting: Setting) -> dict[str, Tensor]:
-    share = setting.size.samples // seat.world
-    mine = slice(seat.rank * share, (seat.rank + 1) * share)
-    return {name: tensor[mine].to(seat.device) for name, tensor in setting.batch().items()}
-
-
 def mean_over_ranks(loss: Tensor) -> float:
     total = loss.detach().float().clone()
     dist.all_reduce(total)

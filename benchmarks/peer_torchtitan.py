@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from contest import Step
 from contest_setting import CLIP, Setting, adamw
-from peer_phalanx import mean_over_ranks, my_samples
+from peer_phalanx import mean_over_ranks
 from torch import nn
 from torch_pipeline import causal_loss
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -47,7 +47,7 @@ def fsdp(seat: Seat, setting: Setting, plan: Plan) -> Step:
 def _step(seat: Seat, setting: Setting, model: Any) -> Step:
     parameters = list(model.parameters())
     optimizer = adamw(parameters)
-    batch = my_samples(seat, setting)
+    batch = setting.share(seat.rank, seat.world, seat.device)
     ids = batch["input_ids"]
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     masks = model.get_attention_masks(positions)

@@ -1,7 +1,8 @@
 """Phalanx beside what its users would pick instead: DDP, FSDP2, torch.distributed.pipelining, and, where they are
 installed, Accelerate, DeepSpeed, torchtitan and Megatron-core.
 
-    python benchmarks/peers.py [--gpu] [--link 1gbit] [--models llama] [--only DDP] [--quick] [--out FILE]
+    python benchmarks/peers.py [--gpu] [--link 1gbit] [--samples 1 --tokens 1024] [--models llama] [--only DDP]
+        [--quick] [--out FILE]
 
 All train the same model on the same batch with the same precision, clipping and AdamW, dropout 0. Every setting of
 every peer is tried for a moment; its fastest then meets the fastest of our plans in alternating rounds. A peer that is
@@ -10,7 +11,8 @@ environment that you throw away (pip install accelerate deepspeed torchtitan meg
 Python.
 
 --link puts every rank on a node of its own in a lab whose nodes are joined at that rate (root, ip and tc are needed),
-and trains on fewer, longer sequences.
+and trains on fewer, longer sequences. --samples and --tokens choose the batch: with one sequence per step nobody can
+split the batch, and a pipeline without slices has nothing to fill it with.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
-from contest_setting import Setting
+from contest_setting import Setting, Size
 from peer_cases import CPU_SIZES, GPU_SIZES, LINK_SIZES, OURS, TINY_SIZES, TITLES, entrants
 from peer_heats import Heats, versions
 from peers_page import HEADERS, rows
@@ -38,7 +40,7 @@ from phalanx.lab.run import Lab
 
 def main() -> None:
     options = _options()
-    sizes = TINY_SIZES if options.quick else GPU_SIZES if options.gpu else LINK_SIZES if options.link else CPU_SIZES
+    sizes = _sizes(options)
     results: list[dict[str, Any]] = []
     with _lab(options) as lab:
         about = _about(options, lab, sizes)
@@ -50,7 +52,13 @@ def main() -> None:
     print(report.table(HEADERS, [row for result in results for row in rows(result)]))
 
 
-def _of_model(lab: Lab, shape: str, sizes: Mapping[str, Any], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _sizes(options: argparse.Namespace) -> dict[str, Size]:
+    usual = TINY_SIZES if options.quick else GPU_SIZES if options.gpu else LINK_SIZES if options.link else CPU_SIZES
+    asked = {name: value for name in ("samples", "tokens") if (value := getattr(options, name))}
+    return {shape: replace(size, **asked) for shape, size in usual.items()}
+
+
+def _of_model(lab: Lab, shape: str, sizes: Mapping[str, Size], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What is known of one model, again after each peer."""
     size = sizes[shape]
     setting = Setting(shape, size, "bfloat16" if options.gpu else "float32", masters=True)
@@ -76,12 +84,13 @@ def _lab(options: argparse.Namespace) -> Lab:
     return Lab(f"ranks={options.ranks},device=cpu:1thread")
 
 
-def _about(options: argparse.Namespace, lab: Lab, sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _about(options: argparse.Namespace, lab: Lab, sizes: Mapping[str, Size]) -> dict[str, Any]:
     if options.link and lab.effective.link is None:
         raise SystemExit(f"--link {options.link}: {'; '.join(lab.notes)}")
     return {
         "lab": lab.describe(), "link": options.link, "dtype": "bfloat16" if options.gpu else "float32",
         "ranks": options.ranks, "rounds": options.rounds, "steps": options.steps, "quick": options.quick,
+        "samples": options.samples, "tokens": options.tokens,
         "load": os.getloadavg()[0], "cores": os.cpu_count(), "versions": versions(),
     }  # fmt: skip
 
@@ -99,6 +108,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--gpu", action="store_true", help="ranks that share one GPU (bfloat16), instead of CPU ranks")
     parser.add_argument("--link", help="CPU ranks on nodes joined at this rate, for example 1gbit")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--samples", type=int, help="sequences per step, instead of the usual number")
+    parser.add_argument("--tokens", type=int, help="of a sequence, instead of the usual number")
     parser.add_argument("--models", action="append", choices=list(CPU_SIZES), help="default: all")
     parser.add_argument("--only", action="append", help="peers whose name contains this text; may be repeated")
     parser.add_argument("--rounds", type=int, default=6)

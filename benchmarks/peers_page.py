@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from contest import verdict
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-FILES = ("peers_gpu.json", "peers.json", "peers_link.json")
+FILES = ("peers_gpu.json", "peers.json", "peers_link.json", "peers_long.json")
 HEADERS = ["model", "who", "fastest setting", "tokens/s", "peak GiB", "our speed / theirs (quartiles)", "ours is"]
 LEVEL = 0.98  # what we aim at, at least, with every peer
 INTRO = """# Phalanx beside its peers
@@ -76,12 +76,14 @@ def _title(data: Mapping[str, Any]) -> str:
     setting = data["setting"]
     if data["machine"]["gpus"]:
         return f"{setting['ranks']} ranks that share one GPU"
-    return f"{setting['ranks']} CPU ranks" + (f", nodes joined at {setting['link']}" if setting["link"] else "")
+    batch = ", one sequence per step" if all(result["size"]["samples"] == 1 for result in data["results"]) else ""
+    return f"{setting['ranks']} CPU ranks" + (f", nodes joined at {setting['link']}" if setting["link"] else "") + batch
 
 
 def _how(file: str, data: Mapping[str, Any]) -> str:
     machine, setting = data["machine"], data["setting"]
     option = " --gpu" if machine["gpus"] else f" --link {setting['link']}" if setting["link"] else ""
+    option += "".join(f" --{name} {setting[name]}" for name in ("samples", "tokens") if setting.get(name))
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     sizes = "; ".join(
         f"{result['title']}: {size['layers']} layers of width {size['width']}, vocabulary {size['vocabulary']}, "

@@ -59,9 +59,7 @@ def _step(
 ) -> Step:  # fmt: skip
     parameters = list(model.parameters())
     optimizer = adamw(parameters)
-    share = setting.size.samples // seat.world
-    begin = seat.rank * share
-    inputs = {name: tensor[begin : begin + share].to(seat.device) for name, tensor in setting.batch().items()}
+    inputs = setting.share(seat.rank, seat.world, seat.device)
 
     def step() -> Callable[[], float]:
         with precision():

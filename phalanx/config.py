@@ -61,7 +61,9 @@ class RunConfig(BaseModel):
     documents: bool = _option("Data", False, "respect document boundaries in attention and positions")
     on_broken: Literal["refuse", "skip"] = _option("Data", "refuse", "what to do with a data file that cannot be read")
     shuffle: bool = _option("Data", True, "visit samples in an order drawn from the seed")
-    seq_len: int = _option("Data", 1024, "tokens per sample", ge=1)
+    seq_len: int | None = _option(
+        "Data", None, "tokens per sample (default: 1024, or as many as the model takes)", ge=1
+    )
     batch_size: int = _option("Data", 8, "samples per step (the global batch)", ge=1)
 
     steps: int | None = _option("Training", None, "steps to train (instead of epochs)", ge=1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx import tasks
 from phalanx.config import RunConfig, cache_folder, parse_steps
-from phalanx.data import Batches, Tokenizer, load_tokenizer, needs_tokenizer, open_data
+from phalanx.data import Batches, Tokenizer, load_tokenizer, needs_tokenizer, open_data, sample_length
 from phalanx.data.own import is_own_dataset
 from phalanx.data.tokenizer import has_tokenizer
 from phalanx.errors import ConfigError, DataError
@@ -84,10 +84,11 @@ def prepare(
     spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
     task = _task(spec, data, collate)
     spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
+    tokens = sample_length(config.seq_len, task, spec.config)
 
     def opened(source: Any, shuffle: bool, collate: Collate | None) -> Batches:
         return open_data(
-            source, task=task, config=spec.config, tokenizer=tokenizer, tokens=config.seq_len, seed=config.seed,
+            source, task=task, config=spec.config, tokenizer=tokenizer, tokens=tokens, seed=config.seed,
             documents=config.documents, shuffle=shuffle, on_broken=config.on_broken, cache=cache_folder() / "data",
             text_key=config.text_key, collate=collate,
         )  # fmt: skip

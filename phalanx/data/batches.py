@@ -22,7 +22,9 @@ from phalanx.data.text import text_samples
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
 from phalanx.tasks.base import Batch, RecordTask, Task, WindowTask
-from phalanx.tasks.vocabulary import text_config, vocab_size
+from phalanx.tasks.vocabulary import most_positions, vocab_size
+
+USUAL_TOKENS = 1024  # of a sample, where nobody says
 
 
 class Batches:
@@ -80,6 +82,12 @@ def open_data(
     request = Request(task, config, tokenizer, tokens, seed, documents, on_broken, cache, text_key)
     samples = _samples(data, request, collate)
     return Batches(samples, task, tokens=tokens, seed=seed, shuffle=shuffle)
+
+
+def sample_length(asked: int | None, task: Task, config: Any) -> int:
+    """Tokens per sample: as asked for, else a usual number, less where the model takes less."""
+    _, limit = _longest(task, config)
+    return asked or min(USUAL_TOKENS, limit or USUAL_TOKENS)
 
 
 def needs_tokenizer(data: Any, task: Task) -> bool:
@@ -169,10 +177,15 @@ def _check_length(task: Task, config: Any, tokens: int) -> None:
         return
     if tokens < 2:
         raise DataError(f"a sample of {tokens} token has nothing to predict", "give a sample at least 2 tokens")
-    name = "max_target_positions" if task.modality == "speech" else "max_position_embeddings"
-    limit = getattr(text_config(config), name, None)
+    name, limit = _longest(task, config)
     if limit is not None and tokens > limit:
         raise DataError(
-            f"a sample of {tokens} tokens is longer than the model takes ({name} is {limit})",
+            f"a sample of {tokens} tokens is longer than the model takes ({name} allows {limit})",
             f"set seq_len to {limit} or less",
         )
+
+
+def _longest(task: Task, config: Any) -> tuple[str, int | None]:
+    """What the model's configuration calls the most tokens that it takes, and how many those are, where it says."""
+    name = "max_target_positions" if task.modality == "speech" else "max_position_embeddings"
+    return name, most_positions(config, name)

@@ -14,6 +14,12 @@ from torch import Tensor
 from phalanx.errors import ModelError
 from phalanx.tasks.base import IGNORE, BrokenRecord
 
+# These count positions from the one after the padding id, so that the table's first rows are never read.
+_POSITIONS_AFTER_PADDING = frozenset((
+    "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet",
+    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+))  # fmt: skip
+
 
 def text_config(config: Any) -> Any:
     """The part of a configuration that describes its text model."""
@@ -29,6 +35,15 @@ def vocab_size(config: Any) -> int:
             "choose a task that fits the model, e.g. task=image-classification",
         )
     return size
+
+
+def most_positions(config: Any, name: str = "max_position_embeddings") -> int | None:
+    """How many tokens the model takes, where its configuration says so under this name."""
+    text = text_config(config)
+    rows = getattr(text, name, None)
+    if rows is None or getattr(text, "model_type", None) not in _POSITIONS_AFTER_PADDING:
+        return rows
+    return rows - pad_id(config) - 1
 
 
 def pad_id(config: Any) -> int:

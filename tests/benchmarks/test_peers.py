@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,13 @@ def test_every_peer_has_settings_and_ours_come_first() -> None:
     assert len(set(names)) == len(names)
     for entrant in found:
         assert (BENCHMARKS / f"{entrant.build.partition('.')[0]}.py").exists()
+
+
+def test_one_sequence_per_step_cannot_be_divided_among_replicas() -> None:
+    setting = Setting("llama", replace(TINY_SIZES["llama"], samples=1), "float32", True)
+    with pytest.raises(ValueError, match="1 sequence per step cannot be divided among 2 ranks"):
+        setting.share(0, 2, "cpu")
+    assert {entrant.plan for entrant in entrants(2, 1) if entrant.peer == OURS} >= {"pp=2,mb=1,schedule=1f1b,slices=2"}
 
 
 def test_rows_show_speed_memory_and_what_cannot_run() -> None:

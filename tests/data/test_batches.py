@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from phalanx import tasks
-from phalanx.data import needs_tokenizer, open_data
+from phalanx.data import needs_tokenizer, open_data, sample_length
 from phalanx.errors import ConfigError, DataError
 from phalanx.tasks.base import IGNORE
 
@@ -133,9 +133,11 @@ def test_data_of_an_unknown_kind_is_refused(opened, data):
 
 
 def test_samples_longer_than_the_model_takes_are_refused(opened):
-    with pytest.raises(DataError, match=r"5000 tokens is longer than the model takes .max_position_embeddings is 4096"):
+    with pytest.raises(
+        DataError, match=r"5000 tokens is longer than the model takes .max_position_embeddings allows 4096"
+    ):
         opened("synthetic", tokens=5000)
-    with pytest.raises(DataError, match=r"max_target_positions is 64(.|\n)*set seq_len to 64"):
+    with pytest.raises(DataError, match=r"max_target_positions allows 64(.|\n)*set seq_len to 64"):
         opened("synthetic", "speech-to-text", tokens=65)
 
 
@@ -261,5 +263,16 @@ def test_a_nested_text_configuration_is_understood(opened):
     text = SimpleNamespace(vocab_size=50, pad_token_id=0, max_position_embeddings=99)
     config = SimpleNamespace(get_text_config=lambda: text)
     assert opened("synthetic", config=config).batch(0, 9)["input_ids"].max() < 50
-    with pytest.raises(DataError, match="max_position_embeddings is 99"):
+    with pytest.raises(DataError, match="max_position_embeddings allows 99"):
         opened("synthetic", config=config, tokens=100)
+
+
+def test_a_sample_is_as_long_as_asked_for_else_as_the_model_takes_at_most_1024(config):
+    causal, speech = tasks.get("causal-lm"), tasks.get("speech-to-text")
+    assert config.max_position_embeddings == 4096
+    assert [sample_length(asked, causal, config) for asked in (None, 32, 5000)] == [1024, 32, 5000]
+    assert sample_length(None, causal, SimpleNamespace(max_position_embeddings=128)) == 128
+    assert sample_length(None, causal, SimpleNamespace()) == 1024
+    roberta = SimpleNamespace(model_type="roberta", max_position_embeddings=514, pad_token_id=1, vocab_size=9)
+    assert sample_length(None, causal, roberta) == 512  # it counts positions from 2 on
+    assert sample_length(None, speech, SimpleNamespace(max_target_positions=64, max_position_embeddings=9)) == 64
