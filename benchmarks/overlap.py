@@ -5,9 +5,9 @@
 
 Two ranks split a Llama (tp=2): CPU ranks on two nodes of a lab that a slow link joins (root, ip and tc are needed), or
 with --gpu ranks that share one GPU. First the link, or each rank's share of the GPU, is set so that the computation of
-`oases` takes about as long as its communication. Then all modes run in turn: a step, the same step with nothing sent
-(compute), the same collectives one after the other with nothing computed (communication). Blocking is the sum of the
-two, the ideal the longer one; figures are formed within a round.
+`oases` takes about as long as its communication. Then all modes, two of them also with micro-batches in pairs, run in
+turn: a step, the same step with nothing sent (compute), the same collectives one after the other with nothing computed
+(communication). Blocking is the sum of the two, the ideal the longer one; figures are formed within a round.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def measure(kind: Kind, case: Case, rounds: int, compiled: str) -> dict[str, Any
 
 def _plans(setting: Setting, captured: Captured) -> dict[str, Plan]:
     costs = captured.blocks.flops(captured.dims(setting.batch()))
-    texts = {mode: f"tp=2,overlap={mode}" for mode in MODES}
+    samples = setting.size.samples
     return {
-        mode: complete(text, world=2, batch_size=setting.size.samples, costs=costs).plan for mode, text in texts.items()
+        mode: complete(f"tp=2,{text}", world=2, batch_size=samples, costs=costs).plan for mode, text in MODES.items()
     }
 
 

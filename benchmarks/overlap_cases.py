@@ -8,7 +8,11 @@ from contest_setting import Size
 
 CALIBRATED = "oases"  # the mode whose compute : communication is brought to AIM
 BASE, UNSPLIT = "default_checkpoint", "optim_comm_checkpoint"  # what it is compared with
-MODES = (CALIBRATED, BASE, UNSPLIT, "overlap_checkpoint", "none", "halves")
+MODES = {  # and what a plan says for them
+    **{mode: f"overlap={mode}" for mode in (CALIBRATED, BASE, UNSPLIT, "overlap_checkpoint", "none", "halves")},
+    "none, pairs": "pairs=yes",
+    "oases, pairs": "overlap=oases,pairs=yes",
+}
 # A forward has half of the communication and a quarter of the computation (the backward computes it again, and two
 # gradients), so ranks wait for the link in the forward and the link for ranks in the backward. Simulated, without any
 # loss, `oases` comes to 78 % of the ideal at 1 : 1 and to 86 to 88 % at both ends of 0.8 to 1.25. At this end

@@ -24,7 +24,9 @@ communication of `oases` lies between 0.8 and 1.25.
 A forward has half of the communication but only a quarter of the computation of a step under `oases`, so that ranks
 wait for the link in the forward and the link for ranks in the backward. With C seconds of computation and K of
 communication, and the backward of a micro-batch after its forward, a step takes at least max(C/4, K/2) +
-max(3C/4, K/2): 80 % of the ideal at 1 : 1, 88 % at 0.85, 87 % at 1.25.
+max(3C/4, K/2): 80 % of the ideal at 1 : 1, 88 % at 0.85, 87 % at 1.25. With `pairs` the batch is cut into several
+micro-batches, and the backward of each takes turns with the forward of the next, so that only the first and the last
+wait so ([decision 12](../decisions/0012-pairs-of-micro-batches.md)).
 """
 HEADERS = [
     "case", "overlap", "collectives", "MB", "compute ms", "communication ms", "blocking ms", "ideal ms", "measured ms",
@@ -56,8 +58,8 @@ def sentence(result: Mapping[str, Any]) -> str:
     return (
         f"{result['case']} in `{at['lab']}`: compute : communication of `{CALIBRATED}` was calibrated to "
         f"{at['compute'] / at['communication']:.2f} and was {best['ratio']['median']:.2f} in the rounds. "
-        f"`{CALIBRATED}` is {best['speed_up']['median']:.2f}× as fast as `{BASE}`, needs {slower:+.0%} more time than "
-        f"`{UNSPLIT}`, and reaches {_percent(best['share'])} of the ideal."
+        f"`{CALIBRATED}` is {best['speed_up']['median']:.2f}× as fast as `{BASE}`, needs {abs(slower):.0%} "
+        f"{'more' if slower > 0 else 'less'} time than `{UNSPLIT}`, and reaches {_percent(best['share'])} of the ideal."
     )
 
 

@@ -163,5 +163,6 @@ FORMS: Mapping[str, Form] = {
     "sequence": _yes_or_no(),
     "save": _word("result"),
     "overlap": _word("oases"),
+    "pairs": _yes_or_no(),
     "replicate": _yes_or_no(),
 }

@@ -24,6 +24,7 @@ def with_micro_batches(plan: Plan, decided: bool, batch_size: int, reasons: dict
         plan = replace(plan, mb=_number(plan, batch_size // plan.dp))
         reasons["mb"] = f"micro-batches {plan.mb}: {_filling(plan)}"
     _require_turns(plan)
+    _require_partners(plan)
     return plan
 
 
@@ -67,6 +68,12 @@ def _require_turns(plan: Plan) -> None:
         raise PlanError(message, f"use mb={len(plan.slices)} or more, or fewer slicings")
 
 
+def _require_partners(plan: Plan) -> None:
+    if plan.pairs and plan.mb == 1:
+        message = "plan: pairs=yes does nothing with mb=1: there is no other micro-batch to take turns with"
+        raise PlanError(message, "use mb=2 or more, or leave pairs out")
+
+
 def _need(plan: Plan) -> str:
     """What is needed, by which fields, for how many samples beside each other."""
     groups = plan.multiple // plan.halves
@@ -103,7 +110,7 @@ def bubble(plan: Plan) -> float | None:
 
 
 def _number(plan: Plan, samples: int) -> int:
-    if plan.pp == 1:
+    if plan.pp == 1 and not plan.pairs:
         return 1
     most = min(MICRO_BATCHES_PER_RANK * plan.pp, samples)
     if plan.multiple > 1:
@@ -115,7 +122,7 @@ def _number(plan: Plan, samples: int) -> int:
 
 def _filling(plan: Plan) -> str:
     if plan.pp == 1:
-        return "there is no pipeline to fill"
+        return "each but the first has a partner" if plan.pairs else "there is no pipeline to fill"
     share = bubble(plan)
     filled = f"with {100 * share:.0f} % bubble" if share is not None else f"on {plan.pp} ranks"
     fitting = f", each of a multiple of {plan.multiple} samples" if plan.multiple > 1 else ""

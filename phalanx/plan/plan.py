@@ -44,6 +44,7 @@ class Plan:
     sequence: between units, split activations along the tokens.
     save: what is kept of the gather that sequence=yes puts before a unit: its `result` or `input`. Empty: see `saves`.
     overlap: how communication is hidden and what is computed again in the backward (`tensor.OVERLAPS`).
+    pairs: the backward of a micro-batch and the forward of the next take turns, each hiding the other's communication.
     replicate: a unit with fewer heads than its degree lies whole on every rank, where it would be refused otherwise.
     """
 
@@ -64,6 +65,7 @@ class Plan:
     sequence: bool = False
     save: str = ""
     overlap: str = "none"
+    pairs: bool = False
     replicate: bool = False
 
     def __post_init__(self) -> None:

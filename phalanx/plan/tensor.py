@@ -54,6 +54,7 @@ def _check_alone(plan: Plan) -> None:
         "sequence": "there is no other rank to split the tokens with",
         "save": "nothing is gathered on the way into a unit",
         "overlap": "there is no communication inside a block to hide",
+        "pairs": "there is no communication inside a block to hide",
         "replicate": "every unit lies whole on its rank",
     }
     for name, reason in reasons.items():
@@ -75,6 +76,8 @@ def _check_split(plan: Plan) -> None:
         reason = "of a block that is computed again nothing is saved but what it was given"
         message = f"plan: save={plan.save} does nothing with overlap={plan.overlap}: {reason}"
         raise PlanError(message, f"use overlap={_BY_UNIT[plan.overlap]}, or leave save out")
+    if plan.pairs:
+        _check_pairs(plan)
     for layer, units in enumerate(plan.degrees):
         for degree in units:
             if degree < 1 or plan.tp % degree:
@@ -82,3 +85,18 @@ def _check_split(plan: Plan) -> None:
                 given = fields.write({"degrees": plan.degrees})
                 message = f"plan: {given} has degree {degree} for {place}, which does not divide tp={plan.tp}"
                 raise PlanError(message, f"use {listed(divisors(plan.tp))}")
+
+
+def _check_pairs(plan: Plan) -> None:
+    if plan.pp > 1:
+        reason = "the next stage would wait for a forward that waits for the backward beside it"
+        raise PlanError(f"plan: pairs=yes lengthens a pipeline of pp={plan.pp}: {reason}", "use pp=1, or pairs=no")
+    if plan.schedule != "1f1b":
+        message = f"plan: pairs=yes does not go with schedule={plan.schedule}, which has no such neighbours"
+        raise PlanError(message, "use schedule=1f1b, or pairs=no")
+    if plan.slices:
+        message = "plan: pairs=yes does not go with slices, of which only the first of each micro-batch has a partner"
+        raise PlanError(message, "leave slices out, or use pairs=no")
+    if plan.gathers == "micro-batch":
+        message = "plan: pairs=yes needs the parameters of more blocks at once than zero=3 with gather=micro-batch has"
+        raise PlanError(message, "use gather=step, a smaller zero, or pairs=no")

@@ -48,7 +48,7 @@ def lower_forward(plan: Plan, shape: ModelShape, num_micro_batches: int) -> tupl
 
 def without_overlap(plan: Plan) -> Plan:
     """How an evaluation runs a plan: without a backward there is nothing to compute again, and batches stay whole."""
-    return replace(plan, overlap="none")
+    return replace(plan, overlap="none", pairs=False)
 
 
 def _stepped(order: Program, plan: Plan, shape: ModelShape) -> Program:

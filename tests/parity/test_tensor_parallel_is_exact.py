@@ -36,6 +36,8 @@ PLANS = [
     "tp=2,sequence=yes,save=input,overlap=oases",
     "tp=2,sequence=yes,overlap=overlap_checkpoint,mb=2",
     SHARED,
+    "tp=2,mb=4,pairs=yes",
+    "tp=2,mb=2,sequence=yes,save=input,overlap=oases,pairs=yes",
     "pp=2,tp=2,mb=3",
     "pp=2,tp=2,mb=4,schedule=zb-h1",
     "pp=2,tp=2,mb=4,schedule=zb-v,sequence=yes",
@@ -44,6 +46,7 @@ PLANS = [
     "tp=2,dp=2,zero=1",
     "tp=2,dp=2,zero=3,mb=2",
     "tp=2,dp=2,zero=3,mb=2,sequence=yes,overlap=optim_comm_checkpoint",
+    "tp=2,dp=2,zero=3,gather=step,mb=3,overlap=halves,degrees=1:2,pairs=yes",
 ]
 UNEVEN = ["tp=3", "tp=3,sequence=yes,overlap=oases", "tp=4", "tp=4,degrees=4:2", "tp=4,degrees=2:1,sequence=yes"]
 CUBES = [

@@ -32,7 +32,9 @@ def test_when_everything_changes_nothing_is_said_to_be_the_same() -> None:
         "pp=2,dp=4,tp=2,mb=2,schedule=zb-v,stages=1-1-1-1,zero=3,zero_degree=2,gather=step,reduce=step,"
         "degrees=1,sequence=yes,save=input,overlap=oases,replicate=yes"
     )
-    assert diff_text(Plan(recompute=True, slices=((1, 1),)), Plan.parse(new)).endswith("replicate no → yes")
+    old = Plan(recompute=True, slices=((1, 1),))
+    object.__setattr__(old, "pairs", True)  # no two valid plans differ in every field
+    assert diff_text(old, Plan.parse(new)).endswith("pairs yes → no, replicate no → yes")
 
 
 def test_tensor_strategies_are_written_as_in_the_text() -> None:

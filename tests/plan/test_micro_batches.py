@@ -71,9 +71,20 @@ def test_the_reason_says_what_the_micro_batches_had_to_be() -> None:
     assert reasons["mb"] == "micro-batches 6: fills 2 stages with 14 % bubble, each of a multiple of 2 samples"
 
 
+def test_pairs_need_more_than_one_micro_batch_and_get_a_few() -> None:
+    chosen = complete("tp=2,overlap=oases,pairs=yes", world=2, batch_size=24, costs=COSTS)
+    assert chosen.plan.mb == 4
+    assert chosen.reasons["mb"] == "micro-batches 4: each but the first has a partner"
+
+
 @pytest.mark.parametrize(
     ("text", "batch_size", "message", "hint"),
     [
+        (
+            "tp=2,pairs=yes,mb=1", 8,
+            "plan: pairs=yes does nothing with mb=1: there is no other micro-batch to take turns with",
+            "use mb=2 or more, or leave pairs out",
+        ),
         (
             "tp=4,degrees=2:1,overlap=oases,mb=2", 12,
             "plan: tp=4,degrees=2:1,overlap=oases (4 groups × 2 halves) needs a multiple of 8 samples in every "

@@ -47,11 +47,13 @@ def plans(draw: st.DrawFn) -> Plan:
     slices = draw(st.lists(slicing, max_size=3).map(tuple)) if schedule in ("1f1b", "gpipe") else ()
     moments = ["", "step", *(["micro-batch"] if zero >= 2 else [])]
     within: dict[str, Any] = draw(tensor_fields() | st.fixed_dictionaries({"recompute": st.booleans()}))
+    gather = draw(st.sampled_from(moments)) if zero == 3 else ""
+    may_pair = "tp" in within and pp == 1 and schedule == "1f1b" and not slices and (zero < 3 or gather == "step")
     return Plan(
         pp=pp, dp=dp, mb=draw(st.integers(1, 10**6)), schedule=schedule, v=v, stages=draw(st.just(()) | counts),
         zero=zero, slices=slices, **within,
         zero_degree=draw(st.sampled_from([0, *(d for d in range(2, dp + 1) if dp % d == 0)])) if zero else 0,
-        gather=draw(st.sampled_from(moments)) if zero == 3 else "",
+        gather=gather, pairs=may_pair and draw(st.booleans()),
         reduce=draw(st.sampled_from(moments)) if dp > 1 else "",
     )  # fmt: skip
 
@@ -170,8 +172,8 @@ def test_when_parameters_are_gathered_and_gradients_reduced_depends_on_zero() ->
 # What is said about a wrong plan.
 
 ALL = (
-    "allowed: degrees, dp, gather, mb, overlap, pp, recompute, reduce, replicate, save, schedule, sequence, slices, "
-    "stages, tp, v, zero, zero_degree"
+    "allowed: degrees, dp, gather, mb, overlap, pairs, pp, recompute, reduce, replicate, save, schedule, sequence, "
+    "slices, stages, tp, v, zero, zero_degree"
 )
 
 WRONG = {

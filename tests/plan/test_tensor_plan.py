@@ -137,6 +137,27 @@ WRONG = {
         "plan: overlap=halves does nothing with tp=1: there is no communication inside a block to hide",
         "use tp=2 or more, or leave overlap out",
     ),
+    "pairs=yes": (
+        "plan: pairs=yes does nothing with tp=1: there is no communication inside a block to hide",
+        "use tp=2 or more, or leave pairs out",
+    ),
+    "tp=2,pp=2,pairs=yes": (
+        "plan: pairs=yes lengthens a pipeline of pp=2: "
+        "the next stage would wait for a forward that waits for the backward beside it",
+        "use pp=1, or pairs=no",
+    ),
+    "tp=2,schedule=gpipe,pairs=yes": (
+        "plan: pairs=yes does not go with schedule=gpipe, which has no such neighbours",
+        "use schedule=1f1b, or pairs=no",
+    ),
+    "tp=2,slices=2,pairs=yes": (
+        "plan: pairs=yes does not go with slices, of which only the first of each micro-batch has a partner",
+        "leave slices out, or use pairs=no",
+    ),
+    "tp=2,dp=2,zero=3,pairs=yes": (
+        "plan: pairs=yes needs the parameters of more blocks at once than zero=3 with gather=micro-batch has",
+        "use gather=step, a smaller zero, or pairs=no",
+    ),
     "replicate=yes": (
         "plan: replicate=yes does nothing with tp=1: every unit lies whole on its rank",
         "use tp=2 or more, or leave replicate out",
@@ -169,7 +190,7 @@ def test_a_wrong_text_is_refused_with_the_reason_and_what_may_stand_there(text: 
 
 
 def test_what_does_nothing_may_be_said_to_be_off() -> None:
-    assert Plan.parse("sequence=no,overlap=none,replicate=no") == Plan()
+    assert Plan.parse("sequence=no,overlap=none,pairs=no,replicate=no") == Plan()
     assert Plan.parse("tp=2,recompute=no,sequence=no") == Plan(tp=2)
 
 

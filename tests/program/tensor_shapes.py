@@ -58,6 +58,8 @@ def tensor_plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
     sequence = draw(st.booleans())
     overlap = draw(st.sampled_from(sorted(OVERLAPS)))
     may_save = sequence and OVERLAPS[overlap].again != "block"
+    zero = draw(st.integers(0, 3)) if dp > 1 else 0
+    may_pair = pp == 1 and schedule == "1f1b" and zero < 3
     return Plan(
         pp=pp,
         dp=dp,
@@ -66,8 +68,9 @@ def tensor_plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
         schedule=schedule,
         v=v,
         stages=tuple(draw(st.lists(st.integers(1, 3), min_size=pp * v, max_size=pp * v))),
-        zero=draw(st.integers(0, 3)) if dp > 1 else 0,
+        zero=zero,
         overlap=overlap,
+        pairs=may_pair and draw(st.booleans()),
         sequence=sequence,
         save=draw(st.sampled_from(["", "input", "result"])) if may_save else "",
     )

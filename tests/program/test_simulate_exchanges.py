@@ -108,6 +108,27 @@ def test_oases_hides_communication_that_takes_about_as_long_as_computation(share
     assert ideal <= makespans["oases"] < 1.1 * ideal
 
 
+@pytest.mark.parametrize("overlap", ["none", "optim_comm_checkpoint", "oases", "halves"])
+def test_pairs_hide_what_a_forward_cannot_hide_by_itself(overlap: str) -> None:
+    """As much communication as computation: halves alone wait for it in the forward, where it takes longer."""
+    alone = simulated(overlap, float("inf"), ",mb=6").makespan
+    exchanges = sum(e.seconds for e in simulated(overlap, 800, ",mb=6").events if e.instruction.op in EXCHANGES) / 2
+    bytes_per_s = 800 * exchanges / alone
+    single, paired = (simulated(overlap, bytes_per_s, f",mb=6,pairs={pairs}").makespan for pairs in ("no", "yes"))
+    assert paired < single
+    assert alone / paired > 0.85
+
+
+def test_pairs_keep_no_more_activations_because_one_is_freed_as_the_other_grows() -> None:
+    costs = replace(costs_of(SHAPE, 800), saved_bytes=(10,) * LAYERS)
+
+    def activations(pairs: str) -> int:
+        plan = Plan.parse(f"tp=2,mb=4,pairs={pairs},stages={LAYERS}")
+        return simulate(plan, SHAPE, lower(plan, SHAPE), costs).memory[0]["activations"]
+
+    assert activations("yes") <= activations("no") + 2 * 10  # of the blocks that both are at
+
+
 @pytest.mark.parametrize("overlap", sorted(OVERLAPS))
 def test_what_is_computed_again_takes_as_long_as_the_forward(overlap: str) -> None:
     timeline = simulated(overlap, float("inf"))

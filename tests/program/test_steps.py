@@ -149,6 +149,24 @@ def test_messages_go_per_half_and_both_are_asked_for_one_computation_ahead() -> 
     assert words[words.index("SB1.0a>1") - 1] == "BW1.0a/1:0"
 
 
+def test_a_backward_and_the_forward_of_the_next_micro_batch_take_turns() -> None:
+    words = to_text(lowered("mb=2,pairs=yes,stages=1")).split()
+    first, paired, last = words[:7], words[7:23], words[23:-2]
+    assert all(".0/" in word and word.startswith(("F", "CF")) for word in first)
+    assert paired == [
+        "BW0.0/0:8", "B0.0/0:6", "CB0.0/0:5", "W0.0/0:6", "F0.1/0:0", "F0.1/0:2", "CF0.1/0:3",
+        "BW0.0/0:4", "B0.0/0:2", "CB0.0/0:1", "W0.0/0:2", "F0.1/0:4", "F0.1/0:6", "CF0.1/0:7",
+        "BW0.0/0:0", "F0.1/0:8",
+    ]  # fmt: skip
+    assert all(".1/" in word and word.startswith(("B", "W", "CB")) for word in last)
+
+
+@pytest.mark.parametrize("pairs", ["no", "yes"])
+def test_a_forward_ends_after_the_backward_that_it_takes_turns_with(pairs: str) -> None:
+    plan, shape = Plan.parse(f"tp=2,mb=4,overlap=oases,pairs={pairs},stages=2"), stack(2)
+    assert {peaks.activations for peaks in check(plan, shape, lower(plan, shape))} == {2}  # one of each half
+
+
 def test_reductions_wait_for_all_steps_and_halves_and_are_needed_without_replicas_too() -> None:
     shape = stack(2, sums=True)
     program = lowered("overlap=oases,mb=2,stages=2", shape)

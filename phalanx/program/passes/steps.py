@@ -1,7 +1,8 @@
 """From blocks to their steps: segments and the collectives between them, for each half of a micro-batch.
 
-Halves take turns at collectives, across blocks: while one's collective travels the other computes. The collective of an
-input's gradient stands before the weight gradients of the same segment, which hide it.
+Halves take turns at collectives, across blocks: while one's collective travels the other computes. So do, where a plan
+wants it, the backward of a micro-batch and the forward of the next. The collective of an input's gradient stands before
+the weight gradients of the same segment, which hide it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from phalanx.program.instructions import EXCHANGES, Instruction, Op, Program
 from phalanx.program.passes.again import Piece, done_again, gathered_again
 from phalanx.program.shape import ModelShape
 
+Run = list[Instruction]  # what a half does before it is another's turn
+Runs = list[Run]
+
 
 def to_steps(program: Program, shape: ModelShape, plan: Plan) -> Program:
     """Replaces each computation of a block by those of its steps. Nothing changes where blocks have no steps."""
@@ -24,11 +28,28 @@ def to_steps(program: Program, shape: ModelShape, plan: Plan) -> Program:
     halves = range(plan.halves) if plan.halves > 1 else (None,)
     blocks = [BlockSteps.of(plan, shape, block) for block in range(shape.num_blocks)]
     lowered: list[Instruction] = []
-    for _, visit in groupby(program, key=lambda it: replace(it, block=None)):
-        instructions = [it for whole in visit for it in _steps_of(whole, blocks)]
-        for run in _runs(instructions):
-            lowered += [replace(it, half=half) for half in halves for it in run]
+    visits = groupby(program, key=lambda it: replace(it, block=None))
+    runs = [list(_runs([it for whole in visit for it in _steps_of(whole, blocks)])) for _, visit in visits]
+    for beside in _beside(runs, plan.pairs):
+        for turn in _turns(beside):
+            lowered += [replace(it, half=half) for half in halves for run in turn for it in run]
     return tuple(lowered)
+
+
+def _beside(runs: Sequence[Runs], pairs: bool) -> Iterator[Sequence[Runs]]:
+    """The runs of visits that take turns: each visit for itself or, one forward and one backward following each other,
+    the first forward for itself and then every backward with the forward after it."""
+    yield runs[:1]
+    for n in range(1, len(runs), 2 if pairs else 1):
+        yield runs[n : n + 2] if pairs else runs[n : n + 1]
+
+
+def _turns(beside: Sequence[Runs]) -> Iterator[list[Run]]:
+    """Runs to be done in turn: those of the shorter visit evenly among the longer's; both end with the last turn."""
+    longest = max(map(len, beside))
+    for n in range(longest):
+        bounds = [(len(own) * n // longest, len(own) * (n + 1) // longest) for own in beside]
+        yield [run for own, (begin, end) in zip(beside, bounds) for run in own[begin:end]]
 
 
 def _steps_of(whole: Instruction, blocks: Sequence[BlockSteps]) -> Iterator[Instruction]:
@@ -65,13 +86,13 @@ def _backward(op: Op, block: BlockSteps) -> Iterator[Piece]:
                 yield Op.W, segment
 
 
-def _runs(instructions: Sequence[Instruction]) -> Iterator[list[Instruction]]:
+def _runs(instructions: Sequence[Instruction]) -> Iterator[Run]:
     """What a half does before it is the other's turn: up to a collective and the weight gradients behind it.
 
     A run reaches into two blocks at most, so that no more than two are needed at once: their parameters may have to be
     gathered.
     """
-    run: list[Instruction] = []
+    run: Run = []
     for it in instructions:
         is_next = it.op not in EXCHANGES and it.op is not Op.W and any(other.op in EXCHANGES for other in run)
         if run and (is_next or len({other.block for other in (*run, it)}) > 2):
