@@ -7,6 +7,7 @@ trained on what is decided in `prepare`, how a step is carried out in `runtime`,
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -47,6 +48,8 @@ from phalanx.state.huggingface import export
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
+
+_has_run = False  # in this process
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,9 @@ class Loop:
     def _set_up(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Prepares the run and puts its state in place, fresh or as a checkpoint holds it; returns the header."""
         config, job = self.config, self.job
-        found = checkpoint_to_resume(config.resume, self.folder / "checkpoints")
+        _forget_earlier_runs()
+        # One rank reads every byte; if that fails, it ends all.
+        found = checkpoint_to_resume(config.resume, self.folder / "checkpoints", verify=self.seat.rank == 0)
         say(f"preparing {config.model}: data, graph, weights")
         self.seat.slot.enter("capture")
         with self._rank_0_first():
@@ -276,6 +281,15 @@ class Loop:
             folder, model=build(spec, device="meta"), tensors=tensors, config=spec.config,
             tokenizer=self.run.tokenizer, base_folder=spec.folder,
         )  # fmt: skip
+
+
+def _forget_earlier_runs() -> None:
+    """Their tensors may still be there: what holds a run together refers to each other, and Python looks for such
+    cycles only when it has made many objects, however large they are."""
+    global _has_run
+    if _has_run:
+        gc.collect()
+    _has_run = True
 
 
 def _settle(saver: AsyncSaver) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.model.ops.past import Past
+from phalanx.runtime.micro_batch import MicroBatch
 from tests.run_helpers import losses, records, shared_captures, short_run
 
 # Dropout, clipping, warm-up, and batches that end inside an epoch of 7 samples; 5-3-1 does not divide 16 tokens.
@@ -54,6 +57,28 @@ def test_the_evaluation_of_a_run_on_slices_is_that_of_a_run_without(tmp_path: Pa
     assert main([*LINE.split(), *evaluated.split(), "--out", str(tmp_path / "cut")]) == 0
     found = evaluations(tmp_path / "cut")
     assert sorted(found) == [1, 2] and found == pytest.approx(evaluations(tmp_path / "whole"), rel=1e-9, abs=0.0)
+
+
+def test_slices_are_gone_after_their_step_without_a_search_for_cycles(tmp_path: Path) -> None:
+    """A search comes rarely and does not know how large tensors are."""
+    seen: list[int] = []
+
+    class Watcher:
+        def on_step(self, record: Any) -> None:
+            seen.append(sum(type(thing) in (MicroBatch, Past) for thing in gc.get_objects()))
+
+        def on_evaluate(self, record: Any) -> None:
+            kept = [thing for thing in gc.get_objects() if type(thing) is Past and thing._kv is not None]
+            assert not kept
+
+    gc.collect()
+    gc.disable()
+    try:
+        evaluated = {"eval_data": "synthetic:6", "eval_every": 1}
+        run_whole(tmp_path / "cut", steps=3, plan="mb=2,slices=3", callbacks=[Watcher()], **evaluated)
+    finally:
+        gc.enable()
+    assert len(seen) == 3 and len(set(seen)) == 1, f"they pile up: {seen}"
 
 
 def test_a_model_that_cannot_be_sliced_is_refused_before_anything_is_trained(

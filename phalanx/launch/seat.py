@@ -54,9 +54,11 @@ class Seat:
 
 
 # Kernels are loaded before any rank waits for another: loading waits for all that the GPU does, and a message that has
-# not come yet is such a thing. And each channel is a communicator of its own, so that nothing is serialised.
+# not come yet is such a thing. Each channel is a communicator of its own, so that nothing is serialised, on a stream of
+# its own: with only the usual 8 hardware queues a message that waits could hold up the computation behind it.
 _FOR_SEVERAL_RANKS = {
     "CUDA_MODULE_LOADING": "EAGER",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 
@@ -66,8 +68,9 @@ def local_device(choice: str, local_rank: int, world: int = 1) -> str:
     import torch
 
     if choice != "cpu" and world > 1:
+        _require_eager_loading(torch.cuda.is_initialized())
         for name, value in _FOR_SEVERAL_RANKS.items():
-            os.environ.setdefault(name, value)  # CUDA has not started yet
+            os.environ.setdefault(name, value)
     assert choice in ("auto", "cpu", "cuda"), choice
     count = torch.cuda.device_count() if choice != "cpu" and torch.cuda.is_available() else 0
     if count:
@@ -79,3 +82,14 @@ def local_device(choice: str, local_rank: int, world: int = 1) -> str:
             "option device = 'cuda', but no CUDA device can be used", "use device=cpu; phalanx env shows what there is"
         )
     return "cpu"
+
+
+def _require_eager_loading(has_started: bool) -> None:
+    """What is set once CUDA has started comes too late."""
+    name = "CUDA_MODULE_LOADING"
+    if has_started and os.environ.get(name) != _FOR_SEVERAL_RANKS[name]:
+        raise ConfigError(
+            "CUDA was used before the ranks were joined, and loads its kernels lazily: ranks that wait for each other "
+            "could then wait for ever",
+            f"export {name}={_FOR_SEVERAL_RANKS[name]} before the program starts, or use CUDA after Phalanx only",
+        )

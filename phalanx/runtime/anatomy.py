@@ -68,7 +68,8 @@ class Knowledge:
 
     def learn(self, program: Program, plan: Plan, shape: ModelShape, anatomy: Anatomy) -> None:
         if not shape.steps:
-            self.drops |= {it: _done_with(it, plan, shape, anatomy) for it in program if it.op is Op.F}
+            done = {stage: _done_with(stage, plan, shape, anatomy) for stage in {it.stage for it in program}}
+            self.drops |= {it: done[it.stage].get(it.block, ()) for it in program if it.op is Op.F}
             return
 
         def leaving(stage: int) -> Collection[str]:
@@ -124,12 +125,17 @@ def _giving(program: Iterable[Instruction], shape: ModelShape) -> set[Instructio
     return found
 
 
-def _done_with(it: Instruction, plan: Plan, shape: ModelShape, anatomy: Anatomy) -> tuple[str, ...]:
-    """The wires that nobody in the stage needs once a block has run, where blocks are single segments. What belongs to
-    all slices of a micro-batch goes when the micro-batch does."""
-    assert it.stage is not None and it.block is not None
-    blocks, stays = anatomy.model.blocks, {*anatomy.crossing(plan, it.stage), *shape.whole_wires}
+def _done_with(stage: int | None, plan: Plan, shape: ModelShape, anatomy: Anatomy) -> dict[int | None, tuple[str, ...]]:
+    """Per block of a stage the wires that nobody there needs once it has run, where blocks are single segments. What
+    belongs to all slices of a micro-batch goes when the micro-batch does."""
+    if stage is None:  # of what concerns the whole step
+        return {}
+    blocks, stays = anatomy.model.blocks, {*anatomy.crossing(plan, stage), *shape.whole_wires}
     last: dict[str, int] = {}
-    for number in plan.stage_blocks(it.stage):
+    for number in plan.stage_blocks(stage):
         last |= dict.fromkeys((*blocks[number].outputs, *blocks[number].names("wire")), number)
-    return tuple(wire for wire, number in last.items() if number == it.block and wire not in stays)
+    found: dict[int | None, tuple[str, ...]] = {}
+    for wire, number in last.items():
+        if wire not in stays:
+            found[number] = (*found.get(number, ()), wire)
+    return found

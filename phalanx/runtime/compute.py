@@ -88,6 +88,10 @@ class Compute:
         run.wires.update(zip(block.outputs, outputs, strict=True))
         run.differentiable.update(zip(block.outputs, segment.differentiable, strict=True))
 
+    def leave_past(self, number: int, batch: MicroBatch) -> None:
+        """After the forward of a segment for which no backward comes."""
+        batch.view(self._degrees[number]).leave_past(self.blocks.blocks[number].names("past"))
+
     def again(self, number: int, batch: MicroBatch, run: StageRun, outputs: bool) -> None:
         """The forward of a segment done again for its backward; `outputs` only where something still reads them."""
         segment, tensors = self._called(number, batch, run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -127,17 +128,19 @@ class Engine:
 
     def _forward(self, instruction: Instruction, step: StepRun) -> None:
         batch, run, number = self._place(instruction, step)
-        self._ready(instruction, batch, run)
+        self._ready(instruction, batch, run, step)
         known = self._known
         keep = self._totals is not None and known.keeps(instruction)
         self.compute.forward(number, batch, run, keep, known.regathered.get(instruction, ()))
         loss = self._anatomy.model.loss
         if loss in run.wires and loss in self._outputs(number):
             batch.loss = run.wires.pop(loss)
+        if self._totals is None and self._plan.slices:
+            self.compute.leave_past(number, batch)
 
     def _again(self, instruction: Instruction, step: StepRun) -> None:
         batch, run, number = self._place(instruction, step)
-        self._ready(instruction, batch, run)
+        self._ready(instruction, batch, run, step)
         self.compute.again(number, batch, run, outputs=instruction in self._known.gives)
 
     def _exchange(self, instruction: Instruction, step: StepRun) -> None:
@@ -146,7 +149,7 @@ class Engine:
         part = self._anatomy.part(instruction)
         assert part.exchange is not None
         self._take_inputs(instruction, batch, run)
-        self._share(instruction, batch, run)
+        self._share(instruction, batch, run, step)
         self.exchanges.send(part, batch, run)
 
     def _exchange_back(self, instruction: Instruction, step: StepRun) -> None:
@@ -160,7 +163,7 @@ class Engine:
     def _backward(self, instruction: Instruction, step: StepRun) -> None:
         batch, run, number = self._place(instruction, step)
         self._take_gradients(instruction, batch, run, step)
-        self._collect(self._outputs(number), _stage(instruction), batch)
+        self._collect(self._outputs(number), instruction, batch, step)
         self.exchanges.have(self._missing(number, run), batch, run)
         self._have_parameters(instruction)
         if instruction.op is Op.B:
@@ -182,7 +185,7 @@ class Engine:
     def _send_backward(self, instruction: Instruction, step: StepRun) -> None:
         assert self._messages is not None
         batch, stage = self._batch(instruction, step), _stage(instruction)
-        self._collect(self._crossing[stage - 1], stage, batch)
+        self._collect(self._crossing[stage - 1], instruction, batch, step)
         self._messages.send_backward(instruction, batch)
 
     def _drop(self, instruction: Instruction, step: StepRun) -> None:
@@ -212,11 +215,11 @@ class Engine:
         for watch in self.watches:
             watch.ready(instruction)
 
-    def _ready(self, instruction: Instruction, batch: MicroBatch, run: StageRun) -> None:
+    def _ready(self, instruction: Instruction, batch: MicroBatch, run: StageRun, step: StepRun) -> None:
         """Waits for everything that a segment's forward reads."""
         wires = self.compute.blocks.blocks[self._anatomy.segment(instruction)].names("wire")
         self._take_inputs(instruction, batch, run)
-        self._share(instruction, batch, run)
+        self._share(instruction, batch, run, step)
         self.exchanges.have(wires, batch, run)
         self._have_parameters(instruction)
 
@@ -251,7 +254,7 @@ class Engine:
             run.gradients[self._anatomy.model.loss] = self._totals.scale(step).to(batch.loss.dtype)
         elif self._plan.pp_index(stage + 1) == self._plan.pp_index(stage):
             after = batch.stages[stage + 1]
-            self._collect(self._crossing[stage], stage + 1, batch)
+            self._collect(self._crossing[stage], replace(instruction, stage=stage + 1), batch, step)
             run.gradients.update(
                 {wire: after.gradients.pop(wire) for wire in self._crossing[stage] if wire in after.gradients}
             )
@@ -259,19 +262,20 @@ class Engine:
             assert self._messages is not None
             self._messages.output_gradients(stage, place_of(instruction), run)
 
-    def _share(self, instruction: Instruction, batch: MicroBatch, run: StageRun) -> None:
+    def _share(self, instruction: Instruction, batch: MicroBatch, run: StageRun, step: StepRun) -> None:
         """Wires that belong to the whole micro-batch are those of its first slice."""
         if self._whole and batch.begin:
-            first = batch.siblings[0].stage(_stage(instruction))
+            first = step.slices(place_of(instruction))[0].stage(_stage(instruction))
             for wire in self._whole & first.wires.keys():
                 run.wires[wire], run.differentiable[wire] = first.wires[wire], first.differentiable[wire]
 
-    def _collect(self, wires: Iterable[str], stage: int, batch: MicroBatch) -> None:
+    def _collect(self, wires: Iterable[str], instruction: Instruction, batch: MicroBatch, step: StepRun) -> None:
         """Adds to gradients what comes back through exchanges; for what belongs to the whole, from all slices."""
+        stage = _stage(instruction)
         wires = [wire for wire in wires if wire not in self._whole or batch.begin == 0]
         self.exchanges.collect(wires, batch, batch.stage(stage))
         for wire in self._whole.intersection(wires):
-            for other in batch.siblings[1:]:
+            for other in step.slices(place_of(instruction))[1:]:
                 self.exchanges.collect([wire], other, other.stage(stage))
                 gradient = other.stage(stage).gradients.pop(wire, None)
                 if gradient is not None:

@@ -6,6 +6,7 @@ import torch
 
 from phalanx.data import Batches
 from phalanx.model.slice.slicing import TOKENS
+from phalanx.program.check import check_forward
 from phalanx.program.instructions import Program
 from phalanx.program.lower import lower_forward
 from phalanx.runtime.engine import Engine
@@ -44,7 +45,7 @@ class Evaluator:
             if counted and counted[0].loss is not None:
                 items = total_items(counted, self._feeder.captured.blocks.count)
                 sums += torch.stack([total_loss(counted, items), items])
-        self.engine.settle()
+            self.engine.settle()  # else what was sent would stay until the end
         self._connections.world.all_reduce(sums).wait("the evaluation's loss")
         loss, items = sums.tolist()
         return loss / items if items else float("nan")
@@ -70,6 +71,7 @@ class Evaluator:
         if num_micro_batches not in self._programs:
             formation = self._formation
             programs = lower_forward(formation.plan, formation.shape, num_micro_batches)
+            check_forward(formation.plan, formation.shape, programs, num_micro_batches)
             self._programs[num_micro_batches] = programs[formation.rank]
             self.engine.learn(programs[formation.rank])
         return self._programs[num_micro_batches]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,7 +59,6 @@ class MicroBatch:
     begin: int = 0  # the first of the slice's tokens
     pasts: dict[str, Past] = field(default_factory=dict)  # per attention, of the whole
     slices: dict[str, Slice] = field(default_factory=dict)  # per attention, of this slice
-    siblings: list[MicroBatch] = field(default_factory=list)  # all slices of the whole, in order
     loss: Tensor | None = None  # summed over items; on the last stage only
 
     def view(self, degree: int) -> MicroBatch:
@@ -82,6 +81,13 @@ class MicroBatch:
                 return whole.values[name]
             case _:
                 return whole.inputs[name]
+
+    def leave_past(self, names: Iterable[str]) -> None:
+        """Lets go, after the last slice, of the keys and values that were kept for later ones; no backward follows."""
+        whole = self.whole
+        if whole is not None and self.begin + self.dims["tokens"] == whole.dims["tokens"]:
+            for name in names:
+                whole.pasts[name].clear()
 
     def forget_past(self) -> None:
         """As if none of its slices had been computed."""

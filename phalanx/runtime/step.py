@@ -104,7 +104,6 @@ class Feeder:
         edges = (0, whole.dims["tokens"]) if edges is None else edges
         found = [self._slice(whole, start, stop) for start, stop in pairwise(edges)]
         for part in found:
-            part.siblings = found
             for degree, view in whole.views.items():
                 part.views[degree] = self._slice(view, part.begin, part.begin + part.dims["tokens"])
         return found

@@ -38,6 +38,12 @@ class StepRun:
     def batch(self, place: Place) -> MicroBatch:
         return self.batches[self.places[place] if self.places else place[0]]
 
+    def slices(self, place: Place) -> list[MicroBatch]:
+        """All slices of a place's micro-batch, in order."""
+        micro_batch, _, half = place
+        found = (self.batches[number] for (m, _, h), number in self.places.items() if (m, h) == (micro_batch, half))
+        return list(found) or [self.batch(place)]
+
 
 class Totals:
     """owned: the pieces that this rank, of all that hold them, answers for. count: the value that counts items.
@@ -67,7 +73,8 @@ class Totals:
         square = self._optimizer.squared_norm(owned, items)
         loss = total_loss(step.batches if self._speaks else (), items)
         counts = [float(step.stop()), *(count if self._counts else 0.0 for count in step.counts)]
-        sums = torch.stack([square, loss, *loss.new_tensor(counts).unbind()])
+        # Filled there, not copied there: a copy from ordinary memory would wait for the whole backward.
+        sums = torch.stack([square, loss, *(torch.full_like(loss, count) for count in counts)])
         self._world.all_reduce(sums).wait("the gradients' norm")
         step.norm, step.loss, step.counted = sums[0].sqrt(), sums[1] / items, sums[2:].unbind()
         if self._loss_scale is not None:

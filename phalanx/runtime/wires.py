@@ -30,15 +30,16 @@ class Wires:
             self._parameters = {
                 name: torch.empty(shape, dtype=dtype, device=compute.device) for name, shape in shapes.items()
             }
-        self._names: dict[int, tuple[str, ...]] = {}
+        self._crossings: dict[tuple[int, ...], Crossing] = {}
         self._runs: dict[tuple[int, ...], list[dict[str, Outline]]] = {}  # per dims: what each block puts out
 
     def crossing(self, cut: int, batch: MicroBatch) -> Crossing:
         """The wires alive before block `cut`, in the order in which they are sent."""
-        if cut not in self._names:
-            self._names[cut] = self._anatomy.model.crossing(cut)
-        known = self.before(cut, batch)
-        return tuple((wire, known[wire]) for wire in self._names[cut])
+        place = (cut, *batch.dims.values())
+        if place not in self._crossings:
+            known = self.before(cut, batch)
+            self._crossings[place] = tuple((wire, known[wire]) for wire in self._anatomy.model.crossing(cut))
+        return self._crossings[place]
 
     def before(self, cut: int, batch: MicroBatch) -> dict[str, Outline]:
         """Every wire that the blocks before block `cut` put out."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,9 @@ def save(
 ) -> Path:
     """Writes checkpoint `step` into `folder` piece by piece and prunes to the `keep` newest complete ones.
 
-    `state` must be JSON; rank 0's is written. Whatever happens, checkpoints that were complete before stay complete
-    until this one is. With several ranks each calls this, with a seat in one meeting.
+    `state` must be JSON; rank 0's is written, and where it holds a mapping, what the other ranks' have beside it.
+    Whatever happens, checkpoints that were complete before stay complete until this one is. With several ranks each
+    calls this, with a seat in one meeting.
     """
     assert keep >= 1, "pruning must leave a checkpoint"
     meeting = meeting or Meeting()
@@ -45,8 +46,8 @@ def save(
     begin, write, finish = PHASES
     try:
         meeting.agree(begin, 1, lambda: folders.begin(folder, step))
-        meeting.agree(write, meeting.world, lambda: _write_own(partial, pieces, meeting))
-        meeting.agree(finish, 1, lambda: _finish(partial, final, step, state, keep, meeting.world))
+        meeting.agree(write, meeting.world, lambda: _write_own(partial, pieces, state, meeting))
+        meeting.agree(finish, 1, lambda: _finish(partial, final, step, keep, meeting.world))
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
             f"could not save the checkpoint {final}: {error}",
@@ -67,7 +68,7 @@ def owned_pieces(pieces: Pieces) -> Iterable[tuple[Holding, Tensor]]:
             yield holding, data
 
 
-def _write_own(partial: Path, pieces: Pieces, meeting: Meeting) -> None:
+def _write_own(partial: Path, pieces: Pieces, state: dict[str, Any], meeting: Meeting) -> None:
     from phalanx.state.shards import ShardWriter, sync_folder
 
     if not partial.is_dir():
@@ -82,6 +83,7 @@ def _write_own(partial: Path, pieces: Pieces, meeting: Meeting) -> None:
     record = {
         "files": [asdict(file) for file in files],
         "tensors": {name: entry.to_json() for name, entry in index.items()},
+        "state": state,
     }
     folders.write_json(_index_file(partial, meeting.rank), record)
     sync_folder(partial)
@@ -97,32 +99,48 @@ def _write_holding(writer: ShardWriter, holding: Holding, data: Tensor) -> Store
     return StoredTensor(holding.shape, holding.dtype, tuple(stored))
 
 
-def _finish(partial: Path, final: Path, step: int, state: dict[str, Any], keep: int, world: int) -> None:
+def _finish(partial: Path, final: Path, step: int, keep: int, world: int) -> None:
     """The last act: one index of all ranks' pieces, the marker, the rename, the pruning."""
-    tensors, files = _merge_indices(partial, world)
+    records = [_read_index(partial, rank) for rank in range(world)]
+    tensors, files = _merge_indices(records)
+    state = _merge_states([record["state"] for record in records])
     entries = {name: entry.to_json() for name, entry in tensors.items()}
     folders.mark_complete(partial, files, {"format": FORMAT, "step": step, "state": state, "tensors": entries})
     folders.put_in_place(partial, final, keep)
 
 
-def _merge_indices(partial: Path, world: int) -> tuple[dict[str, StoredTensor], list[WrittenFile]]:
+def _read_index(partial: Path, rank: int) -> dict[str, Any]:
+    path = _index_file(partial, rank)
+    if not path.is_file():
+        raise FileNotFoundError(f"rank 0 does not see the files that rank {rank} wrote; {_SHARE}")
+    record = json.loads(path.read_text())
+    path.unlink()
+    return record
+
+
+def _merge_indices(records: Sequence[dict[str, Any]]) -> tuple[dict[str, StoredTensor], list[WrittenFile]]:
     from phalanx.state.shards import WrittenFile
 
     tensors: dict[str, StoredTensor] = {}
     files: list[WrittenFile] = []
-    for rank in range(world):
-        path = _index_file(partial, rank)
-        if not path.is_file():
-            raise FileNotFoundError(f"rank 0 does not see the files that rank {rank} wrote; {_SHARE}")
-        record = json.loads(path.read_text())
+    for record in records:
         files += [WrittenFile(**file) for file in record["files"]]
         for name, entry in record["tensors"].items():
             stored = StoredTensor.from_json(entry)
             tensors[name] = _joined(name, tensors[name], stored) if name in tensors else stored
-        path.unlink()
     for name, stored in tensors.items():
         check_tiles(name, stored.shape, [piece.box for piece in stored.pieces])
     return tensors, files
+
+
+def _merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Ranks agree on everything but mappings of which each knows only its part."""
+    merged = dict(states[0])
+    for state in states[1:]:
+        for name, value in state.items():
+            if isinstance(value, dict) and isinstance(mine := merged.get(name), dict):
+                merged[name] = {**value, **mine}
+    return merged
 
 
 def _joined(name: str, one: StoredTensor, other: StoredTensor) -> StoredTensor:

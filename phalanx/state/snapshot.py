@@ -71,8 +71,8 @@ def digest(*parts: Any) -> str:
     return found.hexdigest()
 
 
-def checkpoint_to_resume(resume: str, folder: Path) -> checkpoint.Checkpoint | None:
-    """The checkpoint that the option `resume` asks for, verified; None to start afresh."""
+def checkpoint_to_resume(resume: str, folder: Path, verify: bool = True) -> checkpoint.Checkpoint | None:
+    """The checkpoint that the option `resume` asks for, verified byte by byte if so asked; None to start afresh."""
     if resume == "never":
         if there := checkpoint.latest(folder):
             raise ConfigError(
@@ -82,8 +82,8 @@ def checkpoint_to_resume(resume: str, folder: Path) -> checkpoint.Checkpoint | N
         return None
     if resume == "auto":
         newest = checkpoint.latest(folder)
-        return None if newest is None else checkpoint.open(newest)
-    return checkpoint.open(Path(resume).expanduser())
+        return None if newest is None else checkpoint.open(newest, verify)
+    return checkpoint.open(Path(resume).expanduser(), verify)
 
 
 def restore(found: checkpoint.Checkpoint, fresh: Snapshot) -> Snapshot:

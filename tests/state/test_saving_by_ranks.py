@@ -49,6 +49,17 @@ def test_ranks_write_one_checkpoint_that_knows_nothing_of_them(tmp_path: Path) -
     assert written == ["COMPLETE", *(f"rank-0000{rank}-00000.safetensors" for rank in range(world)), "state.json"]
 
 
+def test_what_only_one_rank_knows_is_kept_whichever_rank_that_is(tmp_path: Path) -> None:
+    known = [{"step": 1, "numbers": {"a": 1, "both": 0}}, {"step": 1, "numbers": {"b": 2, "both": 0}}]
+    ranks = savers(tmp_path, 2)
+    for rank, saver in enumerate(ranks):
+        saver.save(1, pieces_of(rank, 2, 1), known[rank])
+    saved = ranks[0].wait()
+    assert saved is not None
+    assert checkpoint.open(saved).state == {"step": 1, "numbers": {"a": 1, "b": 2, "both": 0}}
+    ranks[1].wait()
+
+
 def test_any_layout_is_saved_and_read_by_boxes_bit_for_bit(tmp_path: Path) -> None:
     for seed in range(30):
         old, new, values = random_case(random.Random(seed), 3)
@@ -116,10 +127,10 @@ def test_the_failure_of_one_rank_is_told_to_all_at_once(
         saver.wait()
     write = saving._write_own
 
-    def fail_on_one(partial: Path, pieces: object, meeting: object) -> None:
+    def fail_on_one(partial: Path, pieces: object, state: object, meeting: object) -> None:
         if meeting.rank == broken:  # type: ignore[attr-defined]
             raise OSError(28, "No space left on device")
-        write(partial, pieces, meeting)  # type: ignore[arg-type]
+        write(partial, pieces, state, meeting)  # type: ignore[arg-type]
 
     began = time.monotonic()
     if phase == "writing":

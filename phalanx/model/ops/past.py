@@ -47,8 +47,12 @@ class Past:
         assert self._gradients is not None
         dk, dv = (x[:, :, start:stop] for x in self._gradients)
         if start == 0:
-            self._kv = self._gradients = None
+            self.clear()
         return dk, dv
+
+    def clear(self) -> None:
+        """Nobody reads it any more."""
+        self._kv = self._gradients = None
 
 
 class Slice:
