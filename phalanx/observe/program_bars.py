@@ -14,7 +14,7 @@ LANES = ("compute", "messages", "collectives")
 COLOURS = {
     Op.F: "#4477aa", Op.B: "#ee6677", Op.W: "#ccbb44", Op.BW: "#ee6677", Op.STEP: "#aa3377",
     Op.SEND_F: "#66ccee", Op.RECV_F: "#66ccee", Op.SEND_B: "#ee99aa", Op.RECV_B: "#ee99aa",
-    Op.GATHER: "#228833", Op.SHARE: "#228833", Op.REDUCE: "#99bb55", Op.TIE: "#99bb55",
+    Op.GATHER: "#228833", Op.SHARE: "#228833", Op.REDUCE: "#99bb55", Op.SUM: "#99bb55", Op.TIE: "#99bb55",
     Op.COUNT: "#bbbbbb", Op.NORM: "#bbbbbb", Op.A: "#88aacc", Op.CF: "#117799", Op.CA: "#117799", Op.CB: "#994455",
 }  # fmt: skip
 MEANINGS = {

@@ -135,10 +135,6 @@ class Plan:
         return self.mb * self.halves * self.dp > 1 or bool(self.slices)
 
     @property
-    def smallest_degree(self) -> int:
-        return min((degree for units in self.degrees for degree in units), default=self.tp)
-
-    @property
     def multiple(self) -> int:
         """Every micro-batch has a multiple of so many samples: equal halves, each in equal parts for every degree."""
         return self.halves * math.lcm(*(self.tp // degree for units in self.degrees for degree in units))

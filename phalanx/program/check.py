@@ -74,7 +74,7 @@ def _check_rank(scope: Scope, rank: int, program: Program) -> Peaks:
     return Peaks(*(level.peak for level in levels))
 
 
-_UPDATE = frozenset((Op.REDUCE, Op.TIE, Op.COUNT, Op.NORM, Op.STEP, Op.SHARE))
+_UPDATE = frozenset((Op.REDUCE, Op.SUM, Op.TIE, Op.COUNT, Op.NORM, Op.STEP, Op.SHARE))
 
 
 def _picture(scope: Scope, programs: Sequence[Program], broken: Broken) -> str:

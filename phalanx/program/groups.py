@@ -1,4 +1,4 @@
-"""The ranks a collective runs over, one group after the other. Messages between two ranks are not collectives."""
+"""The ranks a collective runs over. Messages between two ranks are not collectives."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from phalanx.program.shape import ModelShape, Partition
 Group = tuple[int, ...]
 
 
-def groups_of(plan: Plan, shape: ModelShape, rank: int, instruction: Instruction) -> tuple[Group, ...]:
-    """The groups in which `rank` runs a collective; a group of one rank is left out, having nothing to do."""
+def group_of(plan: Plan, shape: ModelShape, rank: int, instruction: Instruction) -> Group:
+    """The group in which `rank` runs a collective; alone, it has nothing to do."""
     mesh = Mesh.of(plan)
-    groups: tuple[Group, ...] = ()
     match instruction.op:
         case Op.COUNT:
-            groups = (mesh.dp_group(rank),)
+            return mesh.dp_group(rank)
         case Op.NORM:
-            groups = (tuple(range(plan.world)),)
+            return mesh.world
         case Op.GATHER | Op.SHARE:
-            groups = (mesh.zero_group(rank),)
+            return mesh.zero_group(rank)
         case Op.REDUCE:
-            # Scattered among the shards first, so that only a shard travels between the replicas.
-            groups = (mesh.zero_group(rank), _summing(mesh, shape, rank, instruction))
+            return mesh.zero_group(rank) if plan.zero else _summing(mesh, shape, rank, instruction)
+        case Op.SUM:  # after they were scattered, so that only a shard travels between the replicas
+            return _summing(mesh, shape, rank, instruction)
         case Op.CF | Op.CA | Op.CB:
             assert instruction.block is not None and instruction.step is not None
             cells = shape.steps_of(instruction.block)[instruction.step].cells
-            groups = (mesh.beside(rank, _cell(mesh, rank, cells)),)
+            return mesh.beside(rank, _cell(mesh, rank, cells))
         case Op.TIE:
             assert instruction.block is not None
-            groups = (tuple(mesh.at_stage(rank, p) for p in holders(plan, shape, instruction.block)),)
+            return tuple(mesh.at_stage(rank, p) for p in holders(plan, shape, instruction.block))
         case _:
             raise AssertionError(f"{instruction} is not a collective")
-    return tuple(group for group in groups if len(group) > 1)
 
 
-def _summing(mesh: Mesh, shape: ModelShape, rank: int, reduce: Instruction) -> Group:
+def _summing(mesh: Mesh, shape: ModelShape, rank: int, instruction: Instruction) -> Group:
     """Everyone with the same shard of a bucket and a share of its gradients: replicas, of each rank of its cell."""
-    assert reduce.block is not None
-    cell = mesh.beside(rank, _cell(mesh, rank, shape.cells(reduce.block)))
+    assert instruction.block is not None
+    cell = mesh.beside(rank, _cell(mesh, rank, shape.cells(instruction.block)))
     return tuple(sorted(other for member in cell for other in mesh.replica_group(member)))
 
 

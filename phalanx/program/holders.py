@@ -23,6 +23,17 @@ def is_tied(plan: Plan, shape: ModelShape, bucket: int) -> bool:
     return bucket >= shape.num_blocks and shape.trained[bucket] and len(holders(plan, shape, bucket)) > 1
 
 
+def summed_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
+    """Of the buckets that are reduced, those of which several ranks then have the same shard: in other ZeRO groups, or
+    in the same cell of tensor-parallel ranks."""
+    others = plan.dp > plan.shards
+    return tuple(
+        bucket
+        for bucket in reduced_of(plan, shape, pp_index)
+        if plan.zero and (others or any(len(cell) > 1 for cell in shape.cells(bucket)))
+    )
+
+
 def reduced_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
     """The buckets whose gradients other ranks have a share of: replicas, or the cells of tensor-parallel ranks that
     computed with different samples or tokens."""

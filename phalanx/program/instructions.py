@@ -33,7 +33,8 @@ class Op(StrEnum):
     RECV_B = "RB"  # the gradients of a stage's outputs from the next
     GATHER = "G"  # a bucket's parameters from the ranks that share them
     FREE = "X"  # what was gathered
-    REDUCE = "R"  # a bucket's gradients over the replicas
+    REDUCE = "R"  # a bucket's gradients over the replicas, with ZeRO over those that share them
+    SUM = "S"  # a bucket's reduced shard over all others that have the same one
     TIE = "T"  # a shared bucket's gradients over the stages that hold it
     COUNT = "COUNT"  # the items of the global batch
     NORM = "NORM"  # the loss, the norm of all gradients, whether all is finite
@@ -45,7 +46,7 @@ COMPUTE = frozenset((Op.F, Op.B, Op.W, Op.BW, Op.A))
 EXCHANGES = frozenset((Op.CF, Op.CA, Op.CB))  # collectives between the ranks that split tensors
 SENDS = frozenset((Op.SEND_F, Op.SEND_B))
 RECEIVES = frozenset((Op.RECV_F, Op.RECV_B))
-COLLECTIVES = EXCHANGES | {Op.GATHER, Op.REDUCE, Op.TIE, Op.COUNT, Op.NORM, Op.SHARE}
+COLLECTIVES = EXCHANGES | {Op.GATHER, Op.REDUCE, Op.SUM, Op.TIE, Op.COUNT, Op.NORM, Op.SHARE}
 HALVES = "ab"
 
 
@@ -124,4 +125,4 @@ def _places(op: Op) -> tuple[set[str], set[str]]:
         return place, {"slice", "half"}
     if op in (Op.GATHER, Op.FREE, Op.REDUCE):
         return {*place, "block"}, {"slice"} if op is not Op.REDUCE else set()
-    return ({"block"} if op in (Op.TIE, Op.SHARE) else set()), set()
+    return ({"block"} if op in (Op.SUM, Op.TIE, Op.SHARE) else set()), set()

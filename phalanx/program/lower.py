@@ -13,11 +13,11 @@ from dataclasses import replace
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.expand import forwards_of, schedule_of
-from phalanx.program.holders import buckets_of, is_tied, reduced_of
+from phalanx.program.holders import buckets_of, is_tied, reduced_of, summed_of
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.blocks import at_their_grain, to_blocks
 from phalanx.program.passes.messages import Route, add_messages
-from phalanx.program.passes.reductions import add_reductions
+from phalanx.program.passes.reductions import add_reductions, add_sums
 from phalanx.program.passes.steps import to_steps
 from phalanx.program.passes.zero import gather_per_micro_batch, gather_per_step
 from phalanx.program.shape import ModelShape
@@ -34,6 +34,7 @@ def lower(plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
         add_reductions(program, shape, reduced_of(plan, shape, p), per_micro_batch=per_micro_batch)
         for p, program in enumerate(programs)
     ]
+    programs = [add_sums(program, summed_of(plan, shape, p)) for p, program in enumerate(programs)]
     programs = add_messages(programs, _route(plan), split)
     return _for_world([_complete(program, plan, shape, p) for p, program in enumerate(programs)], plan)
 

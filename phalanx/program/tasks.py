@@ -16,7 +16,7 @@ from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program import timeline
 from phalanx.program.costs import Costs, Ranks
-from phalanx.program.groups import groups_of
+from phalanx.program.groups import group_of
 from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import COLLECTIVES, COMPUTE, EXCHANGES, RECEIVES, SENDS, Instruction, Op, Program
 from phalanx.program.shape import ModelShape
@@ -176,8 +176,7 @@ class _Issuer:
 
     def _exchange(self, position: int, instruction: Instruction) -> None:
         shares, costs = self.setting.shares, self.setting.costs
-        groups = groups_of(self.setting.plan, self.setting.shape, self.rank, instruction) or ((self.rank,),)
-        (ranks,) = groups
+        ranks = group_of(self.setting.plan, self.setting.shape, self.rank, instruction)
         place = self._joint(group_name(ranks), position)
         task = self.tasks.tasks[place]
         task.needs += [*self.computed, *self._brought(instruction)]
@@ -191,21 +190,18 @@ class _Issuer:
     def _collective(self, position: int, instruction: Instruction) -> None:
         op, bucket = instruction.op, instruction.block
         needs = self.computed + (self.ended if op == Op.NORM else [])
-        needs += [self.reduced[bucket]] if op == Op.TIE and bucket in self.reduced else []
-        # A rank alone is its own group: nothing is sent, but the instruction has its place in the timeline.
-        for ranks in groups_of(self.setting.plan, self.setting.shape, self.rank, instruction) or ((self.rank,),):
-            place = self._joint(group_name(ranks), position)
-            task = self.tasks.tasks[place]
-            task.seconds = self._collective_seconds(instruction, ranks)
-            task.needs += needs
-            needs = [place]
-        (place,) = needs
+        needs += [self.reduced[bucket]] if op in (Op.SUM, Op.TIE) and bucket in self.reduced else []
+        ranks = group_of(self.setting.plan, self.setting.shape, self.rank, instruction)
+        place = self._joint(group_name(ranks), position)
+        task = self.tasks.tasks[place]
+        task.seconds = self._collective_seconds(instruction, ranks)
+        task.needs += needs
         if op == Op.GATHER:
             assert bucket is not None
             self.gathered[bucket] = place
         elif op == Op.COUNT:
             self.counted = [place]
-        elif op == Op.REDUCE:
+        elif op in (Op.REDUCE, Op.SUM):
             self.reduced[bucket] = place
         if op != Op.GATHER:
             self.ended.append(place)
@@ -218,7 +214,7 @@ class _Issuer:
         bucket = self.setting.costs.buckets[instruction.block]
         if op in (Op.GATHER, Op.SHARE):
             return link.gather(bucket.weight_bytes, num_ranks)
-        if op == Op.REDUCE and plan.zero and ranks == self.mesh.zero_group(self.rank):
+        if op == Op.REDUCE and plan.zero:
             return link.gather(bucket.gradient_bytes, num_ranks)
         return link.reduce(bucket.gradient_bytes / plan.shards, num_ranks)
 

@@ -74,7 +74,7 @@ class BucketGradients:
         self._seen: set[str] = set()  # in this step
         self._moving: tuple[Tensor, Tensor, Pending] | None = None  # what is summed over ranks, and where to
         self._sum: Tensor | None = None  # this rank's part of the sum over ranks
-        self._final: Pending | None = None  # on the way to the last sum
+        self._final: Pending | None = None  # what `_sum` is being summed over further ranks by
 
     def add(self, gradients: Mapping[str, Tensor | Product]) -> None:
         self._open()
@@ -121,26 +121,17 @@ class BucketGradients:
             self._sum.add_(part)
             self._pool.give(part)
 
-    def complete(self) -> None:
-        """Takes in every reduction and starts the sum over replicas."""
-        self.collect()
-        if self._sum is None:  # this rank has no replicas
-            self._sum = self._close()
-        if len(self._how.replicas.ranks) > 1:
-            self._final = self._how.replicas.all_reduce(self._sum)
+    def sum(self) -> None:
+        """Starts the sum over replicas of what was reduced."""
+        self._final = self._how.replicas.all_reduce(self._complete())
 
     def tie(self) -> None:
         """Starts the sum over the stages that hold this bucket."""
-        self.complete()
-        self._settle()
-        assert self._sum is not None
-        self._final = self._how.tie.all_reduce(self._sum)
+        self._final = self._how.tie.all_reduce(self._complete())
 
     def take(self) -> dict[str, Tensor]:
         """What this rank's pieces get; absent what no loss depends on. Valid until `release`."""
-        self._settle()
-        assert self._sum is not None, "complete() comes first"
-        pieces = self._shelf.cut(self._sum)
+        pieces = self._shelf.cut(self._complete())
         # Another stage may have a gradient where this one has none; nobody knows, so zero stands for none there.
         found = pieces if len(self._how.tie.ranks) > 1 else {n: piece for n, piece in pieces.items() if n in self._seen}
         self._seen = set()
@@ -152,10 +143,15 @@ class BucketGradients:
             self._pool.give(self._sum)
             self._sum = None
 
-    def _settle(self) -> None:
+    def _complete(self) -> Tensor:
+        """Everything that was added and reduced until now."""
+        self.collect()
         if self._final is not None:
             self._final.wait("gradients")
             self._final = None
+        if self._sum is None:  # nobody shares it
+            self._sum = self._close()
+        return self._sum
 
     def _open(self) -> None:
         if self._buffer is None:
@@ -185,7 +181,6 @@ class Gradients:
         self._buckets, self._home, self._in_flight = buckets, home, in_flight
         self._alone = Accumulator()
         self._moving: deque[BucketGradients] = deque()
-        self._tied: set[int] = set()
 
     def add(self, names: Sequence[str], gradients: Sequence[Gradient]) -> None:
         alone: dict[str, Tensor | Product] = {}
@@ -205,17 +200,15 @@ class Gradients:
         while self._in_flight is not None and len(self._moving) > self._in_flight:
             self._moving.popleft().collect()
 
+    def sum(self, bucket: int) -> None:
+        self._buckets[bucket].sum()
+
     def tie(self, bucket: int) -> None:
         self._buckets[bucket].tie()
-        self._tied.add(bucket)
 
     def finish(self) -> dict[str, Tensor]:
         """The gradients of this rank's pieces; parameters that got none are absent."""
         self._moving.clear()
-        for index, bucket in self._buckets.items():
-            if index not in self._tied:
-                bucket.complete()
-        self._tied.clear()
         found = self._alone.take()
         for bucket in self._buckets.values():
             found |= bucket.take()

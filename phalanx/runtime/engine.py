@@ -118,6 +118,7 @@ class Engine:
                 Op.BW: self._backward,
                 Op.W: self._weight,
                 Op.REDUCE: lambda i, step: self._gradients.reduce(_block(i)),
+                Op.SUM: lambda i, step: self._gradients.sum(_block(i)),
                 Op.TIE: lambda i, step: self._gradients.tie(_block(i)),
                 Op.COUNT: lambda i, step: totals.count(step),
                 Op.NORM: lambda i, step: totals.norm(step, self._gradients.finish()),

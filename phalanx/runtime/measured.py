@@ -19,7 +19,7 @@ import torch
 from phalanx.launch.seat import Seat
 from phalanx.observe.metrics import peak_memory
 from phalanx.plan.plan import Plan
-from phalanx.program.groups import groups_of
+from phalanx.program.groups import group_of
 from phalanx.program.instructions import COLLECTIVES, RECEIVES, SENDS, Instruction
 from phalanx.program.shape import ModelShape
 from phalanx.program.tasks import channel_name, group_name
@@ -62,11 +62,10 @@ class Recorder:
         return Timeline(tuple(events), ({},) * self._rank + ({"measured": peak_memory(self._device)},))
 
     def _resource(self, instruction: Instruction) -> str:
-        """As the simulator names it; the first one where a collective runs over one group after the other."""
+        """As the simulator names it."""
         op, peer = instruction.op, instruction.peer
         if op in COLLECTIVES:
-            groups = groups_of(self._plan, self._shape, self._rank, instruction)
-            return group_name(groups[0] if groups else (self._rank,))
+            return group_name(group_of(self._plan, self._shape, self._rank, instruction))
         if op in SENDS or op in RECEIVES:
             assert peer is not None
             return channel_name(self._rank, peer, op) if op in SENDS else channel_name(peer, self._rank, op)

@@ -124,10 +124,6 @@ class Rank:
         """The parameters alone, by their own names, in the precision of training."""
         return holdings.of_parameters(self.formation, self.parameters, exact=False)
 
-    def exact_values(self) -> Iterator[tuple[Holding, Tensor]]:
-        """The same in the highest precision there is."""
-        return holdings.of_parameters(self.formation, self.parameters, exact=True)
-
     def restore_optimizer(
         self, slots: Iterable[tuple[str, str]], read: Callable[[str, Piece], Tensor], scalars: Mapping[str, Any]
     ) -> None:

@@ -73,11 +73,6 @@ def test_degrees_that_the_model_does_not_have_are_refused_with_the_layer_and_wha
     assert (refused.value.message, refused.value.hint) == (message, hint)
 
 
-def test_the_smallest_degree_is_of_any_unit() -> None:
-    assert [Plan().smallest_degree, Plan(tp=4).smallest_degree] == [1, 4]
-    assert Plan.parse("tp=8,degrees=8:4*3+8:2").smallest_degree == 2
-
-
 def test_an_overlap_mode_says_how_many_halves_there_are_and_what_is_computed_again() -> None:
     assert {name: (Plan(tp=2, overlap=name).halves, Plan(tp=2, overlap=name).again) for name in OVERLAPS} == {
         "none": (1, ""),

@@ -28,7 +28,7 @@ def sliced(draw: st.DrawFn, whole: st.SearchStrategy[Case]) -> Case:
     """The same with slicings of any number of slices in turn."""
     plan, shape = draw(whole)
     slices: Slicings = draw(slicings)
-    plan = replace(plan, slices=slices, mb=min(plan.mb, MAX_MICRO_BATCHES))
+    plan = replace(plan, slices=slices, pairs=False, mb=min(plan.mb, MAX_MICRO_BATCHES))
     num_whole = draw(st.integers(0, shape.num_blocks - 1) | st.just(0))
     whole_wires = frozenset(f"h{n}" for n in range(num_whole + 1)) if num_whole else frozenset[str]()
     return plan, replace(shape, grains=grains(num_whole, shape.num_blocks), whole_wires=whole_wires)

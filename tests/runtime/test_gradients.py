@@ -153,6 +153,7 @@ def test_shards_inside_groups_are_summed_across_the_groups() -> None:
         zero, replicas = ThreadGroup(inside[group], index), ThreadGroup(across[index], group)
         gradients = gradients_of(Reduction(zero, replicas, ALONE, sharded=True), Sharding(2, index), in_flight=2)
         add_all(gradients, number, 2, "micro-batch")
+        gradients.sum(7)
         return gradients.finish()
 
     found = on_threads(4, rank)

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from phalanx.program.checks.scope import Broken, Scope
-from phalanx.program.groups import Group, groups_of
+from phalanx.program.groups import Group, group_of
 from phalanx.program.instructions import COLLECTIVES, EXCHANGES, Instruction, Op, Program
 
 Placed = tuple[int, Instruction]  # position in its program
-_PER_BLOCK = EXCHANGES | {Op.TIE, Op.REDUCE}
+_PER_BLOCK = EXCHANGES | {Op.TIE, Op.REDUCE, Op.SUM}
 
 
 class Groups:
-    """`groups_of`, remembered for each rank, kind of collective and, where it matters, bucket or step."""
+    """`group_of`, remembered for each rank, kind of collective and, where it matters, bucket or step."""
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._known: dict[tuple[int, Op, int | None, int | None], tuple[Group, ...]] = {}
+        self._known: dict[tuple[int, Op, int | None, int | None], Group] = {}
 
-    def of(self, rank: int, instruction: Instruction) -> tuple[Group, ...]:
+    def of(self, rank: int, instruction: Instruction) -> Group:
         key = (rank, instruction.op, instruction.block if instruction.op in _PER_BLOCK else None, instruction.step)
         if key not in self._known:
-            self._known[key] = groups_of(self._scope.plan, self._scope.shape, rank, instruction)
+            self._known[key] = group_of(self._scope.plan, self._scope.shape, rank, instruction)
         return self._known[key]
 
 
@@ -33,8 +33,7 @@ def check_collectives(groups: Groups, programs: Sequence[Program]) -> None:
     for rank, program in enumerate(programs):
         for position, instruction in enumerate(program):
             if instruction.op in COLLECTIVES:
-                for group in groups.of(rank, instruction):
-                    issued[group].setdefault(rank, []).append((position, instruction))
+                issued[groups.of(rank, instruction)].setdefault(rank, []).append((position, instruction))
     for group, sequences in issued.items():
         for member in group[1:]:
             _compare(group, group[0], sequences.get(group[0], []), member, sequences.get(member, []))

@@ -28,7 +28,7 @@ class Execution:
         self._arrived: set[tuple[int, Instruction]] = set()  # receiver, its receive
         self._issued: Counter[Group] = Counter()  # calls of all members together
         self._calls = [Counter[Group]() for _ in programs]
-        self._entered = [0] * len(programs)  # groups of the current collective that the rank has called
+        self._entered = [False] * len(programs)  # whether the rank has called the collective at its position
 
     def run(self) -> None:
         while any([self._advance(rank) for rank in range(len(self._programs))]):
@@ -63,15 +63,15 @@ class Execution:
         return self._scope.receive_of(rank, it.op, it)
 
     def _pass_collective(self, rank: int, instruction: Instruction) -> bool:
-        for nth, group in enumerate(self._groups.of(rank, instruction)):
-            if nth == self._entered[rank]:
-                self._entered[rank] += 1
-                self._issued[group] += 1
-                self._calls[rank][group] += 1
-            # Members call in the same order, so all are here once they have made this many calls together.
-            if self._issued[group] < self._calls[rank][group] * len(group):
-                return False
-        self._entered[rank] = 0
+        group = self._groups.of(rank, instruction)
+        if not self._entered[rank]:
+            self._entered[rank] = True
+            self._issued[group] += 1
+            self._calls[rank][group] += 1
+        # Members call in the same order, so all are here once they have made this many calls together.
+        if self._issued[group] < self._calls[rank][group] * len(group):
+            return False
+        self._entered[rank] = False
         return True
 
     def _wait_in_words(self, rank: int) -> str:
@@ -79,5 +79,5 @@ class Execution:
         receive = self._needed(rank, instruction)
         if receive is not None and (rank, receive) not in self._arrived:
             return f"rank {rank} waits for {receive} to run {instruction}"
-        group = self._groups.of(rank, instruction)[self._entered[rank] - 1]
+        group = self._groups.of(rank, instruction)
         return f"rank {rank} waits in {instruction} for the ranks {', '.join(map(str, group))}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from phalanx.program.checks.scope import Scope
-from phalanx.program.holders import reduced_of
+from phalanx.program.holders import reduced_of, summed_of
 from phalanx.program.instructions import Instruction, Op
 from phalanx.program.passes.reductions import ADDS_TO_GRADIENTS
 
@@ -29,8 +29,9 @@ class UpdateRules:
         self._due |= {Instruction(Op.TIE, block=bucket) for bucket in scope.tied(rank)}
         self._due |= {Instruction(Op.SHARE, block=bucket) for bucket in trained if plan.zero in (1, 2)}
         moments = micro_batches if self._per_micro_batch else [None]
-        reduced = reduced_of(plan, shape, scope.mesh.coordinates(rank)[0])
-        self._due |= {self._reduction(bucket, i) for bucket in reduced for i in moments}
+        pp_index, *_ = scope.mesh.coordinates(rank)
+        self._due |= {self._reduction(bucket, i) for bucket in reduced_of(plan, shape, pp_index) for i in moments}
+        self._due |= {Instruction(Op.SUM, block=bucket) for bucket in summed_of(plan, shape, pp_index)}
 
     def _num_adds(self, block: int, micro_batch: int) -> int:
         """Every segment of a block counts as one that adds to all of the block's buckets."""
@@ -45,7 +46,7 @@ class UpdateRules:
             assert instruction.block is not None and instruction.micro_batch is not None
             for bucket in self._scope.shape.buckets(instruction.block):
                 self._to_add[bucket, instruction.micro_batch] -= 1
-        if op in (Op.REDUCE, Op.TIE, Op.COUNT, Op.NORM, Op.STEP, Op.SHARE):
+        if op in (Op.REDUCE, Op.SUM, Op.TIE, Op.COUNT, Op.NORM, Op.STEP, Op.SHARE):
             return self._once(instruction) or self._early(instruction)
         return ""
 
@@ -68,11 +69,13 @@ class UpdateRules:
         """What must have happened before this instruction and has not."""
         if it.op is Op.REDUCE:
             return self._unfinished(it, it.block, it.micro_batch if self._per_micro_batch else None)
-        if it.op is Op.TIE:
+        if it.op is Op.SUM:
             return self._unfinished(it, it.block, None) or self._not_after(it, (Op.REDUCE,), it.block)
+        if it.op is Op.TIE:
+            return self._unfinished(it, it.block, None) or self._not_after(it, (Op.REDUCE, Op.SUM), it.block)
         if it.op is Op.NORM:
-            return self._unfinished(it, None, None) or self._not_after(it, (Op.REDUCE, Op.TIE))
-        earlier = {Op.STEP: (Op.REDUCE, Op.TIE, Op.NORM), Op.SHARE: (Op.STEP,), Op.COUNT: ()}
+            return self._unfinished(it, None, None) or self._not_after(it, (Op.REDUCE, Op.SUM, Op.TIE))
+        earlier = {Op.STEP: (Op.REDUCE, Op.SUM, Op.TIE, Op.NORM), Op.SHARE: (Op.STEP,), Op.COUNT: ()}
         return self._not_after(it, earlier[it.op])
 
     def _unfinished(self, it: Instruction, bucket: int | None, micro_batch: int | None) -> str:

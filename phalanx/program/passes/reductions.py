@@ -1,10 +1,12 @@
-"""Reducing gradients over the ranks that have their own share of them, started as soon as nothing more is added."""
+"""Reducing gradients over the ranks that have their own share of them, started as soon as nothing more is added; and
+summing what other ranks have reduced of the same part."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import pairwise
 
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.insert import insert
@@ -25,4 +27,15 @@ def add_reductions(program: Program, shape: ModelShape, buckets: Collection[int]
     for (bucket, _), position in last.items():
         if bucket in buckets:
             after[position].append(replace(program[position], op=Op.REDUCE, block=bucket, **_NOWHERE))
+    return insert(program, {}, after)
+
+
+def add_sums(program: Program, buckets: Collection[int]) -> Program:
+    """Sums each of the buckets once its last reduction has been made: not at once, where the computation would have to
+    wait for that, but behind the next bucket's."""
+    last = {it.block: position for position, it in enumerate(program) if it.op is Op.REDUCE}
+    places = sorted((position, bucket) for bucket, position in last.items() if bucket in buckets)
+    after: defaultdict[int, list[Instruction]] = defaultdict(list)
+    for (_, bucket), (behind, _) in pairwise([*places, (len(program) - 1, 0)]):
+        after[behind].append(Instruction(Op.SUM, block=bucket))
     return insert(program, {}, after)
