@@ -34,6 +34,7 @@ def main() -> None:
     if options.candidate:
         print(json.dumps(measure(options)))
         return
+    _require_gpu()
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CANDIDATES}
     for _ in range(options.rounds):
         for name in CANDIDATES:
@@ -43,6 +44,13 @@ def main() -> None:
     print(_table(results))
     setting = {name: value for name, value in vars(options).items() if name not in ("out", "plot", "candidate")}
     report.publish(options, "single_gpu", setting, results, [_panel(results)])
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("single_gpu needs a CUDA device, and none can be used; phalanx env shows what there is")
 
 
 def _panel(results: list[dict[str, Any]]) -> plot.Panel:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, cast, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from phalanx.config_text import explain, plain_value, read_mapping, read_plan
+from phalanx.config_text import explain, plain_value, plan_text, read_mapping
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.plan import fields as plan_fields
 from phalanx.plan.plan import Plan
@@ -193,9 +193,8 @@ class RunConfig(BaseModel):
         """Checks how the plan is written; whether it suits the model and the ranks is known later."""
         if isinstance(value, Plan):
             return value.full_text
-        if isinstance(value, str | Path) and Path(value).suffix in (".json", ".yaml", ".yml"):
-            return read_plan(Path(value))
-        if isinstance(value, str):
+        if isinstance(value, str | Path):
+            value = plan_text(value)
             plan_fields.read(value)
         return value
 
@@ -220,6 +219,12 @@ def parse_steps(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def require_eval_data(config: RunConfig) -> None:
+    """Asked once what was given as objects has its name in the options."""
+    if config.eval_every and not config.eval_data:
+        raise ConfigError(f"option eval_every = {config.eval_every} has nothing to evaluate", "set eval_data as well")
+
+
 def _check_together(config: RunConfig) -> None:
     """What no single option's limits can say; the first contradiction is raised."""
     for option, (other, values) in ACTS_ONLY_WITH.items():
@@ -234,8 +239,6 @@ def _check_together(config: RunConfig) -> None:
         raise ConfigError(longer, f"choose warmup_steps between 0 and {config.steps}")
     if not config.data:
         raise ConfigError("option data is empty", "name a file or folder, or use 'stdlib' or 'synthetic'")
-    if config.eval_every and not config.eval_data:
-        raise ConfigError(f"option eval_every = {config.eval_every} has nothing to evaluate", "set eval_data as well")
     if not all(0 <= beta < 1 for beta in config.betas):
         raise ConfigError(f"option betas = {config.betas} is out of range", "both must be at least 0 and less than 1")
     if "." not in config.optimizer and config.optimizer not in OPTIMIZERS:

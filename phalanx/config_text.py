@@ -42,6 +42,11 @@ def plain_value(value: Any) -> Any:
         return value
 
 
+def plan_text(given: str | Path) -> str:
+    """A plan as text, which may also stand in a file."""
+    return read_plan(Path(given)) if Path(given).suffix in (".json", ".yaml", ".yml") else str(given)
+
+
 def read_plan(path: Path) -> str:
     """The text of the plan in a file."""
     try:

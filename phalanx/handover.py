@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
 import pickle
 import shutil
@@ -19,7 +20,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError
+from phalanx.launch.main_script import MainScript, explained_pickling, unpickle
 from phalanx.loop import Job
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -27,29 +28,31 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Parcel:
-    """A job without its module's values, which lie in a file."""
+    """A job without its module's values, which lie in a file. `main` is where the classes of the script are found."""
 
     job: bytes
     values: Path | None
+    main: MainScript
 
 
 @contextlib.contextmanager
 def pack(job: Job) -> Iterator[Parcel]:
     """Within it the parcel can be opened by other processes."""
+    main = MainScript.of_this_process()
     if not isinstance(job.model, nn.Module):
-        yield Parcel(_pickled(job), None)
+        yield Parcel(_pickled(job), None, main)
         return
     folder = Path(tempfile.mkdtemp(prefix="phalanx-module-", dir=_place_for(job.model)))
     try:
         file = folder / "values.safetensors"
         save_file(_tensors(job.model), file)
-        yield Parcel(_pickled(replace(job, model=_hollow(job.model))), file)
+        yield Parcel(_pickled(replace(job, model=_hollow(job.model))), file, main)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def unpack(parcel: Parcel) -> Job:
-    job: Job = pickle.loads(parcel.job)
+    job: Job = unpickle(io.BytesIO(parcel.job), parcel.main)
     if parcel.values is not None:
         assert isinstance(job.model, nn.Module)
         _restore(job.model, load_file(parcel.values))
@@ -96,10 +99,5 @@ def _restore(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def _pickled(job: Job) -> bytes:
-    try:
+    with explained_pickling():
         return pickle.dumps(job)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"what the run is given cannot be handed to other processes: {error}",
-            "define classes and functions at the top level of a module, or train on one rank (ranks=1)",
-        ) from error

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from phalanx import tasks
 from phalanx.config import RunConfig, cache_folder, parse_steps
 from phalanx.data import Batches, Tokenizer, load_tokenizer, needs_tokenizer, open_data, sample_length
-from phalanx.data.own import is_own_dataset
+from phalanx.data.own import is_own_dataset, shown
 from phalanx.data.tokenizer import has_tokenizer
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.seat import Seat
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
+from phalanx.model.separable import NUM_SAMPLES, require_separable
 from phalanx.model.weights.init_recipe import record
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.configure import override
@@ -32,6 +33,7 @@ from phalanx.plan.complete import complete, needed_ranks
 from phalanx.plan.micro_batches import require_evaluation
 from phalanx.plan.plan import Plan
 from phalanx.runtime.parameters import choose_trainable
+from phalanx.runtime.step import require_inputs
 from phalanx.state.dcp import DcpWeights, is_dcp
 from phalanx.state.snapshot import Mark, digest
 from phalanx.tasks.base import Task
@@ -104,6 +106,7 @@ def prepare(
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
     plan, reasons = complete(config.plan, world=seat.world, batch_size=config.batch_size, costs=costs)
+    captured = _without_coupling(spec, captured, batches, plan, config.batch_size)
     if eval_batches is not None:
         require_evaluation(plan, eval_length(config, eval_batches))
     return Prepared(
@@ -206,7 +209,7 @@ def _task(spec: ModelSpec, data: Any, collate: Collate | None) -> Task:
         return tasks.get(spec.task)
     if not is_own_dataset(data):
         raise DataError(
-            f"{spec.name!r} takes inputs of its own, which {data!r} does not hold",
+            f"{spec.name!r} takes inputs of its own, which {shown(data)} does not hold",
             "give a dataset whose items are dicts of its inputs, or name what it learns with task=",
         )
     first = data[0]
@@ -236,6 +239,15 @@ def _tokenizer(
         assert spec.config is not None
         return replace(spec, config=override(spec.config, {"vocab_size": max(size, tokenizer.vocab_size)})), tokenizer
     return spec, load_tokenizer(config.tokenizer, spec.folder, size)
+
+
+def _without_coupling(spec: ModelSpec, captured: Captured, batches: Batches, plan: Plan, batch_size: int) -> Captured:
+    """Samples of a module of the user's own may depend on each other only where the plan leaves batches whole."""
+    if spec.factory is None or plan.dp * plan.mb * plan.multiple == 1:
+        return captured
+    batch = batches.batch(0, min(batch_size, NUM_SAMPLES))
+    require_inputs(captured, batch)
+    return require_separable(spec, captured, batch, plan.shown)
 
 
 def _contents(batch: Mapping[str, Tensor]) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from phalanx.callbacks import Callbacks
-from phalanx.config import RunConfig
+from phalanx.config import RunConfig, require_eval_data
 from phalanx.handover import Parcel, pack, unpack
 from phalanx.launch.crew import Crew
 from phalanx.launch.join import join, run_joined
+from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.seat import Seat, local_device
 from phalanx.loop import Job, Loop
 from phalanx.model.zoo.zoo import Model
@@ -54,6 +55,7 @@ class Trainer:
         if optimizer_class is not None:
             names["optimizer"] = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
         self.config = config.override(**names)
+        require_eval_data(self.config)
         self.job = Job(model, data, eval_data, self.config, collate, optimizer_class)
         self.folder = self.job.folder
         self._callbacks = Callbacks(callbacks)
@@ -68,6 +70,7 @@ class Trainer:
 
         Ctrl-C and SIGTERM end the run after the current step, saved, with KeyboardInterrupt and SystemExit(143).
         """
+        refuse_while_loading("Trainer.fit")
         try:
             summary = self._fit()
         except (KeyboardInterrupt, SystemExit):
@@ -123,8 +126,7 @@ def train(
     **options: Any,
 ) -> Result:
     """Trains `model` on `data`; `options` are those of RunConfig. The same as `Trainer(…).fit()` in one call."""
-    if eval_data is not None:
-        options["eval_data"] = _names(eval_data)
+    refuse_while_loading("phalanx.train")
     trainer = Trainer(
         model, data, RunConfig.create(**options),
         callbacks=callbacks, optimizer_class=optimizer_class, collate=collate, eval_data=eval_data,

@@ -14,9 +14,10 @@ from phalanx import tasks
 from phalanx.config import RunConfig
 from phalanx.launch.seat import Seat
 from phalanx.model import interpret, reference
-from phalanx.model.capture import attention_sites, capture
+from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.graph.blocks import Blocks
+from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.ops import random
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.zoo import zoo

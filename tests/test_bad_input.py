@@ -205,6 +205,7 @@ OWN = {"batch_size": 2, "steps": 2, "progress": "off", "export": False}
     ("model", "data", "options", "message"),
     [
         (Square(), "stdlib", {}, "'Square' takes inputs of its own, which 'stdlib' does not hold"),
+        (Square(), ["a.txt"] * 99, {}, "'Square' takes inputs of its own, which a list does not hold"),
         (Square(), [{"x": torch.ones(2)}], {"tiny": True}, "tiny cannot act on a module or factory"),
         (Square(), [{"x": torch.ones(2)}], {"dropout": 0.1}, "dropout cannot be set on 'Square'"),
         (Square(), [{"x": torch.ones(2)}], {"freeze": ("*",)}, r"freeze = \['\*'\] leaves no parameter to train"),
@@ -247,6 +248,22 @@ class Pairs(torch.utils.data.Dataset):
 def test_items_that_are_not_dicts_need_a_collate(tmp_path: Path):
     with pytest.raises(DataError, match="a sample of the dataset is a tuple, not a dict"):
         phalanx.train(Square(), Pairs(), out=tmp_path, **OWN)
+
+
+def test_a_list_of_items_that_are_not_dicts_is_trained_with_a_collate(tmp_path: Path):
+    items = [(torch.full((2,), number / 4), number) for number in range(4)]
+    result = phalanx.train(
+        Square(), items, collate=lambda pairs: {"x": torch.stack([x for x, _ in pairs])}, out=tmp_path, **OWN
+    )
+    assert result.steps == 2
+
+
+@pytest.mark.parametrize("names", ["a", "a, x", "x, y"])
+def test_fields_that_forward_does_not_take_are_named(names: str, tmp_path: Path):
+    data = [{name: torch.ones(2) for name in names.split(", ")}] * 4
+    with pytest.raises(DataError, match=f"the samples hold {names}, but forward of Square takes x") as info:
+        phalanx.train(Square(), data, out=tmp_path, **OWN)
+    assert "as forward names its arguments" in info.value.hint
 
 
 def test_evaluation_data_must_give_the_inputs_of_the_training_data(tmp_path: Path):

@@ -81,7 +81,6 @@ def test_the_constructor_itself_raises_our_error():
         ({"profile_steps": "5:3"}, "option profile_steps = '5:3' is not of the form A:B"),
         ({"steps": 3, "epochs": 1}, "options steps = 3 and epochs = 1.0 exclude each other"),
         ({"steps": 3, "warmup_steps": 4}, "option warmup_steps = 4 is longer than the run, steps = 3"),
-        ({"eval_every": 5}, "option eval_every = 5 has nothing to evaluate"),
         ({"optimizer": "sgd", "eps": 1e-6}, "option eps = 1e-06 does nothing with optimizer = 'sgd'"),
         ({"optimizer": "sgd", "betas": (0, 0)}, "option betas = (0.0, 0.0) does nothing with optimizer = 'sgd'"),
         ({"lr_schedule": "constant", "min_lr_ratio": 0}, "does nothing with lr_schedule = 'constant'"),

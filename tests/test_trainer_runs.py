@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.cli.main import main
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.state import checkpoint
 from phalanx.trainer import Trainer
-from tests.run_helpers import losses, records, shared_captures, short_config, short_run
+from tests.run_helpers import losses, padded_samples, records, shared_captures, short_config, short_run
 
 LLAMA, GPT2 = "phalanx-demo", "gpt2"
 
@@ -131,6 +132,24 @@ def test_evaluation_is_forward_only_without_dropout_and_always_on_the_same_sampl
     ]  # fmt: skip
     at_the_end = run("end")
     assert at_the_end.eval_loss == often.eval_loss and at_the_end.losses == often.losses
+
+
+def test_evaluation_data_may_be_an_object_given_to_the_trainer(tmp_path: Path):
+    config = short_config(tmp_path, eval_every=1)
+    trainer = Trainer(GPT2, "synthetic:8", config, eval_data=padded_samples(4, 90))
+    assert trainer.config.eval_data == ("list",)
+    with pytest.raises(ConfigError, match=r"option eval_every = 1 has nothing to evaluate(.|\n)*set eval_data as well"):
+        Trainer(GPT2, "synthetic:8", config)
+    with pytest.raises(ConfigError, match="option eval_every = 1 has nothing to evaluate"):
+        Trainer.from_config(config)
+
+
+def test_the_command_line_and_files_name_what_is_to_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "run.yaml"
+    file.write_text("eval_every: 5\n")
+    for arguments in (["--eval-every", "5"], ["--config", str(file)]):
+        assert main(["train", *arguments, "--out", str(tmp_path)]) == 2
+        assert "error: option eval_every = 5 has nothing to evaluate" in capsys.readouterr().err
 
 
 def test_callbacks_are_called_at_their_moments(tmp_path: Path):

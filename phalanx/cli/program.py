@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.inspect import DTYPES, TOKENS, choose_dims, find_facts
+from phalanx.config_text import plan_text
 from phalanx.errors import ConfigError, PlanError, nearest
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from phalanx.program.local_facts import LocalFacts
     from phalanx.program.timeline import Timeline
 
+_SEE_LATER_TOKENS = ("masked-lm", "image-classification")
+
 
 def register(app: typer.Typer) -> None:
     app.command("program")(program)
@@ -34,7 +37,10 @@ def register(app: typer.Typer) -> None:
 def program(
     model: Annotated[str, typer.Option(help="zoo name, HuggingFace folder or cached hub id")],
     plan: Annotated[
-        str, typer.Option(help="for example pp=4,mb=8,schedule=zb-h1; what it leaves open is decided")
+        str,
+        typer.Option(
+            help="for example pp=4,mb=8,schedule=zb-h1, or a .json or .yaml file; what it leaves open is decided"
+        ),
     ] = "",
     ranks: Annotated[int | None, typer.Option(min=1, help="ranks there are (default: what the plan needs)")] = None,
     batch: Annotated[int, typer.Option(min=1, help="samples of the global batch")] = 8,
@@ -67,7 +73,7 @@ def program(
 
         return find_local_facts(facts, model, task, tiny, chosen, dims)
 
-    prediction = predict(facts, plan, ranks, batch, choose_dims(facts, batch, tokens), device, split)
+    prediction = predict(facts, plan_text(plan), ranks, batch, choose_dims(facts, batch, tokens), device, split)
     if lowered:
         typer.echo("\n".join(_lowered(prediction.programs)))
         return
@@ -113,6 +119,9 @@ def predict(
     seconds = block_seconds(facts, dims, device)
     completed = complete(plan, world=ranks, batch_size=batch, costs=seconds)
     chosen = completed.plan
+    if chosen.slices and facts.task in _SEE_LATER_TOKENS:
+        message = f"plan: slices need causal attention, and in a model for {facts.task} tokens see later ones"
+        raise PlanError(message, "leave slices out")
     part = dims | {"batch": -(-batch // (chosen.dp * chosen.mb))}
     parameters = tuple(block.parameters for block in facts.blocks)
     if chosen.tp == 1:

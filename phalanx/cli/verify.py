@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+
+from phalanx.errors import PhalanxError
 
 
 def register(app: typer.Typer) -> None:
@@ -14,7 +19,9 @@ def register(app: typer.Typer) -> None:
 
 def verify(
     model: Annotated[str, typer.Option(help="Zoo name, HuggingFace folder or cached hub id.")],
-    plan: Annotated[str, typer.Option(help="The plan to check, for example mb=2,schedule=zb-h1.")] = "",
+    plan: Annotated[
+        str, typer.Option(help="The plan to check: mb=2,schedule=zb-h1, or a .json or .yaml file of it.")
+    ] = "",
     tiny: Annotated[bool, typer.Option("--tiny", help="Shrink the model to test size, keeping its structure.")] = False,
     dtype: Annotated[str, typer.Option(help="float64 (tolerance 1e-9) or float32 (1e-5).")] = "float64",
     steps: Annotated[int, typer.Option(help="Steps to compare; they alternate between two shapes.")] = 2,
@@ -34,9 +41,22 @@ def verify(
     """Prove that a plan equals the plain model: loss, every gradient, every updated parameter."""
     from phalanx.verification.verify import verify as run
 
-    report = run(
-        model, plan, tiny=tiny, dtype=dtype, steps=steps, batch=batch, tokens=tokens, dropout=dropout, padding=padding,
-        documents=documents, task=task, compile=compile, device=device, seed=seed,
-    )  # fmt: skip
+    with _could_not_be_carried_out():
+        report = run(
+            model, plan, tiny=tiny, dtype=dtype, steps=steps, batch=batch, tokens=tokens, dropout=dropout,
+            padding=padding, documents=documents, task=task, compile=compile, device=device, seed=seed,
+        )  # fmt: skip
     typer.echo(json.dumps(report.to_dict(), default=str) if as_json else str(report))
     raise typer.Exit(0 if report.ok else 1)
+
+
+@contextmanager
+def _could_not_be_carried_out() -> Iterator[None]:
+    """Whatever goes wrong on the way must not look like a plan that was found to be wrong."""
+    try:
+        yield
+    except (PhalanxError, KeyboardInterrupt):
+        raise
+    except Exception:
+        traceback.print_exc()
+        raise typer.Exit(2) from None

@@ -13,8 +13,9 @@ import numpy as np
 
 from phalanx.data.arrays import ARRAY_SUFFIXES, open_array
 from phalanx.data.broken import BrokenData
+from phalanx.data.limits import longest
 from phalanx.data.order import Order
-from phalanx.data.own import OwnSamples, is_own_dataset
+from phalanx.data.own import OwnSamples, is_own_dataset, shown
 from phalanx.data.samples import Request, Samples, WindowSamples
 from phalanx.data.sources import NAMED, Source, dataset_source, existing, file_source, is_dataset
 from phalanx.data.synthetic import SyntheticSamples, is_synthetic
@@ -22,8 +23,9 @@ from phalanx.data.text import text_samples
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
 from phalanx.tasks.base import Batch, RecordTask, Task, WindowTask
-from phalanx.tasks.vocabulary import most_positions, vocab_size
+from phalanx.tasks.vocabulary import vocab_size
 
+TEXT_KEY = "text"
 USUAL_TOKENS = 1024  # of a sample, where nobody says
 
 
@@ -71,14 +73,14 @@ def open_data(
     shuffle: bool = True,
     on_broken: str = "refuse",
     cache: Path,
-    text_key: str = "text",
+    text_key: str = TEXT_KEY,
     collate: Callable[[list[Any]], Mapping[str, Any]] | None = None,
 ) -> Batches:
     """Batches from a path, a list of paths, 'stdlib', 'synthetic[:NUM]', a `datasets` object or a map-style dataset."""
     BrokenData(on_broken)  # refuses an unknown policy even where nothing can be broken
     task.inputs(config, documents=documents)
     if not is_own_dataset(data):  # whose samples are as long as they are
-        _check_length(task, config, tokens)
+        check_length(task, config, tokens)
     request = Request(task, config, tokenizer, tokens, seed, documents, on_broken, cache, text_key)
     samples = _samples(data, request, collate)
     return Batches(samples, task, tokens=tokens, seed=seed, shuffle=shuffle)
@@ -86,7 +88,7 @@ def open_data(
 
 def sample_length(asked: int | None, task: Task, config: Any) -> int:
     """Tokens per sample: as asked for, else a usual number, less where the model takes less."""
-    _, limit = _longest(task, config)
+    _, limit = longest(task, config)
     return asked or min(USUAL_TOKENS, limit or USUAL_TOKENS)
 
 
@@ -104,15 +106,15 @@ def _samples(data: Any, request: Request, collate: Callable[[list[Any]], Mapping
     if items is None and not is_dataset(data):
         return OwnSamples(data, collate, request)
     if collate is not None:
-        raise DataError(f"collate was given, but data is not your own dataset: {data!r}", "leave collate out")
+        raise DataError(f"collate was given, but data is not your own dataset: {shown(data)}", "leave collate out")
     if items is None:
         return _text(dataset_source(data), request)
     if any(is_synthetic(item) for item in items):
-        return SyntheticSamples(_only(items, "synthetic data"), request)
+        return SyntheticSamples(_only(items, "synthetic data", request), request)
     if request.task.modality != "text":
-        return _folder(_only(items, f"data for task {request.task.name}"), request)
+        return _folder(_only(items, f"data for task {request.task.name}", request), request)
     if any(Path(item).suffix.lower() in ARRAY_SUFFIXES for item in items):
-        return _array(existing(_only(items, "a pre-tokenised array")), request)
+        return _array(existing(_only(items, "a pre-tokenised array", request)), request)
     return _text(file_source(items, request.text_key), request)
 
 
@@ -130,7 +132,10 @@ def _items(data: Any) -> list[str] | None:
     )
 
 
-def _only(items: list[str], what: str) -> str:
+def _only(items: list[str], what: str, request: Request) -> str:
+    """The one item of data that is not text."""
+    if request.text_key != TEXT_KEY:
+        raise DataError(f"option text_key = {request.text_key!r} does nothing with {what}", "leave text_key out")
     if len(items) > 1:
         raise DataError(f"{what} cannot be joined with other data: {', '.join(items)}", "give it alone")
     return items[0]
@@ -172,20 +177,15 @@ def _tokenizer(request: Request, name: str) -> Tokenizer:
     return request.tokenizer
 
 
-def _check_length(task: Task, config: Any, tokens: int) -> None:
+def check_length(task: Task, config: Any, tokens: int, option: str = "seq_len") -> None:
+    """Raises a DataError for samples that the model cannot take. option: what sets their length."""
     if task.modality == "image":
         return
     if tokens < 2:
         raise DataError(f"a sample of {tokens} token has nothing to predict", "give a sample at least 2 tokens")
-    name, limit = _longest(task, config)
+    name, limit = longest(task, config)
     if limit is not None and tokens > limit:
         raise DataError(
             f"a sample of {tokens} tokens is longer than the model takes ({name} allows {limit})",
-            f"set seq_len to {limit} or less",
+            f"set {option} to {limit} or less",
         )
-
-
-def _longest(task: Task, config: Any) -> tuple[str, int | None]:
-    """What the model's configuration calls the most tokens that it takes, and how many those are, where it says."""
-    name = "max_target_positions" if task.modality == "speech" else "max_position_embeddings"
-    return name, most_positions(config, name)

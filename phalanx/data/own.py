@@ -6,10 +6,12 @@ What it yields is checked against what the task's model is called with, at the f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from phalanx.data.limits import require_limits
 from phalanx.data.samples import Indices, Request, Samples, as_batch
 from phalanx.errors import DataError
 from phalanx.tasks.base import Batch
@@ -22,7 +24,12 @@ def is_own_dataset(data: Any) -> bool:
     """Whether this is a dataset rather than the name of one, or a list of names."""
     if isinstance(data, str | Mapping) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return False
-    return not isinstance(data, Sequence) or (len(data) > 0 and isinstance(data[0], Mapping))
+    return not isinstance(data, Sequence) or (len(data) > 0 and not isinstance(data[0], str | Path))
+
+
+def shown(data: Any) -> str:
+    """Data in an error message: its name, or its kind, for it may be large."""
+    return repr(data) if isinstance(data, str) else str(data) if isinstance(data, Path) else f"a {type(data).__name__}"
 
 
 class OwnSamples(Samples):
@@ -37,9 +44,15 @@ class OwnSamples(Samples):
         first = self._batch([0])
         self.padding, self.documents = "attention_mask" in first, "document_ids" in first
         self._check(first)
+        self._require_limits(first)
 
     def rows(self, indices: Indices, positions: Indices) -> Batch:
-        return self._batch(indices.tolist())
+        batch = self._batch(indices.tolist())
+        self._require_limits(batch)
+        return batch
+
+    def _require_limits(self, batch: Batch) -> None:
+        require_limits(type(self._dataset).__name__, batch, self._request.task, self._request.config)
 
     def _batch(self, indices: list[int]) -> Batch:
         columns = self._collate([self._dataset[index] for index in indices])

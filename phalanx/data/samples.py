@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phalanx.data.limits import require_ids
 from phalanx.data.noise import keys
 from phalanx.data.stream import GrowingStream, TokenStream
 from phalanx.data.tokenizer import Tokenizer
@@ -115,12 +116,7 @@ def cut_windows(stream: TokenStream, request: Request, name: str, indices: Indic
     task, tokenizer = request.task, request.tokenizer
     assert isinstance(task, WindowTask)
     ids = stream.windows(indices, request.tokens)
-    if int(ids.max()) >= vocab_size(request.config) or int(ids.min()) < 0:
-        wrong = ids[(ids >= vocab_size(request.config)) | (ids < 0)][0]
-        raise DataError(
-            f"{name} holds the token id {wrong}, but the model's vocabulary is 0 … {vocab_size(request.config) - 1}",
-            "tokenise the data with the model's tokenizer",
-        )
+    require_ids(name, torch.from_numpy(ids), vocab_size(request.config))
     starts = torch.from_numpy(stream.starts(indices, request.tokens)) if request.documents else None
     windows = Windows(torch.from_numpy(ids), keys(request.seed, positions), starts)
     return task.from_windows(windows, request.config, tokenizer.mask_id if tokenizer else None)

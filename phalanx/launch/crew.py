@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.launch.board import Board
+from phalanx.launch.main_script import MainScript, explained_pickling, refuse_while_loading
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
 from phalanx.launch.signals import Wish, wishes
@@ -52,6 +53,7 @@ class Crew:
         self._generation = 0
 
     def __enter__(self) -> Crew:
+        refuse_while_loading("Crew")
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-crew-"))
         self._board = Board.create(self._folder / "board", self.size)
         self._processes = Processes(self._folder, self._preload)
@@ -102,9 +104,9 @@ class Crew:
         here = dict(os.environ)
         job = Job(
             self._generation, world, self._device, self._folder, self.size, self._store.port, self._threads, here,
-            os.getcwd(), tuple(sys.path),
+            os.getcwd(), tuple(sys.path), MainScript.of_this_process(),
         )  # fmt: skip
-        with job.task_file.open("wb") as file:
+        with explained_pickling(), job.task_file.open("wb") as file:
             pickle.dump(task, file)
         for rank, process in self._processes.alive.items():
             if process.log is not None and process.log.exists():

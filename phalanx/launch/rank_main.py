@@ -14,9 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import PhalanxError
 from phalanx.launch.alarm import Alarm, heartbeat
 from phalanx.launch.board import Board
+from phalanx.launch.main_script import MainScript, unpickle
 from phalanx.launch.seat import Seat, local_device
 from phalanx.launch.wire import Wire
 
@@ -35,6 +36,7 @@ class Job:
     environment: Mapping[str, str]
     directory: str
     search_path: tuple[str, ...]  # for modules
+    main: MainScript
 
     @property
     def task_file(self) -> Path:
@@ -114,7 +116,8 @@ def _run(job: Job, rank: int, wire: Wire) -> Any:
     torch.set_num_threads(job.threads)
     board, alarm = Board.open(job.folder / "board", job.num_slots), Alarm()
     with heartbeat(board, board.slots[rank], alarm):
-        target, arguments = _task(job)
+        with job.task_file.open("rb") as file:
+            target, arguments = unpickle(file, job.main)
         store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
         seat = Seat(
             rank, job.world, local_rank=rank, node=0, device=local_device(job.device, rank, job.world),
@@ -132,17 +135,6 @@ def _adopt(job: Job) -> None:
     os.environ.update(job.environment)
     os.chdir(job.directory)
     sys.path[:] = job.search_path
-
-
-def _task(job: Job) -> tuple[Any, tuple[Any, ...]]:
-    try:
-        with job.task_file.open("rb") as file:
-            return pickle.load(file)
-    except (AttributeError, ImportError) as error:
-        raise ConfigError(
-            f"a rank cannot find something it was given: {error}",
-            "ranks do not run the main script: put classes and functions they need into a module that it imports",
-        ) from error
 
 
 def _failed(error: BaseException) -> Failed:

@@ -1,6 +1,6 @@
 """The fork server: a process that has imported what ranks need and becomes a rank in milliseconds when asked.
 
-It does not import the user's main module, so a script needs no `if __name__ == "__main__"` around its training. It
+It does not import the user's main module; a rank does (main_script.py), where it is given something defined there. It
 reports who ended and how, delivers signals (it alone knows whether a number still is its child), and ends its children
 when whoever started it is gone.
 """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from phalanx.config import cache_folder
 from phalanx.errors import CaptureError
@@ -68,7 +68,7 @@ def _describe(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _capture_tiny(spec: ModelSpec, inputs: tuple[Input, ...]) -> Captured:
-    """For the self-check: float64, no dropout, full depth, no cache."""
+    """For the self-check: float64, no dropout where it can be set, full depth, no cache."""
     model = build(spec, dtype=torch.float64, device="meta", attention=hooks.NAME, dropout=_no_dropout(spec))
     described = _describe(model, torch.float64)
     blocks, notes = _capture(spec, model, inputs, torch.float64, _no_dropout(spec))
@@ -133,18 +133,6 @@ def _require_our_attention(flat: FlatGraph) -> None:
             *_, queries, keys = node.meta["val"].shape
             if isinstance(queries, torch.SymInt) and isinstance(keys, torch.SymInt):
                 raise _OwnAttention(node.meta.get("path", ""))
-
-
-def attention_sites(blocks: Blocks) -> tuple[str, ...]:
-    """Module paths whose attention probabilities are dropped out."""
-    found: list[str] = []
-    for block in blocks.blocks:
-        graph = graphs.load(blocks.templates[block.template].text)
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        for node in graph.nodes:
-            if node.target is torch.ops.phalanx.attention.default and isinstance(node.args[6], fx.Node):
-                found.append(block.ports[placeholders.index(node.args[6])].name.rpartition("#")[0])
-    return tuple(dict.fromkeys(found))
 
 
 @cache

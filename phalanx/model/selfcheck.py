@@ -16,9 +16,12 @@ from phalanx import tasks
 from phalanx.errors import CaptureError, ConfigError
 from phalanx.model import interpret, reference
 from phalanx.model.captured import Captured
+from phalanx.model.graph.dropout_sites import attention_sites, dropout_keys
+from phalanx.model.ops import random
 from phalanx.model.zoo.tiny import tiny
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.tasks.base import Input
+from phalanx.tasks.vocabulary import most_positions
 
 TOLERANCE = 1e-9
 _LARGEST_OWN_MODULE = 50_000_000  # parameters; a larger module of the user's own is checked by `phalanx verify` instead
@@ -37,7 +40,8 @@ def self_check(spec: ModelSpec, capture: Callable[[ModelSpec, tuple[Input, ...]]
         notes.append("too large to be checked against the plain model after capture: use phalanx verify")
         return
     task = tasks.get(spec.task)
-    for samples, tokens, padding in _SHAPES:
+    for samples, usual_tokens, padding in _SHAPES:
+        tokens = min(usual_tokens, most_positions(small.config) or usual_tokens)
         try:
             inputs = task.inputs(small.config, padding=padding)
             batch = task.synthetic(small.config, batch=samples, tokens=tokens, seed=1, padding=padding)
@@ -48,14 +52,17 @@ def self_check(spec: ModelSpec, capture: Callable[[ModelSpec, tuple[Input, ...]]
 
 def _compare(spec: ModelSpec, captured: Captured, batch: dict[str, Tensor], raw: dict[str, Tensor]) -> None:
     torch.manual_seed(0)
-    plain = reference.plain(spec, torch.float64, None if spec.factory else 0.0)
+    # A copy: a module that is in float64 already would share its parameters with the user's, and get gradients.
+    plain = copy.deepcopy(reference.plain(spec, torch.float64, None if spec.factory else 0.0))
     batch, raw = ({k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in (batch, raw))
-    keys = torch.zeros(next(iter(batch.values())).shape[0], dtype=torch.int64)
-    with reference.injected(plain, keys, (), torch.float64):
+    keys = random.sample_keys(0, 0, next(iter(batch.values())).shape[0])
+    # The dropout of a module that somebody built is part of it, so both sides draw the same.
+    with reference.injected(plain, keys, attention_sites(captured.blocks), torch.float64):
         expected = reference.loss(plain, raw)
     expected.backward()
     parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in plain.named_parameters()}
-    got = interpret.loss(captured.blocks, parameters, captured.buffers, batch, captured.dims(batch), {})
+    dropout = dropout_keys(captured.blocks, keys)
+    got = interpret.loss(captured.blocks, parameters, captured.buffers, batch, captured.dims(batch), dropout)
     got.backward()
     _require_equal("the loss", got.detach(), expected.detach(), float(expected.detach().abs()), spec)
     largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)

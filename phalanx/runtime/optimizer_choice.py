@@ -46,7 +46,8 @@ def make_optimizer(
     try:
         return chosen(_groups(weights, config.weight_decay if decayed else None), **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        allowed = [name for name in inspect.signature(chosen).parameters if name not in ("params", "lr")]
+        own = ("params", "weight_decay", *_own_options(chosen, config))
+        allowed = [name for name in inspect.signature(chosen).parameters if name not in own]
         raise ConfigError(
             f"optimizer {chosen.__name__} refuses its arguments: {error}",
             f"optimizer_options may hold: {', '.join(allowed)}",
@@ -81,14 +82,18 @@ def _require_element_wise(chosen: type[Any], weights: Mapping[str, Weight]) -> N
 
 def _arguments(chosen: type[Any], config: RunConfig) -> dict[str, Any]:
     """What the class is called with besides its parameters."""
-    arguments: dict[str, Any] = {"lr": config.lr}
-    if chosen is torch.optim.AdamW:
-        arguments |= {"betas": config.betas, "eps": config.eps}
+    arguments = _own_options(chosen, config)
     for name in ("weight_decay", *arguments):
         if name in config.optimizer_options:
             raise ConfigError(f"optimizer_options must not hold {name!r}", f"use the option {name} itself")
     fused = {"fused": True} if chosen in _NAMED.values() else {}
     return arguments | fused | config.optimizer_options
+
+
+def _own_options(chosen: type[Any], config: RunConfig) -> dict[str, Any]:
+    """The arguments for which a run has options of their own."""
+    adamw = {"betas": config.betas, "eps": config.eps} if chosen is torch.optim.AdamW else {}
+    return {"lr": config.lr, **adamw}
 
 
 def _takes(chosen: type[Any], name: str) -> bool:

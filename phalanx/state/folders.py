@@ -101,6 +101,8 @@ def fault(path: Path, contents: bool) -> str | None:
     try:
         files: dict[str, Any] = json.loads((path / MARKER).read_text())["files"]
     except FileNotFoundError:
+        if not (path / STATE_FILE).exists() and (path / "checkpoints").is_dir():
+            return "it is the folder of a run, not a checkpoint"
         return f"it is incomplete (no {MARKER} file): saving it was interrupted"
     except (ValueError, KeyError, TypeError):
         return f"its {MARKER} file is damaged"
@@ -109,8 +111,9 @@ def fault(path: Path, contents: bool) -> str | None:
 
 
 def offer_instead(path: Path) -> str:
-    """The next step after `path` turned out to be bad: the newest good one beside it, read in full to be sure."""
-    for other in find(path.parent):
+    """The next step after `path` turned out to be bad: the newest good one in it or beside it, read in full to be
+    sure."""
+    for other in (*find(path / "checkpoints"), *find(path.parent)):
         if other != path and fault(other, contents=True) is None:
             return f"the newest good checkpoint is {other}; resume from that one"
     return f"there is no other good checkpoint in {path.parent}; start without resuming"

@@ -37,6 +37,14 @@ def vocab_size(config: Any) -> int:
     return size
 
 
+def num_token_ids(config: Any, name: str) -> int | None:
+    """How many token ids there are for an input of this name, where the configuration says so; a few translators have
+    one vocabulary for what they read and another for what they write."""
+    text = text_config(config)
+    own = getattr(text, "src_vocab_size" if name == "input_ids" else "decoder_vocab_size", None)
+    return own or getattr(text, "vocab_size", None)
+
+
 def most_positions(config: Any, name: str = "max_position_embeddings") -> int | None:
     """How many tokens the model takes, where its configuration says so under this name."""
     text = text_config(config)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from phalanx import tasks
+from phalanx.data.batches import check_length
 from phalanx.errors import ConfigError, VerifyError
 from phalanx.model.segment.compile import MODES
 from phalanx.model.zoo.zoo import Model, ModelSpec, resolve, with_config
 from phalanx.plan import fields
+from phalanx.plan.micro_batches import with_micro_batches
 from phalanx.plan.plan import Plan
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
@@ -81,8 +83,14 @@ class Case:
 
     @property
     def fewest_samples(self) -> int:
-        """Samples of every second step: one less, or as many less as the plan cannot divide further."""
-        return self.num_samples - (1 if self.data or self._multiple == 1 else self._parts)
+        """Samples of every second step: one less, or as many less as the plan cannot divide further; but never fewer
+        than it has parts for."""
+        if self.data:
+            return self.num_samples - 1
+        plan = with_micro_batches(Plan.parse(self.plan), "mb" in fields.read(self.plan), self.num_samples, {})
+        least = plan.dp * plan.mb * plan.multiple
+        fewer = self.num_samples - (least if plan.multiple > 1 else 1)
+        return fewer if fewer >= least else self.num_samples
 
     @property
     def _parts(self) -> int:
@@ -103,7 +111,10 @@ class Case:
         return TOLERANCES[self.dtype]
 
     def spec(self) -> ModelSpec:
-        return with_config(resolve(self.model, task=self.task, tiny=self.tiny))
+        spec = with_config(resolve(self.model, task=self.task, tiny=self.tiny))
+        if not self.data and spec.task in tasks.TASKS:
+            check_length(tasks.get(spec.task), spec.config, self.tokens, option="tokens")
+        return spec
 
     def task_of(self, spec: ModelSpec) -> Task:
         """What the model is called with: by its task, or by what the user's batches hold."""

@@ -7,8 +7,11 @@ starting Python and torch costs more than a tiny case.
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing
+import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Mapping
@@ -20,7 +23,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import VerifyError
+from phalanx.errors import ConfigError, VerifyError
+from phalanx.launch.main_script import MainScript, unpickle
 from phalanx.tasks.base import Task
 from phalanx.verification.case import Case, Step
 
@@ -84,7 +88,7 @@ class PlainProcess:
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, MainScript.of_this_process()), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -102,20 +106,33 @@ class PlainProcess:
             try:
                 self._connection.send((case, folder, attention_sites))
                 answer = self._connection.recv()
-            except EOFError:
-                raise VerifyError(
-                    "the process of the plain model died", "is there enough memory for a second model?"
-                ) from None
-            except (AttributeError, TypeError) as error:
+            except (EOFError, ConnectionError):
+                raise self._died() from None
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise VerifyError(
                     f"the model cannot be handed to the plain process: {error}",
                     "give a name, a configuration, or a factory defined at the top level of a module",
                 ) from error
+            if isinstance(answer, ConfigError):
+                raise VerifyError(f"the plain model cannot be built: {answer.message}", answer.hint)
             if answer is not None:
                 raise VerifyError(
                     f"the plain model failed:\n{answer}", "the model itself must run before a plan can be checked"
                 )
             return torch.load(Path(folder) / "steps.pt", weights_only=False)
+
+    def _died(self) -> VerifyError:
+        self._process.join(timeout=5)
+        code = self._process.exitcode
+        if code is not None and code > 0:
+            return VerifyError(
+                f"the process of the plain model ended with exit code {code}; what it wrote is above",
+                'it loads the script that calls phalanx.verify: put the call under `if __name__ == "__main__":`',
+            )
+        cause = f" by {signal.Signals(-code).name}" if code else ""
+        return VerifyError(
+            f"the process of the plain model was ended{cause}", "is there enough memory for a second model?"
+        )
 
     def close(self) -> None:
         self._connection.close()
@@ -124,14 +141,19 @@ class PlainProcess:
             self._process.kill()
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, main: MainScript) -> None:
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     while True:
         try:
-            case, folder, attention_sites = connection.recv()
+            received = connection.recv_bytes()
         except EOFError:
             return
+        try:
+            case, folder, attention_sites = unpickle(io.BytesIO(received), main)
+        except ConfigError as error:
+            connection.send(error)
+            continue
         try:
             initial = torch.load(Path(folder) / "initial.pt")
             torch.save(run_plain(case, initial, attention_sites), Path(folder) / "steps.pt")

@@ -16,8 +16,9 @@ from torch import Tensor
 from phalanx.errors import VerifyError
 from phalanx.launch.crew import Crew
 from phalanx.launch.seat import Seat, local_device
-from phalanx.model.capture import attention_sites, capture
+from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
+from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.sharded import Sharded
 from phalanx.model.ops import random

@@ -149,6 +149,17 @@ def test_options_that_cannot_be_are_refused(
     assert message in error and hint in error.partition("→")[2]
 
 
+def test_the_plan_may_stand_in_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "plan.yaml").write_text("pp: 2\nmb: 4\n")
+    assert shown(capsys, "--plan", str(tmp_path / "plan.yaml")) == shown(capsys, "--plan", "pp=2,mb=4")
+
+
+def test_slices_are_refused_where_tokens_see_later_ones(capsys: pytest.CaptureFixture[str]):
+    assert main(["program", "--model", "bert-base-cased", "--plan", "pp=2,mb=2,slices=4", "--batch", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "slices need causal attention, and in a model for masked-lm tokens see later ones" in error
+
+
 @pytest.mark.parametrize("option", ["svg", "trace"])
 def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str):
     target = tmp_path / "missing" / "file"

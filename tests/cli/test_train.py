@@ -95,7 +95,7 @@ def test_the_help_shows_every_option_with_its_choices(capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     for name in RunConfig.model_fields.keys() - {"json_output"}:
         assert "--" + name.replace("_", "-") in shown
-    assert "cosine|linear|constant" in shown and "NAME=VALUE" in shown and "[1024]" in shown
+    assert "cosine|linear|constant" in shown and "NAME=VALUE" in shown and "[0.0003]" in shown
 
 
 def test_metavars_say_what_to_write():

@@ -13,6 +13,7 @@ from phalanx import tasks
 from phalanx.data import needs_tokenizer, open_data, sample_length
 from phalanx.errors import ConfigError, DataError
 from phalanx.tasks.base import IGNORE
+from phalanx.tasks.vocabulary import num_token_ids
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def test_data_that_cannot_be_joined_is_refused(tmp_path, opened):
             opened(["stdlib", other])
 
 
-@pytest.mark.parametrize("data", [3, [], {}, [3], iter([])])
+@pytest.mark.parametrize("data", [3, [], {}, ["a.txt", 3], iter([])])
 def test_data_of_an_unknown_kind_is_refused(opened, data):
     with pytest.raises(
         DataError, match=r"which cannot be read(.|\n)*give a path, a list of paths, 'stdlib', 'synthetic'"
@@ -225,12 +226,64 @@ def test_decoder_inputs_are_derived_from_an_own_datasets_labels(opened):
         (Own(labels=torch.zeros(6)), r"labels of Own is float of shape \[1, 6\]; task causal-lm takes int64 of shape"),
         (Own(labels=torch.tensor(1)), r"labels of Own is int64 of shape \[1\]; .* of shape \[batch, tokens\]"),
         (Own(labels="text"), "cannot be stacked"),
+        ([3, 4], "a sample of the dataset is a int, not a dict(.|\n)*collate function"),
         (torch.zeros(3, 4), "a sample of the dataset is a Tensor, not a dict(.|\n)*collate function"),
     ],
 )
 def test_an_own_dataset_that_does_not_fit_the_task_is_refused(opened, dataset, message):
     with pytest.raises(DataError, match=message):
         opened(dataset, tokens=6)
+
+
+def test_a_list_of_any_items_is_a_dataset_where_a_collate_function_is_given(opened):
+    def collate(samples):
+        ids = torch.stack([ids for ids, _ in samples])
+        return {"input_ids": ids, "labels": ids}
+
+    batches = opened([(torch.full((6,), n), n) for n in range(4)], tokens=6, shuffle=False, collate=collate)
+    assert batches.batch(0, 4)["input_ids"][:, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "task, changes, message",
+    [
+        ("causal-lm", {"input_ids": [5, 5000]}, r"Own holds the token id 5000, but the model's vocabulary is 0 … 299"),
+        ("causal-lm", {"input_ids": [-1, 5]}, "Own holds the token id -1, but the model's vocabulary is 0 … 299"),
+        (
+            "causal-lm",
+            {"labels": [IGNORE, 99999]},
+            "holds the label 99999, but the model's vocabulary is(.|\n)*-100 marks",
+        ),
+        ("text-to-text", {"labels": [1, 300]}, "Own holds the label 300, but the model's vocabulary is 0 … 299"),
+        (
+            "text-classification",
+            {"labels": 2},
+            "Own holds the label 2, but the model's labels are 0 … 1(.|\n)*num_labels",
+        ),
+        (
+            "causal-lm",
+            {"input_ids": [1] * 4097, "labels": [1] * 4097},
+            "has 4097 tokens.*max_position_embeddings allows 4096",
+        ),
+        ("text-to-text", {"input_ids": [1] * 4097}, r"a sample of Own has 4097 tokens(.|\n)*cut samples to 4096"),
+    ],
+)
+def test_what_the_model_has_no_row_for_is_refused(opened, task, changes, message):
+    with pytest.raises(DataError, match=message):
+        opened(Own(**changes), task, tokens=6)
+
+
+def test_every_batch_is_checked_not_only_the_first(opened):
+    samples = [{"input_ids": [n], "labels": [IGNORE]} for n in (5, 299, 300)]
+    batches = opened(samples, tokens=6, shuffle=False)
+    assert batches.batch(0, 2)["input_ids"].tolist() == [[5], [299]]
+    with pytest.raises(DataError, match="list holds the token id 300"):
+        batches.batch(1, 2)
+
+
+def test_two_vocabularies_of_one_model_are_told_apart():
+    config = SimpleNamespace(vocab_size=10, decoder_vocab_size=20)
+    assert [num_token_ids(config, name) for name in ("input_ids", "decoder_input_ids", "labels")] == [10, 20, 20]
 
 
 def test_an_own_dataset_without_boundaries_cannot_be_packed(opened):
@@ -257,6 +310,11 @@ def test_a_collate_function_must_return_a_dict(opened):
 def test_collate_is_refused_where_it_would_not_act(opened):
     with pytest.raises(DataError, match="collate was given, but data is not your own dataset: 'synthetic'"):
         opened("synthetic", collate=lambda samples: {})
+
+
+def test_data_is_named_by_its_kind_in_messages_because_it_may_be_large(opened):
+    with pytest.raises(DataError, match="not your own dataset: a list\n"):
+        opened(["stdlib"] * 1000, collate=lambda samples: {})
 
 
 def test_a_nested_text_configuration_is_understood(opened):

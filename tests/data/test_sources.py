@@ -49,6 +49,11 @@ def test_several_paths_are_read_one_after_the_other(tmp_path, opened):
     assert "(2 files): 5 tokens" in batches.describe()
 
 
+def test_a_text_key_for_data_that_has_no_text_is_refused(opened):
+    with pytest.raises(DataError, match="option text_key = 'body' does nothing with synthetic data"):
+        opened("synthetic", text_key="body")
+
+
 def test_the_text_key_chooses_the_field(tmp_path, opened):
     path = write_lines(tmp_path / "a.jsonl", {"text": "no", "body": "yes"})
     assert stream_of(opened(path, tokens=4, text_key="body")) == [*b"yes", END]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -87,22 +85,6 @@ def test_a_mistake_that_only_another_rank_saw_names_it(crew: Crew):
 def test_a_result_that_cannot_be_handed_back_is_named(crew: Crew):
     with pytest.raises(RankError, match=r"rank [012] failed during start: .*pickle"):
         crew.run(jobs.unpicklable)
-
-
-def test_what_only_the_main_script_knows_is_explained(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from phalanx.launch.crew import Crew\n"
-        "def job(seat): return 1\n"
-        "with Crew(1, device='cpu', preload=()) as crew:\n"
-        "    crew.run(job)\n"
-    )
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root}
-    )
-    assert "a rank cannot find something it was given" in done.stderr, done.stderr
-    assert "put classes and functions they need into a module" in done.stderr
 
 
 def signal_when_under_way(folder: Path, world: int, *numbers: int) -> threading.Thread:

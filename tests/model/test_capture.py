@@ -14,6 +14,7 @@ from phalanx import tasks
 from phalanx.errors import CaptureError
 from phalanx.model import capture, selfcheck
 from phalanx.model.graph import graphs, serialise
+from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.zoo import zoo
 from phalanx.tasks.base import Input
 from phalanx.tasks.custom import infer_inputs
@@ -99,9 +100,9 @@ def test_attention_is_one_node_per_layer(name: str) -> None:
 
 
 def test_sites_of_attention_dropout_are_the_attention_modules() -> None:
-    sites = capture.attention_sites(captured.named(captured.GPT2).blocks)
+    sites = attention_sites(captured.named(captured.GPT2).blocks)
     assert sites == tuple(f"transformer.h.{i}.attn" for i in range(4))
-    assert capture.attention_sites(captured.named(captured.MIXTRAL).blocks) == ()
+    assert attention_sites(captured.named(captured.MIXTRAL).blocks) == ()
 
 
 @pytest.mark.parametrize("padding", [False, True])

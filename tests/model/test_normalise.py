@@ -264,6 +264,17 @@ def test_control_flow_that_depends_on_data_is_refused_with_file_and_line(functio
     assert "no branches on data" in refused.value.hint
 
 
+def wrong_shape(self, x):
+    return x @ torch.ones(7, 2)
+
+
+def test_an_error_of_another_kind_is_not_blamed_on_tensor_values() -> None:
+    with pytest.raises(CaptureError, match="cannot be read as a graph") as refused:
+        captured.own(Applied(wrong_shape), x=X)
+    assert f"test_normalise.py, line {line_of(wrong_shape, 'return')}, in wrong_shape" in str(refused.value)
+    assert "tensor values" not in refused.value.hint and "call the module with a batch" in refused.value.hint
+
+
 def test_values_read_by_python_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"reads a tensor's value as a Python number.*test_normalise.py"):
         captured.own(Applied(lambda self, x: x * x.sum().item()), x=X)

@@ -137,6 +137,13 @@ def test_when_no_other_checkpoint_is_good_the_error_says_so(tmp_path: Path) -> N
         checkpoint.open(tmp_path / "step-00000001")
 
 
+def test_the_folder_of_a_run_is_told_from_a_broken_checkpoint(tmp_path: Path):
+    good = save(tmp_path / "run" / "checkpoints", 3)
+    with pytest.raises(CheckpointError, match="is the folder of a run, not a checkpoint") as caught:
+        checkpoint.open(tmp_path / "run")
+    assert caught.value.hint == f"the newest good checkpoint is {good}; resume from that one"
+
+
 def test_contents_are_trusted_when_asked_not_to_verify(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     flip(path / "tensors-00000.safetensors", -1)

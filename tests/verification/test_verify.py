@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +101,55 @@ def test_a_model_that_cannot_be_handed_over_is_refused(process: PlainProcess) ->
         verify_case(Case(Local(), data=BATCHES, steps=1), process)
 
 
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"verify: unknown option 'tny'(.|\n)*did you mean 'tiny'"):
+        phalanx.verify("gpt2", "mb=2", tny=True)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+import phalanx
+
+class Early(nn.Linear):
+    def forward(self, x, y):
+        return nn.functional.mse_loss(super().forward(x), y)
+
+if {condition}:
+    class Late(Early):
+        pass
+
+    batch = {{"x": torch.ones(4, 6), "y": torch.zeros(4, 3)}}
+    print(phalanx.verify({module}(6, 3), data=[batch], steps=1).ok, "is what the report says")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "condition", "message"),
+    [
+        ("Early", '__name__ == "__main__"', "True is what the report says"),
+        ("Late", '__name__ == "__main__"', "a process that loads script.py afresh does not find 'Late' in it"),
+        ("Early", "True", "exit code 1; what it wrote is above\n  → it loads the script that calls phalanx.verify"),
+    ],
+    ids=["guarded", "class under the guard", "no guard"],
+)  # fmt: skip
+def test_a_script_verifies_its_own_module(module: str, condition: str, message: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(module=module, condition=condition))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert message in done.stdout + done.stderr, done.stderr
+
+
+def test_a_plain_process_that_was_killed_is_named_as_such() -> None:
+    with PlainProcess() as process:
+        process._process.kill()
+        process._process.join()
+        with pytest.raises(VerifyError, match=r"was ended by SIGKILL(.|\n)*enough memory for a second model"):
+            process.run(Case(Net(), data=BATCHES), {}, ())
+
+
 def test_a_module_of_unknown_task_needs_batches() -> None:
     with pytest.raises(VerifyError, match=r"cannot make batches for 'Net'(.|\n)*data=\[…\]"):
         phalanx.verify(Net())
@@ -128,6 +181,49 @@ def test_a_device_that_is_not_there_is_refused(process: PlainProcess) -> None:
 def test_a_plan_that_does_not_exist_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown schedule 'gpip'"):
         phalanx.verify(Net(), "schedule=gpip", data=BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch", "samples"),
+    [
+        ("", None, (5, 4)),
+        ("mb=4", 4, (4, 4)),
+        ("mb=4", 5, (5, 4)),
+        ("pp=2", 4, (4, 4)),
+        ("tp=2,overlap=oases", 8, (8, 6)),
+        ("tp=2,overlap=oases", 2, (2, 2)),
+        ("dp=2,tp=2,degrees=1", 12, (12, 8)),
+        ("dp=2,tp=2,degrees=1", None, (32, 28)),
+    ],
+)
+def test_both_steps_have_samples_that_the_plan_can_divide(
+    plan: str, batch: int | None, samples: tuple[int, int]
+) -> None:
+    case = Case("gpt2", plan, batch=batch)
+    assert (case.num_samples, case.fewest_samples) == samples
+
+
+def test_more_tokens_than_the_model_takes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--model", "gpt2", "--tiny", "--tokens", "500"]) == 2
+    message = capsys.readouterr().err
+    assert "500 tokens is longer than the model takes" in message and "set tokens to 128 or less" in message
+
+
+def test_what_goes_wrong_on_the_way_does_not_look_like_a_wrong_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise IndexError("something nobody thought of")
+
+    monkeypatch.setattr("phalanx.verification.verify.prepare", broken)
+    assert main(["verify", "--model", "gpt2", "--tiny"]) == 2
+    assert "something nobody thought of" in capsys.readouterr().err
+
+
+def test_the_plan_may_stand_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"schedule": "gpip"}')
+    with pytest.raises(PlanError, match="unknown schedule 'gpip'"):
+        phalanx.verify(Net(), str(tmp_path / "plan.json"), data=BATCHES)
 
 
 def test_the_command_prints_a_report_and_tells_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import logging
 import os
 import re
@@ -18,11 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 import phalanx
-from phalanx.errors import CaptureError
+from phalanx.errors import CaptureError, DataError
 from phalanx.model.graph import hooks
 from phalanx.model.graph.flat import FlatGraph
 from phalanx.model.graph.normalise import normalise
@@ -34,6 +40,8 @@ _EXAMPLE_SIZES = {"batch": 5, "tokens": 37, "source": 43}
 
 
 _NOT_THE_MODEL = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, phalanx.__file__)) + ("<",)
+_READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _WithLoss(nn.Module):
@@ -54,6 +62,7 @@ class _WithLoss(nn.Module):
 
 def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> FlatGraph:
     """The flat, normalised graph of `model` called with `inputs`. Parameters and buffers keep their names."""
+    _require_arguments(model, [spec.name for spec in inputs])
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     examples = {spec.name: _fake(mode, _example(spec, dtype)) for spec in inputs}
     dynamic = {
@@ -74,6 +83,20 @@ def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> Fla
     _merge_tied(flat, tied_names(model))
     normalise(flat, dtype)
     return flat
+
+
+def _require_arguments(model: nn.Module, names: Sequence[str]) -> None:
+    """The inputs must be what the model is called with; inside the exporter a wrong name would look like its fault."""
+    given = [name for name in names if name != "document_ids"]  # goes to the attention, not to the model
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(**dict.fromkeys(given))
+    except TypeError:
+        wanted = [name for name, argument in signature.parameters.items() if argument.kind not in _MANY]
+        raise DataError(
+            f"the samples hold {', '.join(given)}, but forward of {type(model).__name__} takes {', '.join(wanted)}",
+            "name what the samples hold, in the dataset or in collate, as forward names its arguments",
+        ) from None
 
 
 def _example(spec: Input, dtype: torch.dtype) -> Tensor:
@@ -214,9 +237,19 @@ def _explain(error: Exception, inputs: Sequence[Input]) -> CaptureError:
         return _only_works_for(next(spec for spec in inputs if spec.name == name), int(axis), size)
     reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return CaptureError(
-        f"the model cannot be read as a graph: {reason}\n  at {_place(error) or 'an unknown place'}",
-        "make that line independent of tensor values (no .item(), no branches on data), or replace the module",
+        f"the model cannot be read as a graph: {reason}\n  at {_place(error) or 'an unknown place'}", _next_step(error)
     )
+
+
+def _next_step(error: BaseException | None) -> str:
+    """By what kind of error stopped the export, or caused the one that did."""
+    while error is not None:
+        if isinstance(error, _READS_VALUES) or ".numpy()" in str(error):
+            return (
+                "make that line independent of tensor values (no .item(), no branches on data), or replace the module"
+            )
+        error = error.__cause__ or error.__context__
+    return "call the module with a batch of your data to see whether that line works; if so, write it in another way"
 
 
 def _place(error: Exception) -> str:

@@ -8,7 +8,7 @@ refused with the module and source line it came from.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def normalise(flat: FlatGraph, dtype: torch.dtype) -> None:
     _name_sizes(flat)
     _forget_devices(flat)
     if dtype == torch.float64:
-        _widen(flat)
+        widen(flat.graph)
     _simplify(flat)
     _use_our_attention(flat)
     _use_our_experts(flat)
@@ -91,10 +91,10 @@ def retarget(graph: fx.Graph, device: torch.device) -> None:
             node.update_kwarg("device", device)
 
 
-def _widen(flat: FlatGraph) -> None:
+def widen(graph: fx.Graph, narrow: Collection[torch.dtype] = (torch.float32,)) -> None:
     """In float64 the casts to float32 that models carry inside would hide real errors behind rounding."""
-    for node in flat.graph.nodes:
-        swap = lambda arg: torch.float64 if arg is torch.float32 else arg  # noqa: E731
+    swap = lambda arg: torch.float64 if isinstance(arg, torch.dtype) and arg in narrow else arg  # noqa: E731
+    for node in graph.nodes:
         node.args = _map_leaves(node.args, swap)
         node.kwargs = _map_leaves(node.kwargs, swap)
 

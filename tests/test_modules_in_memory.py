@@ -1,0 +1,56 @@
+"""HuggingFace modules in memory, as a user hands them over: captured, checked with their own dropout, and trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import phalanx
+from phalanx.errors import CaptureError
+from phalanx.model import selfcheck
+from tests import tiny_models
+from tests.run_helpers import records
+
+OPTIONS = {"seq_len": 16, "batch_size": 4, "steps": 2, "lr": 1e-3, "progress": "off", "export": False, "device": "cpu"}
+
+
+def train(module: Any, out: Path, **options: Any) -> Any:
+    return phalanx.train(module, "synthetic:8", out=out, **{**OPTIONS, **options})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_module_with_dropout_is_checked_and_trained(name: str, tmp_path: Path):
+    module = tiny_models.build(name)
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    result = train(module, tmp_path)
+    assert len(result.losses) == 2 and result.module() is module
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
+    assert "not checked" not in str(records(tmp_path, "start")[0])
+
+
+def test_a_module_that_was_loaded_from_a_folder_is_trained(tmp_path: Path):
+    tiny_models.build("gpt2").save_pretrained(tmp_path / "model")
+    module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert len(train(module, tmp_path / "run").losses) == 2
+
+
+def test_the_check_leaves_the_gradients_of_a_module_in_float64_alone(tmp_path: Path):
+    module = tiny_models.build("gpt2").double()
+    train(module, tmp_path, dtype="float64")
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_the_check_takes_no_more_tokens_than_the_module(tmp_path: Path):
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=99, n_positions=16)
+    assert len(train(transformers.GPT2LMHeadModel(config), tmp_path).losses) == 2
+
+
+def test_wrong_dropout_in_a_capture_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    keys = selfcheck.dropout_keys
+    monkeypatch.setattr(selfcheck, "dropout_keys", lambda blocks, samples: keys(blocks, samples + 1))
+    with pytest.raises(CaptureError, match="disagrees with the model: the loss is off by"):
+        train(tiny_models.build("gpt2"), tmp_path)
