@@ -111,6 +111,7 @@ def test_the_exported_folder_is_the_same_whatever_plan_wrote_it(crew: Crew, tmp_
     assert torch.equal(*logits)
 
 
+@pytest.mark.long
 def test_master_weights_survive_a_change_of_plan(crew: Crew, tmp_path: Path):
     """Updates this small vanish in bfloat16: only master weights that were carried over can hold all of them."""
     options = {"dtype": "bfloat16", "lr": 1e-5, "warmup_steps": 0, "weight_decay": 0.0, "dropout": 0.0}

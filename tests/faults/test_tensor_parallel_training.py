@@ -56,6 +56,7 @@ def test_the_evaluation_of_a_split_run_is_that_of_the_plain_one(plan: str, crew:
     assert len(found[0]) == 2 and found[1] == pytest.approx(found[0], rel=1e-9)
 
 
+@pytest.mark.long
 def test_master_weights_of_a_split_run_survive_a_change_of_plan(crew: Crew, tmp_path: Path) -> None:
     """Updates this small vanish in bfloat16: only master weights that were carried over can hold all of them."""
     options = {"dtype": "bfloat16", "lr": 1e-5, "warmup_steps": 0, "weight_decay": 0.0, "dropout": 0.0}

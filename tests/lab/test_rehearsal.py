@@ -68,7 +68,7 @@ def test_a_weight_gradient_counts_with_its_product() -> None:
     assert not any(hasattr(gradient, "left") for gradient in stopwatch.backward_weight(0, run))
 
 
-@pytest.mark.parametrize("plan", ["pp=2,mb=4,dp=2", "tp=4,overlap=oases"])
+@pytest.mark.parametrize("plan", [pytest.param("pp=2,mb=4,dp=2", marks=pytest.mark.long), "tp=4,overlap=oases"])
 def test_more_ranks_than_cores_train_in_a_timed_lab(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     with Lab("ranks=4,device=cpu:1thread,compute=timed", logs=tmp_path / "logs") as lab:
         assert lab.run([*TRAIN, "--plan", plan, "--out", str(tmp_path / "run")]) == 0

@@ -1,7 +1,7 @@
 """Invariant 1 on several ranks: every architecture under every kind of plan equals the plain model in float64.
 
 Ranks are real processes that talk through gloo. Every case trains two steps of different shapes with dropout on. The
-default run takes two plans of each architecture, such that every plan meets several architectures; the long one all.
+default run takes one plan of each architecture, such that every plan meets an architecture; the long one all.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ PLANS = [
 
 
 def _cases() -> list[object]:
-    """Every pair; those that two diagonals through the table leave out are long."""
+    """Every pair; those that one diagonal through the table leaves out are long, and T5's, which is slow to capture."""
     found: list[object] = []
     for row, name in enumerate(ARCHITECTURES):
-        chosen = {row % len(PLANS), (2 * row + 7) % len(PLANS)}
         for column, plan in enumerate(PLANS):
-            marks = () if column in chosen else (pytest.mark.long,)
+            marks = () if column == row % len(PLANS) and "t5" not in name else (pytest.mark.long,)
             found.append(pytest.param(name, plan, marks=marks, id=f"{name}-{plan}"))
     return found
 

@@ -37,14 +37,14 @@ PLANS = [
     "pp=2,tp=2,mb=2,slices=3-2,sequence=yes,overlap=optim_comm_checkpoint",
     "pp=2,dp=2,zero=3,mb=2,slices=1-2-1,recompute=yes",
 ]
-BY_DEFAULT = {WHISPER: 5, T5: 3, "google/flan-t5-base": None}  # the one plan of a row; T5 is slow to capture
+BY_DEFAULT = {WHISPER: 5, T5: None, "google/flan-t5-base": None}  # the one plan of a row; T5 is slow to capture
 
 
 def _table() -> list[object]:
-    """Every pair; those that one diagonal through the table leaves out are long."""
+    """Every pair; those that one diagonal through the table, once over all plans, leaves out are long."""
     found: list[object] = []
     for row, name in enumerate([*DECODERS, *TWO_STACKS]):
-        chosen = BY_DEFAULT.get(name, row % len(PLANS))
+        chosen = BY_DEFAULT.get(name, row if row < len(PLANS) else None)
         for column, plan in enumerate(PLANS):
             marks = () if column == chosen else (long,)
             found.append(pytest.param(name, plan, marks=marks, id=f"{name}-{plan}"))
@@ -65,14 +65,14 @@ def test_a_plan_with_slices_and_dropout_is_exact(name: str, plan: str, plain_pro
     require_exact(Case(name, plan, tiny=True, dropout=0.1), plain_process, crew)
 
 
-@pytest.mark.parametrize("name", _rows([*DECODERS, *TWO_STACKS], {GPT2, MISTRAL, WHISPER}))
+@pytest.mark.parametrize("name", _rows([*DECODERS, *TWO_STACKS], {MISTRAL}))
 def test_slices_of_padded_sequences_are_exact(name: str, plain_process: PlainProcess, crew: Crew) -> None:
     """Some slices of a short sequence hold nothing but padding."""
     plan = "pp=2,mb=2,slices=5-3-1"
     require_exact(Case(name, plan, tiny=True, dropout=0.1, padding=True), plain_process, crew)
 
 
-@pytest.mark.parametrize("name", _rows(DECODERS, {LLAMA, GEMMA}))
+@pytest.mark.parametrize("name", _rows(DECODERS, {GEMMA}))
 def test_slices_of_packed_documents_are_exact(name: str, plain_process: PlainProcess, crew: Crew) -> None:
     """Documents end inside slices and go on in the next ones."""
     plan = "pp=2,mb=2,slices=5-3-1/4"

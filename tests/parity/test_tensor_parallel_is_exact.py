@@ -1,7 +1,7 @@
 """Invariant 1 under tensor parallelism: every architecture, split over real ranks in every way, equals the plain model.
 
-The default run takes every architecture under tp=2, and of the table below one more plan each, such that every plan
-meets an architecture; the long one takes the whole table.
+The default run takes of the table below one plan for each architecture, such that every plan meets an architecture, and
+a few under tp=2 alone; the long one takes all.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def suited(name: str, plan: str) -> str:
     return f"{before}degrees={units}*4+{first}:{second}:{first}*4" + (f",{after}" if after else "")
 
 
-def _table(names: list[str], plans: list[str], shift: int = 0, stride: int = 1) -> list[object]:
-    """Every pair; those that one diagonal through the table leaves out are long."""
+def _table(names: list[str], plans: list[str]) -> list[object]:
+    """Every pair; those that one diagonal through the table, once over all plans, leaves out are long."""
     found: list[object] = []
     for row, name in enumerate(names):
         for column, plan in enumerate(plans):
-            marks = () if column == (stride * row + shift) % len(plans) else (long,)
+            marks = () if column == row else (long,)
             found.append(pytest.param(name, plan, marks=marks, id=f"{name}-{plan}"))
     return found
 
@@ -83,7 +83,9 @@ def require_exact(name: str, plan: str, process: PlainProcess, crew: Crew, dropo
     assert report.ok, f"\n{report}"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=(long,) if n % 4 else ()) for n, name in enumerate(ARCHITECTURES)]
+)
 def test_every_architecture_split_over_two_ranks_is_exact(name: str, plain_process: PlainProcess, crew: Crew) -> None:
     require_exact(name, "tp=2", plain_process, crew, dropout=0.0)
 
@@ -124,7 +126,7 @@ def few(examples: int) -> settings:
 
 
 @pytest.mark.parametrize("name", [GPT2, LLAMA])
-@few(2)
+@few(1)
 @given(plan=degrees())
 def test_units_of_random_degrees_are_exact(name: str, plan: str, plain_process: PlainProcess, crew: Crew) -> None:
     require_exact(name, plan, plain_process, crew)

@@ -1,7 +1,8 @@
 """Invariant 1 for every architecture of the zoo: what Phalanx computes equals the plain HuggingFace model in float64.
 
 Each case trains two steps with two different batch shapes from one capture. Three cases per architecture cover
-dropout on and off, padding, packed documents, micro-batches, all schedules and recomputation between them.
+dropout on and off, padding, packed documents, micro-batches, all schedules and recomputation between them; the default
+run takes one of the three for each, in turn, and the long one all.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ TAKES_PADDING = [n for n in ARCHITECTURES if _TASKS[n] not in ("image-classifica
 TAKES_DOCUMENTS = [n for n in ARCHITECTURES if _TASKS[n] == "causal-lm"]
 
 
+def in_turn(names: list[str], turn: int) -> list[object]:
+    """Every third one; the others are long."""
+    marks = {name: () if n % 3 == turn else (pytest.mark.long,) for n, name in enumerate(ARCHITECTURES)}
+    return [pytest.param(name, marks=marks[name]) for name in names]
+
+
 def require_exact(case: Case, process: PlainProcess) -> None:
     report = verify_case(case, process)
     assert report.ok, f"\n{report}"
@@ -30,17 +37,17 @@ def test_every_architecture_of_the_zoo_is_covered() -> None:
     assert known == covered
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", in_turn(ARCHITECTURES, 0))
 def test_training_with_dropout_and_separate_weight_gradients_is_exact(name: str, plain_process: PlainProcess) -> None:
     require_exact(Case(name, "mb=2,schedule=zb-h1", tiny=True, dropout=0.1), plain_process)
 
 
-@pytest.mark.parametrize("name", TAKES_PADDING)
+@pytest.mark.parametrize("name", in_turn(TAKES_PADDING, 1))
 def test_training_on_padded_samples_without_dropout_is_exact(name: str, plain_process: PlainProcess) -> None:
     require_exact(Case(name, "mb=3,schedule=gpipe", tiny=True, dropout=0.0, padding=True), plain_process)
 
 
-@pytest.mark.parametrize("name", TAKES_DOCUMENTS)
+@pytest.mark.parametrize("name", in_turn(TAKES_DOCUMENTS, 2))
 def test_training_on_packed_documents_with_recomputation_is_exact(name: str, plain_process: PlainProcess) -> None:
     require_exact(Case(name, "recompute=yes", tiny=True, dropout=0.1, documents=True), plain_process)
 
