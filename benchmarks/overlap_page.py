@@ -24,9 +24,11 @@ communication of `oases` lies between 0.8 and 1.25.
 A forward has half of the communication but only a quarter of the computation of a step under `oases`, so that ranks
 wait for the link in the forward and the link for ranks in the backward. With C seconds of computation and K of
 communication, and the backward of a micro-batch after its forward, a step takes at least max(C/4, K/2) +
-max(3C/4, K/2): 80 % of the ideal at 1 : 1, 88 % at 0.85, 87 % at 1.25. With `pairs` the batch is cut into several
-micro-batches, and the backward of each takes turns with the forward of the next, so that only the first and the last
-wait so ([decision 12](../decisions/0012-pairs-of-micro-batches.md)).
+max(3C/4, K/2): 80 % of the ideal at 1 : 1, 88 % at 0.85, 87 % at 1.25.
+"""
+PAIRS = """With `pairs` the batch is cut into several micro-batches, and the backward of each takes turns with the
+forward of the next, so that only the first and the last wait so
+([decision 12](../decisions/0012-pairs-of-micro-batches.md)).
 """
 HEADERS = [
     "case", "overlap", "collectives", "MB", "compute ms", "communication ms", "blocking ms", "ideal ms", "measured ms",
@@ -78,8 +80,10 @@ def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the result files that there are."""
     files = [folder / name for name in ("overlap_gpu.json", "overlap.json")]
-    sections = [_section(json.loads(file.read_text()), file.name) for file in files if file.exists()]
-    return "\n".join([INTRO, *sections])
+    found = {file.name: json.loads(file.read_text()) for file in files if file.exists()}
+    modes = {mode for data in found.values() for result in data["results"] for mode in result["modes"]}
+    about_pairs = [PAIRS] if any(mode.endswith(", pairs") for mode in modes) else []
+    return "\n".join([INTRO, *about_pairs, *(_section(data, name) for name, data in found.items())])
 
 
 def _section(data: Mapping[str, Any], file: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from contest import verdict
+from peer_cases import OURS, TITLES, entrants
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 FILES = ("peers_gpu.json", "peers.json", "peers_link.json", "peers_long.json")
@@ -84,6 +85,7 @@ def _how(file: str, data: Mapping[str, Any]) -> str:
     machine, setting = data["machine"], data["setting"]
     option = " --gpu" if machine["gpus"] else f" --link {setting['link']}" if setting["link"] else ""
     option += "".join(f" --{name} {setting[name]}" for name in ("samples", "tokens") if setting.get(name))
+    option += _left_out(data["results"])
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     sizes = "; ".join(
         f"{result['title']}: {size['layers']} layers of width {size['width']}, vocabulary {size['vocabulary']}, "
@@ -97,6 +99,14 @@ def _how(file: str, data: Mapping[str, Any]) -> str:
         f"{versions or 'no other peers installed'}, {setting['dtype']}. Data: [{file}]({file}). {sizes}. Processes "
         f"ready to run on {setting['cores']} cores: {setting['load']:.1f} at the start{_later(data['results'])}."
     )
+
+
+def _left_out(results: Sequence[Mapping[str, Any]]) -> str:
+    """The options that chose models and peers, where not all took part."""
+    models, peers = [result["model"] for result in results], [peer["peer"] for peer in results[0]["peers"]]
+    everyone = {entrant.peer for entrant in entrants(2, 2)} - {OURS}
+    chosen = "" if set(models) == set(TITLES) else "".join(f" --models {model}" for model in models)
+    return chosen + ("" if set(peers) == everyone else "".join(f' --only "{peer}"' for peer in peers))
 
 
 def _later(results: Sequence[Mapping[str, Any]]) -> str:

@@ -67,7 +67,8 @@ class Case:
         """Loss and gradients of the captured graph, node by node, without dropout."""
         leaves = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
         dims = self.captured.dims(self.batch)
-        loss = interpret.loss(self.blocks, leaves, self.captured.buffers, self.batch, dims, {})
+        total, count = interpret.sum_and_count(self.blocks, leaves, self.captured.buffers, self.batch, dims, {})
+        loss = total / count
         loss.backward()
         return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 

@@ -15,19 +15,6 @@ from phalanx.model.graph.blocks import Blocks, Port
 from phalanx.model.graph.expressions import evaluate
 
 
-def loss(
-    blocks: Blocks,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    inputs: Mapping[str, Tensor],
-    dims: dict[str, int],
-    dropout: Mapping[str, Tensor],
-) -> Tensor:
-    """The mean loss of one batch, differentiable in `parameters`."""
-    total, count = sum_and_count(blocks, parameters, buffers, inputs, dims, dropout)
-    return total / count
-
-
 def sum_and_count(
     blocks: Blocks,
     parameters: Mapping[str, Tensor],

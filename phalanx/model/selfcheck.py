@@ -62,7 +62,9 @@ def _compare(spec: ModelSpec, captured: Captured, batch: dict[str, Tensor], raw:
     expected.backward()
     parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in plain.named_parameters()}
     dropout = dropout_keys(captured.blocks, keys)
-    got = interpret.loss(captured.blocks, parameters, captured.buffers, batch, captured.dims(batch), dropout)
+    dims = captured.dims(batch)
+    total, count = interpret.sum_and_count(captured.blocks, parameters, captured.buffers, batch, dims, dropout)
+    got = total / count
     got.backward()
     _require_equal("the loss", got.detach(), expected.detach(), float(expected.detach().abs()), spec)
     largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)

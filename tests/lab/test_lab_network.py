@@ -38,8 +38,8 @@ def train(out: Path, **options: object) -> list[str]:
     return ["phalanx", "train", *flags]
 
 
-def measured_rate(lab: Lab, result: Path, megabytes: int) -> float:
-    assert lab.run([sys.executable, SENDER, str(result), str(megabytes)]) == 0
+def measured_rate(lab: Lab, result: Path, megabytes: int, script: str = "") -> float:
+    assert lab.run([sys.executable, SENDER, str(result), str(megabytes)], script) == 0
     return float(result.read_text())
 
 
@@ -52,9 +52,9 @@ def test_a_link_carries_what_it_is_set_to_within_a_tenth(tmp_path: Path):
 
 def test_a_slowed_link_carries_less_and_the_next_command_finds_it_restored(tmp_path: Path):
     with Lab("nodes=2,link=200mbit") as lab:
-        command = [sys.executable, SENDER, str(tmp_path / "rate"), "4"]
-        assert lab.run(command, "0s slow_link node=1 rate=20mbit") == 0
-        assert 0.08e8 < float((tmp_path / "rate").read_text()) < 0.23e8  # a busy machine sends no faster than it can
+        slowed = "0s slow_link node=1 rate=20mbit"
+        # What is queued when the rate changes may be sent again, which can only make it slower.
+        assert 0.17e8 < max(measured_rate(lab, tmp_path / "rate", 4, slowed) for _ in range(3)) < 0.23e8
         assert measured_rate(lab, tmp_path / "rate", 4) > 0.3e8
 
 
