@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from contest_setting import Size
 
+from phalanx.lab.gpu import PROVEN
+
 CALIBRATED = "oases"  # the mode whose compute : communication is brought to AIM
 BASE, UNSPLIT = "default_checkpoint", "optim_comm_checkpoint"  # what it is compared with
 MODES = {  # and what a plan says for them
@@ -18,8 +20,6 @@ MODES = {  # and what a plan says for them
 # loss, `oases` comes to 78 % of the ideal at 1 : 1 and to 86 to 88 % at both ends of 0.8 to 1.25. At this end
 # communication is the longer part, and the processor time that it takes itself delays nothing.
 AIM = 0.84
-
-SHARES = (25, 50)  # percent of a GPU at which matrix products are right; at others (40 % of an H200) they are not
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Kind:
         """A faster link shortens communication, a larger share of the GPU shortens computation."""
         if self.device == "cpu":
             return round(amount * AIM / ratio)
-        return min(SHARES, key=lambda share: abs(share - amount * ratio / AIM))
+        return min(PROVEN, key=lambda share: abs(share - amount * ratio / AIM))
 
 
 CPU = Kind(
@@ -66,9 +66,9 @@ CPU = Kind(
 GPU = Kind(
     "cuda", "bfloat16",
     (
-        Case("H 2048", Size(layers=8, width=2048, vocabulary=2048, samples=4, tokens=1024), 25),
+        Case("H 2048", Size(layers=8, width=2048, vocabulary=2048, samples=4, tokens=1024), 20),
         Case("H 4096", Size(layers=4, width=4096, vocabulary=2048, samples=4, tokens=1024), 50),
-        Case("H 8192", Size(layers=2, width=8192, vocabulary=2048, samples=4, tokens=1024), 50),
+        Case("H 8192", Size(layers=2, width=8192, vocabulary=2048, samples=4, tokens=1024), 100),
     ),
     accepted=(0.8, 1.25), steps=1,
     variables=(

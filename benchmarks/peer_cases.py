@@ -6,6 +6,7 @@ all are tried, and the fastest is compared with the fastest of our plans.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from contest_setting import Size
@@ -33,12 +34,13 @@ TINY_SIZES = {shape: Size(layers=2, width=64, vocabulary=64, samples=4, tokens=8
 TITLES = {"gpt2": "GPT-2 small's shape", "llama": "Llama-1B's width"}
 
 
-def entrants(world: int, samples: int) -> list[Entrant]:
-    """For a number of ranks; micro-batches of one sample or more, four per stage at most."""
+def entrants(world: int, samples: int, ours: Sequence[str] | None = None) -> list[Entrant]:
+    """For a number of ranks; micro-batches of one sample or more, four per stage at most. ours: plans to try instead of
+    the usual ones."""
     dp = f"dp={world}"
     pp = f"pp={world},mb={min(samples, 4 * world)}"
     return [
-        *(Entrant(OURS, plan, "peer_phalanx.phalanx", plan) for plan in our_plans(dp, pp, samples)),
+        *(Entrant(OURS, plan, "peer_phalanx.phalanx", plan) for plan in ours or our_plans(dp, pp, samples)),
         *(
             Entrant("DDP", f"{size} MiB buckets", "torch_data_parallel.ddp", dp, {"bucket_mib": size})
             for size in (25, 100)

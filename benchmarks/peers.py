@@ -32,6 +32,7 @@ import report
 from contest_setting import Setting, Size
 from peer_cases import CPU_SIZES, GPU_SIZES, LINK_SIZES, OURS, TINY_SIZES, TITLES, entrants
 from peer_heats import Heats, versions
+from peer_team import Entrant
 from peers_page import HEADERS, rows
 
 from phalanx.errors import PhalanxError
@@ -62,7 +63,7 @@ def _of_model(lab: Lab, shape: str, sizes: Mapping[str, Size], options: argparse
     """What is known of one model, again after each peer."""
     size = sizes[shape]
     setting = Setting(shape, size, "bfloat16" if options.gpu else "float32", masters=True)
-    asked = [e for e in entrants(lab.spec.ranks, size.samples) if e.peer == OURS or _wanted(e.peer, options)]
+    asked = [e for e in entrants(lab.spec.ranks, size.samples, options.plans) if e.peer == OURS or _wanted(e, options)]
     with ExitStack() as stack:
         heats = stack.enter_context(Heats(lab, setting, rounds=options.rounds, steps=options.steps, say=_say))
         known: dict[str, Any] = {"model": shape, "title": TITLES[shape], "ranks": lab.spec.ranks, "size": asdict(size)}
@@ -95,8 +96,9 @@ def _about(options: argparse.Namespace, lab: Lab, sizes: Mapping[str, Size]) -> 
     }  # fmt: skip
 
 
-def _wanted(peer: str, options: argparse.Namespace) -> bool:
-    return not options.only or any(word.lower() in peer.lower() for word in options.only)
+def _wanted(entrant: Entrant, options: argparse.Namespace) -> bool:
+    name = f"{entrant.peer}, {entrant.variant}".lower()
+    return not options.only or any(word.lower() in name for word in options.only)
 
 
 def _say(text: str) -> None:
@@ -111,7 +113,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="sequences per step, instead of the usual number")
     parser.add_argument("--tokens", type=int, help="of a sequence, instead of the usual number")
     parser.add_argument("--models", action="append", choices=list(CPU_SIZES), help="default: all")
-    parser.add_argument("--only", action="append", help="peers whose name contains this text; may be repeated")
+    parser.add_argument("--only", action="append", help="peers with settings whose name contains this; may be repeated")
+    parser.add_argument("--plans", action="append", help="of ours, instead of the usual ones; may be repeated")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=1, help="per round")
     parser.add_argument("--quick", action="store_true", help="tiny models, to see that everything runs")

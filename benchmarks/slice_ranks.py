@@ -122,16 +122,22 @@ def run_case(seat: Seat, case: Case, captured: Captured) -> Seen:
     ranks = {name: _build(seat, case, plan, captured, links) for name, plan in case.plans.items()}
     seen = Seen(held={name: rank.peaks.activations for name, rank in ranks.items()})
     for name, rank in ranks.items():
-        for _ in range(WARM_UP):
-            rank.step(batch, 0, LR).read()
+        _warm_up(rank, batch)
         seen.memory[name] = _memory(rank, batch)
-        _give_back()
         _say(seat, f"{case.plans[name].shown} ready")
     for _ in range(case.rounds):
         for name, rank in ranks.items():
+            _warm_up(rank, batch)
             seen.seconds.setdefault(name, []).append(_seconds(rank, batch))
     _close(links, *ranks.values())
     return seen
+
+
+def _warm_up(rank: Rank, batch: Batch) -> None:
+    """What other plans left free goes back to the device, and this one takes what it needs."""
+    _give_back()
+    for _ in range(WARM_UP):
+        rank.step(batch, 0, LR).read()
 
 
 def _say(seat: Seat, text: str) -> None:
@@ -204,8 +210,8 @@ def _close(links: Links, *ranks: Rank) -> None:
 
 
 def _give_back() -> None:
-    """What is free goes back to the device, which all ranks share. Running out of memory in the middle of a step would
-    not only be slow: giving back waits for messages that may be waiting for this rank."""
+    """To the device, which all ranks share. Running out of memory in the middle of a step would not only be slow:
+    giving back waits for messages that may be waiting for this rank."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

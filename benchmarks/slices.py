@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Shape:
 
 GPU = Shape(
     "4 ranks on one GPU", 4, Size(4, 4096, 4096, samples=1, tokens=32768), "bfloat16",
-    ((1, 8192), (8, 8192), (1, 32768), (2, 8192), (1, 16384), (2, 32768)), (2, 4, 8, 16), Effort(512, 1),
+    ((1, 8192), (2, 8192), (8, 8192), (1, 32768), (1, 16384), (2, 32768)), (2, 4, 8, 16), Effort(512, 1),
     alone=Size(2, 8192, 4096, 1, 8192), alone_slicings=(4, 8), compile="inductor",
 )  # fmt: skip
 CPU = Shape(
@@ -76,7 +77,7 @@ CPU = Shape(
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     shape, begin = GPU if options.gpu else CPU, time.monotonic()
-    setting: dict[str, Any] = {"shape": asdict(shape), "rounds": options.rounds}
+    setting: dict[str, Any] = {"shape": asdict(shape), "rounds": options.rounds, "only": options.only}
     results: list[dict[str, Any]] = []
     if options.only in "cost":
         results.append(_cost(shape, options.rounds))
@@ -214,7 +215,9 @@ def rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 def named(step: Mapping[str, Any]) -> str:
     """The name of a step's slices, with those that a planner chose."""
-    text = step["plan"].partition("slices=")[2].partition(",")[0]
+    lengths = step["plan"].partition("slices=")[2].partition(",")[0].split("-")
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    text = "-".join(f"{count}×{length}" if count > 1 else length for length, count in runs)
     return f"{step['slices']} ({text or 'none'})" if step["slices"] in (PLANNED, ALL_FIRST) else step["slices"]
 
 

@@ -27,27 +27,37 @@ HEADERS = ["sequences", "tokens", "slices", "simulated ms", "measured ms", "erro
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the result files that there are."""
-    files = [folder / name for name in ("slices_gpu.json", "slices.json")]
+    files = [folder / name for name in ("slices_gpu.json", "slices_cost_gpu.json", "slices.json")]
     sections = [_section(json.loads(file.read_text()), file.name) for file in files if file.exists()]
     return "\n".join([INTRO, *sections])
 
 
 def _section(data: dict[str, Any], file: str) -> str:
-    machine, shape = data["machine"], data["setting"]["shape"]
+    shape, source = data["setting"]["shape"], _source(data, file)
+    pipelines = [result for result in data["results"] if result["pp"] > 1]
+    lines = _pipelines(data, source, pipelines) if pipelines else []
+    for result in (result for result in data["results"] if result["pp"] == 1):
+        lines += ["## What slicing costs without a pipeline", "", source, ""]
+        lines += [_cost(result, shape["alone"], shape["compile"]), ""]
+    return "\n".join(lines)
+
+
+def _source(data: dict[str, Any], file: str) -> str:
+    machine, setting = data["machine"], data["setting"]
+    only = f" --only {setting['only']}" if setting["only"] else ""
+    command = f"python benchmarks/slices.py{' --gpu' if machine['gpus'] else ''}{only} --rounds {setting['rounds']}"
     where = " and ".join(machine["gpus"]) or machine["processor"]
-    command = f"python benchmarks/slices.py{' --gpu' if machine['gpus'] else ''} --rounds {data['setting']['rounds']}"
-    size, pipelines = shape["size"], [result for result in data["results"] if result["pp"] > 1]
-    lines = [f"## {shape['name']}", ""]
-    lines += [f"`{command}` on {where} (torch {machine['torch']}), {machine['date']}. Data: [{file}]({file}).", ""]
-    lines += [f"{_llama(size)}, {shape['dtype']}, not compiled. {report.busy(machine)}", ""]
+    return f"`{command}` on {where} (torch {machine['torch']}), {machine['date']}. Data: [{file}]({file})."
+
+
+def _pipelines(data: dict[str, Any], source: str, pipelines: Sequence[Mapping[str, Any]]) -> list[str]:
+    shape = data["setting"]["shape"]
+    lines = [f"## {shape['name']}", "", source, ""]
+    lines += [f"{_llama(shape['size'])}, {shape['dtype']}, not compiled. {report.busy(data['machine'])}", ""]
     lines += [report.markdown(HEADERS, [row for result in pipelines for row in rows(result)]), ""]
     lines += [sentence for result in pipelines for sentence in sentences(result)]
     lines += _missing(shape["cases"], pipelines)
-    if "profile" in data["setting"]:
-        lines += ["", _profile(data["setting"]["profile"])]
-    for result in (result for result in data["results"] if result["pp"] == 1):
-        lines += ["", "### What slicing costs without a pipeline", "", _cost(result, shape["alone"], shape["compile"])]
-    return "\n".join([*lines, ""])
+    return [*lines, "", _profile(data["setting"]["profile"]), ""]
 
 
 def _missing(cases: Sequence[Sequence[int]], pipelines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -78,12 +88,20 @@ def memory_sentence(steps: Mapping[str, Mapping[str, Any]]) -> str:
     own = next(step for name, step in steps.items() if name != ALL_FIRST and _slices(step) == _slices(last))
     bounds = [all_held / held for all_held, held in zip(last["held"], own["held"])]
     text = f"GPipe order holds {last['held'][0]} slices on the first stage, 1F1B {own['held'][0]}"
-    measured = [
-        _activations(a) / _activations(b) for a, b in zip(last["memory"], own["memory"]) if a["peak"] is not None
-    ]
+    if last["memory"][0]["peak"] is None:
+        return f"{text}; a factor of {bounds[0]:.2f}."
+    measured = [_activations(a) / _activations(b) for a, b in zip(last["memory"], own["memory"])]
     factors = [f"{m:.2f}× (bound {b:.2f}×)" for m, b in zip(measured, bounds)]
-    shown = f"activations by stage: {', '.join(factors)}" if measured else f"a factor of {bounds[0]:.2f}"
-    return f"{text}; {shown}."
+    each = [_shares(a, b, *held) for a, b, *held in zip(last["memory"], own["memory"], last["held"], own["held"])]
+    held, rest = (", ".join(f"{nbytes / 2**30:.2f}" for nbytes in nbytess) for nbytess in zip(*each))
+    apart = f"so a held slice takes {held} GiB, beside {rest} GiB for the slice at work, which both orders need"
+    return f"{text}; activations by stage: {', '.join(factors)}; {apart}."
+
+
+def _shares(first: Mapping[str, int], second: Mapping[str, int], held: int, held_second: int) -> tuple[float, float]:
+    """Bytes of a held slice, and of what does not depend on how many are held, from two peaks."""
+    each = (_activations(first) - _activations(second)) / (held - held_second)
+    return each, _activations(first) - held * each
 
 
 def _slices(step: Mapping[str, Any]) -> str:

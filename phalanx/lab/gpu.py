@@ -19,7 +19,10 @@ from phalanx.lab.owned import PREFIX, is_abandoned
 
 _CONTROL = "nvidia-cuda-mps-control"
 _SUFFIX = ".mps"
-PROVEN = (25, 50)  # percent at which half-precision products were compared and found right, on an H200
+_CLIENTS_SECONDS, _CONTROL_SECONDS = 10, 30  # that clients have left to go, and in which the service answers
+# Percent at which half-precision products were compared and found right on an H200; at 16, 22, 30, 33, 40 they are not.
+PROVEN = (5, 6, 7, 8, 9, 10, 12, 13, 15, 18, 20, 25, 50, 100)
+_QUEUES, _LEAST_QUEUES = 32, 8  # of the hardware, for all ranks and for each: with more, starting runs out of memory
 
 
 @contextmanager
@@ -40,6 +43,7 @@ def shared_gpu(name: str, percent: int) -> Iterator[Mapping[str, str]]:
         _control(folder, ["-d"], CUDA_VISIBLE_DEVICES=first)
         yield {
             **_folders(folder), "CUDA_VISIBLE_DEVICES": "0", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent),
+            "CUDA_DEVICE_MAX_CONNECTIONS": str(max(_QUEUES * percent // 100, _LEAST_QUEUES)),
         }  # fmt: skip
     finally:
         _end(folder)
@@ -59,17 +63,22 @@ def sweep() -> None:
 
 def _end(folder: Path) -> None:
     with suppress(ConfigError):  # it may not have come up, or have died
-        _control(folder, [], input="quit\n")
+        _control(folder, [], input=f"quit -t {_CLIENTS_SECONDS}\n")
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _control(folder: Path, arguments: list[str], input: str = "", **variables: str) -> None:
     # To a file, not a pipe: the service keeps what it was started with open.
     with (folder / "control.txt").open("w+") as output:
-        done = subprocess.run(
-            [_CONTROL, *arguments], env={**os.environ, **_folders(folder), **variables}, input=input, text=True,
-            stdout=output, stderr=output, check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [_CONTROL, *arguments], env={**os.environ, **_folders(folder), **variables}, input=input, text=True,
+                stdout=output, stderr=output, check=False, timeout=_CONTROL_SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"lab: {_CONTROL} does not answer", "see whether processes still use the GPU (nvidia-smi)"
+            ) from None
         output.seek(0)
         said = [*output.read().strip().splitlines(), f"exit code {done.returncode}"]
     if done.returncode:

@@ -142,7 +142,7 @@ class Lab:
         if (self.spec.gpu_share or 0) * self.spec.ranks > 100:
             self.notes.append(f"{self.spec.ranks} × {self.spec.gpu_share}% is more than one GPU: ranks compete for it")
         if self.spec.gpu_share is not None and self.spec.gpu_share not in gpu.PROVEN:
-            proven = " and ".join(f"{share}%" for share in gpu.PROVEN)
+            proven = ", ".join(f"{share}%" for share in gpu.PROVEN)
             self.notes.append(
                 f"gpu_share={self.spec.gpu_share}%: matrix products have come out wrong at some shares (40% "
                 f"of an H200); {proven} were right: check results"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from phalanx.errors import ConfigError
@@ -56,8 +57,8 @@ class Seat:
 # Kernels are loaded before any rank waits for another: loading waits for all that the GPU does, and a message that has
 # not come yet is such a thing. Each channel is a communicator of its own, so that nothing is serialised, on a stream of
 # its own: with only the usual 8 hardware queues a message that waits could hold up the computation behind it.
+_LOADING, _EAGER = "CUDA_MODULE_LOADING", "EAGER"  # whatever was set: images of GPU machines often ask for LAZY
 _FOR_SEVERAL_RANKS = {
-    "CUDA_MODULE_LOADING": "EAGER",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
@@ -68,7 +69,12 @@ def local_device(choice: str, local_rank: int, world: int = 1) -> str:
     import torch
 
     if choice != "cpu" and world > 1:
-        _require_eager_loading(torch.cuda.is_initialized())
+        if not _loads_eagerly():
+            raise ConfigError(
+                "CUDA was used before the ranks were joined, and loads its kernels lazily: ranks that wait for each "
+                "other could then wait for ever",
+                f"export {_LOADING}={_EAGER} before the program starts, or use CUDA after Phalanx only",
+            )
         for name, value in _FOR_SEVERAL_RANKS.items():
             os.environ.setdefault(name, value)
     assert choice in ("auto", "cpu", "cuda"), choice
@@ -84,12 +90,13 @@ def local_device(choice: str, local_rank: int, world: int = 1) -> str:
     return "cpu"
 
 
-def _require_eager_loading(has_started: bool) -> None:
-    """What is set once CUDA has started comes too late."""
-    name = "CUDA_MODULE_LOADING"
-    if has_started and os.environ.get(name) != _FOR_SEVERAL_RANKS[name]:
-        raise ConfigError(
-            "CUDA was used before the ranks were joined, and loads its kernels lazily: ranks that wait for each other "
-            "could then wait for ever",
-            f"export {name}={_FOR_SEVERAL_RANKS[name]} before the program starts, or use CUDA after Phalanx only",
-        )
+@cache
+def _loads_eagerly() -> bool:
+    """Decided once for a process: what is set after CUDA has started comes too late. A rank's environment may change
+    from job to job."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return os.environ.get(_LOADING) == _EAGER
+    os.environ[_LOADING] = _EAGER
+    return True

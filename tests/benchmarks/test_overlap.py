@@ -19,12 +19,13 @@ import overlap
 import overlap_page
 import report
 from contest_setting import Setting, Size
-from overlap_cases import AIM, CPU, GPU, SHARES
+from overlap_cases import AIM, CPU, GPU
 from overlap_figures import figures
 from overlap_rank import KINDS, Seen, Task, measure
 from overlap_silence import Collective, SilentGroup
 
 from phalanx.errors import PhalanxError
+from phalanx.lab.gpu import PROVEN
 from phalanx.launch.crew import Crew
 from phalanx.runtime.links import Group
 
@@ -120,13 +121,13 @@ def test_the_next_link_brings_compute_and_communication_to_the_aim(ratio: float)
     assert ratio * amount / 100_000_000 == pytest.approx(AIM, rel=1e-3), "communication is as long as the link is slow"
 
 
-@pytest.mark.parametrize("percent", SHARES)
+@pytest.mark.parametrize("percent", PROVEN)
 @pytest.mark.parametrize("ratio", [0.1, 0.5, AIM, 1.3, 5.0])
 def test_the_next_share_of_a_gpu_shortens_what_is_too_long_and_keeps_to_shares_that_compute_right(
     ratio: float, percent: int
 ) -> None:
     amount = GPU.next_amount(percent, ratio)
-    assert amount in SHARES
+    assert amount in PROVEN
     assert amount >= percent if ratio > AIM else amount <= percent
 
 

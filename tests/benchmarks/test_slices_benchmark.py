@@ -119,10 +119,12 @@ def case(peaks: tuple[int | None, int | None]) -> dict[str, Any]:
 
 
 def test_activations_are_compared_with_the_order_that_keeps_everything() -> None:
-    steps = {found["slices"]: found for found in case((80, 180))["steps"]}
+    gib = 2**30
+    steps = {found["slices"]: found for found in case((6 * gib + 30, 17 * gib + 30))["steps"]}
     assert slices_page.memory_sentence(steps) == (
-        "GPipe order holds 16 slices on the first stage, 1F1B 5; "
-        "activations by stage: 3.00× (bound 3.20×), 3.00× (bound 4.00×)."
+        "GPipe order holds 16 slices on the first stage, 1F1B 5; activations by stage: 2.83× (bound 3.20×), 2.83× "
+        "(bound 4.00×); so a held slice takes 1.00, 0.92 GiB, beside 1.00, 2.33 GiB for the slice at work, which both "
+        "orders need."
     )
 
 
@@ -136,6 +138,11 @@ def test_rows_show_the_speed_up_and_what_was_planned() -> None:
         ["4", "256", "planned (3-2)", "440.0", "400.0 (400.0–400.0)", "+10.0%", "2.50×", "0.00"],
         ["4", "256", "gpipe (4)", "660.0", "600.0 (600.0–600.0)", "+10.0%", "1.67×", "1.00"],
     ]
+
+
+def test_long_slicings_are_shown_in_short() -> None:
+    shown = slices.named(step("planned", 1.0, "slices=8-8-4-2-2-2,", [1], [None]))
+    assert shown == "planned (2×8-4-3×2)"
 
 
 def test_it_measures_writes_and_shows_everything(
@@ -155,7 +162,7 @@ def test_it_measures_writes_and_shows_everything(
     assert steps[1]["held"] == [3, 2] and steps[3]["held"] == [4, 4] and all(found["simulated"] for found in steps)
     assert capsys.readouterr().out.count("planned (") == 1
     page = slices_page.page(tmp_path)
-    assert "## 2 CPU ranks" in page and "### What slicing costs without a pipeline" in page
+    assert "## 2 CPU ranks" in page and "## What slicing costs without a pipeline" in page
 
 
 def test_a_case_for_which_no_time_is_left_is_named(

@@ -16,7 +16,7 @@ from tests.lab.labs import python
 
 # Notes how it was called, as the real one is: with -d it starts the service, else it reads commands.
 SERVICE = """#!/bin/sh
-if [ "$1" = -d ]; then said=start; else read said; fi
+if [ "$1" = -d ]; then said=start; else read said rest; fi
 echo "$said $CUDA_MPS_PIPE_DIRECTORY $CUDA_VISIBLE_DEVICES" >> "$CALLS"
 """
 TELL = "import json; json.dump(dict(os.environ), open(f'{sys.argv[1]}/{rank}', 'w'))"
@@ -46,7 +46,7 @@ def test_ranks_get_a_share_of_one_gpu_and_are_hosts_of_their_own(
     assert started[::2] == ["start", "3"] and ended[:2] == ["quit", started[1]]
     assert not Path(started[1]).parent.exists()
     shared = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25", "CUDA_VISIBLE_DEVICES": "0", "NCCL_SOCKET_IFNAME": "lo"}
-    shared |= {"NCCL_IB_DISABLE": "1", "CUDA_MPS_PIPE_DIRECTORY": started[1]}
+    shared |= {"NCCL_IB_DISABLE": "1", "CUDA_MPS_PIPE_DIRECTORY": started[1], "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     for rank in range(4):
         found = json.loads((tmp_path / str(rank)).read_text())
         assert {**shared, "NCCL_HOSTID": f"rank{rank}", "LOCAL_RANK": str(rank)}.items() <= found.items()
@@ -76,6 +76,13 @@ def test_shares_beyond_the_whole_gpu_are_noted(service: Path):
 def test_a_service_that_does_not_start_is_reported(service: Path, tmp_path: Path):
     (tmp_path / "bin" / "nvidia-cuda-mps-control").write_text("#!/bin/sh\necho 'no device found'; exit 1\n")
     with pytest.raises(ConfigError, match="nvidia-cuda-mps-control failed: no device found"), Lab("gpu_share=50%"):
+        pass
+
+
+def test_a_service_that_does_not_answer_is_reported(service: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu, "_CONTROL_SECONDS", 0.1)
+    (tmp_path / "bin" / "nvidia-cuda-mps-control").write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(ConfigError, match="nvidia-cuda-mps-control does not answer"), Lab("gpu_share=50%"):
         pass
 
 

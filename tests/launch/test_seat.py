@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from phalanx.errors import ConfigError
+from phalanx.launch import seat
 from phalanx.launch.seat import local_device
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which nobody has asked yet."""
+    seat._loads_eagerly.cache_clear()
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def test_ranks_are_refused_where_cuda_already_loads_kernels_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
     with pytest.raises(ConfigError, match="CUDA was used before the ranks were joined") as refused:
         local_device("auto", 0, world=2)
     assert "export CUDA_MODULE_LOADING=EAGER" in refused.value.hint
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert local_device("auto", 0, world=2) == "cpu"
-    monkeypatch.delenv("CUDA_MODULE_LOADING")
     assert local_device("auto", 0, world=1) == "cpu", "alone nobody waits"
+
+
+def test_cuda_that_was_started_eagerly_is_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    assert local_device("auto", 0, world=2) == "cpu"
+
+
+def test_a_rank_loads_eagerly_whatever_was_asked_and_takes_more_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # as images of GPU machines have it
+    local_device("auto", 0, world=2)
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # the environment of the next job
+    assert local_device("auto", 0, world=2) == "cpu"
