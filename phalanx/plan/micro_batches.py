@@ -100,7 +100,7 @@ def bubble(plan: Plan) -> float | None:
     idle, busy = plan.pp - 1, plan.mb
     if plan.slices:
         return None  # later slices attend to more tokens and take longer
-    if plan.schedule in ("1f1b", "gpipe"):
+    if plan.schedule in ("1f1b", "eager-1f1b", "gpipe"):
         return idle / (busy + idle)
     if plan.schedule == "interleaved" and plan.mb % plan.pp == 0:
         return idle / (plan.v * busy + idle)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
 
 # Virtual stages per rank. A schedule that is not interleaved is defined for this number only; interleaved for any more.
-VIRTUAL_STAGES: Mapping[str, int] = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+VIRTUAL_STAGES: Mapping[str, int] = {
+    "1f1b": 1, "eager-1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2,
+}  # fmt: skip
+PIPELINES_ONLY = {"interleaved": "one rank has no bubble to fill", "eager-1f1b": "there are no messages to hide"}
 MOMENTS = ("micro-batch", "step")
 
 
@@ -48,12 +51,12 @@ def _check_schedule(plan: Plan) -> None:
         if plan.v < needed:
             message = f"plan: schedule=interleaved needs at least {needed} virtual stages per rank, not v={plan.v}"
             raise PlanError(message, f"use v={needed} or more, or schedule=1f1b")
-        if plan.pp == 1:
-            message = "plan: schedule=interleaved does nothing with pp=1: one rank has no bubble to fill"
-            raise PlanError(message, "use pp=2 or more, or schedule=1f1b")
     elif plan.v != needed:
         message = f"plan: schedule={plan.schedule} has v={needed} (virtual stages per rank), not v={plan.v}"
         raise PlanError(message, f"use v={needed}, or schedule=interleaved with v=2 or more")
+    if plan.pp == 1 and plan.schedule in PIPELINES_ONLY:
+        message = f"plan: schedule={plan.schedule} does nothing with pp=1: {PIPELINES_ONLY[plan.schedule]}"
+        raise PlanError(message, "use pp=2 or more, or schedule=1f1b")
 
 
 def _check_stages(plan: Plan) -> None:

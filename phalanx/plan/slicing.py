@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Slicings = tuple[tuple[int, ...], ...]  # of the micro-batches in turn: micro-batch i has slicing i % their number
 
 EXAMPLE = [[512, 512, 1024], [1, 1]]
-SCHEDULES = ("1f1b", "gpipe")  # that order slices
+SCHEDULES = ("1f1b", "eager-1f1b", "gpipe", "zb-h1")  # that order slices
 
 _SLICING = re.compile(r"\d{1,4}|\d{1,9}(?:-\d{1,9})+", re.ASCII)
 
@@ -80,7 +80,7 @@ def check_slices(plan: Plan) -> None:
     if plan.slices and plan.schedule not in SCHEDULES:
         reason = "it orders whole micro-batches, and slices go forward in order and backward in reverse"
         message = f"plan: {shown} cannot be ordered by schedule={plan.schedule}: {reason}"
-        raise PlanError(message, f"use schedule={' or '.join(SCHEDULES)}, or leave slices out")
+        raise PlanError(message, f"use schedule={', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}, or leave slices out")
 
 
 def _canonical(slicing: Sequence[int]) -> tuple[int, ...]:

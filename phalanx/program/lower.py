@@ -20,6 +20,7 @@ from phalanx.program.passes.messages import Route, add_messages
 from phalanx.program.passes.reductions import add_reductions, add_sums
 from phalanx.program.passes.steps import to_steps
 from phalanx.program.passes.zero import gather_per_micro_batch, gather_per_step
+from phalanx.program.schedules.one_f_one_b import NUM_AHEAD
 from phalanx.program.shape import ModelShape
 from phalanx.program.visits import is_split
 
@@ -35,7 +36,7 @@ def lower(plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
         for p, program in enumerate(programs)
     ]
     programs = [add_sums(program, summed_of(plan, shape, p)) for p, program in enumerate(programs)]
-    programs = add_messages(programs, _route(plan), split)
+    programs = add_messages(programs, _route(plan), split, NUM_AHEAD.get(plan.schedule, 1))
     return _for_world([_complete(program, plan, shape, p) for p, program in enumerate(programs)], plan)
 
 

@@ -21,6 +21,7 @@ PLANS = [
     "pp=2,mb=3,schedule=interleaved,v=2",
     "pp=2,mb=4,schedule=zb-v",
     "pp=4,mb=4",
+    "pp=2,mb=4,schedule=eager-1f1b",
     "dp=2",
     "dp=2,zero=1,mb=2",
     "dp=2,zero=2,mb=2",

@@ -32,6 +32,8 @@ PLANS = [
     "pp=2,mb=2,slices=3,recompute=yes",
     "pp=2,mb=3,slices=3-2-1/1-1",
     "pp=2,mb=2,slices=5-3-1,schedule=gpipe",
+    "pp=2,mb=2,slices=4,schedule=zb-h1",
+    "pp=4,mb=3,slices=3-2,schedule=eager-1f1b",
     "mb=2,slices=7",
     "tp=2,mb=2,slices=3,overlap=oases",
     "pp=2,tp=2,mb=2,slices=3-2,sequence=yes,overlap=optim_comm_checkpoint",

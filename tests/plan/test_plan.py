@@ -14,6 +14,7 @@ from phalanx.errors import PlanError
 from phalanx.plan import fields
 from phalanx.plan.divisors import divisors
 from phalanx.plan.plan import AXES, SCHEDULES, Plan
+from phalanx.plan.rules import PIPELINES_ONLY
 from phalanx.plan.tensor import OVERLAPS, SAVES
 
 
@@ -37,8 +38,12 @@ def tensor_fields(draw: st.DrawFn) -> dict[str, Any]:
 def plans(draw: st.DrawFn) -> Plan:
     """Any valid plan."""
     schedule = draw(st.sampled_from(SCHEDULES))
-    pp = draw(st.integers(2 if schedule == "interleaved" else 1, 6))
-    v = draw(st.integers(2, 4)) if schedule == "interleaved" else draw(st.sampled_from([0, Plan(schedule=schedule).v]))
+    pp = draw(st.integers(2 if schedule in PIPELINES_ONLY else 1, 6))
+    v = (
+        draw(st.integers(2, 4))
+        if schedule == "interleaved"
+        else draw(st.sampled_from([0, Plan(schedule=schedule, pp=2).v]))
+    )
     dp = draw(st.integers(1, 8))
     zero = draw(st.integers(0, 3)) if dp > 1 else 0
     num_stages = pp * (v or Plan(schedule=schedule, pp=pp).v)
@@ -137,7 +142,7 @@ def test_virtual_stages_go_round_and_round_or_form_a_v() -> None:
 
 def test_virtual_stages_default_to_what_the_schedule_needs() -> None:
     assert {name: Plan(pp=2, schedule=name).v for name in SCHEDULES} == {
-        "1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2,
+        "1f1b": 1, "eager-1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2,
     }  # fmt: skip
 
 
@@ -190,13 +195,14 @@ WRONG = {
     "mb=2,mb=4": ("'mb' is given twice", "each field once"),
     "tp=1,tp=1": ("'tp' is given twice", "each field once"),
     "schedule=1f1": ("unknown schedule '1f1'", "did you mean '1f1b'"),
-    "schedule=x": ("unknown schedule 'x'", "allowed: 1f1b, gpipe, interleaved, zb-h1, zb-v"),
+    "schedule=x": ("unknown schedule 'x'", "allowed: 1f1b, eager-1f1b, gpipe, interleaved, zb-h1, zb-v"),
     "schedule=": ("'schedule=' says nothing", "schedule=1f1b"),
     "recompute=true": ("recompute='true' is neither yes nor no", "recompute=yes or recompute=no"),
     "recomptue=yes": ("unknown field 'recomptue'", "did you mean 'recompute'"),
     "xyz=4": ("unknown field 'xyz'", ALL),
     "tp=0": ("tp=0 is not a number of tensor-parallel ranks", "tp=1 or more"),
     "tp=x": ("tp='x' is not a whole number", "tp=1 or more"),
+    "schedule=eager-1f1b": ("schedule=eager-1f1b does nothing with pp=1: there are no messages to hide", "use pp=2 or"),
     "pp=2,v=2": ("schedule=1f1b has v=1 (virtual stages per rank), not v=2", "use v=1, or schedule=interleaved"),
     "pp=2,v=3,schedule=zb-v": ("schedule=zb-v has v=2 (virtual stages per rank), not v=3", "use v=2"),
     "pp=2,v=1,schedule=interleaved": ("at least 2 virtual stages per rank, not v=1", "v=2 or more, or schedule=1f1b"),

@@ -88,7 +88,7 @@ FORM = (
 LENGTHS = "give every slice a length of 1 or more"
 WHOLE = "use slices=2 or more, or leave slices out"
 ORDER = "it orders whole micro-batches, and slices go forward in order and backward in reverse"
-OTHERS = "use schedule=1f1b or gpipe, or leave slices out"
+OTHERS = "use schedule=1f1b, eager-1f1b, gpipe or zb-h1, or leave slices out"
 
 WRONG = {
     "slices=": ("plan: slices='' is not a slicing", FORM),
@@ -101,7 +101,7 @@ WRONG = {
     "slices=0": ("plan: slices=0 has a slice without tokens", LENGTHS),
     "slices=1": ("plan: slices=1 does nothing: micro-batches of one slice are whole", WHOLE),
     "slices=1/1": ("plan: slices=1/1 does nothing: micro-batches of one slice are whole", WHOLE),
-    "slices=4,schedule=zb-h1": (f"plan: slices=4 cannot be ordered by schedule=zb-h1: {ORDER}", OTHERS),
+    "slices=4,schedule=zb-v": (f"plan: slices=4 cannot be ordered by schedule=zb-v: {ORDER}", OTHERS),
     "pp=2,slices=2-1,schedule=interleaved": (
         f"plan: slices=2-1 cannot be ordered by schedule=interleaved: {ORDER}", OTHERS,
     ),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import SCHEDULES, Plan
+from phalanx.plan.rules import PIPELINES_ONLY
 from phalanx.program.shape import ModelShape
 
 MAX_STAGES, MAX_MICRO_BATCHES, MAX_VIRTUAL, MAX_DP = 8, 16, 4, 4
@@ -16,7 +17,7 @@ MAX_STAGES, MAX_MICRO_BATCHES, MAX_VIRTUAL, MAX_DP = 8, 16, 4, 4
 def plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
     schedule = draw(st.sampled_from(schedules))
     v = {"interleaved": draw(st.integers(2, MAX_VIRTUAL)), "zb-v": 2}.get(schedule, 1)
-    pp = draw(st.integers(2 if schedule == "interleaved" else 1, MAX_STAGES // v))
+    pp = draw(st.integers(2 if schedule in PIPELINES_ONLY else 1, MAX_STAGES // v))
     dp = draw(st.integers(1, MAX_DP))
     zero = draw(st.integers(0, 3)) if dp > 1 else 0
     moments = st.sampled_from(["", "micro-batch", "step"])

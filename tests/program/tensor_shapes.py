@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import SCHEDULES, Plan
+from phalanx.plan.rules import PIPELINES_ONLY
 from phalanx.plan.tensor import OVERLAPS
 from phalanx.program.shape import ModelShape, Partition, Step
 from tests.program.random_plans import simple_shape
@@ -53,7 +54,7 @@ def stack(num_layers: int, tp: int = 2, *, sequence: bool = False, sums: bool = 
 def tensor_plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
     schedule = draw(st.sampled_from(schedules))
     v = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
-    pp = draw(st.integers(2 if schedule == "interleaved" else 1, 4 // v))
+    pp = draw(st.integers(2 if schedule in PIPELINES_ONLY else 1, 4 // v))
     dp = draw(st.integers(1, 2))
     sequence = draw(st.booleans())
     overlap = draw(st.sampled_from(sorted(OVERLAPS)))

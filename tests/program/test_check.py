@@ -208,6 +208,8 @@ def test_peaks_are_those_the_schedule_promises(case: Case) -> None:
         ahead = min(plan.pp - pp_index, plan.mb)
         if plan.schedule in ("1f1b", "zb-h1"):
             assert peaks.activations == ahead
+        if plan.schedule == "eager-1f1b":
+            assert peaks.activations == min(2 * (plan.pp - pp_index) - 1, plan.mb)
         if plan.schedule == "gpipe":
             assert peaks.activations == plan.mb
         if plan.schedule == "zb-h1":

@@ -69,6 +69,8 @@ def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_there_are_stages_ahea
     assert [most_open(program, [Op.BW]) for program in SCHEDULES["gpipe"](pp, 1, mb)] == [mb] * pp
     expected = [min(pp - pp_index, mb) for pp_index in range(pp)]
     assert [most_open(program, [Op.BW]) for program in SCHEDULES["1f1b"](pp, 1, mb)] == expected
+    twice = [min(2 * (pp - pp_index) - 1, mb) for pp_index in range(pp)]
+    assert [most_open(program, [Op.BW]) for program in SCHEDULES["eager-1f1b"](pp, 1, mb)] == twice
     assert [most_open(program, [Op.B]) for program in SCHEDULES["zb-h1"](pp, 1, mb)] == expected
 
 
@@ -84,6 +86,7 @@ def test_zero_bubble_needs_no_more_memory_than_1f1b_on_its_first_rank(pp: int, m
 @given(ranks, counts)
 def test_gpipe_and_1f1b_take_one_full_pass_per_further_rank(pp: int, mb: int) -> None:
     assert span("gpipe", pp, 1, mb) == span("1f1b", pp, 1, mb) == 3 * mb + 3 * (pp - 1)
+    assert span("eager-1f1b", pp, 1, mb) == 3 * mb + 3 * (pp - 1)
 
 
 @quick
@@ -123,6 +126,7 @@ def test_an_evaluation_runs_every_forward_once_and_nothing_else(name: str, pp: i
     ("1f1b", 1, 2, ["F0.0 BW0.0 F0.1 BW0.1"]),
     ("zb-h1", 1, 2, ["F0.0 B0.0 W0.0 F0.1 B0.1 W0.1"]),
     ("1f1b", 2, 3, ["F0.0 F0.1 BW0.0 F0.2 BW0.1 BW0.2", "F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2"]),
+    ("eager-1f1b", 2, 3, ["F0.0 F0.1 F0.2 BW0.0 BW0.1 BW0.2", "F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2"]),
     ("zb-h1", 2, 3, ["F0.0 F0.1 B0.0 W0.0 F0.2 B0.1 W0.1 B0.2 W0.2", "F1.0 B1.0 F1.1 B1.1 W1.0 F1.2 B1.2 W1.1 W1.2"]),
     ("interleaved", 2, 2, [
         "F0.0 F0.1 F2.0 F2.1 BW2.0 BW2.1 BW0.0 BW0.1", "F1.0 F1.1 F3.0 BW3.0 F3.1 BW3.1 BW1.0 BW1.1",

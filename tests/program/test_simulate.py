@@ -179,8 +179,18 @@ def test_zb_h1_idles_for_a_forward_and_a_backward_less_a_weight_gradient_per_fur
         assert timeline.bubble(rank) == pytest.approx(idle / (m * (f + b + w) + idle))
 
 
+@given(st.integers(2, 6), st.integers(1, 12), times, times, st.floats(0, 0.5))
+@settings(deadline=None, max_examples=60)
+def test_eager_1f1b_waits_for_messages_only_while_it_fills_and_drains(p: int, m: int, f: int, b: int, part: float):
+    """However many micro-batches there are, if a message is not longer than half of one's computation."""
+    send = part * (f + b)
+    eager = timeline_of(plan_of(p, mb=m, schedule="eager-1f1b"), f, b, 0, send=send)
+    assert eager.makespan == pytest.approx((m + p - 1) * (f + b) + 2 * (p - 1) * send)
+    assert eager.makespan <= timeline_of(plan_of(p, mb=m, schedule="1f1b"), f, b, 0, send=send).makespan
+
+
 @given(
-    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]),
+    st.sampled_from(["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v"]),
     st.integers(2, 4),
     st.integers(1, 8),
     st.integers(1, 2),

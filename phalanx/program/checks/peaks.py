@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.program.checks.scope import Broken, Scope
 from phalanx.program.expand import slices_of
-from phalanx.program.schedules.one_f_one_b import most_held
+from phalanx.program.schedules.one_f_one_b import NUM_AHEAD, most_held
 
 
 @dataclass
@@ -25,8 +25,9 @@ class Level:
 class Peaks:
     """Slices and halves of micro-batches, where a plan has them, count as micro-batches.
 
-    activations: (stage, micro-batch) pairs whose forward is done and whose B or BW is not. Under 1f1b stage s has at
-        most n + pp - 1 - s of them, n being the most slices of a micro-batch, and twice that with halves; checked.
+    activations: (stage, micro-batch) pairs whose forward is done and whose B or BW is not. Under 1f1b and zb-h1 stage s
+        has at most n + pp - 1 - s of them, n being the most slices of a micro-batch, under eager-1f1b at most
+        n + 2 (pp - 1 - s), and twice that with halves; checked.
     weights_pending: pairs whose B is done and whose W is not.
     buffers: messages whose receive is posted and whose computation has not begun.
     gathered: buckets gathered by ZeRO 3."""
@@ -38,12 +39,12 @@ class Peaks:
 
 
 def check_bound(scope: Scope, rank: int, peaks: Peaks) -> None:
-    """Holds 1f1b to its promise. Other schedules make none, nor does an evaluation, which keeps no activations."""
+    """Holds schedules to their promise. Others make none, nor does an evaluation, which keeps no activations."""
     plan = scope.plan
-    if plan.schedule != "1f1b" or not scope.training:
+    if plan.schedule not in NUM_AHEAD or not scope.training:
         return
     (stage,) = scope.stages(rank)
-    most = plan.halves * most_held(plan.pp, stage, slices_of(plan, scope.num_micro_batches))
+    most = plan.halves * most_held(plan.schedule, plan.pp, stage, slices_of(plan, scope.num_micro_batches))
     if peaks.activations > most:
         words = f"has {peaks.activations} forwards at once that wait for their backward"
-        raise Broken(f"rank {rank} {words}, where schedule=1f1b promises {most} at most", rank)
+        raise Broken(f"rank {rank} {words}, where schedule={plan.schedule} promises {most} at most", rank)

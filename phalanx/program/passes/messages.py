@@ -1,9 +1,8 @@
 """Sends and receives between stages on different ranks; stages on the same rank hand over by reference.
 
 A result is sent directly after the computation that gives it, each slice and half of a micro-batch by itself; stages
-that run once per micro-batch send and get theirs with slice 0. A receive is posted
-one computation of a stage ahead of its use, so that the message travels behind that computation, and on each channel in
-the order of the sends.
+that run once per micro-batch send and get theirs with slice 0. A receive is posted one computation of a stage ahead of
+its use, or more, so that the message travels behind that computation, and on each channel in the order of the sends.
 """
 
 from __future__ import annotations
@@ -45,28 +44,31 @@ class Route:
         return None if peer == self.holder(stage) else peer
 
 
-def add_messages(programs: Sequence[Program], route: Route, split: bool) -> tuple[Program, ...]:
-    """Adds the messages to the programs of all ranks of a pipeline. Peers are pp indices. split: see `visits.py`."""
+def add_messages(programs: Sequence[Program], route: Route, split: bool, num_ahead: int = 1) -> tuple[Program, ...]:
+    """Adds the messages to the programs of all ranks of a pipeline. Peers are pp indices. split: see `visits.py`.
+    num_ahead: by how many computations of its stage a receive is posted before its use."""
     spans = [_spans(program, split) for program in programs]
     place = {piece: order for pieces in spans for order, piece in enumerate(pieces)}
-    return tuple(_with_messages(program, spans[p], route, place) for p, program in enumerate(programs))
+    return tuple(_with_messages(program, spans[p], route, place, num_ahead) for p, program in enumerate(programs))
 
 
-def _with_messages(program: Program, spans: dict[Piece, Span], route: Route, place: dict[Piece, int]) -> Program:
+def _with_messages(
+    program: Program, spans: dict[Piece, Span], route: Route, place: dict[Piece, int], num_ahead: int
+) -> Program:
     begins = [span.begin for span in spans.values()]
     receives: defaultdict[int, list[Instruction]] = defaultdict(list)
     for (_, peer), pieces in _arriving(spans, route, place).items():
         pieces.sort(key=lambda piece: place[_next(piece, -1)])
-        for piece, posted in zip(pieces, _posts([place[piece] for piece in pieces])):
+        for piece, posted in zip(pieces, _posts([place[piece] for piece in pieces], num_ahead)):
             receives[begins[posted]] += [_receive(piece, peer, half) for half in spans[piece].ends]
     leaving = [piece for piece in spans if _next(piece, 1) in place]
     sends = {end: _sends(piece, route, half) for piece in leaving for half, end in spans[piece].ends.items()}
     return insert(program, receives, sends)
 
 
-def _posts(uses: list[int]) -> list[int]:
-    """When to post receives that arrive in this order: one ahead of the use, and none after one that arrives later."""
-    posts = [max(0, use - 1) for use in uses]
+def _posts(uses: list[int], num_ahead: int) -> list[int]:
+    """When to post receives that arrive in this order: so far ahead of the use, none after one that arrives later."""
+    posts = [max(0, use - num_ahead) for use in uses]
     return list(accumulate(reversed(posts), min))[::-1]
 
 

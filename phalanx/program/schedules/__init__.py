@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from phalanx.program.instructions import Program
 from phalanx.program.schedules.gpipe import gpipe
 from phalanx.program.schedules.interleaved import interleaved
-from phalanx.program.schedules.one_f_one_b import one_f_one_b
+from phalanx.program.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from phalanx.program.schedules.zb_h1 import zb_h1
 from phalanx.program.schedules.zb_v import zb_v
 
@@ -20,9 +20,15 @@ SlicedSchedule = Callable[[int, int, int, Sequence[int]], tuple[Program, ...]]
 
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
     "gpipe": gpipe,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-v": zb_v,
 }
-SLICED: dict[str, SlicedSchedule] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+SLICED: dict[str, SlicedSchedule] = {
+    "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
+    "gpipe": gpipe,
+    "zb-h1": zb_h1,
+}

@@ -1,26 +1,30 @@
 """ZB-H1: 1F1B with the gradients of inputs (B) apart from those of weights (W), in 1F1B's memory.
 
 Upstream stages wait for B only. Stage s holds W back by s micro-batches, which fills the gaps that 1F1B leaves at the
-end: with equal times for F, B and W a third of its bubble remains.
+end: with equal times for F, B and W a third of its bubble remains. Slices take turns as in 1F1B; their weight
+gradients wait in the order of the backward.
 """
 
 from __future__ import annotations
 
-from phalanx.program.instructions import Instruction, Op, Program
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phalanx.program.instructions import Op, Program
 from phalanx.program.schedules.merge import alternate
+from phalanx.program.schedules.one_f_one_b import most_held
+from phalanx.program.schedules.parts import Part, backwards, forwards, parts_of
 
 
-def zb_h1(pp: int, v: int, num_micro_batches: int) -> tuple[Program, ...]:
+def zb_h1(pp: int, v: int, num_micro_batches: int, num_slices: Sequence[int] = ()) -> tuple[Program, ...]:
     assert v == 1
-    return tuple(_of_stage(stage, pp, num_micro_batches) for stage in range(pp))
+    parts = parts_of(num_micro_batches, num_slices)
+    return tuple(_of_stage(parts, stage, most_held("zb-h1", pp, stage, num_slices)) for stage in range(pp))
 
 
-def _of_stage(stage: int, pp: int, num_micro_batches: int) -> Program:
-    forwards = [Instruction(Op.F, stage, i) for i in range(num_micro_batches)]
-    weights = [Instruction(Op.W, stage, i) for i in range(num_micro_batches)]
-    late = max(0, num_micro_batches - stage)
-    backwards = [
-        [Instruction(Op.B, stage, i), *weights[max(0, i - stage) : max(0, i - stage + 1)]]
-        for i in range(num_micro_batches)
-    ]
-    return (*alternate(forwards, backwards, num_ahead=pp - 1 - stage), *weights[late:])
+def _of_stage(parts: Sequence[Sequence[Part]], stage: int, most: int) -> Program:
+    both = backwards(stage, parts)
+    weights = [replace(it, op=Op.W) for it in both]
+    groups = [[replace(it, op=Op.B), *weights[max(0, i - stage) : max(0, i - stage + 1)]] for i, it in enumerate(both)]
+    late = max(0, len(both) - stage)
+    return (*alternate(forwards(stage, parts), groups, num_ahead=most - 1), *weights[late:])
