@@ -8,12 +8,13 @@ from contest_setting import Size
 
 from phalanx.lab.gpu import PROVEN
 
+PAIRED = "oases, pairs"
 CALIBRATED = "oases"  # the mode whose compute : communication is brought to AIM
 BASE, UNSPLIT = "default_checkpoint", "optim_comm_checkpoint"  # what it is compared with
 MODES = {  # and what a plan says for them
     **{mode: f"overlap={mode}" for mode in (CALIBRATED, BASE, UNSPLIT, "overlap_checkpoint", "none", "halves")},
     "none, pairs": "pairs=yes",
-    "oases, pairs": "overlap=oases,pairs=yes",
+    PAIRED: "overlap=oases,pairs=yes",
 }
 # A forward has half of the communication and a quarter of the computation (the backward computes it again, and two
 # gradients), so ranks wait for the link in the forward and the link for ranks in the backward. Simulated, without any

@@ -9,7 +9,7 @@ from typing import Any
 
 import plot
 import report
-from overlap_cases import BASE, CALIBRATED, UNSPLIT
+from overlap_cases import BASE, CALIBRATED, PAIRED, UNSPLIT
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 INTRO = """# Overlap: communication behind computation
@@ -62,6 +62,16 @@ def sentence(result: Mapping[str, Any]) -> str:
         f"{at['compute'] / at['communication']:.2f} and was {best['ratio']['median']:.2f} in the rounds. "
         f"`{CALIBRATED}` is {best['speed_up']['median']:.2f}× as fast as `{BASE}`, needs {abs(slower):.0%} "
         f"{'more' if slower > 0 else 'less'} time than `{UNSPLIT}`, and reaches {_percent(best['share'])} of the ideal."
+        f"{_of_pairs(result['modes'].get(PAIRED))}"
+    )
+
+
+def _of_pairs(mode: Mapping[str, Any] | None) -> str:
+    if mode is None:
+        return ""
+    return (
+        f" With micro-batches in pairs, {mode['ratio']['median']:.2f} in the rounds, it reaches "
+        f"{_percent(mode['share'])} of theirs."
     )
 
 

@@ -61,6 +61,8 @@ def entrants(world: int, samples: int, ours: Sequence[str] | None = None) -> lis
 
 
 def our_plans(dp: str, pp: str, samples: int) -> list[str]:
-    sliced = [f"{pp},schedule={order},slices={n}" for order, n in (("1f1b", 2), ("1f1b", 4), ("zb-h1", 4), ("zb-h1", 8))]
+    sliced = [
+        f"{pp},schedule={order},slices={n}" for order, n in (("1f1b", 2), ("1f1b", 4), ("zb-h1", 4), ("zb-h1", 8))
+    ]
     pipelines = [f"{pp},schedule=1f1b", *sliced]
     return pipelines if samples == 1 else [dp, f"{dp},zero=1", f"{dp},zero=3", f"{pp},schedule=zb-h1", *pipelines]

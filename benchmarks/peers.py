@@ -2,7 +2,7 @@
 installed, Accelerate, DeepSpeed, torchtitan and Megatron-core.
 
     python benchmarks/peers.py [--gpu] [--link 1gbit] [--samples 1 --tokens 1024] [--models llama] [--only DDP]
-        [--quick] [--out FILE]
+        [--plans pp=2,mb=4] [--quick] [--out FILE]
 
 All train the same model on the same batch with the same precision, clipping and AdamW, dropout 0. Every setting of
 every peer is tried for a moment; its fastest then meets the fastest of our plans in alternating rounds. A peer that is
@@ -91,7 +91,7 @@ def _about(options: argparse.Namespace, lab: Lab, sizes: Mapping[str, Size]) -> 
     return {
         "lab": lab.describe(), "link": options.link, "dtype": "bfloat16" if options.gpu else "float32",
         "ranks": options.ranks, "rounds": options.rounds, "steps": options.steps, "quick": options.quick,
-        "samples": options.samples, "tokens": options.tokens,
+        "samples": options.samples, "tokens": options.tokens, "plans": options.plans,
         "load": os.getloadavg()[0], "cores": os.cpu_count(), "versions": versions(),
     }  # fmt: skip
 

@@ -85,7 +85,7 @@ def _how(file: str, data: Mapping[str, Any]) -> str:
     machine, setting = data["machine"], data["setting"]
     option = " --gpu" if machine["gpus"] else f" --link {setting['link']}" if setting["link"] else ""
     option += "".join(f" --{name} {setting[name]}" for name in ("samples", "tokens") if setting.get(name))
-    option += _left_out(data["results"])
+    option += _left_out(data["results"]) + "".join(f" --plans {plan}" for plan in setting.get("plans") or ())
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     sizes = "; ".join(
         f"{result['title']}: {size['layers']} layers of width {size['width']}, vocabulary {size['vocabulary']}, "

@@ -45,7 +45,7 @@ from phalanx.program.timeline import Timeline
 from phalanx.runtime.measured import merge
 from phalanx.runtime.model_shape import bucket_names
 
-SCHEDULES = {"gpipe": "", FUSED: "", "interleaved": ",v=2", SPLIT: "", "zb-v": ""}
+SCHEDULES = {"gpipe": "", FUSED: "", "eager-1f1b": "", "interleaved": ",v=2", SPLIT: "", "zb-v": ""}
 HEADERS = [
     "ranks", "schedule", "simulated ms", "own times ms", "measured ms", "error", "own times", "bubble", "measured",
     "whole step ms",

@@ -3,11 +3,11 @@
     python benchmarks/slices.py [--only NAME] [--out docs/results/slices.json]
     python benchmarks/slices.py --gpu [--budget 240] [--out docs/results/slices_gpu.json]
 
-Ranks of a pipeline (4 that share one GPU; without --gpu 2 on CPU cores, to see that it works) first measure what
-slices of their blocks take. From that every plan is simulated, and the best slicing is chosen. Then, for each number
-and length of sequences, all plans run in turn: 1F1B without slices, with equal slices, with those planned. With most
-sequences the same slices also run in GPipe order, which keeps everything. Before that, one rank alone on its device:
-what slicing costs where there is no pipeline. Results are written after each case.
+Ranks of a pipeline (4 that share one GPU; without --gpu 2 on CPU cores, to see that it works) first measure what slices
+of their blocks take. From that every plan is simulated, and the best slicing is chosen. Then, for each number and
+length of sequences, all plans run in turn: 1F1B without slices, with equal slices, with those planned. With most
+sequences the same slices also run in eager 1F1B, which keeps more, and in GPipe order, which keeps everything. Before
+that, one rank alone on its device: what slicing costs where there is no pipeline. Results are written after each case.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from phalanx.profile.slices import Fit, fit
 from phalanx.runtime.measured import merge
 from phalanx.runtime.model_shape import bucket_names
 
-WHOLE, PLANNED, ALL_FIRST = "whole", "planned", "gpipe"
+WHOLE, PLANNED, EAGER, ALL_FIRST = "whole", "planned", "eager", "gpipe"
 HEADERS = ["sequences", "tokens", "slices", "simulated ms", "measured ms", "error", "speed-up", "peak GiB"]
 
 
@@ -155,8 +155,8 @@ def _case(
     best = planned(known, whole, tokens, uniform)
     plans = {WHOLE: whole, **uniform, PLANNED: best}
     if number == max(count for count, _ in shape.cases):
-        all_first = best if best.slices else uniform[str(shape.slicings[-1])]
-        plans[ALL_FIRST] = replace(all_first, schedule="gpipe")
+        sliced = best if best.slices else uniform[str(shape.slicings[-1])]
+        plans |= {EAGER: replace(sliced, schedule="eager-1f1b"), ALL_FIRST: replace(sliced, schedule="gpipe")}
     return _measured(Case(setting, plans, rounds), captured, crew, known)
 
 
@@ -218,7 +218,7 @@ def named(step: Mapping[str, Any]) -> str:
     lengths = step["plan"].partition("slices=")[2].partition(",")[0].split("-")
     runs = [(length, len(list(run))) for length, run in groupby(lengths)]
     text = "-".join(f"{count}×{length}" if count > 1 else length for length, count in runs)
-    return f"{step['slices']} ({text or 'none'})" if step["slices"] in (PLANNED, ALL_FIRST) else step["slices"]
+    return f"{step['slices']} ({text or 'none'})" if step["slices"] in (PLANNED, EAGER, ALL_FIRST) else step["slices"]
 
 
 def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:

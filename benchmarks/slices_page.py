@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import report
-from slices import ALL_FIRST, PLANNED, WHOLE, rows, speed_up
+from slices import ALL_FIRST, EAGER, PLANNED, WHOLE, rows, speed_up
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 FASTER, COST, AIM = 2.0, 1.25, 1.15  # targets
 INTRO = """# Token slices: steps, memory and cost
 
 A pipeline of equal stages; sequences are micro-batches of one sequence each. `whole` is 1F1B without slices, numbers
-are so many equal slices, `planned` is the best of the planner's slicings and the equal ones by simulation, `gpipe` runs
-the same slices with all forwards before all backwards. Before anything else the ranks measure slices of an embedding, a
-layer and a head, all at the same time; a model with four numbers is fitted to each, and the simulation knows only that,
-the link, and how long norm and update take. A measured step is what a training loop sees, on the slowest rank, as a
-median with lowest and highest; plans of a case run in turn. Speed-ups are over `whole`; errors are relative to what was
-measured. Peak memory is a step's own (activations, gradients, messages) on the rank that needs most, without weights.
+are so many equal slices, `planned` is the best of the planner's slicings and the equal ones by simulation, `eager` runs
+the same slices with more of them under way (`schedule=eager-1f1b`), `gpipe` with all forwards before all backwards.
+Before anything else the ranks measure slices of an embedding, a layer and a head, all at the same time; a model with
+four numbers is fitted to each, and the simulation knows only that, the link, and how long norm and update take. A
+measured step is what a training loop sees, on the slowest rank, as a median with lowest and highest; plans of a case
+run in turn. Speed-ups are over `whole`; errors are relative to what was measured. Peak memory is a step's own
+(activations, gradients, messages) on the rank that needs most, without weights.
 """
 HEADERS = ["sequences", "tokens", "slices", "simulated ms", "measured ms", "error", "speed-up", "peak GiB"]
 
@@ -85,7 +86,9 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
 def memory_sentence(steps: Mapping[str, Mapping[str, Any]]) -> str:
     """Activations in GPipe order over those in 1F1B order, beside what the bound predicts."""
     last = steps[ALL_FIRST]
-    own = next(step for name, step in steps.items() if name != ALL_FIRST and _slices(step) == _slices(last))
+    own = next(
+        step for name, step in steps.items() if name not in (EAGER, ALL_FIRST) and _slices(step) == _slices(last)
+    )
     bounds = [all_held / held for all_held, held in zip(last["held"], own["held"])]
     text = f"GPipe order holds {last['held'][0]} slices on the first stage, 1F1B {own['held'][0]}"
     if last["memory"][0]["peak"] is None:

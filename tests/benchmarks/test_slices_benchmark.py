@@ -73,7 +73,7 @@ def test_what_is_planned_is_never_worse_than_whole_or_uniform(samples: int, star
     about, whole = known(replace(LAYER, start=start), link), plan_of(samples)
     best = slice_simulation.planned(about, whole, TOKENS, uniform(samples))
     steps = [about.step(plan, TOKENS) for plan in (whole, *uniform(samples).values())]
-    assert about.step(best, TOKENS) <= min(steps)
+    assert about.step(best, TOKENS) <= (1 + slice_simulation.AS_GOOD) * min(steps)
 
 
 def test_slices_that_cost_too_much_to_start_are_not_planned() -> None:
@@ -157,9 +157,10 @@ def test_it_measures_writes_and_shows_everything(
     data = json.loads((tmp_path / "slices.json").read_text())
     assert [(r["pp"], r["sequences"], r["tokens"]) for r in data["results"]] == [(1, 1, 64), (2, 2, 64)]
     names = [[found["slices"] for found in result["steps"]] for result in data["results"]]
-    assert names == [["whole", "2"], ["whole", "2", "planned", "gpipe"]]
+    assert names == [["whole", "2"], ["whole", "2", "planned", "eager", "gpipe"]]
     steps = data["results"][1]["steps"]
-    assert steps[1]["held"] == [3, 2] and steps[3]["held"] == [4, 4] and all(found["simulated"] for found in steps)
+    assert all(found["simulated"] for found in steps)
+    assert [found["held"] for found in steps] == [[2, 1], [3, 2], steps[2]["held"], [4, 2], [4, 4]]
     assert capsys.readouterr().out.count("planned (") == 1
     page = slices_page.page(tmp_path)
     assert "## 2 CPU ranks" in page and "## What slicing costs without a pipeline" in page
