@@ -145,6 +145,7 @@ def test_long_slicings_are_shown_in_short() -> None:
     assert shown == "planned (2×8-4-3×2)"
 
 
+@pytest.mark.long
 def test_it_measures_writes_and_shows_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

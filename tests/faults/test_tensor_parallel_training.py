@@ -68,6 +68,7 @@ def test_master_weights_of_a_split_run_survive_a_change_of_plan(crew: Crew, tmp_
     assert apart < 1e-5, "less than one update in six"
 
 
+@pytest.mark.long
 def test_the_scale_of_a_float16_loss_survives_a_change_of_plan_too(crew: Crew, tmp_path: Path) -> None:
     options = {"dtype": "float16", "max_nonfinite": 20}
     undisturbed(tmp_path / "whole", "gpt2", steps=4, **options)

@@ -1,7 +1,7 @@
 """Invariant 1 for token slices: every causal model, cut anywhere between its tokens, equals the plain model.
 
-Steps have 24 and 16 tokens, so no slicing below divides both. The default run takes each architecture under one plan,
-such that every plan meets one; the long run takes the whole table.
+Steps have 24 and 16 tokens, so no slicing below divides both. The default run takes each plan but the slowest with one
+architecture; the long run takes the whole table.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from phalanx.verification.verify import verify_case
 from tests.parity.architectures import ARCHITECTURES
 
 long = pytest.mark.long
-GPT2, LLAMA, MISTRAL, GEMMA = "gpt2-xl", "meta-llama/Llama-3.2-1B", "mistralai/Mistral-7B-v0.1", "google/gemma-2-2b"
-WHISPER, T5 = "openai/whisper-small", "google-t5/t5-small"
+GPT2, LLAMA, MISTRAL = "gpt2-xl", "meta-llama/Llama-3.2-1B", "mistralai/Mistral-7B-v0.1"
+WHISPER = "openai/whisper-small"
 _TASKS = {name: entry.task for name in ARCHITECTURES if (entry := zoo_table.lookup(name))}
 DECODERS = [name for name in ARCHITECTURES if _TASKS[name] == "causal-lm"]
 TWO_STACKS = [name for name in ARCHITECTURES if _TASKS[name] in ("speech-to-text", "text-to-text")]
@@ -39,16 +39,21 @@ PLANS = [
     "pp=2,tp=2,mb=2,slices=3-2,sequence=yes,overlap=optim_comm_checkpoint",
     "pp=2,dp=2,zero=3,mb=2,slices=1-2-1,recompute=yes",
 ]
-BY_DEFAULT = {WHISPER: 5, T5: None, "google/flan-t5-base": None}  # the one plan of a row; T5 is slow to capture
+SLOW = {  # others have the same in another mixture
+    "pp=2,mb=2,slices=3", "pp=4,mb=2,slices=3", "pp=4,mb=2,slices=1-4-2", "pp=2,dp=2,zero=1,mb=2,slices=3-2",
+    "pp=2,tp=2,mb=2,slices=3-2,sequence=yes,overlap=optim_comm_checkpoint",
+}  # fmt: skip
 
 
 def _table() -> list[object]:
-    """Every pair; those that one diagonal through the table, once over all plans, leaves out are long."""
+    """Every pair. All are long but one for each plan that is not slow, and one with two stacks."""
+    fused = [name for name in DECODERS if "gpt-" not in name]  # GPT-J and GPT-Neo weigh by hand, which takes longer
+    quick = dict(zip(fused, (plan for plan in PLANS if plan not in SLOW)))
+    quick[WHISPER] = "pp=2,dp=2,zero=1,mb=2,slices=3-2"
     found: list[object] = []
-    for row, name in enumerate([*DECODERS, *TWO_STACKS]):
-        chosen = BY_DEFAULT.get(name, row if row < len(PLANS) else None)
-        for column, plan in enumerate(PLANS):
-            marks = () if column == chosen else (long,)
+    for name in [*DECODERS, *TWO_STACKS]:
+        for plan in PLANS:
+            marks = () if quick.get(name) == plan else (long,)
             found.append(pytest.param(name, plan, marks=marks, id=f"{name}-{plan}"))
     return found
 
@@ -67,14 +72,14 @@ def test_a_plan_with_slices_and_dropout_is_exact(name: str, plan: str, plain_pro
     require_exact(Case(name, plan, tiny=True, dropout=0.1), plain_process, crew)
 
 
-@pytest.mark.parametrize("name", _rows([*DECODERS, *TWO_STACKS], {MISTRAL}))
+@pytest.mark.parametrize("name", _rows([*DECODERS, *TWO_STACKS], {GPT2}))
 def test_slices_of_padded_sequences_are_exact(name: str, plain_process: PlainProcess, crew: Crew) -> None:
     """Some slices of a short sequence hold nothing but padding."""
     plan = "pp=2,mb=2,slices=5-3-1"
     require_exact(Case(name, plan, tiny=True, dropout=0.1, padding=True), plain_process, crew)
 
 
-@pytest.mark.parametrize("name", _rows(DECODERS, {GEMMA}))
+@pytest.mark.parametrize("name", _rows(DECODERS, {MISTRAL}))
 def test_slices_of_packed_documents_are_exact(name: str, plain_process: PlainProcess, crew: Crew) -> None:
     """Documents end inside slices and go on in the next ones."""
     plan = "pp=2,mb=2,slices=5-3-1/4"
@@ -92,7 +97,10 @@ def test_slices_of_one_token_each_are_exact(plain_process: PlainProcess, crew: C
     require_exact(case, plain_process, crew)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("inductor", marks=long), "aot_eager"])
-def test_compiled_slices_are_exact(mode: str, plain_process: PlainProcess, crew: Crew) -> None:
-    case = Case(LLAMA, "pp=2,mb=2,slices=5-3-1", tiny=True, dropout=0.1, compile=mode)
+@pytest.mark.parametrize(
+    ("mode", "slices"), [pytest.param("inductor", "5-3-1", marks=long), pytest.param("aot_eager", "5-3-1", marks=long),
+                         ("aot_eager", "2")],
+)  # fmt: skip
+def test_compiled_slices_are_exact(mode: str, slices: str, plain_process: PlainProcess, crew: Crew) -> None:
+    case = Case(LLAMA, f"pp=2,mb=2,slices={slices}", tiny=True, dropout=0.1, compile=mode)
     require_exact(case, plain_process, crew)

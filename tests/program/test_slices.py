@@ -108,8 +108,8 @@ def test_slices_take_one_full_pass_per_further_rank(pp: int, number: list[int], 
     rows = place(SLICED[name](pp, 1, len(number), number))
     assert all(cell.runs for row in rows for cell in row)
     whole = 3 * sum(number) + 3 * (pp - 1)
-    if name == "zb-h1":  # with enough slices, weight gradients fill all but a third of the bubble
-        assert max(row[-1].end for row in rows) <= (whole - 2 * (pp - 1) if sum(number) >= 2 * pp - 1 else whole)
+    if name == "zb-h1":  # weight gradients fill a third of the bubble or more
+        assert max(row[-1].end for row in rows) <= whole - (pp - 1)
     else:
         assert max(row[-1].end for row in rows) == whole
 

@@ -128,11 +128,16 @@ if {condition}:
 @pytest.mark.parametrize(
     ("module", "condition", "message"),
     [
-        ("Early", '__name__ == "__main__"', "True is what the report says"),
-        ("Late", '__name__ == "__main__"', "a process that loads script.py afresh does not find 'Late' in it"),
-        ("Early", "True", "exit code 1; what it wrote is above\n  → it loads the script that calls phalanx.verify"),
+        pytest.param("Early", '__name__ == "__main__"', "True is what the report says", id="guarded"),
+        pytest.param(
+            "Late", '__name__ == "__main__"', "a process that loads script.py afresh does not find 'Late' in it",
+            id="class under the guard", marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "Early", "True", "exit code 1; what it wrote is above\n  → it loads the script that calls phalanx.verify",
+            id="no guard", marks=pytest.mark.long,
+        ),
     ],
-    ids=["guarded", "class under the guard", "no guard"],
 )  # fmt: skip
 def test_a_script_verifies_its_own_module(module: str, condition: str, message: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
