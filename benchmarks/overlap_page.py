@@ -70,8 +70,8 @@ def _of_pairs(mode: Mapping[str, Any] | None) -> str:
     if mode is None:
         return ""
     return (
-        f" With micro-batches in pairs, {mode['ratio']['median']:.2f} in the rounds, it reaches "
-        f"{_percent(mode['share'])} of theirs."
+        f" With micro-batches in pairs, whose compute : communication was {mode['ratio']['median']:.2f}, it reaches "
+        f"{_percent(mode['share'])} of their ideal."
     )
 
 

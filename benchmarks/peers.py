@@ -92,6 +92,7 @@ def _about(options: argparse.Namespace, lab: Lab, sizes: Mapping[str, Size]) -> 
         "lab": lab.describe(), "link": options.link, "dtype": "bfloat16" if options.gpu else "float32",
         "ranks": options.ranks, "rounds": options.rounds, "steps": options.steps, "quick": options.quick,
         "samples": options.samples, "tokens": options.tokens, "plans": options.plans,
+        "only": options.only,
         "load": os.getloadavg()[0], "cores": os.cpu_count(), "versions": versions(),
     }  # fmt: skip
 

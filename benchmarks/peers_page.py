@@ -85,7 +85,8 @@ def _how(file: str, data: Mapping[str, Any]) -> str:
     machine, setting = data["machine"], data["setting"]
     option = " --gpu" if machine["gpus"] else f" --link {setting['link']}" if setting["link"] else ""
     option += "".join(f" --{name} {setting[name]}" for name in ("samples", "tokens") if setting.get(name))
-    option += _left_out(data["results"]) + "".join(f" --plans {plan}" for plan in setting.get("plans") or ())
+    option += _left_out(data["results"], setting.get("only"))
+    option += "".join(f" --plans {plan}" for plan in setting.get("plans") or ())
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     sizes = "; ".join(
         f"{result['title']}: {size['layers']} layers of width {size['width']}, vocabulary {size['vocabulary']}, "
@@ -101,9 +102,9 @@ def _how(file: str, data: Mapping[str, Any]) -> str:
     )
 
 
-def _left_out(results: Sequence[Mapping[str, Any]]) -> str:
-    """The options that chose models and peers, where not all took part."""
-    models, peers = [result["model"] for result in results], [peer["peer"] for peer in results[0]["peers"]]
+def _left_out(results: Sequence[Mapping[str, Any]], only: Sequence[str] | None) -> str:
+    """The options that chose models and peers, where not all took part. only: as it was given, where that is known."""
+    models, peers = [result["model"] for result in results], only or [peer["peer"] for peer in results[0]["peers"]]
     everyone = {entrant.peer for entrant in entrants(2, 2)} - {OURS}
     chosen = "" if set(models) == set(TITLES) else "".join(f" --models {model}" for model in models)
     return chosen + ("" if set(peers) == everyone else "".join(f' --only "{peer}"' for peer in peers))

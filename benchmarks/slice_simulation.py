@@ -25,7 +25,7 @@ from phalanx.program.simulate import simulate
 from phalanx.program.timeline import Timeline
 
 GRAINS = 32  # of a sequence: few lengths, since every length is traced once
-AS_GOOD = 0.01  # what is predicted is not more exact
+CLEARLY = 0.01  # what is predicted is not more exact
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def ends_of(steps: Sequence[Timeline], plan: Plan, shape: ModelShape, elements: 
 
 
 def planned(known: Known, plan: Plan, tokens: int, uniform: Mapping[str, Plan]) -> Plan:
-    """The best plan of all candidates by simulation, of those that are as good the first: equal slices need segments of
-    one length only. plan: without slices, itself a candidate."""
+    """The best plan of all candidates by simulation; unequal slices, which need segments of several lengths, only where
+    they are clearly better. plan: without slices, itself a candidate."""
     grain = tokens // GRAINS
     times, messages = known.stage_table(plan, tokens, grain), known.message_table(tokens, grain)
     slicings = {
@@ -114,6 +114,8 @@ def planned(known: Known, plan: Plan, tokens: int, uniform: Mapping[str, Plan]) 
         for table in (times, times + messages, times + messages / 2)
     }
     texts = [f"{plan.full_text},slices={write_slicings((lengths,))}" for lengths in slicings if len(lengths) > 1]
-    candidates = [plan, *uniform.values(), *(Plan.parse(text) for text in texts)]
-    seconds = [known.step(candidate, tokens) for candidate in candidates]
-    return next(plan for plan, step in zip(candidates, seconds) if step <= (1 + AS_GOOD) * min(seconds))
+    equal = {candidate: known.step(candidate, tokens) for candidate in (plan, *uniform.values())}
+    unequal = {candidate: known.step(candidate, tokens) for candidate in map(Plan.parse, texts)}
+    better = {candidate: step for candidate, step in unequal.items() if step < (1 - CLEARLY) * min(equal.values())}
+    found = better or equal
+    return min(found, key=lambda candidate: found[candidate])

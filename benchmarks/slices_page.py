@@ -15,22 +15,24 @@ FASTER, COST, AIM = 2.0, 1.25, 1.15  # targets
 INTRO = """# Token slices: steps, memory and cost
 
 A pipeline of equal stages; sequences are micro-batches of one sequence each. `whole` is 1F1B without slices, numbers
-are so many equal slices, `planned` is the best of the planner's slicings and the equal ones by simulation, `eager` runs
-the same slices with more of them under way (`schedule=eager-1f1b`), `gpipe` with all forwards before all backwards.
-Before anything else the ranks measure slices of an embedding, a layer and a head, all at the same time; a model with
-four numbers is fitted to each, and the simulation knows only that, the link, and how long norm and update take. A
-measured step is what a training loop sees, on the slowest rank, as a median with lowest and highest; plans of a case
-run in turn. Speed-ups are over `whole`; errors are relative to what was measured. Peak memory is a step's own
-(activations, gradients, messages) on the rank that needs most, without weights.
+are so many equal slices, `planned` is the best of the planner's slicings and the equal ones by simulation, `gpipe` runs
+the same slices with all forwards before all backwards. Before anything else the ranks measure slices of an embedding, a
+layer and a head, all at the same time; a model with four numbers is fitted to each, and the simulation knows only that,
+the link, and how long norm and update take. A measured step is what a training loop sees, on the slowest rank, as a
+median with lowest and highest; plans of a case run in turn. Speed-ups are over `whole`; errors are relative to what was
+measured. Peak memory is a step's own (activations, gradients, messages) on the rank that needs most, without weights.
 """
+OF_EAGER = "`eager` runs the same slices with more of them under way (`schedule=eager-1f1b`).\n"
 HEADERS = ["sequences", "tokens", "slices", "simulated ms", "measured ms", "error", "speed-up", "peak GiB"]
 
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the result files that there are."""
     files = [folder / name for name in ("slices_gpu.json", "slices_cost_gpu.json", "slices.json")]
-    sections = [_section(json.loads(file.read_text()), file.name) for file in files if file.exists()]
-    return "\n".join([INTRO, *sections])
+    found = {file.name: json.loads(file.read_text()) for file in files if file.exists()}
+    names = {step["slices"] for data in found.values() for result in data["results"] for step in result["steps"]}
+    of_eager = [OF_EAGER] if EAGER in names else []
+    return "\n".join([INTRO, *of_eager, *(_section(data, name) for name, data in found.items())])
 
 
 def _section(data: dict[str, Any], file: str) -> str:

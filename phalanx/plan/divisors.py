@@ -13,7 +13,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // divisor for divisor in low)})
 
 
-def listed(numbers: Iterable[int]) -> str:
+def listed(choices: Iterable[int | str]) -> str:
     """`1, 2 or 4`."""
-    *others, last = map(str, numbers)
+    *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last

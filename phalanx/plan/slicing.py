@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 from phalanx.errors import PlanError
+from phalanx.plan.divisors import listed
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -80,7 +81,7 @@ def check_slices(plan: Plan) -> None:
     if plan.slices and plan.schedule not in SCHEDULES:
         reason = "it orders whole micro-batches, and slices go forward in order and backward in reverse"
         message = f"plan: {shown} cannot be ordered by schedule={plan.schedule}: {reason}"
-        raise PlanError(message, f"use schedule={', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}, or leave slices out")
+        raise PlanError(message, f"use schedule={listed(SCHEDULES)}, or leave slices out")
 
 
 def _canonical(slicing: Sequence[int]) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class Peaks:
 
 
 def check_bound(scope: Scope, rank: int, peaks: Peaks) -> None:
-    """Holds schedules to their promise. Others make none, nor does an evaluation, which keeps no activations."""
+    """Holds 1F1B and its kin to their promise. Others make none, nor does an evaluation, which keeps no activations."""
     plan = scope.plan
     if plan.schedule not in NUM_AHEAD or not scope.training:
         return
