@@ -90,6 +90,8 @@ class Heats:
         for entrant in variants:
             with ExitStack() as stack:
                 try:
+                    if best is not None:
+                        best.rest()
                     team = stack.enter_context(Team(self._lab, entrant, self._setting, seconds=self._patience))
                     self._check(team)
                     seconds = min(team.steps(self._steps)[0] for _ in range(TRIED_ROUNDS))
@@ -121,6 +123,7 @@ class Heats:
         assert self._ours is not None, "choose_ours comes first"
         seconds: dict[Team, list[float]] = {self._ours: [], team: []}
         worked: dict[Team, list[float]] = {self._ours: [], team: []}
+        team.steps(1)  # not measured: it may have rested
         for number in range(self._rounds):
             for one in (self._ours, team) if number % 2 == 0 else (team, self._ours):
                 took, work = one.steps(self._steps)

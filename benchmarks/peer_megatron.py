@@ -29,7 +29,7 @@ def megatron(seat: Seat, setting: Setting, plan: Plan) -> Step:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=plan.pp)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     config = _config(setting, plan)
-    model = _model(config, setting, plan).to(seat.device)
+    model = _model(config, setting, plan).to(seat.device, setting.torch_dtype)  # positions are float32 otherwise
     overlapped = DistributedDataParallelConfig(use_distributed_optimizer=plan.dp > 1, overlap_grad_reduce=True)
     wrapped = DistributedDataParallel(config, overlapped, model)
     config.finalize_model_grads_func = finalize_model_grads

@@ -65,6 +65,13 @@ class Member:
         self._synchronise()
         return (time.perf_counter() - began) / number, (time.process_time() - worked) / number
 
+    def rest(self) -> None:
+        """Gives memory that it does not hold tensors in to others, until its next step."""
+        import torch
+
+        self._synchronise()
+        torch.cuda.empty_cache()
+
     def peak(self) -> int:
         """Bytes since the first steps: of the device's memory, on CPUs of the whole process."""
         import torch

@@ -49,7 +49,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Order:
-    """What ranks are to do: `build` once, then `steps` (seconds, processor seconds) and `peak` (bytes)."""
+    """What ranks are to do: `build` once, then `steps` (seconds, processor seconds), `rest` and `peak` (bytes)."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -95,6 +95,10 @@ class Team:
         """Per step: seconds of the slowest rank, and those for which processors worked for all ranks."""
         found = self._ask(Order("steps", (number,)))
         return max(seconds for seconds, _ in found), sum(worked for _, worked in found)
+
+    def rest(self) -> None:
+        """While others train on the same device; its next step is not one to be measured."""
+        self._ask(Order("rest"))
 
     def peak_bytes(self) -> int:
         """Of the rank that needed most, since the team was built."""

@@ -14,7 +14,8 @@ from contest import verdict
 from peer_cases import OURS, TITLES, entrants
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-FILES = ("peers_gpu.json", "peers.json", "peers_link.json", "peers_long.json")
+_ON_GPU = ("peers_gpu_llama.json", "peers_gpu_llama_more.json", "peers_gpu_gpt2.json", "peers_gpu_gpt2_more.json")
+SECTIONS = (_ON_GPU, ("peers.json",), ("peers_link.json",), ("peers_long.json",))  # the runs that each is made of
 HEADERS = ["model", "who", "fastest setting", "tokens/s", "peak GiB", "our speed / theirs (quartiles)", "ours is"]
 LEVEL = 0.98  # what we aim at, at least, with every peer
 INTRO = """# Phalanx beside its peers
@@ -27,13 +28,15 @@ formed within rounds: median and quartiles, above 1 we are faster. *faster* and 
 so. Peak memory is that of the rank that needs most: on GPUs what was allocated there, on CPUs all of its process,
 libraries included.
 """
+AGAIN = "Our row stands before the peers of each run; a peer that failed and was met again is shown as it went then."
 OWN_WEIGHTS = "builds a model of the same shape with weights of its own, so that losses could not be compared"
 
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the result files that there are."""
-    found = [(name, json.loads((folder / name).read_text())) for name in FILES if (folder / name).exists()]
-    return "\n".join([INTRO, *(_section(name, data) for name, data in found)])
+    sections = [[folder / name for name in names if (folder / name).exists()] for names in SECTIONS]
+    found = [{file.name: json.loads(file.read_text()) for file in files} for files in sections if files]
+    return "\n".join([INTRO, *map(_section, found)])
 
 
 def rows(result: Mapping[str, Any]) -> list[list[str]]:
@@ -61,10 +64,27 @@ def behind(result: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def _section(file: str, data: Mapping[str, Any]) -> str:
-    results = data["results"]
+def settled(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of several runs: a peer that failed and was met again in a later one is shown as it went there."""
+
+    def met_later(number: int, peer: Mapping[str, Any]) -> bool:
+        return any(
+            later["model"] == results[number]["model"] and peer["peer"] in [other["peer"] for other in later["peers"]]
+            for later in results[number + 1 :]
+        )
+
+    return [
+        {**result, "peers": [peer for peer in result["peers"] if "error" not in peer or not met_later(number, peer)]}
+        for number, result in enumerate(results)
+    ]
+
+
+def _section(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    results = settled([result for data in runs.values() for result in data["results"]])
     table = [row for result in results for row in rows(result)]
-    lines = [f"## {_title(data)}", "", _how(file, data), "", _row(HEADERS), _row(["---"] * len(HEADERS))]
+    lines = [f"## {_title(next(iter(runs.values())))}", ""]
+    lines += [text for file, data in runs.items() for text in (_how(file, data), "")]
+    lines += [*([AGAIN, ""] if len(runs) > 1 else []), _row(HEADERS), _row(["---"] * len(HEADERS))]
     lines += [*map(_row, table), "", "Where we are behind:" if any(map(behind, results)) else "Nowhere behind.", ""]
     lines += [f"- {text}" for result in results for text in behind(result)]
     own = sorted({peer["peer"] for result in results for peer in result["peers"] if peer.get("own_weights")})

@@ -79,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape, begin = GPU if options.gpu else CPU, time.monotonic()
     setting: dict[str, Any] = {"shape": asdict(shape), "rounds": options.rounds, "only": options.only}
     results: list[dict[str, Any]] = []
-    if options.only in "cost":
+    if _wanted(options.only, "cost"):
         results.append(_cost(shape, options.rounds))
         _show(results[-1])
-    if any(options.only in name for name in map(_name, shape.cases)):
+    if any(_wanted(options.only, _name(case)) for case in shape.cases):
         _pipeline(shape, options, setting, begin, results)
     report.publish(options, "slices", setting, results, panels(results))
 
@@ -93,7 +93,7 @@ def _pipeline(
     captured = _captured(shape.size, shape.dtype)
     with _crew(shape, shape.pp) as crew:
         known, setting["profile"] = _profile(shape, captured, crew)
-        for number, tokens in (case for case in shape.cases if options.only in _name(case)):
+        for number, tokens in (case for case in shape.cases if _wanted(options.only, _name(case))):
             if time.monotonic() - begin > options.budget:
                 print(f"no time left for {_name((number, tokens))}", file=sys.stderr)
                 continue
@@ -108,6 +108,10 @@ def _show(result: Mapping[str, Any]) -> None:
 
 def _name(case: tuple[int, int]) -> str:
     return f"{case[0]}x{case[1]}"
+
+
+def _wanted(only: Sequence[str] | None, name: str) -> bool:
+    return not only or any(part in name for part in only)
 
 
 def _captured(size: Size, dtype: str) -> Captured:
@@ -254,7 +258,10 @@ def _crew(shape: Shape, size: int) -> Iterator[Crew]:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = report.options(__doc__ or "")
     parser.add_argument("--gpu", action="store_true", help="4 ranks that share one GPU, instead of CPU ranks")
-    parser.add_argument("--only", default="", help="cases whose name (SEQUENCESxTOKENS, or cost) contains this")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME",
+        help="cases whose name (SEQUENCESxTOKENS, or cost) contains this; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=4, help="measured steps of each plan (default: 4)")
     parser.add_argument(
         "--budget", type=float, default=240.0, help="begin no case after so many seconds (default: 240)"

@@ -28,7 +28,9 @@ HEADERS = ["sequences", "tokens", "slices", "simulated ms", "measured ms", "erro
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the result files that there are."""
-    files = [folder / name for name in ("slices_gpu.json", "slices_cost_gpu.json", "slices.json")]
+    files = [
+        folder / name for name in ("slices_gpu.json", "slices_8x8192_gpu.json", "slices_cost_gpu.json", "slices.json")
+    ]
     found = {file.name: json.loads(file.read_text()) for file in files if file.exists()}
     names = {step["slices"] for data in found.values() for result in data["results"] for step in result["steps"]}
     of_eager = [OF_EAGER] if EAGER in names else []
@@ -47,7 +49,7 @@ def _section(data: dict[str, Any], file: str) -> str:
 
 def _source(data: dict[str, Any], file: str) -> str:
     machine, setting = data["machine"], data["setting"]
-    only = f" --only {setting['only']}" if setting["only"] else ""
+    only = "".join(f" --only {name}" for name in setting["only"] or ())
     command = f"python benchmarks/slices.py{' --gpu' if machine['gpus'] else ''}{only} --rounds {setting['rounds']}"
     where = " and ".join(machine["gpus"]) or machine["processor"]
     return f"`{command}` on {where} (torch {machine['torch']}), {machine['date']}. Data: [{file}]({file})."
@@ -55,12 +57,21 @@ def _source(data: dict[str, Any], file: str) -> str:
 
 def _pipelines(data: dict[str, Any], source: str, pipelines: Sequence[Mapping[str, Any]]) -> list[str]:
     shape = data["setting"]["shape"]
-    lines = [f"## {shape['name']}", "", source, ""]
+    lines = [f"## {shape['name']}{_alone(pipelines)}", "", source, ""]
     lines += [f"{_llama(shape['size'])}, {shape['dtype']}, not compiled. {report.busy(data['machine'])}", ""]
     lines += [report.markdown(HEADERS, [row for result in pipelines for row in rows(result)]), ""]
     lines += [sentence for result in pipelines for sentence in sentences(result)]
-    lines += _missing(shape["cases"], pipelines)
+    lines += _missing(shape["cases"], pipelines) if len(pipelines) > 1 else []
     return [*lines, "", _profile(data["setting"]["profile"]), ""]
+
+
+def _alone(pipelines: Sequence[Mapping[str, Any]]) -> str:
+    """The name of the one case that was asked for."""
+    return f": {_name(pipelines[0])}" if len(pipelines) == 1 else ""
+
+
+def _name(result: Mapping[str, Any]) -> str:
+    return f"{result['sequences']} × {result['tokens']} tokens"
 
 
 def _missing(cases: Sequence[Sequence[int]], pipelines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -75,10 +86,14 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     steps = {step["slices"]: step for step in result["steps"]}
     best = max((name for name in steps if name.isdigit()), key=lambda name: speed_up(result, steps[name]))
     planned, uniform = speed_up(result, steps[PLANNED]), speed_up(result, steps[best])
-    name = f"{result['sequences']} × {result['tokens']} tokens"
+    name = _name(result)
     text = f"- {name}: planned {planned:.2f}×, best uniform ({best} slices) {uniform:.2f}×"
     if result["sequences"] == 1:
         text += f"; the target is {FASTER:.0f}× over no slices"
+    if EAGER in steps:
+        text += f"; the planned slices with more under way {speed_up(result, steps[EAGER]):.2f}×"
+    if ALL_FIRST in steps:
+        text += f", all forwards first {speed_up(result, steps[ALL_FIRST]):.2f}×"
     found = [f"{text}."]
     if ALL_FIRST in steps:
         found.append(f"- {name}: {memory_sentence(steps)}")

@@ -25,6 +25,7 @@ SCHEDULES = {
     "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble",
 }  # fmt: skip
 _SEVERAL_STAGES = ("interleaved", "zb-h1", "zb-v")
+_ALIGNED = 8  # half-precision numbers: a product with a multiple of that many columns is not padded
 _COMPILES = ("gpipe", "1f1b", "interleaved")  # torch cannot take input and weight gradients of a compiled layer apart
 
 
@@ -35,8 +36,9 @@ def pipeline(seat: Seat, setting: Setting, plan: Plan) -> Step:
     numbers = plan.stages_of(seat.rank)
     modules = [_Stage([blocks[b] for b in plan.stage_blocks(number)]).to(device) for number in numbers]
     if device.type == "cuda" and plan.schedule in _COMPILES:
-        for module in modules:
-            module.compile_blocks()
+        padded = setting.size.vocabulary % _ALIGNED != 0  # a compiled head gives logits with other strides, and torch
+        for module in modules:  # then refuses what the stage gives
+            module.compile_blocks(head=not padded)
     stages = [
         pipelining.PipelineStage(module, number, plan.num_stages, device)
         for number, module in zip(numbers, modules, strict=True)
@@ -102,9 +104,10 @@ class _Stage(nn.Module):
                 values = block(values)
         return values
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, *, head: bool) -> None:
         for block in self.blocks:
-            block.forward = torch.compile(block.forward)
+            if head or not isinstance(block, nn.Sequential):
+                block.forward = torch.compile(block.forward)
 
 
 class _RotaryLayer(nn.Module):

@@ -50,8 +50,10 @@ def shared_gpu(name: str, percent: int) -> Iterator[Mapping[str, str]]:
 
 
 def rank_variables(rank: int, interface: str) -> Mapping[str, str]:
-    """What each rank needs before NCCL starts."""
-    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": interface, "NCCL_IB_DISABLE": "1"}
+    """What each rank needs before NCCL starts. It sees one GPU, and scripts take the one with their local number."""
+    return {
+        "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": interface, "NCCL_IB_DISABLE": "1", "LOCAL_RANK": "0",
+    }  # fmt: skip
 
 
 def sweep() -> None:

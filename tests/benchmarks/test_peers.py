@@ -122,6 +122,14 @@ def test_the_page_says_by_how_much_we_are_behind() -> None:
     assert peers_page.behind(result(peer(ratio(0.95, 0.99, 1.05)))) == []
 
 
+def test_a_peer_that_failed_is_shown_as_it_went_when_it_was_met_again() -> None:
+    failed, good = {"peer": "DDP", "error": "no way", "tried": []}, peer(ratio(1.9, 2.0, 2.1))
+    first, second = result(failed), result(good)
+    assert [run["peers"] for run in peers_page.settled([first, second])] == [[], [good]]
+    assert [run["peers"] for run in peers_page.settled([first, {**second, "model": "gpt2"}])] == [[failed], [good]]
+    assert [run["peers"] for run in peers_page.settled([second, first])] == [[good], [failed]]
+
+
 def test_a_gpu_that_is_shared_has_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["peers.py", "--gpu", "--link", "1gbit"])
     with pytest.raises(SystemExit, match="--gpu and --link cannot be combined: ranks that share a GPU are on one node"):
@@ -145,7 +153,8 @@ def test_links_that_cannot_be_limited_are_not_measured(monkeypatch: pytest.Monke
 
 
 def test_the_results_page_shows_what_was_measured() -> None:
-    measured = [name for name in peers_page.FILES if (peers_page.RESULTS / name).exists()]
+    files = [name for names in peers_page.SECTIONS for name in names]
+    measured = [name for name in files if (peers_page.RESULTS / name).exists()]
     written = peers_page.RESULTS / "peers.md"
     assert written.exists() == bool(measured), "the page and the result files come together"
     for name in measured:

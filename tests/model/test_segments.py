@@ -275,3 +275,36 @@ def test_compiling_is_chosen_by_device_unless_the_user_says_otherwise() -> None:
     assert resolve_mode("auto", torch.device("cpu")) == "off"
     assert resolve_mode("auto", torch.device("cuda")) == "inductor"
     assert resolve_mode("aot_eager", torch.device("cuda")) == "aot_eager"
+
+
+@pytest.mark.parametrize(("case", "path"), [(captured.GPT2, "head"), (captured.LLAMA, "model.layers.1")])
+def test_a_compiler_that_pads_results_changes_nothing_for_those_who_take_them(
+    case: captured.Case, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As inductor does on GPUs with products that have an odd number of columns."""
+
+    def padding(module: fx.GraphModule, examples: list[Tensor]):
+        expected = [example.stride() for example in examples]
+
+        def run(*arguments: Tensor) -> tuple:
+            assert [argument.stride() for argument in arguments] == expected
+            return tuple(padded(result) if isinstance(result, Tensor) else result for result in module(*arguments))
+
+        return run
+
+    def padded(result: Tensor) -> Tensor:
+        return torch.cat([result, result[..., :1]], dim=-1)[..., :-1] if result.dim() > 1 else result
+
+    monkeypatch.setattr("torch._dynamo.backends.registry.lookup_backend", lambda mode: padding)
+    one = call(case, path)
+    segment = segments.build(
+        one.graph, one.arguments, one.is_parameter, one.wants, recompute=False, compiler=Compiler("inductor")
+    )
+    d_outputs = d_outputs_for(segment)
+    expected = one.autograd(d_outputs)
+    for _ in range(2):
+        outputs, saved = segment.forward(one.tensors)
+        d_inputs, w_saved = segment.backward(one.parameters, saved, d_outputs)
+        found = (outputs, d_inputs, segment.weight(one.parameters, w_saved))
+        assert all(output.is_contiguous() for output in outputs)
+        torch.testing.assert_close(found, tuple(expected), check_stride=False)

@@ -5,12 +5,12 @@ Graphs arrive with concrete shapes and no autograd, so one compilation serves ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 MODES = ("off", "aot_eager", "inductor")
 
@@ -35,7 +35,8 @@ class Compiler:
         return select_decomp_table()
 
     def __call__(self, graph: fx.Graph) -> Callable[..., Any]:
-        """Placeholders of `graph` carry example values in their metadata, as traced graphs do.
+        """Nodes of `graph` carry example values in their metadata, as traced graphs do. What the function takes and
+        gives has the strides of those.
 
         The backend is called directly: the graph is already captured, and the guards that torch.compile would check on
         every call cost more than launching the work of a small segment.
@@ -47,7 +48,46 @@ class Compiler:
         from torch._dynamo.backends.registry import lookup_backend
 
         examples = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
-        return lookup_backend(self.mode)(module, examples)
+        (results,) = (node.args[0] for node in graph.nodes if node.op == "output")
+        assert isinstance(results, tuple)
+        return _Declared(lookup_backend(self.mode)(module, examples), [_strides(node) for node in results])
+
+
+class _Declared:
+    """A compiled function that gives its results with the strides that were declared.
+
+    Inductor computes a product with an odd number of columns (GPT-2's vocabulary) with padding, where that is faster,
+    and gives a part of it. Others were compiled for strides without, and collectives want none.
+    """
+
+    def __init__(self, function: Callable[..., Any], strides: Sequence[tuple[int, ...] | None]) -> None:
+        self._function, self._strides = function, strides
+        self._others: list[int] | None = None  # results with other strides: the same in every call
+
+    def __call__(self, *arguments: Any) -> Any:
+        results = self._function(*arguments)
+        if self._others is None:
+            self._others = [i for i, (r, s) in enumerate(zip(results, self._strides, strict=True)) if _differs(r, s)]
+        if not self._others:
+            return results
+        results = list(results)
+        for index in self._others:
+            strides = self._strides[index]
+            assert strides is not None
+            results[index] = results[index].new_empty_strided(results[index].shape, strides).copy_(results[index])
+        return tuple(results)
+
+
+def _strides(node: Any) -> tuple[int, ...] | None:
+    value = node.meta["val"] if isinstance(node, fx.Node) else None
+    return value.stride() if isinstance(value, Tensor) else None
+
+
+def _differs(result: Any, strides: tuple[int, ...] | None) -> bool:
+    """Strides of dims with one element mean nothing."""
+    if strides is None or not isinstance(result, Tensor):
+        return False
+    return any(n > 1 and a != b for n, a, b in zip(result.shape, result.stride(), strides, strict=True))
 
 
 def resolve_mode(choice: str, device: torch.device) -> str:
