@@ -190,13 +190,25 @@ class Engine:
         self._messages.send_backward(instruction, batch)
 
     def _drop(self, instruction: Instruction, step: StepRun) -> None:
-        """Lets go of the wires that nobody reads any more."""
-        for wire in self._known.drops.get(instruction, ()):
-            run = self._batch(instruction, step).stage(_stage(instruction))
+        """Lets go of the wires that nobody reads any more, but as what the next stage will take."""
+        gone = self._known.drops.get(instruction)
+        if not gone:
+            return
+        batch, stage = self._batch(instruction, step), _stage(instruction)
+        run = batch.stage(stage)
+        if self._will_take(stage + 1, batch):
+            self.exchanges.have_made_of(gone, self._crossing[stage], batch, run)
+        for wire in gone:
             run.wires.pop(wire, None)
             if wire in run.arriving:  # done again for nobody: what travels is let arrive
                 self._unread.append(run.arriving.pop(wire))
                 self._forget_unread(leaving=2)
+
+    def _will_take(self, stage: int, batch: MicroBatch) -> bool:
+        """Whether what lies before a stage is on this rank, and the stage has not taken its inputs yet."""
+        plan = self._plan
+        follows = stage < plan.num_stages and plan.pp_index(stage) == plan.pp_index(stage - 1)
+        return follows and not batch.stage(stage).has_inputs
 
     def _forget_unread(self, leaving: int = 0) -> None:
         while len(self._unread) > leaving:

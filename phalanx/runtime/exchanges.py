@@ -7,7 +7,7 @@ in a direction are carried out when their result is first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +77,11 @@ class Exchanges:
                 mover = self._movers[exchange.cells]
                 run.wires[wire] = mover.locally(exchange, run.wires[exchange.source], _dims(part, batch))
                 run.differentiable[wire] = run.differentiable[exchange.source]
+
+    def have_made_of(self, sources: Collection[str], wires: Iterable[str], batch: MicroBatch, run: StageRun) -> None:
+        """Makes those wires that need no communication, of sources that will not be here any more."""
+        made = (wire for wire in wires if wire not in run.arriving and wire in self._by_target)
+        self.have([wire for wire in made if _of(self._by_target[wire]).source in sources], batch, run)
 
     # Backward.
 

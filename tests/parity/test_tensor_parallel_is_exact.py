@@ -18,7 +18,7 @@ from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case
 from tests.parity.architectures import ARCHITECTURES
 
-GPT2, LLAMA = "gpt2-xl", "meta-llama/Llama-3.2-1B"
+GPT2, LLAMA, OPT = "gpt2-xl", "meta-llama/Llama-3.2-1B", "facebook/opt-6.7b"
 _TASKS = {name: entry.task for name in ARCHITECTURES if (entry := zoo_table.lookup(name))}
 DECODERS = [name for name in ARCHITECTURES if _TASKS[name] == "causal-lm"]
 TWO_STACKS = [name for name in ARCHITECTURES if _TASKS[name] in ("speech-to-text", "text-to-text")]
@@ -49,6 +49,8 @@ PLANS = [
     "tp=2,dp=2,zero=3,mb=2,sequence=yes,overlap=optim_comm_checkpoint",
     "tp=2,dp=2,zero=3,gather=step,mb=3,overlap=halves,degrees=1:2,pairs=yes",
 ]
+# What failed once: a wire that is made without communication, for a stage of the same rank.
+ALWAYS = {"pp=2,tp=2,mb=4,schedule=zb-v,sequence=yes": OPT}
 UNEVEN = ["tp=3", "tp=3,sequence=yes,overlap=oases", "tp=4", "tp=4,degrees=4:2", "tp=4,degrees=2:1,sequence=yes"]
 CUBES = [
     "pp=2,tp=2,dp=2,mb=2",
@@ -71,7 +73,8 @@ def suited(name: str, plan: str) -> str:
 
 def _table(names: list[str], plans: list[str]) -> list[object]:
     """Every pair. All are long but one for each plan, and those of T5, which is slow to capture."""
-    quick = set(zip(cycle(name for name in names if "t5" not in name), plans))
+    usual = zip(cycle(name for name in names if "t5" not in name), plans)
+    quick = {(ALWAYS.get(plan, name), plan) for name, plan in usual}
     found: list[object] = []
     for name in names:
         for plan in plans:
