@@ -115,7 +115,17 @@ def memory_sentence(steps: Mapping[str, Mapping[str, Any]]) -> str:
     each = [_shares(a, b, *held) for a, b, *held in zip(last["memory"], own["memory"], last["held"], own["held"])]
     held, rest = (", ".join(f"{nbytes / 2**30:.2f}" for nbytes in nbytess) for nbytess in zip(*each))
     apart = f"so a held slice takes {held} GiB, beside {rest} GiB for the slice at work, which both orders need"
-    return f"{text}; activations by stage: {', '.join(factors)}; {apart}."
+    return f"{text}; activations by stage: {', '.join(factors)}; {apart}.{_third(steps, each)}"
+
+
+def _third(steps: Mapping[str, Mapping[str, Any]], each: Sequence[tuple[float, float]]) -> str:
+    """Whether memory goes by the slices held: what two orders say of a third, beside what that takes."""
+    if EAGER not in steps or (measured := steps[EAGER]["memory"])[0]["peak"] is None:
+        return ""
+    expected = [held * share + rest for held, (share, rest) in zip(steps[EAGER]["held"], each)]
+    pairs = [f"{e / 2**30:.2f} ({_activations(m) / 2**30:.2f})" for e, m in zip(expected, measured)]
+    held = ", ".join(map(str, steps[EAGER]["held"]))
+    return f" `eager` holds {held}, which makes {', '.join(pairs)} GiB expected (measured)."
 
 
 def _shares(first: Mapping[str, int], second: Mapping[str, int], held: int, held_second: int) -> tuple[float, float]:

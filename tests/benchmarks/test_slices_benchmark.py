@@ -128,6 +128,14 @@ def test_activations_are_compared_with_the_order_that_keeps_everything() -> None
     )
 
 
+def test_a_third_order_shows_whether_memory_goes_by_the_slices_held() -> None:
+    gib = 2**30
+    steps = {found["slices"]: found for found in case((6 * gib + 30, 17 * gib + 30))["steps"]}
+    steps["eager"] = step("eager", 0.45, "slices=4,", [8, 4], [9 * gib + 30, 6 * gib + 30])
+    expected = " `eager` holds 8, 4, which makes 9.00 (9.00), 6.00 (6.00) GiB expected (measured)."
+    assert slices_page.memory_sentence(steps).endswith(expected)
+
+
 def test_without_a_gpu_only_the_bound_is_known() -> None:
     steps = {found["slices"]: found for found in case((None, None))["steps"]}
     assert slices_page.memory_sentence(steps).endswith("1F1B 5; a factor of 3.20.")
