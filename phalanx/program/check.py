@@ -6,8 +6,10 @@ The error shows the grid of ranks against time with the offending place marked. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from phalanx.errors import PlanError
+from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.checks.collectives import Groups, check_collectives
 from phalanx.program.checks.compute import ComputeRules
@@ -44,7 +46,7 @@ def _check(scope: Scope, programs: Sequence[Program]) -> tuple[Peaks, ...]:
         message = f"program: {len(programs)} programs for the {scope.plan.world} ranks of the plan"
         raise PlanError(message, "give one program per rank, in the order of the ranks")
     try:
-        peaks = tuple(_check_rank(scope, rank, program) for rank, program in enumerate(programs))
+        peaks = _check_ranks(scope, programs)
         check_messages(programs)
         groups = Groups(scope)
         check_collectives(groups, programs)
@@ -55,6 +57,28 @@ def _check(scope: Scope, programs: Sequence[Program]) -> tuple[Peaks, ...]:
         hint = "correct the schedule or the pass that put it there (phalanx/program/)"
         raise PlanError(f"program: {broken.words}\n{_picture(scope, programs, broken)}", hint) from None
     return peaks
+
+
+def _check_ranks(scope: Scope, programs: Sequence[Program]) -> tuple[Peaks, ...]:
+    """Each rank for itself; those whose programs are the same but for the ranks they talk to, once."""
+    found: list[Peaks] = []
+    first: dict[int, int] = {}  # pp index → rank
+    for rank, program in enumerate(programs):
+        alike = first.setdefault(scope.mesh.coordinates(rank)[0], rank)
+        same = alike != rank and _is_replica(scope.mesh, program, rank, programs[alike])
+        found.append(found[alike] if same else _check_rank(scope, rank, program))
+    return tuple(found)
+
+
+def _is_replica(mesh: Mesh, program: Program, rank: int, other: Program) -> bool:
+    def same(own: Instruction, its: Instruction) -> bool:
+        return own is its or (its.peer is not None and own == replace(its, peer=there[its.peer]))
+
+    if len(program) != len(other):
+        return False
+    peers = {it.peer for it in other if it.peer is not None}
+    there = {peer: mesh.at_stage(rank, mesh.coordinates(peer)[0]) for peer in peers}
+    return all(map(same, program, other))
 
 
 def _check_rank(scope: Scope, rank: int, program: Program) -> Peaks:
