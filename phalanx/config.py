@@ -80,7 +80,7 @@ class RunConfig(BaseModel):
     master_weights: bool = _option("Training", True, "keep float32 master weights when training in half precision")
     compile: Literal["auto", "off", "aot_eager", "inductor"] = _option("Training", "auto", "how segments are compiled")
     device: Literal["auto", "cpu", "cuda"] = _option("Training", "auto", "where to train")
-    timeout: float = _option("Training", 60.0, "seconds a rank waits for another before the run is given up", gt=0)
+    timeout: float = _option("Training", 600.0, "seconds a rank waits for another that lives and computes", gt=0)
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
     clip: float | None = _option("Training", 1.0, "global gradient norm limit ('none': no clipping)", gt=0)
     max_nonfinite: int = _option(
