@@ -1,0 +1,88 @@
+"""On a GPU, compiled: every architecture equals the plain model, ranks that share it too, and half precision trains.
+
+Skipped where there is none. The compiler, the attention kernels and NCCL behave otherwise there than anything on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from phalanx.lab import gpu, owned
+from phalanx.launch.crew import Crew
+from phalanx.verification.case import Case
+from phalanx.verification.plain_side import PlainProcess
+from phalanx.verification.verify import verify_case
+from tests.parity.architectures import ARCHITECTURES
+from tests.run_helpers import losses, short_run
+
+DEVICE = "cuda"
+GPT2, LLAMA = "gpt2-xl", "meta-llama/Llama-3.2-1B"
+ALWAYS = (GPT2, LLAMA, "openai/whisper-small", "google-t5/t5-small", "mistralai/Mixtral-8x7B-v0.1")
+PLANS = [
+    "pp=2,mb=4,schedule=zb-h1", "pp=2,mb=4,schedule=zb-v", "pp=2,tp=2,mb=2", "tp=2,overlap=oases,sequence=yes",
+    "dp=2,zero=3,mb=2", "pp=2,mb=2,slices=5-3-1",
+]  # fmt: skip
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_CACHE", str(tmp_path_factory.mktemp("captures")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[PlainProcess]:
+    with PlainProcess() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """Four ranks that share the GPU, of which a case uses as many as its plan has."""
+    with gpu.shared_gpu(owned.new_name(), 25) as shared, pytest.MonkeyPatch.context() as patch:
+        for name, value in shared.items():
+            patch.setenv(name, value)
+        with Crew(4, device=DEVICE, environment=lambda rank: gpu.rank_variables(rank, "lo")) as ranks:
+            yield ranks
+
+
+def require_exact(case: Case, plain: PlainProcess, crew: Crew | None = None) -> None:
+    report = verify_case(case, plain, crew)
+    assert report.ok, f"\n{report}"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else (pytest.mark.long,)) for name in ARCHITECTURES]
+)
+def test_every_architecture_compiled_is_exact(name: str, plain: PlainProcess) -> None:
+    case = Case(name, "mb=2", tiny=True, dtype="float32", dropout=0.1, compile="inductor", device=DEVICE)
+    require_exact(case, plain)
+
+
+@pytest.mark.parametrize("name", [GPT2, LLAMA])
+@pytest.mark.parametrize("plan", PLANS)
+def test_ranks_that_share_the_gpu_are_exact(name: str, plan: str, plain: PlainProcess, crew: Crew) -> None:
+    case = Case(name, plan, tiny=True, dtype="float32", dropout=0.1, compile="inductor", device=DEVICE)
+    require_exact(case, plain, crew)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_with_an_odd_vocabulary_trains_like_float32(dtype: str, tmp_path: Path) -> None:
+    """Such products are padded by the compiler."""
+    config = GPT2Config(vocab_size=50257, n_embd=256, n_layer=2, n_head=4, n_positions=256)
+    runs = {}
+    for precision in ("float32", dtype):
+        short_run(
+            config, "synthetic:64", tmp_path / precision, steps=3, batch_size=8, seq_len=256, dtype=precision,
+            device=DEVICE, plan="mb=2", export=False, tiny=False,
+        )  # fmt: skip
+        runs[precision] = losses(tmp_path / precision)
+    assert sorted(runs[dtype]) == [1, 2, 3]
+    assert runs[dtype] == pytest.approx(runs["float32"], rel=0.01)
