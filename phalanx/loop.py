@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.callbacks import Hear
@@ -169,7 +170,9 @@ class Loop:
         outcome.read()  # so that the step's time is not taken for the evaluation's
         samples = min(self.config.eval_samples, batches.num_samples or self.config.eval_samples)
         with reporter.paused(), self.seat.slot.within("evaluate"):
-            loss = self.rank.evaluate(batches, samples)
+            needs = step_needs(self.run.plan, self.config.batch_size)
+            with explain_out_of_memory(*needs, self.run.device):
+                loss = self.rank.evaluate(batches, samples)
         self._hear("on_evaluate", {"step": step, "eval_loss": loss, "eval_samples": samples})
         return loss
 
@@ -289,6 +292,8 @@ def _forget_earlier_runs() -> None:
     global _has_run
     if _has_run:
         gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
     _has_run = True
 
 

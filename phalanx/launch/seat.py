@@ -58,10 +58,8 @@ class Seat:
 # not come yet is such a thing. Each channel is a communicator of its own, so that nothing is serialised, on a stream of
 # its own: with only the usual 8 hardware queues a message that waits could hold up the computation behind it.
 _LOADING, _EAGER = "CUDA_MODULE_LOADING", "EAGER"  # whatever was set: images of GPU machines often ask for LAZY
-_FOR_SEVERAL_RANKS = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
-}
+_QUEUES, _MANY, _FEWEST = "CUDA_DEVICE_MAX_CONNECTIONS", 32, 8  # fewer are not kept: other frameworks ask for 1
+_QUIET = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 
 
 def local_device(choice: str, local_rank: int, world: int = 1) -> str:
@@ -75,8 +73,10 @@ def local_device(choice: str, local_rank: int, world: int = 1) -> str:
                 "other could then wait for ever",
                 f"export {_LOADING}={_EAGER} before the program starts, or use CUDA after Phalanx only",
             )
-        for name, value in _FOR_SEVERAL_RANKS.items():
-            os.environ.setdefault(name, value)
+        os.environ.setdefault(_QUIET, "false")
+        given = os.environ.get(_QUEUES, "")
+        if not given.isdecimal() or int(given) < _FEWEST:
+            os.environ[_QUEUES] = str(_MANY)
     assert choice in ("auto", "cpu", "cuda"), choice
     count = torch.cuda.device_count() if choice != "cpu" and torch.cuda.is_available() else 0
     if count:

@@ -52,6 +52,13 @@ def model_needs(dtype: str) -> tuple[str, list[str]]:
     return f"the model's parameters in {dtype} do not fit", hints
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    # The CPU's allocator has no error class of its own.
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+# What libraries say that have no error class for it: the CPU's allocator, cuBLAS, cuDNN, NCCL, compiled kernels.
+_SIGNS = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory", "Cuda failure 2 ")
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Compilers and libraries wrap what happened to them."""
+    if error is None:
+        return False
+    found = isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
+    return found or _is_out_of_memory(error.__cause__)

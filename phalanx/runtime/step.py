@@ -131,7 +131,7 @@ class Feeder:
         tensor = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
         if self.compute.device.type != "cuda" or tensor.device.type == "cuda":
             return tensor
-        return tensor.pin_memory().to(self.compute.device, non_blocking=True)
+        return tensor.contiguous().pin_memory().to(self.compute.device, non_blocking=True)
 
 
 class Step:

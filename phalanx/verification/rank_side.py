@@ -53,6 +53,7 @@ class Trace:
 def run_rank(seat: Seat, case: Case, plan: Plan, captured: Captured, folder: Path) -> Trace:
     """Every step of the case. folder: holds the initial values of all parameters in `initial.pt`."""
     torch.set_num_threads(1 if seat.world > 1 else torch.get_num_threads())
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32
     initial: Mapping[str, Tensor] = torch.load(folder / "initial.pt", mmap=True)
 
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:

@@ -41,3 +41,13 @@ def test_a_rank_loads_eagerly_whatever_was_asked_and_takes_more_jobs(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # the environment of the next job
     assert local_device("auto", 0, world=2) == "cpu"
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "32"), ("1", "32"), ("8", "8"), ("none", "32")])
+def test_hardware_queues_are_enough_for_messages_under_way(
+    given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other frameworks ask for one, which would hold up a computation behind a message."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given or "")
+    local_device("auto", 0, world=2)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == kept

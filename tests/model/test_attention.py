@@ -262,3 +262,14 @@ def test_a_fused_kernel_that_disagrees_with_the_chunked_one_is_not_used(
     with pytest.warns(UserWarning, match=f"{kernel.__name__} attention .*cannot be used on cpu: .*{reason}"):
         chosen = kernels.choose(q, q, q, spec)
     assert type(chosen) is kernels.Chunked
+
+
+def test_a_window_that_holds_every_key_is_none_so_that_fused_kernels_can_be_used() -> None:
+    spec = Attention(None, None, None, None, True, 1.0, 8, 0.0, 0.0)
+    assert spec.among(8).plain and spec.among(7).plain
+    assert spec.among(9) == spec and not spec.among(9).plain
+    q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3))
+    assert isinstance(kernels.choose(q, k, v, spec.among(8)), kernels.FusedCpu)
+    assert isinstance(kernels.choose(q, k, v, spec), kernels.Chunked)
+    options = (None, None, None, None, True, 1.0)
+    torch.testing.assert_close(attention(q, k, v, *options, 8, 0.0, 0.0), attention(q, k, v, *options, 0, 0.0, 0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block
-from phalanx.model.segment import policies, segments
+from phalanx.model.segment import compile, policies, segments
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.segment.joint import trace
 from phalanx.model.segment.segments import Segment
@@ -271,10 +272,34 @@ def test_tracing_computes_nothing_and_leaves_its_arguments_alone() -> None:
     assert policies.parameter_only(joint, joint.inputs) >= set(joint.inputs)
 
 
-def test_compiling_is_chosen_by_device_unless_the_user_says_otherwise() -> None:
+@pytest.fixture
+def equipped(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A machine that has all that compiling for a GPU takes."""
+    compile._missing_for_inductor.cache_clear()
+    monkeypatch.setattr(compile, "find_spec", lambda name: name == "triton")
+    monkeypatch.setattr(compile.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.delenv("CC", raising=False)
+    yield monkeypatch
+    compile._missing_for_inductor.cache_clear()
+
+
+def test_compiling_is_chosen_by_device_unless_the_user_says_otherwise(equipped: pytest.MonkeyPatch) -> None:
     assert resolve_mode("auto", torch.device("cpu")) == "off"
     assert resolve_mode("auto", torch.device("cuda")) == "inductor"
     assert resolve_mode("aot_eager", torch.device("cuda")) == "aot_eager"
+
+
+def test_a_machine_that_cannot_compile_trains_without_and_says_why(equipped: pytest.MonkeyPatch) -> None:
+    equipped.setattr(compile.shutil, "which", lambda name: None)
+    with pytest.warns(UserWarning, match="no C compiler was found .* so segments are not compiled"):
+        assert resolve_mode("auto", torch.device("cuda")) == "off"
+    compile._missing_for_inductor.cache_clear()
+    equipped.setenv("CC", "/opt/cc")
+    assert resolve_mode("auto", torch.device("cuda")) == "inductor"
+    compile._missing_for_inductor.cache_clear()
+    equipped.setattr(compile, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="Triton is not installed, so segments are not compiled"):
+        assert resolve_mode("auto", torch.device("cuda")) == "off"
 
 
 @pytest.mark.parametrize(("case", "path"), [(captured.GPT2, "head"), (captured.LLAMA, "model.layers.1")])

@@ -41,14 +41,14 @@ def _empty_like_tokens(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("phalanx::attention", mutates_args=(), schema=_FORWARD)
 def attention(q, k, v, *options) -> tuple[Tensor, Tensor]:
-    spec = Attention(*options)
+    spec = Attention(*options).among(k.shape[2])
     out, lse = kernels.choose(q, k, v, spec).forward(q, k, v, spec)
     return _token_major(out), lse.contiguous()
 
 
 @torch.library.custom_op("phalanx::attention_backward", mutates_args=(), schema=_BACKWARD)
 def attention_backward(d_out, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spec = Attention(*options)
+    spec = Attention(*options).among(k.shape[2])
     dq, dk, dv, d_bias = kernels.choose(q, k, v, spec).backward(d_out, q, k, v, out, lse, spec)
     d_bias = q.new_empty(0) if d_bias is None else d_bias.contiguous()
     return _token_major(dq), _token_major(dk), _token_major(dv), d_bias

@@ -17,7 +17,7 @@ from torch import Tensor
 )
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """x [rows, inner] @ weight [groups, inner, columns], each row with its group's weight: [rows, columns]."""
-    if _has_kernel(x):
+    if _has_kernel(x, weight.shape[-1]):
         return torch._grouped_mm(x, weight, offs=offsets.to(torch.int32))
     out = x.new_zeros(x.shape[0], weight.shape[-1])
     for group, rows in _groups(offsets):
@@ -30,7 +30,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 )
 def grouped_matmul_weight(x: Tensor, d_out: Tensor, offsets: Tensor) -> Tensor:
     """xᵀ @ d_out of each group's rows: [groups, inner, columns]."""
-    if _has_kernel(x):
+    if _has_kernel(x, d_out.shape[-1]):
         return torch._grouped_mm(x.t(), d_out, offs=offsets.to(torch.int32))
     out = x.new_zeros(offsets.shape[0], x.shape[-1], d_out.shape[-1])
     for group, rows in _groups(offsets):
@@ -38,8 +38,10 @@ def grouped_matmul_weight(x: Tensor, d_out: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def _has_kernel(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16
+def _has_kernel(x: Tensor, columns: int) -> bool:
+    """Its rows must begin at multiples of 16 bytes."""
+    aligned = x.shape[-1] % 8 == 0 and columns % 8 == 0
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16 and aligned
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:

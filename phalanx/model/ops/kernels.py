@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -49,6 +49,10 @@ class Attention:
         """Nothing but causal or full attention: what every fused kernel can do."""
         return self.only_windowed and not self.window
 
+    def among(self, num_keys: int) -> Attention:
+        """The same for this many keys: a window back that holds them all is none."""
+        return replace(self, window=0) if self.causal and self.window >= num_keys else self
+
 
 class Kernel(Protocol):
     """Forward and backward of attention on one kind of device."""
@@ -83,7 +87,7 @@ def _candidates(q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> list[type[K
         return []
     hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
     if spec.plain:
-        return [CuDnn, Flash] if hopper and dim <= 128 else [Flash]
+        return [CuDnn, Flash] if hopper and dim <= 128 and k.shape[2] > 1 else [Flash]
     return [Flash] if spec.causal and spec.only_windowed else []
 
 
@@ -100,6 +104,8 @@ def _trusted(
     try:
         found, expected = (_both_ways(each, q, k, v, d_out, spec) for each in (kernel(), Chunked()))
         worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, NotImplementedError) as error:
         worst, reason = float("inf"), str(error).splitlines()[0]
     else:
@@ -136,12 +142,14 @@ class CuDnn:
     """cuDNN's fused attention: the fastest on Hopper and later for plain causal or full attention."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> tuple[Tensor, Tensor]:
+        q, k, v = map(_with_dense_heads, (q, k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, spec.causal, False, scale=spec.scale
         )
         return out, lse.reshape(q.shape[:3])
 
     def backward(self, d_out, q, k, v, out, lse, spec) -> Gradients:
+        d_out, q, k, v = map(_with_dense_heads, (d_out, q, k, v))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only when dropout is on, which it is not
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             d_out, q, k, v, out, lse[..., None], seed, seed, None, None, None, q.shape[2], k.shape[2],
@@ -154,20 +162,25 @@ class Flash:
     """Flash attention: plain, or causal with a sliding window. Its tensors are [batch, tokens, heads, dim]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = (_with_dense_heads(x).transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, spec.causal, False, scale=spec.scale, **_window(spec)
         )
         return out.transpose(1, 2), lse
 
     def backward(self, d_out, q, k, v, out, lse, spec) -> Gradients:
-        d_out, q, k, v, out = (x.transpose(1, 2) for x in (d_out, q, k, v, out))
+        d_out, q, k, v, out = (_with_dense_heads(x).transpose(1, 2) for x in (d_out, q, k, v, out))
         state = torch.empty(2, dtype=torch.uint64, device=q.device)  # read only when dropout is on, which it is not
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             d_out, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, spec.causal,
             state, state.new_empty(0), scale=spec.scale, **_window(spec),
         )  # fmt: skip
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None
+
+
+def _with_dense_heads(x: Tensor) -> Tensor:
+    """As the GPU's fused kernels want it: the numbers of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _window(spec: Attention) -> dict[str, int]:
@@ -179,32 +192,34 @@ class Chunked:
     dropout, anywhere."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> tuple[Tensor, Tensor]:
+        wide = accumulation_dtype(q.dtype)
+        keys, values = k.to(wide), v.to(wide)
         outs, lses = [], []
         for chunk in _chunks(q, k):
-            probabilities, lse, _ = _probabilities(q, k, spec, chunk)
-            dropped = _drop(probabilities, spec, chunk)
-            outs.append(_grouped(dropped, v.to(dropped.dtype), q.shape[1]))
+            probabilities, lse, _ = _probabilities(q, keys, spec, chunk)
+            outs.append(_grouped(_drop(probabilities, spec, chunk), values, q.shape[1]))
             lses.append(lse)
         return torch.cat(outs, dim=2).to(q.dtype), torch.cat(lses, dim=2)
 
     def backward(self, d_out, q, k, v, out, lse, spec) -> Gradients:
         wide = accumulation_dtype(q.dtype)
+        keys, values = k.to(wide), v.to(wide)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         d_bias = None if spec.bias is None else torch.zeros_like(spec.bias, dtype=wide)
         dqs = []
         for chunk in _chunks(q, k):
-            probabilities, _, slope = _probabilities(q, k, spec, chunk, lse[:, :, chunk])
+            probabilities, _, slope = _probabilities(q, keys, spec, chunk, lse[:, :, chunk])
             d_part, out_part = d_out[:, :, chunk].to(wide), out[:, :, chunk].to(wide)
             dropped = _drop(probabilities, spec, chunk)
             dv += _grouped_transposed(dropped, d_part, v.shape[1])
-            d_prob = _drop(_grouped(d_part, v.to(wide).transpose(-1, -2), q.shape[1]), spec, chunk)
+            d_prob = _drop(_grouped(d_part, values.transpose(-1, -2), q.shape[1]), spec, chunk)
             d_score = probabilities * (d_prob - (d_part * out_part).sum(-1, keepdim=True))
             if d_bias is not None:
                 part = d_bias if d_bias.shape[2] == 1 else d_bias[:, :, chunk]
                 part += d_score.sum_to_size(part.shape)
             if slope is not None:
                 d_score = d_score * slope
-            dqs.append(_grouped(d_score, k.to(wide), q.shape[1]) * spec.scale)
+            dqs.append(_grouped(d_score, keys, q.shape[1]) * spec.scale)
             dk += _grouped_transposed(d_score, q[:, :, chunk].to(wide), k.shape[1]) * spec.scale
         d_bias = None if d_bias is None or spec.bias is None else d_bias.to(spec.bias.dtype)
         return torch.cat(dqs, dim=2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias
@@ -218,10 +233,9 @@ def _chunks(q: Tensor, k: Tensor) -> list[slice]:
 def _probabilities(
     q: Tensor, k: Tensor, spec: Attention, chunk: slice, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(softmax probabilities, log-sum-exp, slope of the soft cap) of one block of queries; rows with no
-    key give zeros."""
-    wide = accumulation_dtype(q.dtype)
-    scores = _grouped(q[:, :, chunk].to(wide), k.to(wide).transpose(-1, -2), q.shape[1]) * spec.scale
+    """(softmax probabilities, log-sum-exp, slope of the soft cap) of one block of queries, in the keys' precision; rows
+    with no key give zeros."""
+    scores = _grouped(q[:, :, chunk].to(k.dtype), k.transpose(-1, -2), q.shape[1]) * spec.scale
     slope = None
     if spec.softcap:
         bent = torch.tanh(scores / spec.softcap)

@@ -18,6 +18,7 @@ from phalanx.model.ops.past import Slice
 
 def forward(q: Tensor, k: Tensor, v: Tensor, slice_: Slice, spec: Attention) -> tuple[Tensor, Tensor]:
     start, stop = slice_.start, slice_.start + q.shape[2]
+    spec = spec.among(stop)
     slice_.past.write(start, k, v)
     if start == 0:
         first = _placed(spec, 0, 0, stop)
@@ -40,6 +41,7 @@ def backward(
     """Gradients of q and of the slice's own keys and values, to which later slices have added theirs; those of the past
     are left there for earlier slices."""
     start, stop, past = slice_.start, slice_.start + q.shape[2], slice_.past
+    spec = spec.among(stop)
     wide = kernels.accumulation_dtype(q.dtype)
     d_bias = None
     if spec.plain:

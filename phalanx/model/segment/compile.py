@@ -5,8 +5,13 @@ Graphs arrive with concrete shapes and no autograd, so one compilation serves ev
 
 from __future__ import annotations
 
+import os
+import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -92,6 +97,21 @@ def _differs(result: Any, strides: tuple[int, ...] | None) -> bool:
 
 def resolve_mode(choice: str, device: torch.device) -> str:
     """'auto' compiles on GPUs and runs as it is on CPUs, where compiling costs more than it gains for short runs."""
-    if choice == "auto":
-        return "inductor" if device.type == "cuda" else "off"
-    return choice
+    if choice != "auto":
+        return choice
+    if device.type != "cuda":
+        return "off"
+    missing = _missing_for_inductor()
+    if missing:
+        warnings.warn(f"{missing}, so segments are not compiled and training is slower", stacklevel=2)
+    return "off" if missing else "inductor"
+
+
+@cache
+def _missing_for_inductor() -> str:
+    """What a slim machine lacks to compile for a GPU: kernels are written in Triton and launched through C."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+        return "no C compiler was found (install gcc or set CC)"
+    return ""

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.model.ops import operators  # noqa: F401  (defines what is tested)
 from tests import traced
 
 ours = torch.ops.phalanx
