@@ -21,14 +21,19 @@ $(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
 	$(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[dev]"
 	touch $(STAMP)
 
+# For the interpreter of GPU kernels, which has wheels for Linux only. Beside the environment: torch behaves otherwise
+# where it finds Triton.
+$(VENV)/triton: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ "triton==3.9.0; sys_platform == 'linux'"
+
 demo: $(STAMP) ## train a small language model on Python's standard library; the result is in runs/demo
 	rm -rf runs/demo
 	$(BIN)/phalanx train --model phalanx-demo --data stdlib --steps 250 --seq-len 128 --batch-size 8 --lr 2e-3 --warmup-steps 10 --out runs/demo
 
-test: lint ## lint, types and every test that is not marked long
+test: lint $(VENV)/triton ## lint, types and every test that is not marked long
 	$(PYTEST) -m "not long"
 
-test-all: lint ## the same with the long tests
+test-all: lint $(VENV)/triton ## the same with the long tests
 	$(PYTEST)
 
 lint: $(STAMP) ## ruff and pyright

@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import attention
 import contest_page
 import overlap_page
 import peers_page
@@ -25,6 +26,7 @@ import tp_shares_page
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 PAGES: Mapping[str, Callable[[], str]] = {
+    "attention": attention.page,
     "single_gpu": single_gpu_page.page,
     "schedules": schedules_page.page,
     "scaling": scaling_page.page,

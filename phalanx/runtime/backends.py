@@ -26,6 +26,7 @@ def make_nccl(
     at the first of them and makes both ranks wait for it, which a receive posted ahead must not."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout, options.global_ranks_in_group, options.group_name = timeout, list(ranks), name
+    options.is_high_priority_stream = True  # else its kernels wait for processors until a whole product is computed
     with torch.cuda.device(device):
         backend: Any = dist.ProcessGroupNCCL(store, index, len(ranks), options)
         backend.eager_connect_single_device(device)  # else the first use connects, without a deadline

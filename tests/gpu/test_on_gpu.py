@@ -14,6 +14,8 @@ from transformers import GPT2Config
 
 from phalanx.lab import gpu, owned
 from phalanx.launch.crew import Crew
+from phalanx.model.ops.choice import Kind, choose
+from phalanx.model.ops.chunked import Chunked
 from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case
@@ -51,6 +53,23 @@ def crew() -> Iterator[Crew]:
             patch.setenv(name, value)
         with Crew(4, device=DEVICE, environment=lambda rank: gpu.rank_variables(rank, "lo")) as ranks:
             yield ranks
+
+
+KINDS = [
+    Kind(causal=True, windowed=False, segments=False, of_queries=False, bias=0, capped=False, dropped=True),
+    Kind(causal=True, windowed=True, segments=True, of_queries=True, bias=0, capped=True, dropped=False),
+    Kind(causal=False, windowed=False, segments=True, of_queries=False, bias=2, capped=False, dropped=True),
+    Kind(causal=True, windowed=False, segments=False, of_queries=False, bias=1, capped=False, dropped=False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dim", [64, 96])
+def test_attention_of_every_kind_has_a_fast_kernel_that_is_right(dim: int, kind: Kind, dtype: torch.dtype) -> None:
+    q = torch.randn(1, 4, 80, dim, device=DEVICE, dtype=dtype)
+    spec = kind.example(80, q.device, dtype, dim**-0.5)
+    assert not isinstance(choose(q, q[:, :2], q[:, :2], spec), Chunked)  # compared with it before it is taken
 
 
 def require_exact(case: Case, plain: PlainProcess, crew: Crew | None = None) -> None:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.model.ops import kernels, random
+from phalanx.model.ops import choice, chunked, kernels, random
 from phalanx.model.ops.attention import Attention, attention
+from phalanx.model.ops.choice import choose
+from phalanx.model.ops.chunked import Chunked
 from tests import traced
 
 _NAMES = ("q_segments", "k_segments", "bias", "dropout_keys", "causal", "scale", "window", "softcap", "dropout")
@@ -131,7 +133,7 @@ def test_chunking_does_not_matter(batch, groups, kv_heads, queries, keys, chunk,
     bias = torch.randn(1, groups * kv_heads, queries, keys, dtype=torch.float64)
     given = options(causal=causal, window=window, k_segments=segments, bias=bias)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_CHUNK_ELEMENTS", chunk)
+        patch.setattr(chunked, "_CHUNK_ELEMENTS", chunk)
         require_equal_to_naive(qkv, given)
 
 
@@ -139,13 +141,13 @@ def test_chunking_does_not_matter(batch, groups, kv_heads, queries, keys, chunk,
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_fused_cpu_kernel_and_the_chunked_one_agree(causal: bool, kv_heads: int) -> None:
     qkv, spec = tensors(kv_heads=kv_heads, queries=70, keys=70), Attention(*options(causal=causal))
-    assert isinstance(kernels.choose(*qkv, spec), kernels.FusedCpu)
-    fused, chunked = kernels.FusedCpu(), kernels.Chunked()
-    (out, lse), (other_out, other_lse) = fused.forward(*qkv, spec), chunked.forward(*qkv, spec)
+    assert isinstance(choose(*qkv, spec), kernels.FusedCpu)
+    fused, plain = kernels.FusedCpu(), Chunked()
+    (out, lse), (other_out, other_lse) = fused.forward(*qkv, spec), plain.forward(*qkv, spec)
     torch.testing.assert_close(out, other_out, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(lse, other_lse, rtol=1e-11, atol=1e-11)
     d_out = torch.randn_like(out)
-    pairs = zip(fused.backward(d_out, *qkv, out, lse, spec), chunked.backward(d_out, *qkv, out, lse, spec), strict=True)
+    pairs = zip(fused.backward(d_out, *qkv, out, lse, spec), plain.backward(d_out, *qkv, out, lse, spec), strict=True)
     for got, expected in list(pairs)[:3]:
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
@@ -239,7 +241,7 @@ def test_the_first_head_is_kept_by_tracing_and_a_graph_without_it_starts_at_head
             torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
-class _Broken(kernels.Chunked):
+class _Broken(Chunked):
     """A fused kernel that a new PyTorch version broke: its results are finite and wrong."""
 
     def forward(self, q, k, v, spec):
@@ -247,21 +249,21 @@ class _Broken(kernels.Chunked):
         return out * 1.5, lse
 
 
-class _Gone(kernels.Chunked):
+class _Gone(Chunked):
     def forward(self, q, k, v, spec):
         raise RuntimeError("this operator takes other arguments now")
 
 
 @pytest.mark.parametrize(("kernel", "reason"), [(_Broken, "is off by"), (_Gone, "takes other arguments now")])
 def test_a_fused_kernel_that_disagrees_with_the_chunked_one_is_not_used(
-    kernel: type[kernels.Chunked], reason: str, monkeypatch: pytest.MonkeyPatch
+    kernel: type[Chunked], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_candidates", lambda *_: [kernel])
+    monkeypatch.setattr(choice, "_candidates", lambda *_: [kernel])
     q = torch.randn(1, 2, 8, 8)
     spec = Attention(None, None, None, None, True, 0.3, 0, 0.0, 0.0)
     with pytest.warns(UserWarning, match=f"{kernel.__name__} attention .*cannot be used on cpu: .*{reason}"):
-        chosen = kernels.choose(q, q, q, spec)
-    assert type(chosen) is kernels.Chunked
+        chosen = choose(q, q, q, spec)
+    assert type(chosen) is Chunked
 
 
 def test_a_window_that_holds_every_key_is_none_so_that_fused_kernels_can_be_used() -> None:
@@ -269,7 +271,7 @@ def test_a_window_that_holds_every_key_is_none_so_that_fused_kernels_can_be_used
     assert spec.among(8).plain and spec.among(7).plain
     assert spec.among(9) == spec and not spec.among(9).plain
     q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3))
-    assert isinstance(kernels.choose(q, k, v, spec.among(8)), kernels.FusedCpu)
-    assert isinstance(kernels.choose(q, k, v, spec), kernels.Chunked)
+    assert isinstance(choose(q, k, v, spec.among(8)), kernels.FusedCpu)
+    assert isinstance(choose(q, k, v, spec), Chunked)
     options = (None, None, None, None, True, 1.0)
     torch.testing.assert_close(attention(q, k, v, *options, 8, 0.0, 0.0), attention(q, k, v, *options, 0, 0.0, 0.0))

@@ -3,7 +3,7 @@
 It never materialises a mask for causal or full attention. Padding and packed documents are *segment* ids per token
 (0 = padding; a query attends to keys of its own segment). The forward returns the log-sum-exp beside the output, so
 that the backward, and later the merging of parts of the past, need nothing else. Which device kernel does the work is
-decided in `kernels.py`; how a HuggingFace model is made to call this operator is in `hooks.py`.
+decided in `choice.py`; how a HuggingFace model is made to call this operator is in `hooks.py`.
 
 Shapes: q [batch, heads, queries, dim]; k, v [batch, kv_heads, keys, dim]; q_segments [batch, queries];
 k_segments [batch, keys]; bias broadcastable to [batch, heads, queries, keys]; dropout_keys [batch];
@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.model.ops import kernels, slice_kernels
-from phalanx.model.ops.kernels import Attention
+from phalanx.model.ops import slice_kernels
+from phalanx.model.ops.choice import choose
+from phalanx.model.ops.kernels import Attention, accumulation_dtype
 from phalanx.model.ops.past import Slice
 
 _OPTIONS = "bool causal, float scale, int window, float softcap, float dropout, int first_head=0"
@@ -42,21 +43,21 @@ def _empty_like_tokens(x: Tensor) -> Tensor:
 @torch.library.custom_op("phalanx::attention", mutates_args=(), schema=_FORWARD)
 def attention(q, k, v, *options) -> tuple[Tensor, Tensor]:
     spec = Attention(*options).among(k.shape[2])
-    out, lse = kernels.choose(q, k, v, spec).forward(q, k, v, spec)
+    out, lse = choose(q, k, v, spec).forward(q, k, v, spec)
     return _token_major(out), lse.contiguous()
 
 
 @torch.library.custom_op("phalanx::attention_backward", mutates_args=(), schema=_BACKWARD)
 def attention_backward(d_out, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = Attention(*options).among(k.shape[2])
-    dq, dk, dv, d_bias = kernels.choose(q, k, v, spec).backward(d_out, q, k, v, out, lse, spec)
+    dq, dk, dv, d_bias = choose(q, k, v, spec).backward(d_out, q, k, v, out, lse, spec)
     d_bias = q.new_empty(0) if d_bias is None else d_bias.contiguous()
     return _token_major(dq), _token_major(dk), _token_major(dv), d_bias
 
 
 @attention.register_fake
 def _(q, k, v, *options):
-    lse = q.new_empty(q.shape[:3], dtype=kernels.accumulation_dtype(q.dtype))
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     batch, heads, queries, _ = q.shape
     return q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2), lse
 
@@ -112,7 +113,7 @@ def attention_slice_backward(
 @attention_slice.register_fake
 def _(q, k, v, handle, *options):
     batch, heads, queries, _ = q.shape
-    lse = q.new_empty(q.shape[:3], dtype=kernels.accumulation_dtype(q.dtype))
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     return q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2), lse
 
 

@@ -47,7 +47,7 @@ def site_keys(samples: Tensor, sites: Tensor) -> Tensor:
     return combine(samples[None, :], sites[:, None])
 
 
-def _threshold(p: float) -> int:
+def threshold(p: float) -> int:
     return min(round(p * _RANGE), _RANGE - 1)
 
 
@@ -79,7 +79,7 @@ def keep_features(
     tokens = tokens if first_token is None else tokens + first_token
     token_keys = combine(keys[:, None], tokens[None, :]).reshape(*shape[:-1], 1)
     feature = torch.arange(first_feature, first_feature + features, device=keys.device)
-    return combine(token_keys, feature) >= _threshold(p)
+    return combine(token_keys, feature) >= threshold(p)
 
 
 def keep_attention(keys: Tensor, heads: Tensor, queries: Tensor, num_keys: int, p: float) -> Tensor:
@@ -88,4 +88,4 @@ def keep_attention(keys: Tensor, heads: Tensor, queries: Tensor, num_keys: int, 
     keys: [samples]; heads and queries: their absolute indices, so that any part can be computed anywhere.
     """
     row = combine(combine(keys[:, None], heads[None, :])[:, :, None], queries)
-    return combine(row[..., None], torch.arange(num_keys, device=keys.device)) >= _threshold(p)
+    return combine(row[..., None], torch.arange(num_keys, device=keys.device)) >= threshold(p)

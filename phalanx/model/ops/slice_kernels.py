@@ -1,7 +1,7 @@
 """Attention of a slice: to all tokens before it, and causally to itself.
 
-Where a fused kernel can do both parts they are done apart and merged by their log-sum-exp; everything else is done by
-the chunked kernel on a view of the buffers. Nothing of the past is copied.
+Where a fused kernel can do both parts they are done apart and merged by their log-sum-exp; everything else is done at
+once on a view of the buffers. Nothing of the past is copied.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from phalanx.model.ops import kernels
-from phalanx.model.ops.kernels import Attention, Chunked
+from phalanx.model.ops.choice import choose
+from phalanx.model.ops.kernels import Attention, accumulation_dtype
 from phalanx.model.ops.past import Slice
 
 
@@ -22,17 +22,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, slice_: Slice, spec: Attention) -> 
     slice_.past.write(start, k, v)
     if start == 0:
         first = _placed(spec, 0, 0, stop)
-        return kernels.choose(q, k, v, first).forward(q, k, v, first)
+        return choose(q, k, v, first).forward(q, k, v, first)
     if spec.plain:
         before = slice_.past.read(0, start)
         own = slice_.past.read(start, stop)
         full = replace(spec, causal=False)
-        out, lse = kernels.choose(q, *before, full).forward(q, *before, full)
-        own_out, own_lse = kernels.choose(q, *own, spec).forward(q, *own, spec)
+        out, lse = choose(q, *before, full).forward(q, *before, full)
+        own_out, own_lse = choose(q, *own, spec).forward(q, *own, spec)
         return merge(out, lse, own_out, own_lse)
     first = _first_key(start, spec)
     keys, values = slice_.past.read(first, stop)
-    return Chunked().forward(q, keys, values, _placed(spec, start, first, stop))
+    placed = _placed(spec, start, first, stop)
+    return choose(q, keys, values, placed).forward(q, keys, values, placed)
 
 
 def backward(
@@ -42,22 +43,22 @@ def backward(
     are left there for earlier slices."""
     start, stop, past = slice_.start, slice_.start + q.shape[2], slice_.past
     spec = spec.among(stop)
-    wide = kernels.accumulation_dtype(q.dtype)
+    wide = accumulation_dtype(q.dtype)
     d_bias = None
     if spec.plain:
         own = past.read(start, stop)
-        dq, dk, dv, _ = kernels.choose(q, *own, spec).backward(d_out, q, *own, out, lse, spec)
+        dq, dk, dv, _ = choose(q, *own, spec).backward(d_out, q, *own, out, lse, spec)
         past.add_gradients(start, dk, dv, wide)
         if start:
             before, full = past.read(0, start), replace(spec, causal=False)
-            more, dk, dv, _ = kernels.choose(q, *before, full).backward(d_out, q, *before, out, lse, full)
+            more, dk, dv, _ = choose(q, *before, full).backward(d_out, q, *before, out, lse, full)
             past.add_gradients(0, dk, dv, wide)
             dq = dq + more
     else:
         first = _first_key(start, spec)
         keys, values = past.read(first, stop)
         placed = _placed(spec, start, first, stop)
-        dq, dk, dv, part = Chunked().backward(d_out, q, keys, values, out, lse, placed)
+        dq, dk, dv, part = choose(q, keys, values, placed).backward(d_out, q, keys, values, out, lse, placed)
         past.add_gradients(first, dk, dv, wide)
         if part is not None and spec.bias is not None:
             d_bias = _whole_bias(part, spec.bias, start, first, stop)

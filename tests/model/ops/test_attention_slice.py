@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.model.ops import attention, kernels, slice_kernels
+from phalanx.model.ops.chunked import Chunked
 from phalanx.model.ops.past import Past, Slice
 from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
@@ -170,13 +171,13 @@ def test_bfloat16_gradients_of_the_past_are_summed_wide(case: str) -> None:
 
 def test_a_slice_does_not_look_at_keys_before_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    plain = kernels.Chunked.forward
+    plain = Chunked.forward
 
-    def forward(self: kernels.Chunked, q: Tensor, k: Tensor, v: Tensor, spec: kernels.Attention) -> Any:
+    def forward(self: Chunked, q: Tensor, k: Tensor, v: Tensor, spec: kernels.Attention) -> Any:
         seen.append(k.shape[2])
         return plain(self, q, k, v, spec)
 
-    monkeypatch.setattr(kernels.Chunked, "forward", forward)
+    monkeypatch.setattr(Chunked, "forward", forward)
     *qkv, d_out = tensors()
     in_slices(qkv, d_out, {"window": 3}, [0, 3, 6, 9])
     assert seen == [5, 5]  # its own three, and the two before that its first query sees; for the first slice all
