@@ -23,7 +23,16 @@ import plot
 import report
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-HEADERS = ["case", "tiles ms", "chunks ms", "torch ms", "against chunks", "against torch", "GiB: tiles, chunks, torch"]
+HEADERS = [
+    "case",
+    "shape",
+    "tiles ms",
+    "chunks ms",
+    "torch ms",
+    "against chunks",
+    "against torch",
+    "GiB: tiles, chunks, torch",
+]
 TILES, CHUNKS, TORCH = "tiles", "chunks", "torch"
 
 
@@ -167,7 +176,10 @@ def row(result: dict[str, Any]) -> list[str]:
     times = [_spread(seconds.get(name)) for name in (TILES, CHUNKS, TORCH)]
     gains = [_gain(seconds, name) for name in (CHUNKS, TORCH)]
     peaks = ", ".join(f"{memory[name] / 2**30:.2f}" if name in memory else "–" for name in (TILES, CHUNKS, TORCH))
-    return [result["case"]["name"], *times, *gains, peaks]
+    case = result["case"]
+    shared = f" ({case['kv_heads']} of keys)" if case["kv_heads"] < case["heads"] else ""
+    shape = f"{case['samples']} × {case['tokens']} tokens, {case['heads']} heads{shared} of {case['dim']}"
+    return [case["name"], shape, *times, *gains, peaks]
 
 
 def _spread(seconds: dict[str, float] | None) -> str:

@@ -59,8 +59,8 @@ class Kind:
 CPU = Kind(
     "cpu", "float32",
     (
-        Case("H 512", Size(layers=6, width=512, vocabulary=1024, samples=8, tokens=96), 400_000_000),
-        Case("H 1024", Size(layers=4, width=1024, vocabulary=1024, samples=8, tokens=48), 200_000_000),
+        Case("H 512", Size(layers=12, width=512, vocabulary=1024, samples=8, tokens=96), 160_000_000),
+        Case("H 1024", Size(layers=8, width=1024, vocabulary=1024, samples=8, tokens=48), 78_000_000),
     ),
     accepted=(0.8, 0.9), steps=1,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `slices.py` predicts: a step of any plan from measured slices, and which slicing would be best.
+"""What `slices.py` predicts: a step of any plan from measured slices, its memory, and which slicing would be best.
 
 The planner's sum knows neither messages nor head and embedding on one stage only, so its slicings (with and without
 the time of a message in a slice's) and the uniform ones are simulated, and the shortest step is what is planned.
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from phalanx.model.facts.facts import ModelFacts
 from phalanx.plan.plan import Plan
 from phalanx.plan.slices import ModelledTimes, Times, plan_batch
 from phalanx.plan.slicing import write_slicings
 from phalanx.program.costs import BucketCosts, Costs, Link
+from phalanx.program.from_facts import Device, costs_of_facts
 from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import RECEIVES, SENDS, Op
 from phalanx.program.lower import lower
@@ -26,6 +28,7 @@ from phalanx.program.timeline import Timeline
 
 GRAINS = 32  # of a sequence: few lengths, since every length is traced once
 CLEARLY = 0.01  # what is predicted is not more exact
+_GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -50,18 +53,27 @@ class Ends:
 
 @dataclass(frozen=True)
 class Known:
-    """Everything that a simulation needs. blocks: of the model, in order. elements: of each bucket."""
+    """Everything that a simulation needs. blocks: of the model, in order. elements: of each bucket. working: what
+    computations need while they run, by the tokens of a sequence."""
 
     blocks: tuple[BlockTimes, ...]
     link: Link
     ends: Ends
     shape: ModelShape
     elements: tuple[int, ...]
-    token_bytes: int  # that cross a cut for each token
+    facts: ModelFacts
+    working: Mapping[int, Mapping[Op, tuple[int, ...]]]
 
     def step(self, plan: Plan, tokens: int) -> float:
         """Seconds of a step whose micro-batches are one sequence each."""
-        return simulate(plan, self.shape, lower(plan, self.shape), self.costs(plan, tokens)).makespan
+        return self.timeline(plan, tokens).makespan
+
+    def memory(self, plan: Plan, tokens: int) -> list[int]:
+        """Bytes that a step takes at its peak, by rank."""
+        return [sum(held.values()) for held in self.timeline(plan, tokens).memory]
+
+    def timeline(self, plan: Plan, tokens: int) -> Timeline:
+        return simulate(plan, self.shape, lower(plan, self.shape), self.costs(plan, tokens))
 
     def stage_table(self, plan: Plan, tokens: int, grain: int) -> Times:
         """Of every slice, what the slowest stage takes."""
@@ -72,23 +84,29 @@ class Known:
     def message_table(self, tokens: int, grain: int) -> Times:
         """Of every slice, what sending it on takes, and its gradients back."""
         lengths = grain * np.arange(tokens // grain + 1)[:, None] * np.ones(tokens // grain)
-        return 2 * (self.link.latency_s + lengths * self.token_bytes / self.link.bytes_per_s)
+        token_bytes = sum(tensor.bytes({"batch": 1, "tokens": 1}) for tensor in self.facts.blocks[0].crossing)
+        return 2 * (self.link.latency_s + lengths * token_bytes / self.link.bytes_per_s)
 
     def costs(self, plan: Plan, tokens: int) -> Costs:
         whole = [block.seconds(tokens, 0) for block in self.blocks]
-        n = len(self.blocks)
+        dims = {"batch": 1, "tokens": tokens}
+        assumed = costs_of_facts(self.facts, plan, dims, Device())
 
         def slice_cost(block: int, micro_batch: int, slice: int) -> float:
             begin, end = plan.slice_bounds(micro_batch, tokens)[slice : slice + 2]
             return self.blocks[block].seconds(end - begin, begin) / whole[block]
 
-        return Costs(
+        return replace(
+            assumed,
             forward=tuple(seconds * block.forward for seconds, block in zip(whole, self.blocks)),
             backward=tuple(seconds * (1 - block.forward) for seconds, block in zip(whole, self.blocks)),
-            weight=(0.0,) * n, cut_bytes=(self.token_bytes * tokens,) * n, saved_bytes=(0,) * n, rebuilt_bytes=(0,) * n,
-            buckets=tuple(BucketCosts(step_seconds=self.ends.update * count) for count in self.elements),
+            weight=(0.0,) * len(self.blocks),
+            buckets=tuple(
+                BucketCosts(gradient_bytes=_GRADIENT_BYTES * count, step_seconds=self.ends.update * count)
+                for count in self.elements
+            ),
             message_link=self.link, group_link=Link(latency_s=self.ends.norm / max(1, 2 * (plan.world - 1))),
-            issue_seconds=self.ends.issue, dims={"tokens": tokens}, slice_cost=slice_cost,
+            issue_seconds=self.ends.issue, slice_cost=slice_cost, working_bytes=self.working.get(tokens, {}),
         )  # fmt: skip
 
 

@@ -34,15 +34,20 @@ from slice_simulation import BlockTimes, Known, ends_of, planned
 
 from phalanx.launch.crew import Crew
 from phalanx.model.captured import Captured
+from phalanx.model.facts.facts import ModelFacts
+from phalanx.model.facts.measure import footprints, measure
 from phalanx.model.slice.slicing import slice_model
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 from phalanx.profile.slices import Fit, fit
+from phalanx.program.instructions import Op
 from phalanx.runtime.measured import merge
 from phalanx.runtime.model_shape import bucket_names
 
 WHOLE, PLANNED, EAGER, ALL_FIRST = "whole", "planned", "eager", "gpipe"
-HEADERS = ["sequences", "tokens", "slices", "simulated ms", "measured ms", "error", "speed-up", "peak GiB"]
+HEADERS = [
+    "sequences", "tokens", "slices", "simulated ms", "measured ms", "error", "speed-up", "simulated GiB", "peak GiB",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,11 +137,22 @@ def _profile(shape: Shape, captured: Captured, crew: Crew) -> tuple[Known, dict[
     known = Known(
         (times["first"], *[times["layer"]] * (names.shape.num_blocks - 2), times["last"]), found[0].link,
         ends_of(steps, plan, names.shape, elements), names.shape, elements,
-        shape.size.width * setting.torch_dtype.itemsize,
+        *block_bytes(setting, captured, sorted({tokens for _, tokens in shape.cases})),
     )  # fmt: skip
     slices = [asdict(measurement) for measurement in kinds["layer"].slices]
     shown = {"fits": {name: _fit(found) for name, found in fits.items()}, "link": asdict(known.link)}
     return known, {**shown, "ends": asdict(known.ends), "layer_slices": slices}
+
+
+def block_bytes(
+    setting: Setting, captured: Captured, lengths: Sequence[int]
+) -> tuple[ModelFacts, dict[int, dict[Op, tuple[int, ...]]]]:
+    """What blocks keep, and what they need while they run, of sequences of these lengths: from the graph."""
+    working: dict[int, dict[Op, tuple[int, ...]]] = {}
+    for tokens in lengths:
+        found = footprints(captured, setting.torch_dtype, {"batch": 1, "tokens": tokens})
+        working[tokens] = {Op.F: tuple(f.forward for f in found), Op.BW: tuple(f.together for f in found)}
+    return measure(setting.spec(), captured, setting.torch_dtype), working
 
 
 def _fit(found: Fit) -> dict[str, Any]:
@@ -187,6 +203,7 @@ def _step(name: str, ran_as: str, plan: Plan, seen: Sequence[Seen], known: Known
     return {
         "slices": name, "plan": plan.full_text, "same_as": ran_as if ran_as != name else None,
         "simulated": known.step(plan, tokens) if known else None,
+        "simulated_memory": known.memory(plan, tokens) if known else None,
         "seconds": report.summary([max(found) for found in zip(*(s.seconds[ran_as] for s in seen))]),
         "memory": [asdict(s.memory[ran_as]) for s in seen], "held": [s.held[ran_as] for s in seen],
     }  # fmt: skip
@@ -206,15 +223,19 @@ def rows(result: Mapping[str, Any]) -> list[list[str]]:
     """One for each plan, as tables and pages show them."""
     found: list[list[str]] = []
     for step in result["steps"]:
-        seconds, simulated, most = step["seconds"], step["simulated"], peak(step)
+        seconds, simulated = step["seconds"], step["simulated"]
         spread = f"{seconds['median'] * 1e3:.1f} ({seconds['low'] * 1e3:.1f}–{seconds['high'] * 1e3:.1f})"
         found.append([
             str(result["sequences"]), str(result["tokens"]), named(step),
             f"{simulated * 1e3:.1f}" if simulated else "–", spread,
             f"{simulated / seconds['median'] - 1:+.1%}" if simulated else "–",
-            f"{speed_up(result, step):.2f}×", f"{most / 2**30:.2f}" if most is not None else "–",
+            f"{speed_up(result, step):.2f}×", _gib(max(step["simulated_memory"] or [0])), _gib(peak(step)),
         ])  # fmt: skip
     return found
+
+
+def _gib(nbytes: int | None) -> str:
+    return f"{nbytes / 2**30:.2f}" if nbytes else "–"
 
 
 def named(step: Mapping[str, Any]) -> str:

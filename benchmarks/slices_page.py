@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from slices import ALL_FIRST, EAGER, PLANNED, WHOLE, rows, speed_up
+from slices import ALL_FIRST, EAGER, HEADERS, PLANNED, WHOLE, rows, speed_up
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 FASTER, COST, AIM = 2.0, 1.25, 1.15  # targets
@@ -20,20 +20,20 @@ the same slices with all forwards before all backwards. Before anything else the
 layer and a head, all at the same time; a model with four numbers is fitted to each, and the simulation knows only that,
 the link, and how long norm and update take. A measured step is what a training loop sees, on the slowest rank, as a
 median with lowest and highest; plans of a case run in turn. Speed-ups are over `whole`; errors are relative to what was
-measured. Peak memory is a step's own (activations, gradients, messages) on the rank that needs most, without weights.
+measured. Peak memory is a step's own (activations, gradients, messages) on the rank that needs most, without weights;
+the simulated one is known before anything runs, from the graph: what is kept, what the slice at work needs, gradients
+and messages.
 """
 OF_EAGER = "`eager` runs the same slices with more of them under way (`schedule=eager-1f1b`).\n"
-HEADERS = ["sequences", "tokens", "slices", "simulated ms", "measured ms", "error", "speed-up", "peak GiB"]
 
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the result files that there are."""
-    files = [
-        folder / name for name in ("slices_gpu.json", "slices_8x8192_gpu.json", "slices_cost_gpu.json", "slices.json")
-    ]
+    names = ("slices_gpu.json", "slices_more_gpu.json", "slices_8x8192_gpu.json", "slices_cost_gpu.json", "slices.json")
+    files = [folder / name for name in names]
     found = {file.name: json.loads(file.read_text()) for file in files if file.exists()}
-    names = {step["slices"] for data in found.values() for result in data["results"] for step in result["steps"]}
-    of_eager = [OF_EAGER] if EAGER in names else []
+    kinds = {step["slices"] for data in found.values() for result in data["results"] for step in result["steps"]}
+    of_eager = [OF_EAGER] if EAGER in kinds else []
     return "\n".join([INTRO, *of_eager, *(_section(data, name) for name, data in found.items())])
 
 
@@ -57,17 +57,19 @@ def _source(data: dict[str, Any], file: str) -> str:
 
 def _pipelines(data: dict[str, Any], source: str, pipelines: Sequence[Mapping[str, Any]]) -> list[str]:
     shape = data["setting"]["shape"]
-    lines = [f"## {shape['name']}{_alone(pipelines)}", "", source, ""]
+    asked = _asked(data["setting"]["only"], pipelines)
+    lines = [f"## {shape['name']}{f': {asked}' if asked else ''}", "", source, ""]
     lines += [f"{_llama(shape['size'])}, {shape['dtype']}, not compiled. {report.busy(data['machine'])}", ""]
     lines += [report.markdown(HEADERS, [row for result in pipelines for row in rows(result)]), ""]
     lines += [sentence for result in pipelines for sentence in sentences(result)]
-    lines += _missing(shape["cases"], pipelines) if len(pipelines) > 1 else []
+    lines += [] if asked else _missing(shape["cases"], pipelines)
     return [*lines, "", _profile(data["setting"]["profile"]), ""]
 
 
-def _alone(pipelines: Sequence[Mapping[str, Any]]) -> str:
-    """The name of the one case that was asked for."""
-    return f": {_name(pipelines[0])}" if len(pipelines) == 1 else ""
+def _asked(only: Sequence[str] | None, pipelines: Sequence[Mapping[str, Any]]) -> str:
+    """The names of the cases, where single ones were asked for."""
+    single = bool(only) and all(any(map(str.isdigit, name)) for name in only or ())
+    return ", ".join(map(_name, pipelines)) if single else ""
 
 
 def _name(result: Mapping[str, Any]) -> str:
@@ -88,6 +90,8 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     planned, uniform = speed_up(result, steps[PLANNED]), speed_up(result, steps[best])
     name = _name(result)
     text = f"- {name}: planned {planned:.2f}×, best uniform ({best} slices) {uniform:.2f}×"
+    if planned < uniform and steps[PLANNED]["seconds"]["low"] <= steps[best]["seconds"]["high"]:
+        text += " (their spreads overlap)"
     if result["sequences"] == 1:
         text += f"; the target is {FASTER:.0f}× over no slices"
     if EAGER in steps:

@@ -56,6 +56,7 @@ class Costs:
     whole_cut_bytes: the part of it that belongs to the micro-batch and not to one of its slices; () where none does.
     saved_bytes: kept from a block's forward to the end of its backward.
     rebuilt_bytes: what recomputation brings back while a block's backward runs.
+    working_bytes: what a computation of a block needs beside that while it runs, where it is known.
     links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
     issue_seconds: what starting to send or receive a message takes of the rank's own time.
     dims: of a micro-batch, for the expressions in the steps of a block. element_bytes: of what exchanges send.
@@ -78,6 +79,7 @@ class Costs:
     dims: Mapping[str, int] = field(default_factory=dict[str, int])
     element_bytes: int = 4
     whole_cut_bytes: tuple[int, ...] = ()
+    working_bytes: Mapping[Op, tuple[int, ...]] = field(default_factory=dict[Op, tuple[int, ...]])
     slice_cost: SliceCost | None = None
 
     def seconds(self, op: Op, block: int) -> float:

@@ -27,6 +27,7 @@ def peak_memory(plan: Plan, shape: ModelShape, costs: Costs, rank: int, events: 
     peak = dict(held)
     shares = Shares(plan, shape, costs)
     changes = [*_activations(costs, shares, events), *_messages(shares, events), *_gathered(costs, events)]
+    changes += _working(costs, shares, events)
     if plan.zero >= 2:
         changes += _gradients(shape, costs, events)
     # At one moment, what is released makes room for what is taken.
@@ -69,6 +70,15 @@ def _activations(costs: Costs, shares: Shares, events: Sequence[Event]) -> Itera
             yield event.start, saved, "activations"
             yield begun[place], rebuilt, "activations"
             yield done[place], -saved - rebuilt, "activations"
+
+
+def _working(costs: Costs, shares: Shares, events: Sequence[Event]) -> Iterable[Change]:
+    for event in events:
+        it = event.instruction
+        if it.op in costs.working_bytes and it.block is not None:
+            size = round(shares.kept(it) * costs.working_bytes[it.op][it.block])
+            yield event.start, size, "working"
+            yield event.end, -size, "working"
 
 
 def _place(it: Instruction) -> tuple[int | None, ...]:

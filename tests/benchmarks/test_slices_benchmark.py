@@ -20,11 +20,13 @@ from contest_setting import Size
 from slice_ranks import Effort, Kind, median_of
 from slice_simulation import BlockTimes, Ends, Known
 
+from phalanx.model.facts.facts import BlockFacts, ModelFacts, TensorFacts, UnitFacts
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 from phalanx.plan.slices import ModelledTimes
 from phalanx.profile.slices import Measurement
 from phalanx.program.costs import Link
+from phalanx.program.instructions import Op
 from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
@@ -36,7 +38,11 @@ FREE, NOTHING = Link(), Ends(0.0, 0.0, 0.0)
 
 def known(layer: ModelledTimes = LAYER, link: Link = FREE, ends: Ends = NOTHING) -> Known:
     shape = ModelShape(BLOCKS, (), (True,) * BLOCKS, (True,) * BLOCKS)
-    return Known((BlockTimes(layer, 0.4),) * BLOCKS, link, ends, shape, (10,) * BLOCKS, 100)
+    crossing = (TensorFacts("x", ("batch", "tokens", 25), "float32"),)
+    block = BlockFacts("layer", "layer", (UnitFacts("layer", 10, "tokens"),), crossing, "1000*tokens", ())
+    facts = ModelFacts("m", "causal-lm", "float32", ("batch", "tokens"), None, 40, (block,) * BLOCKS, (), ())
+    working = {TOKENS: {Op.BW: (3000 * TOKENS,) * BLOCKS}}
+    return Known((BlockTimes(layer, 0.4),) * BLOCKS, link, ends, shape, (10,) * BLOCKS, facts, working)
 
 
 def plan_of(samples: int = 1, more: str = "", pp: int = BLOCKS) -> Plan:
@@ -95,6 +101,15 @@ def test_what_ends_a_step_is_found_again_in_a_timeline() -> None:
     assert found.norm == pytest.approx(0.6) and found.update == pytest.approx(0.01)
 
 
+def test_memory_is_what_is_kept_and_what_the_slice_at_work_needs() -> None:
+    gradients, message, kept, working = 4 * 10, 100 * TOKENS, 1000 * TOKENS, 3000 * TOKENS
+    found = known().memory(plan_of(8), TOKENS)
+    assert found[3] == gradients + message + kept + working
+    assert found[0] == pytest.approx(gradients + 4 * kept + working, abs=2 * message)
+    sliced = known().memory(plan_of(8, ",slices=4"), TOKENS)
+    assert sliced[0] == pytest.approx(gradients + (7 * kept + working) / 4, abs=message)
+
+
 def test_ranks_agree_on_medians() -> None:
     kinds = [Kind((Measurement(8, 0, seconds),), forward) for seconds, forward in ((1.0, 0.2), (5.0, 0.3), (2.0, 0.9))]
     assert median_of(kinds) == Kind((Measurement(8, 0, 2.0),), 0.3)
@@ -104,7 +119,7 @@ def step(name: str, seconds: float, slicing: str, held: list[int], peaks: list[i
     order = "gpipe" if name == slices.ALL_FIRST else "1f1b"
     return {
         "slices": name, "plan": f"pp=2,{slicing}schedule={order}", "same_as": None, "simulated": seconds * 1.1,
-        "seconds": report.summary([seconds]), "held": held,
+        "seconds": report.summary([seconds]), "held": held, "simulated_memory": [2**31, 2**30],
         "memory": [{"before": 10 if peak else None, "peak": peak, "gradients": 20} for peak in peaks],
     }  # fmt: skip
 
@@ -143,8 +158,8 @@ def test_without_a_gpu_only_the_bound_is_known() -> None:
 
 def test_rows_show_the_speed_up_and_what_was_planned() -> None:
     assert slices.rows(case((None, 2**30 + 10)))[2:] == [
-        ["4", "256", "planned (3-2)", "440.0", "400.0 (400.0–400.0)", "+10.0%", "2.50×", "0.00"],
-        ["4", "256", "gpipe (4)", "660.0", "600.0 (600.0–600.0)", "+10.0%", "1.67×", "1.00"],
+        ["4", "256", "planned (3-2)", "440.0", "400.0 (400.0–400.0)", "+10.0%", "2.50×", "2.00", "0.00"],
+        ["4", "256", "gpipe (4)", "660.0", "600.0 (600.0–600.0)", "+10.0%", "1.67×", "2.00", "1.00"],
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import BucketCosts, Costs, Link, uniform
+from phalanx.program.instructions import Op
 from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
@@ -69,3 +70,12 @@ def test_frozen_buckets_have_neither_gradients_nor_optimizer_state():
     timeline = simulate(plan, shape, lower(plan, shape), replace(uniform(shape), buckets=(BUCKET,) * 2))
     held = timeline.memory[0]
     assert (held["weights"], held["gradients"], held["optimizer"]) == (2000, 2000, 6000)
+
+
+def test_what_a_computation_needs_while_it_runs_comes_and_goes():
+    plan = Plan(pp=2, mb=4, stages=(1, 1))
+    held = memory(plan, working_bytes={Op.F: (70, 70), Op.BW: (300, 300)})
+    assert held["working"] == 300 and held["activations"] == 2
+    assert "working" not in memory(plan)
+    sliced = Plan.parse("pp=2,mb=2,slices=2,stages=1-1")
+    assert memory(sliced, dims={"tokens": 8}, working_bytes={Op.BW: (300, 300)})["working"] == 150

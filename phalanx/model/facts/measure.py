@@ -7,7 +7,7 @@ writes the facts shipped with the package anew; how long segments take is the pr
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -40,6 +40,7 @@ from phalanx.model.graph.normalise import retarget
 from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment import policies
 from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.footprint import Footprint
 from phalanx.model.segment.joint import Joint, trace
 from phalanx.model.segment.segments import Segment
 from phalanx.model.zoo import zoo_table
@@ -72,6 +73,12 @@ def measure(spec: ModelSpec, captured: Captured, dtype: torch.dtype) -> ModelFac
     )
 
 
+def footprints(captured: Captured, dtype: torch.dtype, dims: dict[str, int]) -> list[Footprint]:
+    """Of each block, for a micro-batch of these dims, when nothing is recomputed or compiled."""
+    with as_on_gpu():
+        return [probe.footprint() for probe in _Prober(captured, dtype).probe(dims)]
+
+
 @dataclass(frozen=True)
 class _Probe:
     """One block at one shape, in bytes."""
@@ -79,6 +86,7 @@ class _Probe:
     outputs: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each
     saved: int
     shared: tuple[tuple[str, int], ...]  # name of the tensor, bytes
+    footprint: Callable[[], Footprint]
 
 
 class _Prober:
@@ -141,7 +149,7 @@ class _Prober:
         if key not in self._segments:
             is_parameter = [port.kind == "parameter" for port in ports]
             joint = trace(_graph(self.blocks.templates[block.template].text), arguments, wants, is_parameter, None)
-            segment = Segment(joint, is_parameter, policies.used_by_backward(joint), Compiler("off"))
+            segment = Segment(joint, is_parameter, policies.used_by_backward(joint), Compiler("off"), products=True)
             self._segments[key] = joint, segment
         return self._segments[key]
 
@@ -170,6 +178,7 @@ def _describe(block: Block, joint: Joint, segment: Segment) -> _Probe:
         outputs=tuple((tuple(n.meta["val"].shape), _dtype_name(n.meta["val"].dtype)) for n in joint.outputs),
         saved=sum(kept.values()),
         shared=tuple((places[storage], size) for storage, size in kept.items() if storage in places),
+        footprint=segment.footprint,
     )
 
 

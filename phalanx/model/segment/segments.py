@@ -15,7 +15,7 @@ given as the factors of a product where they are one (`products.py`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from phalanx.model.segment import policies
 from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.footprint import Footprint, closure, peak_bytes, total_bytes
 from phalanx.model.segment.joint import Joint, trace
 from phalanx.model.segment.products import Forms, Gradient
 
@@ -121,6 +122,20 @@ class Segment:
     def saved_nodes(self) -> tuple[fx.Node, ...]:
         return self._saved
 
+    def footprint(self) -> Footprint:
+        """Gradients of outputs are part of what a backward needs: nobody else counts them."""
+        graph, d_outputs = self._joint.graph, total_bytes(self._joint.tangents)
+
+        def peak(outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node], kept: Sequence[fx.Node] = ()) -> int:
+            return peak_bytes(graph, outputs, sources) - total_bytes(kept, besides=sources)
+
+        return Footprint(
+            forward=peak([*self._joint.outputs, *self._computed], self._joint.inputs, self._computed),
+            backward=d_outputs + peak([*self._d_inputs, *self._w_computed], self._given),
+            weight=peak(self._w_forms.nodes, [*self._parameters, *self._w_saved]),
+            together=d_outputs + peak([*self._d_inputs, *self._forms.nodes], self._given),
+        )
+
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Saved]:
         values = dict(zip(self._joint.inputs, tensors, strict=True))
         results = self._forward(values)
@@ -183,13 +198,13 @@ class _Partition:
         order = {node: i for i, node in enumerate(joint.graph.nodes)}
         stop = (chosen - free - parameters) | set(joint.tangents)
         everything = [g for g in (*d_inputs, *d_params) if g is not None]
-        reached = _closure(everything, stop)
+        reached = closure(everything, stop)
         leaves = (reached & stop) | (reached & set(joint.inputs))
         self.saved = tuple(sorted(leaves - parameters - set(joint.tangents), key=order.__getitem__))
-        in_b = _closure([g for g in d_inputs if g is not None], set(self.saved) | set(joint.tangents))
+        in_b = closure([g for g in d_inputs if g is not None], set(self.saved) | set(joint.tangents))
         computed = {part for node in in_b for part in _tensors_of(node)}
         available = (computed | set(self.saved) | set(joint.tangents)) - free - parameters
-        in_w = _closure([g for g in d_params if g is not None], available)
+        in_w = closure([g for g in d_params if g is not None], available)
         self.w_saved = tuple(sorted(in_w & available, key=order.__getitem__))
 
 
@@ -200,24 +215,10 @@ def _tensors_of(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if user.target is operator.getitem]
 
 
-def _closure(outputs: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    """All nodes needed for `outputs`, not looking behind nodes in `stop`."""
-    seen: set[fx.Node] = set()
-    stack = list(outputs)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node not in stop:
-            stack.extend(node.all_input_nodes)
-    return seen
-
-
 def _cut(graph: fx.Graph, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node], compiler: Compiler) -> Cut:
     """The part of `graph` that computes `outputs` from `sources`, as a function of those sources it really uses."""
     wanted = [node for node in outputs if node is not None]
-    needed = _closure(wanted, set(sources))
+    needed = closure(wanted, set(sources))
     arguments = tuple(node for node in sources if node in needed)
     part, copies = fx.Graph(), {}
     for node in arguments:

@@ -1,0 +1,89 @@
+"""What a segment's functions are said to need while they run is what they need."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.model.facts.measure import footprints
+from phalanx.model.segment.footprint import peak_bytes, total_bytes
+from tests import captured
+from tests.model.test_segments import LAYERS, call, d_outputs_for
+
+
+class Watched(TorchDispatchMode):
+    """Sees, after every operator, how many bytes its results and those of earlier ones hold that are still there."""
+
+    def __init__(self, given: list[Tensor]) -> None:
+        super().__init__()
+        self._given = {tensor.untyped_storage().data_ptr() for tensor in given}
+        self._seen: list[weakref.ref[Tensor]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._seen += [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        alive = [tensor.untyped_storage() for found in self._seen if (tensor := found()) is not None]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in alive if storage.data_ptr() not in self._given}
+        self.peak = max(self.peak, sum(sizes.values()))
+        return result
+
+
+def watched(work: Callable[[], Any], given: list[Tensor]) -> int:
+    with Watched(given) as mode, torch.no_grad():
+        work()
+    return mode.peak
+
+
+@pytest.mark.parametrize(("name", "block"), LAYERS)
+def test_functions_need_what_their_footprint_says(name: str, block: str) -> None:
+    about = call(name, block)
+    segment = about.build()
+    found = segment.footprint()
+    _, saved = segment.forward(about.tensors)
+    d_outputs = d_outputs_for(segment)
+    tangents = sum(tensor.nbytes for tensor in d_outputs)
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    for tensor in about.tensors:
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    forward = watched(lambda: segment.forward(about.tensors), about.tensors)
+    assert found.forward == forward - sum(kept.values())
+    given = [*about.parameters, *saved, *d_outputs]
+    fused = watched(lambda: segment.backward_weight(about.parameters, saved, d_outputs), given)
+    assert found.together == fused + tangents
+    _, w_saved = segment.backward(about.parameters, saved, d_outputs)
+    backward = watched(lambda: segment.backward(about.parameters, saved, d_outputs), given)
+    assert found.backward == backward + tangents
+    assert found.weight == watched(lambda: segment.weight(about.parameters, w_saved), [*about.parameters, *w_saved])
+
+
+def graph_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[fx.Graph, list[fx.Node]]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(function, tracing_mode="fake")(*[torch.empty(shape) for shape in shapes]).graph
+    return graph, [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def test_values_are_let_go_of_when_nothing_needs_them_and_views_cost_nothing() -> None:
+    def function(x: Tensor) -> Tensor:
+        doubled = x * 2  # 40 bytes, until the sum
+        return (doubled.view(5, 2) + 1).sum(0)  # 40, and 8
+
+    graph, inputs = graph_of(function, (10,))
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    assert peak_bytes(graph, output.all_input_nodes, inputs) == 80
+    assert total_bytes(inputs) == 40 and total_bytes(inputs, besides=inputs) == 0
+
+
+def test_a_longer_sequence_needs_more_and_a_whole_model_is_told_without_running() -> None:
+    model = captured.named(captured.LLAMA).captured
+    short, long = (footprints(model, torch.float32, {"batch": 2, "tokens": tokens}) for tokens in (16, 32))
+    assert len(short) == len(model.blocks.blocks)
+    assert all(a.together < b.together and a.forward < b.forward for a, b in zip(short, long, strict=True))
