@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,30 +63,30 @@ def choose(q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> Kernel:
     return Chunked()
 
 
-def _candidates(q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> list[type[Kernel]]:
+def _candidates(q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> Iterator[type[Kernel]]:
     """Kernels whose limits allow this call, fastest first."""
     dim = q.shape[-1]
     simple = dim == v.shape[-1] and not (spec.causal and q.shape[2] != k.shape[2])
     if q.device.type == "cpu":
-        return [FusedCpu] if simple and spec.plain else []
-    if q.device.type != "cuda":
-        return []
-    found: list[type[Kernel]] = []
-    if simple and q.dtype in (torch.bfloat16, torch.float16) and dim % 8 == 0 and dim <= 256:
-        if spec.plain and dim <= 128 and k.shape[2] > 1 and torch.cuda.get_device_capability(q.device) >= (9, 0):
-            found.append(CuDnn)
-        if spec.plain or (spec.causal and spec.only_windowed):
-            found.append(Flash)
-    return found + _in_tiles(q, k, v, spec)
+        if simple and spec.plain:
+            yield FusedCpu
+    elif q.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(q.device)
+        if simple and q.dtype in (torch.bfloat16, torch.float16) and dim % 8 == 0 and dim <= 256:
+            if spec.plain and dim <= 128 and k.shape[2] > 1 and capability >= (9, 0):
+                yield CuDnn
+            if spec.plain or (spec.causal and spec.only_windowed):
+                yield Flash
+        whole_rows = spec.bias is None or spec.bias.shape[3] == k.shape[2]
+        tiled = _tiled() if whole_rows and capability >= (8, 0) else None
+        if tiled and tiled.fits(max(dim, v.shape[-1]), q.dtype):
+            yield tiled.Tiled
 
 
-def _in_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> list[type[Kernel]]:
-    if find_spec("triton") is None or torch.cuda.get_device_capability(q.device) < (8, 0):
-        return []
-    from phalanx.model.ops import tiled
-
-    whole_rows = spec.bias is None or spec.bias.shape[3] == k.shape[2]
-    return [tiled.Tiled] if whole_rows and tiled.fits(max(q.shape[-1], v.shape[-1]), q.dtype) else []
+@functools.cache
+def _tiled() -> Any:
+    """The module with the kernel in Triton, where there is Triton."""
+    return import_module("phalanx.model.ops.tiled") if find_spec("triton") else None
 
 
 @functools.cache

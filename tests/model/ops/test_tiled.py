@@ -37,17 +37,13 @@ def test_tiles_equal_the_chunked_kernel() -> None:
 
 def _candidates(
     monkeypatch: pytest.MonkeyPatch, spec: Attention, capability: tuple[int, int] = (9, 0), **of: Any
-) -> Any:
-    """What could be tried for tensors on a GPU, by name."""
+) -> list[str]:
+    """What would be tried for tensors on a GPU, by name."""
 
     class Tiled: ...
 
-    def fits(dim: int, dtype: torch.dtype) -> bool:
-        return dim <= 256 and dtype != torch.float64
-
-    monkeypatch.setitem(sys.modules, "phalanx.model.ops.tiled", SimpleNamespace(Tiled=Tiled, fits=fits))  # type: ignore
-    monkeypatch.setattr("phalanx.model.ops.tiled", sys.modules["phalanx.model.ops.tiled"], raising=False)
-    monkeypatch.setattr(choice, "find_spec", lambda _: of.get("triton", True) or None)
+    module = SimpleNamespace(Tiled=Tiled, fits=lambda dim, dtype: dim <= 256 and dtype != torch.float64)
+    monkeypatch.setattr(choice, "_tiled", lambda: module if of.get("triton", True) else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     shape, dtype = (2, 4, of.get("queries", 16), of.get("dim", 64)), of.get("dtype", torch.bfloat16)
     q = SimpleNamespace(shape=shape, dtype=dtype, device=torch.device("cuda"))
