@@ -44,6 +44,7 @@ def main() -> None:
     options = _options()
     kind = GPU if options.gpu else CPU
     setting = {"kind": asdict(kind), "aim": AIM, "rounds": options.rounds, "compile": options.compile}
+    setting |= {"only": options.only} if options.only else {}
     results: list[dict[str, Any]] = []
     for case in (case for case in kind.cases if options.only in case.name):
         found = measure(kind, case, options.rounds, options.compile)
