@@ -89,7 +89,7 @@ def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the result files that there are."""
-    files = [folder / name for name in ("overlap_gpu.json", "overlap.json", "overlap_1024.json")]
+    files = [folder / name for name in ("overlap_gpu.json", "overlap.json", "overlap_again.json")]
     found = {file.name: json.loads(file.read_text()) for file in files if file.exists()}
     modes = {mode for data in found.values() for result in data["results"] for mode in result["modes"]}
     about_pairs = [PAIRS] if any(mode.endswith(", pairs") for mode in modes) else []
@@ -103,10 +103,10 @@ def _section(data: Mapping[str, Any], file: str) -> str:
     only = f" --only '{setting['only']}'" if setting.get("only") else ""
     command = f"python benchmarks/overlap.py{' --gpu' if on_gpu else ''}{only} --rounds {setting['rounds']}"
     title = "Two ranks on one GPU" if on_gpu else "Two CPU ranks joined by a slow link"
-    title += f": {setting['only']}" if setting.get("only") else ""
+    title += ", again" if file.endswith("_again.json") else ""
     lines = [f"## {title}", ""]
     lines += [f"`{command}` on {where} (torch {machine['torch']}), {machine['date']}. Data: [{file}]({file})."]
-    lines += [" ".join(filter(None, [report.busy(machine), setting.get("remark")])), ""]
+    lines += [report.busy(machine), ""]
     lines += [_model(result, setting["kind"]["dtype"]) for result in data["results"]]
     lines += ["", report.markdown(HEADERS, rows(data["results"])), ""]
     return "\n".join([*lines, *(f"{sentence(result)}\n" for result in data["results"])])

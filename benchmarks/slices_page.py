@@ -59,11 +59,20 @@ def _pipelines(data: dict[str, Any], source: str, pipelines: Sequence[Mapping[st
     shape = data["setting"]["shape"]
     asked = _asked(data["setting"]["only"], pipelines)
     lines = [f"## {shape['name']}{f': {asked}' if asked else ''}", "", source, ""]
-    lines += [f"{_llama(shape['size'])}, {shape['dtype']}, not compiled. {report.busy(data['machine'])}", ""]
+    lines += [
+        f"{_llama(shape['size'])}, {shape['dtype']}, not compiled. {report.busy(data['machine'])}{_late(data)}",
+        "",
+    ]
     lines += [report.markdown(HEADERS, [row for result in pipelines for row in rows(result)]), ""]
     lines += [sentence for result in pipelines for sentence in sentences(result)]
     lines += [] if asked else _missing(shape["cases"], pipelines)
     return [*lines, "", _profile(data["setting"]["profile"]), ""]
+
+
+def _late(data: Mapping[str, Any]) -> str:
+    """Of runs from before memory was simulated."""
+    known = data["setting"].get("memory_simulated") == "afterwards"
+    return " Memory was simulated after the run, from its plans and its profile." if known else ""
 
 
 def _asked(only: Sequence[str] | None, pipelines: Sequence[Mapping[str, Any]]) -> str:

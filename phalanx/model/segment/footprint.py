@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from phalanx.model.segment.joint import closure
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -46,20 +48,6 @@ def total_bytes(nodes: Iterable[fx.Node], besides: Iterable[fx.Node] = ()) -> in
     """Of what these hold, each storage once, without what others hold."""
     own = {storage: size for node in nodes for storage, size in _storages(node)}
     return sum(own.values()) - sum(own.pop(storage, 0) for node in besides for storage, _ in _storages(node))
-
-
-def closure(outputs: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    """All nodes needed for `outputs`, not looking behind nodes in `stop`."""
-    seen: set[fx.Node] = set()
-    stack = list(outputs)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node not in stop:
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def _storages(node: fx.Node) -> list[tuple[int, int]]:

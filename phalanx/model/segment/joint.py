@@ -6,7 +6,7 @@ backward is decided on this graph (`policies.py`), and the functions are cut out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,3 +170,17 @@ def _describe(graph: fx.Graph, num_inputs: int, differentiable: tuple[bool, ...]
         graph, placeholders[:num_inputs], placeholders[num_inputs:],
         results[:num_outputs], differentiable, results[num_outputs:],
     )  # fmt: skip
+
+
+def closure(outputs: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
+    """All nodes needed for `outputs`, not looking behind nodes in `stop`."""
+    seen: set[fx.Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in stop:
+            stack.extend(node.all_input_nodes)
+    return seen

@@ -25,8 +25,8 @@ from torch import Tensor, fx
 
 from phalanx.model.segment import policies
 from phalanx.model.segment.compile import Compiler
-from phalanx.model.segment.footprint import Footprint, closure, peak_bytes, total_bytes
-from phalanx.model.segment.joint import Joint, trace
+from phalanx.model.segment.footprint import Footprint, peak_bytes, total_bytes
+from phalanx.model.segment.joint import Joint, closure, trace
 from phalanx.model.segment.products import Forms, Gradient
 
 Saved = tuple[Tensor, ...]
