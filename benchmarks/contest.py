@@ -19,11 +19,11 @@ from contest_setting import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Setting
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.engine.rank import Rank
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.runtime.flat import Piece
-from phalanx.runtime.rank import Rank
 
 OURS = "phalanx"
 CHECKED_STEPS = 4

@@ -23,13 +23,13 @@ from overlap_silence import Communication, silent
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.engine.rank import Rank
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.links import Links
-from phalanx.runtime.rank import Rank
 
 TASK = "task"
 KINDS = ("step", "compute", "communication")

@@ -13,10 +13,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from phalanx.program.shape import Partition
-from phalanx.runtime.exchanges import Exchanges
+from phalanx.engine.rank import Rank
 from phalanx.runtime.links import Group
-from phalanx.runtime.rank import Rank
 
 
 @dataclass(frozen=True)
@@ -67,17 +65,16 @@ class SilentGroup:
 @contextmanager
 def silent(rank: Rank) -> Iterator[list[Collective]]:
     """Within it the rank's training engine exchanges nothing; gives the list of what it would have sent."""
-    engine, sharded, calls = rank.step.engine, rank.formation.sharded, list[Collective]()
-    assert sharded is not None, "without tensor parallelism nothing is exchanged"
-
-    def stand_in(cells: Partition) -> Group:
-        return cast(Group, SilentGroup(rank.connections.exchange_group(cells), calls))
-
-    kept, engine.exchanges = engine.exchanges, Exchanges(sharded.parts, stand_in)
+    calls: list[Collective] = []
+    groups = {mover: mover._group for mover in rank.step.engine.parts.movers.values()}
+    assert groups, "without tensor parallelism nothing is exchanged"
+    for mover, group in groups.items():  # only this: other movers would need another program to be linked
+        mover._group = cast(Group, SilentGroup(group, calls))
     try:
         yield calls
     finally:
-        engine.exchanges = kept
+        for mover, group in groups.items():
+            mover._group = group
 
 
 class Communication:

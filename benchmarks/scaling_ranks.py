@@ -15,12 +15,12 @@ from contest_setting import LR, Setting
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.engine.rank import Rank
 from phalanx.lab.timed import Durations, replace_compute
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.runtime.flat import Piece
-from phalanx.runtime.rank import Rank
 
 WARM_UP = 2
 

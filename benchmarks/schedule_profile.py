@@ -47,20 +47,18 @@ def with_own_blocks(known: Profile, steps: Sequence[Timeline], shape: ModelShape
     return replace(known, blocks={**known.blocks, **{op: _blocks(steps, op, shape) for op in sorted(ops)}})
 
 
-def costs(known: Profile, plan: Plan, shape: ModelShape, elements: Sequence[int], cut_bytes: int, link: Link) -> Costs:
-    n = shape.num_blocks
+def costs(known: Profile, plan: Plan, elements: Sequence[int], dims: Mapping[str, int], link: Link) -> Costs:
+    """dims: of a micro-batch."""
     together = plan.schedule not in ("zb-h1", "zb-v")
     return Costs(
         forward=known.blocks[Op.F],
         backward=known.blocks[Op.BW if together else Op.B],
-        weight=(0.0,) * n if together else known.blocks[Op.W],
-        cut_bytes=(cut_bytes,) * n,
-        saved_bytes=(0,) * n,
-        rebuilt_bytes=(0,) * n,
+        weight=(0.0,) * len(known.blocks[Op.F]) if together else known.blocks[Op.W],
         buckets=tuple(BucketCosts(step_seconds=known.update * count) for count in elements),
         message_link=link,
         group_link=Link(latency_s=known.norm / (2 * (plan.world - 1))),  # a ring of this many steps
         issue_seconds=known.issue,
+        dims=dims,
     )
 
 

@@ -16,6 +16,7 @@ from contest_setting import Setting
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.engine.rank import Rank
 from phalanx.lab.timed import Durations, replace_compute
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
@@ -26,7 +27,6 @@ from phalanx.runtime.flat import Piece
 from phalanx.runtime.links import Links
 from phalanx.runtime.measured import recording
 from phalanx.runtime.pending import Pending
-from phalanx.runtime.rank import Rank
 
 LR = 1e-3
 WARM_UP, GROUPS, ROUND_TRIPS, SMALL = 2, 9, 5, 64
@@ -41,15 +41,14 @@ class Bench:
     rounds: int
     durations: Durations | None = None
 
+    def micro_batch(self) -> dict[str, Tensor]:
+        (mb,) = {plan.mb for plan in self.plans.values()}
+        return self.setting.share(0, mb, "cpu")
+
     @property
     def cut_elements(self) -> int:
         """What crosses a cut in one message."""
-        size, (mb,) = self.setting.size, {plan.mb for plan in self.plans.values()}
-        return size.samples // mb * size.tokens * size.width
-
-    @property
-    def cut_bytes(self) -> int:
-        return self.cut_elements * self.setting.torch_dtype.itemsize
+        return self.micro_batch()["input_ids"].numel() * self.setting.size.width
 
 
 @dataclass

@@ -32,18 +32,20 @@ from schedule_profile import FUSED, SPLIT, Profile, costs, profile, with_own_blo
 from schedule_ranks import Bench, Seen, run_bench
 from shared_gpu import rank_environment, shared_gpu
 
+from phalanx.engine.compose import bucket_names
+from phalanx.engine.describe import Described
 from phalanx.launch.crew import Crew
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 from phalanx.program.compare import Pair
+from phalanx.program.compile import compile_plan
+from phalanx.program.costs import Link
 from phalanx.program.instructions import Op
-from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
 from phalanx.program.timeline import Timeline
 from phalanx.runtime.measured import merge
-from phalanx.runtime.model_shape import bucket_names
 
 SCHEDULES = {"gpipe": "", FUSED: "", "eager-1f1b": "", "interleaved": ",v=2", SPLIT: "", "zb-v": ""}
 HEADERS = [
@@ -117,14 +119,16 @@ def _measure(kind: Kind, rounds: int) -> Iterator[dict[str, Any]]:
     with _crew(kind) as crew:
         seen: list[Seen] = crew.run(run_bench, bench, captured, on_event=_say)
     steps = {name: [merge(parts) for parts in zip(*(s.parts[name] for s in seen))] for name in bench.plans}
-    names = bucket_names(captured.blocks, captured.trainable)
-    elements = [sum(math.prod(captured.shapes[n]) for n in names.names[b]) for b in range(names.shape.num_buckets)]
+    buckets = bucket_names(captured.blocks, captured.trainable).names
+    elements = [sum(math.prod(captured.shapes[name]) for name in names) for names in buckets]
+    dims = captured.dims(bench.micro_batch())
+    shape = Described(captured, bench.plans[FUSED], kind.dtype).at(dims)
     halves = {name: found[::2] for name, found in steps.items()}
-    known = profile(halves, bench.plans[FUSED], names.shape, elements)
+    known = profile(halves, bench.plans[FUSED], shape, elements)
     for name, plan in bench.plans.items():
-        predicted = _simulate(known, plan, names.shape, elements, bench, seen[0])
-        own = with_own_blocks(known, halves[name], names.shape)
-        again = _simulate(own, plan, names.shape, elements, bench, seen[0])
+        predicted = _simulate(known, plan, shape, elements, dims, seen[0].link)
+        own = with_own_blocks(known, halves[name], shape)
+        again = _simulate(own, plan, shape, elements, dims, seen[0].link)
         whole = [max(seconds) for seconds in zip(*(s.seconds[name] for s in seen))]
         about = {"simulated_own_seconds": again.makespan, **_about(known, seen[0])}
         yield _result(kind, plan, predicted, steps[name][1::2], whole, about)
@@ -158,9 +162,9 @@ def _crew(kind: Kind) -> Iterator[Crew]:
 
 
 def _simulate(
-    known: Profile, plan: Plan, shape: ModelShape, elements: Sequence[int], bench: Bench, seen: Seen
+    known: Profile, plan: Plan, shape: ModelShape, elements: Sequence[int], dims: Mapping[str, int], link: Link
 ) -> Timeline:
-    return simulate(plan, shape, lower(plan, shape), costs(known, plan, shape, elements, bench.cut_bytes, seen.link))
+    return simulate(compile_plan(plan, shape), costs(known, plan, elements, dims, link))
 
 
 def _result(

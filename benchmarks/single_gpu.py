@@ -113,9 +113,9 @@ def _build(options: argparse.Namespace) -> tuple[Callable[[], object], float]:
     import torch
 
     from phalanx import tasks
+    from phalanx.engine.step import training_flops
     from phalanx.model.capture import capture
     from phalanx.model.zoo import zoo
-    from phalanx.runtime.step import training_flops
 
     spec = zoo.resolve(options.model, tiny=options.device == "cpu")
     task = tasks.get(spec.task)
@@ -160,9 +160,9 @@ def _phalanx(captured: Any, batch: dict[str, Any], options: argparse.Namespace) 
     import torch
 
     from phalanx.config import RunConfig
+    from phalanx.engine.rank import Rank
     from phalanx.launch.seat import Seat, local_device
     from phalanx.plan.plan import Plan
-    from phalanx.runtime.rank import Rank
 
     seat = Seat.alone(local_device(options.device, 0))
     by_default = options.candidate == "phalanx, masters"

@@ -17,6 +17,7 @@ from schedule_ranks import measure_link
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.engine.rank import Rank
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.model.slice.slicing import slice_model
@@ -28,7 +29,6 @@ from phalanx.program.timeline import Timeline
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.links import Links
 from phalanx.runtime.measured import recording
-from phalanx.runtime.rank import Rank
 from phalanx.tasks.base import Batch
 
 WARM_UP, RECORDED, GRADIENT_BYTES = 1, 3, 4
@@ -120,7 +120,7 @@ def run_case(seat: Seat, case: Case, captured: Captured) -> Seen:
     batch = {name: tensor.to(torch.device(seat.device)) for name, tensor in case.setting.batch().items()}
     links = Links(seat)
     ranks = {name: _build(seat, case, plan, captured, links) for name, plan in case.plans.items()}
-    seen = Seen(held={name: rank.peaks.activations for name, rank in ranks.items()})
+    seen = Seen(held={name: rank.compiled.held_activations(seat.rank) for name, rank in ranks.items()})
     for name, rank in ranks.items():
         _warm_up(rank, batch)
         seen.memory[name] = _memory(rank, batch)

@@ -17,11 +17,11 @@ from phalanx.model.facts.facts import ModelFacts
 from phalanx.plan.plan import Plan
 from phalanx.plan.slices import ModelledTimes, Times, plan_batch
 from phalanx.plan.slicing import write_slicings
+from phalanx.program.compile import compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link
-from phalanx.program.from_facts import Device, costs_of_facts
+from phalanx.program.from_facts import Device, costs_of_facts, shape_of_facts
 from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import RECEIVES, SENDS, Op
-from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
 from phalanx.program.timeline import Timeline
@@ -59,7 +59,6 @@ class Known:
     blocks: tuple[BlockTimes, ...]
     link: Link
     ends: Ends
-    shape: ModelShape
     elements: tuple[int, ...]
     facts: ModelFacts
     working: Mapping[int, Mapping[Op, tuple[int, ...]]]
@@ -73,7 +72,7 @@ class Known:
         return [sum(held.values()) for held in self.timeline(plan, tokens).memory]
 
     def timeline(self, plan: Plan, tokens: int) -> Timeline:
-        return simulate(plan, self.shape, lower(plan, self.shape), self.costs(plan, tokens))
+        return simulate(compile_plan(plan, shape_of_facts(self.facts)), self.costs(plan, tokens))
 
     def stage_table(self, plan: Plan, tokens: int, grain: int) -> Times:
         """Of every slice, what the slowest stage takes."""

@@ -32,17 +32,17 @@ from shared_gpu import rank_environment, shared_gpu
 from slice_ranks import Case, Effort, Facts, Seen, median_of, profile, run_case
 from slice_simulation import BlockTimes, Known, ends_of, planned
 
+from phalanx.engine.compose import bucket_names
 from phalanx.launch.crew import Crew
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import ModelFacts
 from phalanx.model.facts.measure import footprints, measure
-from phalanx.model.slice.slicing import slice_model
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 from phalanx.profile.slices import Fit, fit
+from phalanx.program.from_facts import shape_of_facts
 from phalanx.program.instructions import Op
 from phalanx.runtime.measured import merge
-from phalanx.runtime.model_shape import bucket_names
 
 WHOLE, PLANNED, EAGER, ALL_FIRST = "whole", "planned", "eager", "gpipe"
 HEADERS = [
@@ -131,13 +131,13 @@ def _profile(shape: Shape, captured: Captured, crew: Crew) -> tuple[Known, dict[
     kinds = {name: median_of([getattr(facts, name) for facts in found]) for name in ("first", "layer", "last")}
     fits = {name: fit(kind.slices) for name, kind in kinds.items()}
     times = {name: BlockTimes(fits[name].times, kind.forward) for name, kind in kinds.items()}
-    names = bucket_names(captured.blocks, captured.trainable, sliced=slice_model(captured, setting.torch_dtype))
-    elements = tuple(sum(math.prod(captured.shapes[name]) for name in bucket) for bucket in names.names)
+    buckets = bucket_names(captured.blocks, captured.trainable).names
+    elements = tuple(sum(math.prod(captured.shapes[name]) for name in names) for names in buckets)
+    facts, working = block_bytes(setting, captured, sorted({tokens for _, tokens in shape.cases}))
     steps = [merge(parts) for parts in zip(*(facts.parts for facts in found))]
     known = Known(
-        (times["first"], *[times["layer"]] * (names.shape.num_blocks - 2), times["last"]), found[0].link,
-        ends_of(steps, plan, names.shape, elements), names.shape, elements,
-        *block_bytes(setting, captured, sorted({tokens for _, tokens in shape.cases})),
+        (times["first"], *[times["layer"]] * (len(facts.blocks) - 2), times["last"]), found[0].link,
+        ends_of(steps, plan, shape_of_facts(facts), elements), elements, facts, working,
     )  # fmt: skip
     slices = [asdict(measurement) for measurement in kinds["layer"].slices]
     shown = {"fits": {name: _fit(found) for name, found in fits.items()}, "link": asdict(known.link)}

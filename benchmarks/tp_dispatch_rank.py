@@ -15,13 +15,13 @@ from torch import Tensor
 
 from phalanx import tasks
 from phalanx.config import RunConfig
+from phalanx.engine.rank import Rank
 from phalanx.launch.seat import Seat
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.zoo import zoo
 from phalanx.plan.complete import complete
 from phalanx.runtime.flat import Piece
-from phalanx.runtime.rank import Rank
 
 LR, WARM_UP, HEAD = 0.0, 3, 64
 

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 from phalanx.callbacks import Hear
 from phalanx.config import RunConfig
+from phalanx.engine.inputs import split
+from phalanx.engine.rank import Rank
+from phalanx.engine.step import Outcome, training_flops
 from phalanx.errors import PhalanxError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
@@ -37,10 +40,8 @@ from phalanx.runtime.flat import Piece
 from phalanx.runtime.holdings import from_checkpoint
 from phalanx.runtime.measured import writing
 from phalanx.runtime.memory import explain_out_of_memory, model_needs, step_needs
-from phalanx.runtime.rank import Rank
 from phalanx.runtime.schedule import lr_factor
 from phalanx.runtime.signals import StopRequest, stop_request
-from phalanx.runtime.step import Outcome, split, training_flops
 from phalanx.runtime.watches import BoardWatch
 from phalanx.runtime.whole import whole_tensors
 from phalanx.state.async_saver import AsyncSaver

@@ -19,6 +19,7 @@ from phalanx.config import RunConfig, cache_folder, parse_steps
 from phalanx.data import Batches, Tokenizer, load_tokenizer, needs_tokenizer, open_data, sample_length
 from phalanx.data.own import is_own_dataset, shown
 from phalanx.data.tokenizer import has_tokenizer
+from phalanx.engine.inputs import require_inputs
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.seat import Seat
 from phalanx.model.capture import capture
@@ -33,7 +34,6 @@ from phalanx.plan.complete import complete, needed_ranks
 from phalanx.plan.micro_batches import require_evaluation
 from phalanx.plan.plan import Plan
 from phalanx.runtime.parameters import choose_trainable
-from phalanx.runtime.step import require_inputs
 from phalanx.state.dcp import DcpWeights, is_dcp
 from phalanx.state.snapshot import Mark, digest
 from phalanx.tasks.base import Task

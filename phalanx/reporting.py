@@ -19,6 +19,9 @@ import torch
 
 from phalanx.callbacks import Hear
 from phalanx.config import RunConfig
+from phalanx.engine.inputs import split
+from phalanx.engine.rank import Rank
+from phalanx.engine.step import Outcome
 from phalanx.errors import PhalanxError
 from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.progress import Progress
@@ -26,8 +29,6 @@ from phalanx.observe.runlog import RunLog
 from phalanx.plan.plan import Plan
 from phalanx.prepare import Prepared
 from phalanx.runtime.optimizer_choice import decays
-from phalanx.runtime.rank import Rank
-from phalanx.runtime.step import Outcome, split
 from phalanx.state.snapshot import Snapshot
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
 
 from phalanx import tasks
 from phalanx.config import RunConfig
+from phalanx.engine.inputs import Inputs
+from phalanx.engine.rank import Rank
+from phalanx.engine.totals import StepRun
 from phalanx.launch.seat import Seat
 from phalanx.model import interpret, reference
 from phalanx.model.capture import capture
@@ -19,16 +21,11 @@ from phalanx.model.captured import Captured
 from phalanx.model.graph.blocks import Blocks
 from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.ops import random
-from phalanx.model.segment.compile import Compiler
 from phalanx.model.zoo import zoo
 from phalanx.plan.complete import complete
 from phalanx.program.instructions import Op, Program
 from phalanx.program.lower import lower
-from phalanx.runtime.compute import Compute
 from phalanx.runtime.flat import Piece
-from phalanx.runtime.micro_batch import MicroBatch
-from phalanx.runtime.rank import Rank
-from phalanx.runtime.totals import StepRun
 from phalanx.tasks.custom import infer_inputs
 
 GPT2, LLAMA, NEO, GEMMA3 = "gpt2", "meta-llama/Llama-3.2-1B", "EleutherAI/gpt-neo-2.7B", "google/gemma-3-1b-it"
@@ -72,12 +69,6 @@ class Case:
         loss.backward()
         return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
-    def compute(self, *, dropout: bool = True) -> Compute:
-        return Compute(
-            self.blocks, self.parameters, self.captured.buffers, trainable=self.captured.trainable,
-            device=torch.device("cpu"), compiler=Compiler("off"), dropout=dropout,
-        )  # fmt: skip
-
     def rank(self, plan: str = "", *, seat: Seat | None = None, frozen: Sequence[str] = (), **options: object) -> Rank:
         """The only rank of a plan, or the one at `seat`, with the plain model's values."""
         seat, samples = seat or Seat.alone(), next(iter(self.batch.values())).shape[0]
@@ -94,34 +85,29 @@ class Case:
             buffers=self.captured.buffers,
         )  # fmt: skip
 
-    def micro_batches(self, compute: Compute, sizes: Sequence[int], seed: int = 0) -> list[MicroBatch]:
-        keys, parts, begin = random.sample_keys(seed, 0, sum(sizes)), [], 0
-        for size in sizes:
-            inputs = {name: tensor[begin : begin + size] for name, tensor in self.batch.items()}
-            parts.append(compute.micro_batch(inputs, keys[begin : begin + size], self.captured.dims(inputs)))
-            begin += size
-        return parts
+    def micro_batches(self, rank: Rank, sizes: Sequence[int], seed: int = 0, training: bool = True) -> list[Inputs]:
+        feeder = rank.step.feeder if training else rank._evaluator._feeder
+        feeder._seed = seed
+        return feeder(self.batch, 0, sizes)
 
     def step(
         self, rank: Rank, sizes: Sequence[int], schedule: str = "1f1b", seed: int = 0
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and gradients of micro-batches of these sizes in the order of a schedule; they must leave nothing."""
-        parts = self.micro_batches(rank.step.engine.compute, sizes, seed)
-        found = run(rank, before_step(rank, schedule, len(parts)), parts)
-        require_released(parts)
-        return found
+        return run(rank, before_step(rank, schedule, len(sizes)), self.micro_batches(rank, sizes, seed))
 
 
 def before_step(rank: Rank, schedule: str, num_micro_batches: int) -> Program:
-    """A program for the rank up to where the gradients are ready."""
+    """A program for the rank."""
     plan = replace(rank.plan, schedule=schedule, mb=num_micro_batches)
-    return tuple(takewhile(lambda instruction: instruction.op is not Op.STEP, lower(plan, rank.formation.shape)[0]))
+    return lower(plan, rank.formation.shape)[0]
 
 
-def run(rank: Rank, program: Program, parts: list[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:
-    step = StepRun(parts, lr=0.0)
-    rank.step.engine.learn(program)
-    rank.step.engine.run(program, step)
+def run(rank: Rank, program: Program, parts: list[Inputs]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Up to where the gradients are ready."""
+    step = StepRun({(number, 0): part for number, part in enumerate(parts)}, lr=0.0)
+    rank.step.engine.run(program, step, until=Op.STEP)
+    require_released(step)
     return step.loss, step.gradients
 
 
@@ -149,9 +135,11 @@ def own(model: nn.Module, **batch: Tensor) -> Case:
     return Case(captured, model, batch, batch)
 
 
-def require_released(parts: Sequence[MicroBatch]) -> None:
-    for run in (run for part in parts for run in part.stages.values()):
-        assert (run.wires, run.saved, run.gradients, run.for_weights) == ({}, {}, {}, {})
+def require_released(step: StepRun) -> None:
+    """Nothing of the passes through the model is left."""
+    kept = ("d_parameters", "reduced", "norm", "items", "state", "parameters")
+    pairs = zip(step.linked.table.values, step.values, strict=False)
+    assert [str(value) for value, there in pairs if there is not None and value.kind not in kept] == []
 
 
 def require_equal(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:

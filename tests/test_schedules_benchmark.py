@@ -11,16 +11,20 @@ from hypothesis import strategies as st
 
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
+from phalanx.program.compile import compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link
 from phalanx.program.instructions import RECEIVES, SENDS
-from phalanx.program.lower import lower
-from phalanx.program.shape import ModelShape
+from phalanx.program.shape import ModelShape, Step
 from phalanx.program.simulate import simulate
 from phalanx.program.timeline import Timeline
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = 8
-SHAPE = ModelShape(BLOCKS, (), (True,) * BLOCKS, (True,) * BLOCKS)
+STEPS = tuple(
+    (Step("segment", (f"h{n}",) if n else (), (f"h{n + 1}",), 1, sizes=("50*batch",)),) for n in range(BLOCKS)
+)
+SHAPE = ModelShape(BLOCKS, (), (True,) * BLOCKS, (True,) * BLOCKS, STEPS)
+DIMS = {"batch": 1}
 ELEMENTS = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
@@ -34,7 +38,7 @@ def plan_of(schedule: str, more: str = "") -> Plan:
 
 
 def simulated(plan: Plan, costs: Costs) -> Timeline:
-    return simulate(plan, SHAPE, lower(plan, SHAPE), costs)
+    return simulate(compile_plan(plan, SHAPE), costs)
 
 
 seconds = st.integers(1, 9).map(float)
@@ -49,15 +53,12 @@ def test_a_profile_of_two_schedules_predicts_all_of_them(
     from schedule_profile import FUSED, SPLIT, costs, profile
 
     buckets = tuple(BucketCosts(step_seconds=0.1 * count) for count in ELEMENTS)
-    nothing = (0,) * BLOCKS
-    true = Costs(
-        forward, backward, weight, (50,) * BLOCKS, nothing, nothing, buckets, Link(latency, 100.0), Link(1.0)
-    )  # fmt: skip
+    true = Costs(forward, backward, weight, buckets, Link(latency, 100.0), Link(1.0), dims=DIMS)
     steps = {name: [as_measured(simulated(plan_of(name), true))] for name in (FUSED, SPLIT)}
     known = profile(steps, plan_of(FUSED), SHAPE, ELEMENTS)
     assert known.update == pytest.approx(0.1) and known.norm == pytest.approx(2.0) and known.issue == 0
     for plan in (plan_of("gpipe"), plan_of("1f1b"), plan_of("interleaved", ",v=2"), plan_of("zb-h1"), plan_of("zb-v")):
-        predicted = simulated(plan, costs(known, plan, SHAPE, ELEMENTS, 50, Link(latency, 100.0)))
+        predicted = simulated(plan, costs(known, plan, ELEMENTS, DIMS, Link(latency, 100.0)))
         expected = simulated(plan, true)
         assert predicted.makespan == pytest.approx(expected.makespan)
         assert predicted.mean_bubble == pytest.approx(expected.mean_bubble)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.engine.inputs import Inputs
 from phalanx.model.ops.past import Past
-from phalanx.runtime.micro_batch import MicroBatch
 from tests.run_helpers import losses, records, shared_captures, short_run
 
 # Dropout, clipping, warm-up, and batches that end inside an epoch of 7 samples; 5-3-1 does not divide 16 tokens.
@@ -65,7 +65,7 @@ def test_slices_are_gone_after_their_step_without_a_search_for_cycles(tmp_path: 
 
     class Watcher:
         def on_step(self, record: Any) -> None:
-            seen.append(sum(type(thing) in (MicroBatch, Past) for thing in gc.get_objects()))
+            seen.append(sum(type(thing) in (Inputs, Past) for thing in gc.get_objects()))
 
         def on_evaluate(self, record: Any) -> None:
             kept = [thing for thing in gc.get_objects() if type(thing) is Past and thing._kv is not None]

@@ -1,33 +1,29 @@
 """`phalanx program`: what a plan makes every rank do, when, and what it costs; predicted, and beside it measured.
 
 A zoo model needs neither torch nor a device: its facts are shipped, and durations follow from an assumed device. Only a
-plan that splits tensors needs the model's graph (`program_split.py`).
+plan that splits tensors needs the model's graph.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli.inspect import DTYPES, TOKENS, choose_dims, find_facts
+from phalanx.cli.inspect import DTYPES, TOKENS, capture_model, choose_dims, find_facts
+from phalanx.cli.patience import patiently
 from phalanx.config_text import plan_text
 from phalanx.errors import ConfigError, PlanError, nearest
 
 if TYPE_CHECKING:
-    from phalanx.model.facts.facts import Dims, ModelFacts
-    from phalanx.plan.complete import Completed
+    from phalanx.engine.describe import Described
     from phalanx.plan.plan import Plan
     from phalanx.program.from_facts import Device
-    from phalanx.program.instructions import Program
-    from phalanx.program.local_facts import LocalFacts
+    from phalanx.program.predict import Prediction
     from phalanx.program.timeline import Timeline
-
-_SEE_LATER_TOKENS = ("masked-lm", "image-classification")
 
 
 def register(app: typer.Typer) -> None:
@@ -57,6 +53,9 @@ def program(
         float | None, typer.Option(help="bytes/s that a link between ranks is assumed to carry (default: 2.5e10)")
     ] = None,
     lowered: Annotated[bool, typer.Option("--lowered", help="print the lowered programs, and nothing else")] = False,
+    values: Annotated[
+        bool, typer.Option("--values", help="print what every instruction reads, writes, adds to and frees")
+    ] = False,
     svg: Annotated[Path | None, typer.Option(help="draw the step to this SVG file")] = None,
     png: Annotated[Path | None, typer.Option(help="draw the step to this PNG file (needs matplotlib)")] = None,
     trace: Annotated[Path | None, typer.Option(help="write the step as a Chrome/Perfetto trace")] = None,
@@ -65,17 +64,20 @@ def program(
     """Show what a plan makes every rank do: stages, instructions over time, bubble and memory."""
     if dtype not in DTYPES:
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    from phalanx.program.predict import predict
+
     device = _device(device_flops, link_bytes)
     facts = find_facts(model, task, dtype, tiny, live=False)
 
-    def split(chosen: Plan, dims: Dims) -> LocalFacts:
-        from phalanx.cli.program_split import find_local_facts
+    def describe(chosen: Plan) -> Described:
+        from phalanx.engine.describe import Described
 
-        return find_local_facts(facts, model, task, tiny, chosen, dims)
+        with patiently(f"reading and splitting the graph of {facts.name}"):
+            return Described(capture_model(model, task, facts.dtype, tiny)[1], chosen, facts.dtype)
 
-    prediction = predict(facts, plan_text(plan), ranks, batch, choose_dims(facts, batch, tokens), device, split)
-    if lowered:
-        typer.echo("\n".join(_lowered(prediction.programs)))
+    prediction = predict(facts, plan_text(plan), ranks, batch, choose_dims(facts, batch, tokens), device, describe)
+    if lowered or values:
+        typer.echo("\n".join(_values(prediction) if values else _lowered(prediction)))
         return
     timelines = {"predicted": prediction.timeline}
     if measured:
@@ -84,57 +86,6 @@ def program(
 
     print_report(facts, prediction, timelines, sys.stdout.isatty())
     _write(timelines, svg=svg, png=png, trace=trace)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What is known of a plan before it runs. `dims` are those of one micro-batch, the largest. Seconds and parameters
-    are those of a rank; of several that split a block, the first."""
-
-    completed: Completed
-    dims: dict[str, int]
-    device: Device
-    block_seconds: tuple[float, ...]  # forward
-    parameters: tuple[int, ...]  # per block
-    programs: tuple[Program, ...]
-    timeline: Timeline
-
-
-def predict(
-    facts: ModelFacts, plan: str, ranks: int | None, batch: int, dims: dict[str, int], device: Device,
-    split: Callable[[Plan, Dims], LocalFacts] | None = None,
-) -> Prediction:  # fmt: skip
-    """Completes the plan, lowers it, checks the programs and simulates a step of a batch of `dims`.
-
-    split: what a rank has of the model under a plan that splits tensors, for a micro-batch of some dims.
-    """
-    from phalanx.plan.complete import complete
-    from phalanx.program.check import check
-    from phalanx.program.from_facts import block_seconds, costs_of_facts, shape_of_facts
-    from phalanx.program.local_facts import costs_of_local
-    from phalanx.program.lower import lower
-    from phalanx.program.simulate import simulate
-
-    # Only the proportions matter for balancing, and they hardly depend on how many samples are in a micro-batch.
-    seconds = block_seconds(facts, dims, device)
-    completed = complete(plan, world=ranks, batch_size=batch, costs=seconds)
-    chosen = completed.plan
-    if chosen.slices and facts.task in _SEE_LATER_TOKENS:
-        message = f"plan: slices need causal attention, and in a model for {facts.task} tokens see later ones"
-        raise PlanError(message, "leave slices out")
-    part = dims | {"batch": -(-batch // (chosen.dp * chosen.mb))}
-    parameters = tuple(block.parameters for block in facts.blocks)
-    if chosen.tp == 1:
-        shape, costs = shape_of_facts(facts), costs_of_facts(facts, chosen, part, device)
-    else:
-        assert split is not None, "facts say nothing of a model that is split"
-        local = split(chosen, part)
-        shape, costs = local.shape, costs_of_local(local, chosen, device)
-        seconds, parameters = local.seconds(device), tuple(block.parameters for block in local.blocks)
-    programs = lower(chosen, shape)
-    check(chosen, shape, programs)
-    timeline = simulate(chosen, shape, programs, costs)
-    return Prediction(completed, part, device, seconds, parameters, programs, timeline)
 
 
 def _device(flops: float | None, link_bytes: float | None) -> Device:
@@ -149,10 +100,20 @@ def _device(flops: float | None, link_bytes: float | None) -> Device:
     return Device(flops or default.flops_per_s, default.memory_bytes_per_s, link)
 
 
-def _lowered(programs: Sequence[Program]) -> list[str]:
+def _lowered(prediction: Prediction) -> list[str]:
     from phalanx.program.instructions import to_text
 
-    return [f"rank {rank}: {to_text(instructions)}" for rank, instructions in enumerate(programs)]
+    compiled = prediction.compiled
+    return [f"rank {rank}: {to_text(compiled.program(rank))}" for rank in range(compiled.plan.world)]
+
+
+def _values(prediction: Prediction) -> list[str]:
+    """Of one rank for each place in the pipeline: all others have the same."""
+    found: list[str] = []
+    for pp_index, table in enumerate(prediction.compiled.tables):
+        rank = prediction.compiled.mesh.rank(pp_index, 0)
+        found += [f"rank {rank}: < reads, > writes, + adds to, x frees", *table.lines()]
+    return found
 
 
 def _read(path: Path, world: int) -> Timeline:

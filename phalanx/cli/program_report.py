@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from phalanx.cli.program import Prediction
+    from phalanx.program.predict import Prediction
 
 _PIPED_WIDTH = 160  # a file has no width
 

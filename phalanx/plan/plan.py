@@ -125,8 +125,8 @@ class Plan:
 
     @property
     def again(self) -> str:
-        """What is computed again in the backward at a time under tensor parallelism: a `block`, a `unit` or nothing."""
-        return OVERLAPS[self.overlap].again
+        """What is computed again in the backward at a time: a `block`, a `unit` or nothing."""
+        return "block" if self.recompute else OVERLAPS[self.overlap].again
 
     @property
     def adds_gradients(self) -> bool:

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.engine.compose import bucket_names
+from phalanx.engine.compute import Compute, tensor_ports
+from phalanx.engine.gradients import Sum, together
+from phalanx.engine.graph import ExecutionGraph
+from phalanx.engine.inputs import Feeder, Inputs, num_samples
+from phalanx.engine.trace import Tracer
+from phalanx.model.graph.blocks import Block
 from phalanx.model.segment.compile import Compiler, resolve_mode
-from phalanx.model.segment.joint import Outline
+from phalanx.model.segment.segments import Segment, Source
 from phalanx.model.slice.slicing import TOKENS, Sliced
-from phalanx.runtime.accumulate import Accumulator
-from phalanx.runtime.anatomy import Anatomy
-from phalanx.runtime.compute import Compute
-from phalanx.runtime.micro_batch import MicroBatch, StageRun
-from phalanx.runtime.step import Feeder, num_samples
-from phalanx.runtime.wires import Wires
 
 SCALE = 0.02  # of weights: zeros would be multiplied with less power, and so faster
 LOOPS = 2  # passes timed together: the next one is prepared while the device works, as in training
@@ -54,20 +55,26 @@ class SliceRun:
         captured, self._device, self._numbers = sliced.captured, device, tuple(blocks)
         self._blocks = [captured.blocks.blocks[number] for number in blocks]
         names = {name for block in self._blocks for name in block.names("parameter")}
-        self._compute = Compute(
-            captured.blocks, {name: _weight(captured.shapes[name], dtype, device) for name in sorted(names)},
-            {name: value.to(device) for name, value in captured.buffers.items()}, trainable=captured.trainable,
-            device=device, compiler=Compiler(resolve_mode(compile, device)), products=True,
+        weights = {name: _weight(captured.shapes[name], dtype, device) for name in sorted(names)}
+        buffers = {name: value.to(device) for name, value in captured.buffers.items()}
+        compute = Compute(
+            captured.blocks, buffers, trainable=captured.trainable, device=device,
+            compiler=Compiler(resolve_mode(compile, device)), products=True,
         )  # fmt: skip
-        self._sums = Accumulator()
-        self._wires = Wires(Anatomy.of(captured.blocks, None), self._compute, captured.shapes, dtype)
-        feeder = Feeder(captured, self._compute, seed=0, dtype=dtype, parts={}, sliced=sliced)
-        self._whole, self._feeder = feeder.micro_batches(dict(batch), 0, [num_samples(batch)])[0], feeder
+        self._resident: dict[str, Mapping[str, Tensor]] = {
+            "parameter": weights, "buffer": buffers, "constant": compute.constants,
+        }  # fmt: skip
+        self._sums = Sum()
+        shape = bucket_names(captured.blocks, captured.trainable, None, sliced).shape
+        graph = ExecutionGraph.of(captured.blocks, None)
+        self._tracer = Tracer(graph, shape, compute, captured.shapes, dtype, blocks)
+        self._feeder = Feeder(captured, compute, seed=0, dtype=dtype, degrees={}, sliced=sliced)
+        self._batch, self._tokens = dict(batch), captured.dims(dict(batch))[TOKENS]
 
     @property
     def tokens(self) -> int:
         """Of the sequences that slices are cut from."""
-        return self._whole.dims[TOKENS]
+        return self._tokens
 
     def first(self, count: int) -> SliceRun:
         """Through the first of the blocks alone, with the same functions."""
@@ -91,24 +98,22 @@ class SliceRun:
         self._backward(work, runs)
         return middle - begin, self._now() - middle
 
-    def _work(self, tokens: int, past: int) -> _Work:
-        (part,) = self._feeder.slices(self._whole, (past, past + tokens))
-        known = self._wires.before(max(self._numbers) + 1, part)
-        needed = {wire for block in self._blocks for wire in (*block.names("wire"), *block.outputs)}
-        return _Work(part, known, {wire: _filled(known[wire].empty(self._device)) for wire in needed})
+    def _work(self, tokens: int, past: int) -> list[_Layer]:
+        (inputs,) = self._feeder(self._batch, 0, [num_samples(self._batch)], lambda _, all_of: (past, past + tokens))
+        traced = self._tracer(inputs)
+        needed = dict.fromkeys(wire for block in self._blocks for wire in (*block.names("wire"), *block.outputs))
+        tensors = {wire: _filled(traced.outlines[wire].empty(self._device)) for wire in needed}
+        pairs = zip(self._numbers, self._blocks, strict=True)
+        return [_Layer(block, traced.segments[n], inputs, tensors, self._resident) for n, block in pairs]
 
     @torch.no_grad()
-    def _forward(self, work: _Work) -> list[StageRun]:
-        runs = [work.begin(block.names("wire")) for block in self._blocks]
-        for number, run in zip(self._numbers, runs, strict=True):
-            self._compute.forward(number, work.part, run, keep=True)
-        return runs
+    def _forward(self, work: Sequence[_Layer]) -> list[dict[str, Sequence[Tensor]]]:
+        return [layer.forward() for layer in work]
 
     @torch.no_grad()
-    def _backward(self, work: _Work, runs: Sequence[StageRun]) -> None:
-        for number, block, run in reversed(list(zip(self._numbers, self._blocks, runs, strict=True))):
-            run.gradients.update({wire: work.tensors[wire] for wire in block.outputs if run.differentiable[wire]})
-            self._sums.add(block.names("parameter"), self._compute.backward_weight(number, run))
+    def _backward(self, work: Sequence[_Layer], saved: Sequence[dict[str, Sequence[Tensor]]]) -> None:
+        for layer, own in reversed(list(zip(work, saved, strict=True))):
+            layer.backward(own, self._sums)
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -117,17 +122,41 @@ class SliceRun:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """One slice and what its blocks are given: inputs, and gradients of outputs."""
+class _Layer:
+    """One block and what it is given for one slice: inputs, and gradients of outputs."""
 
-    part: MicroBatch
-    known: Mapping[str, Outline]
+    block: Block
+    segment: Segment
+    inputs: Inputs
     tensors: Mapping[str, Tensor]
+    resident: Mapping[str, Mapping[str, Tensor]]
 
-    def begin(self, wires: Sequence[str]) -> StageRun:
-        return StageRun(
-            {wire: self.tensors[wire] for wire in wires}, {wire: self.known[wire].differentiable for wire in wires}
-        )
+    def forward(self) -> dict[str, Sequence[Tensor]]:
+        """What is left for the backward."""
+        call, segment = self.segment.forward, self.segment
+        results = call.function(*[self._argument(source, {}) for source in call.arguments])
+        first = len(self.block.outputs)
+        second = first + len(segment.saved_b)
+        return {"saved_b": results[first:second], "saved_bw": results[second:]}
+
+    def backward(self, saved: dict[str, Sequence[Tensor]], sums: Sum) -> None:
+        call = self.segment.backward_weight
+        arguments = [self._argument(source, saved) for source in call.arguments]
+        gradients = call.gradients(arguments, call.function(*arguments[: call.num_taken]))
+        sums.add(together(self.block.names("parameter"), gradients))
+
+    def _argument(self, source: Source, saved: dict[str, Sequence[Tensor]]) -> Tensor:
+        kind, number = source
+        if kind in saved:
+            return saved[kind][number]
+        if kind != "port":
+            return self.tensors[self.block.outputs[number]]
+        port = tensor_ports(self.block)[number]
+        if port.kind == "wire":
+            return self.tensors[port.name]
+        if port.kind in self.resident:
+            return self.resident[port.kind][port.name]
+        return self.inputs[0, 1, port.kind, port.name]
 
 
 def _weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,9 +10,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from phalanx.plan.plan import Plan
-from phalanx.program.shape import ModelShape, Step
+from phalanx.program.instructions import Op
+from phalanx.program.shape import COLLECTIVE, ModelShape, Step
 
-_WHOLE = (Step("segment", (), (), degree=1),)
 _LEAVES = ("all_reduce", "reduce_scatter")  # forward collectives that end a unit
 
 
@@ -29,20 +29,37 @@ class BlockSteps:
     @staticmethod
     def of(plan: Plan, shape: ModelShape, block: int) -> BlockSteps:
         steps = shape.steps_of(block)
-        return BlockSteps(steps or _WHOLE, plan.again, plan.saves == "input", numbered=bool(steps))
+        return BlockSteps(steps, plan.again, plan.saves == "input", numbered=len(steps) > 1)
 
     @cached_property
     def segments(self) -> tuple[int, ...]:
         return tuple(i for i, step in enumerate(self.steps) if step.kind == "segment")
 
     @cached_property
-    def sent_forward(self) -> tuple[int, ...]:
-        """Exchanges with a collective in the forward."""
+    def moved_forward(self) -> tuple[int, ...]:
+        """Exchanges that do anything in the forward."""
         return tuple(i for i, step in enumerate(self.steps) if step.kind == "exchange" and step.forward)
 
     @cached_property
-    def sent_backward(self) -> tuple[int, ...]:
+    def moved_backward(self) -> tuple[int, ...]:
         return tuple(i for i, step in enumerate(self.steps) if step.kind == "exchange" and step.backward)
+
+    @cached_property
+    def sent_forward(self) -> tuple[int, ...]:
+        """Exchanges with a collective in the forward."""
+        return tuple(i for i in self.moved_forward if self.steps[i].forward in COLLECTIVE)
+
+    def forward(self, i: int) -> Op:
+        """What step i is in the forward."""
+        return Op.F if i in self.segments else Op.CF if self.steps[i].forward in COLLECTIVE else Op.LF
+
+    def again_as(self, i: int) -> Op:
+        """What step i is when it is done again."""
+        return {Op.F: Op.A, Op.CF: Op.CA, Op.LF: Op.LA}[self.forward(i)]
+
+    def backward(self, i: int) -> Op:
+        """What exchange i is in the backward."""
+        return Op.CB if self.steps[i].backward in COLLECTIVE else Op.LB
 
     @cached_property
     def portions(self) -> tuple[range, ...]:
@@ -50,6 +67,18 @@ class BlockSteps:
         ends = [i + 1 for i in self.sent_forward if self.steps[i].forward in _LEAVES] if self.again == "unit" else []
         bounds = sorted({0, *ends, len(self.steps)})
         return tuple(range(begin, end) for begin, end in pairwise(bounds))
+
+    @cached_property
+    def done_again(self) -> tuple[int, ...]:
+        """The steps that are done again before the backward, in the order of the forward. Of exchanges that only cut
+        something those whose source is made again."""
+        again = {*(self.segments if self.again else ()), *self.sent_again}
+        made = {wire for i in again for wire in self.steps[i].writes}
+        for i in self.moved_forward:
+            if self.steps[i].forward not in COLLECTIVE and self.steps[i].reads[0] in made:
+                again.add(i)
+                made.update(self.steps[i].writes)
+        return tuple(sorted(again))
 
     @cached_property
     def sent_again(self) -> tuple[int, ...]:
@@ -75,7 +104,7 @@ class BlockSteps:
 
     def first_reader(self, exchange: int) -> int | None:
         """The segment after whose B the gradient of an exchange's result is complete; None: none here adds to it."""
-        ends = [self.first_reader(i) if i in self.sent_backward else i for i in self.gradient_readers(exchange)]
+        ends = [self.first_reader(i) if i in self.moved_backward else i for i in self.gradient_readers(exchange)]
         return min((end for end in ends if end is not None), default=None)
 
     def _readers(self, wire: str, after: int, direction: str) -> tuple[int, ...]:

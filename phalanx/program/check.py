@@ -1,126 +1,250 @@
 """Proves that lowered programs are right before anything runs: complete, in order, matched, and free of deadlock.
 
-The error shows the grid of ranks against time with the offending place marked. Nothing here knows how long things take.
+Programs are those of one pipeline, by the places of its ranks. The error shows the grid of ranks against time with the
+offending place marked. Nothing here knows how long things take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from phalanx.errors import PlanError
-from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
-from phalanx.program.checks.collectives import Groups, check_collectives
-from phalanx.program.checks.compute import ComputeRules
-from phalanx.program.checks.execution import Execution
-from phalanx.program.checks.gathers import GatherRules
-from phalanx.program.checks.messages import check_messages
-from phalanx.program.checks.peaks import Peaks, check_bound
-from phalanx.program.checks.scope import Broken, Scope
-from phalanx.program.checks.update import UpdateRules
+from phalanx.program.bind import bind
+from phalanx.program.block_steps import BlockSteps
+from phalanx.program.check_ranks import check_messages, check_progress, check_ties
+from phalanx.program.check_values import Broken, check_values
 from phalanx.program.grid import Mark, draw, short_view
-from phalanx.program.instructions import RECEIVES, Instruction, Op, Program
-from phalanx.program.lower import without_overlap
+from phalanx.program.holders import buckets_of, is_tied, reduced_of, summed_of
+from phalanx.program.instructions import HALVES, RECEIVES, SENDS, Instruction, Op, Program
+from phalanx.program.schedules.one_f_one_b import NUM_AHEAD, most_held
 from phalanx.program.shape import ModelShape
+from phalanx.program.values import Table
 from phalanx.program.visits import in_visits, seems_split, visit_of
 
 WIDTH = 120
 NEARBY = 3  # instructions shown on each side of the offending one
-
-
-def check(plan: Plan, shape: ModelShape, programs: Sequence[Program]) -> tuple[Peaks, ...]:
-    """Raises a PlanError unless these are programs of a training step; the most that each rank holds at once."""
-    return _check(Scope(plan, shape, plan.mb, training=True), programs)
-
-
-def check_forward(
-    plan: Plan, shape: ModelShape, programs: Sequence[Program], num_micro_batches: int
-) -> tuple[Peaks, ...]:
-    """The same for programs of an evaluation."""
-    return _check(Scope(without_overlap(plan), shape, num_micro_batches, training=False), programs)
-
-
-def _check(scope: Scope, programs: Sequence[Program]) -> tuple[Peaks, ...]:
-    if len(programs) != scope.plan.world:
-        message = f"program: {len(programs)} programs for the {scope.plan.world} ranks of the plan"
-        raise PlanError(message, "give one program per rank, in the order of the ranks")
-    try:
-        peaks = _check_ranks(scope, programs)
-        check_messages(programs)
-        groups = Groups(scope)
-        check_collectives(groups, programs)
-        Execution(scope, groups, programs).run()
-        for rank, peak in enumerate(peaks):
-            check_bound(scope, rank, peak)
-    except Broken as broken:
-        hint = "correct the schedule or the pass that put it there (phalanx/program/)"
-        raise PlanError(f"program: {broken.words}\n{_picture(scope, programs, broken)}", hint) from None
-    return peaks
-
-
-def _check_ranks(scope: Scope, programs: Sequence[Program]) -> tuple[Peaks, ...]:
-    """Each rank for itself; those whose programs are the same but for the ranks they talk to, once."""
-    found: list[Peaks] = []
-    first: dict[int, int] = {}  # pp index → rank
-    for rank, program in enumerate(programs):
-        alike = first.setdefault(scope.mesh.coordinates(rank)[0], rank)
-        same = alike != rank and _is_replica(scope.mesh, program, rank, programs[alike])
-        found.append(found[alike] if same else _check_rank(scope, rank, program))
-    return tuple(found)
-
-
-def _is_replica(mesh: Mesh, program: Program, rank: int, other: Program) -> bool:
-    def same(own: Instruction, its: Instruction) -> bool:
-        return own is its or (its.peer is not None and own == replace(its, peer=there[its.peer]))
-
-    if len(program) != len(other):
-        return False
-    peers = {it.peer for it in other if it.peer is not None}
-    there = {peer: mesh.at_stage(rank, mesh.coordinates(peer)[0]) for peer in peers}
-    return all(map(same, program, other))
-
-
-def _check_rank(scope: Scope, rank: int, program: Program) -> Peaks:
-    compute, gathers = ComputeRules(scope, rank), GatherRules(scope, rank)
-    update = UpdateRules(scope, rank) if scope.training else None
-    rules = [compute, gathers, *([update] if update else [])]
-    for position, instruction in enumerate(program):
-        if update is None and instruction.op in _UPDATE:
-            raise Broken(f"rank {rank} has {instruction} in an evaluation, which is forward only", rank, position)
-        for rule in rules:
-            if words := rule.see(instruction):
-                raise Broken(f"rank {rank} {words}", rank, position)
-    for rule in rules:
-        if words := rule.finish():
-            raise Broken(f"rank {rank} {words}", rank)
-    levels = (compute.activations, compute.weights_pending, compute.buffers, gathers.gathered)
-    return Peaks(*(level.peak for level in levels))
-
-
 _UPDATE = frozenset((Op.REDUCE, Op.SUM, Op.TIE, Op.COUNT, Op.NORM, Op.STEP, Op.SHARE))
 
 
-def _picture(scope: Scope, programs: Sequence[Program], broken: Broken) -> str:
-    """The pipeline of the offending rank as a grid, and its lowered program near the place."""
-    column = scope.mesh.column(broken.rank)
-    views = [short_view(programs[rank]) for rank in column]
-    program = programs[broken.rank]
-    mark = Mark(column.index(broken.rank), _nearest_computation(program, broken.position))
-    grid = draw(views, [f"rank {rank}" for rank in column], mark, WIDTH)
+def check(
+    plan: Plan, shape: ModelShape, programs: Sequence[Program], num_micro_batches: int, *, training: bool
+) -> tuple[Table, ...]:
+    """Raises a PlanError unless these are the programs of a training step, or of an evaluation; their tables."""
+    if len(programs) != plan.pp:
+        message = f"program: {len(programs)} programs for the {plan.pp} ranks of the pipeline"
+        raise PlanError(message, "give one program per rank of the pipeline, in order")
+    scope = Scope(plan, shape, num_micro_batches, training)
+    try:
+        tables = tuple(_check_rank(scope, index, program) for index, program in enumerate(programs))
+        check_messages(programs)
+        check_ties(plan, shape, programs)
+        check_progress(plan, shape, tables)
+        _check_bounds(scope, programs)
+    except Broken as broken:
+        hint = "correct the schedule or the pass that put it there (phalanx/program/)"
+        words = f"program: rank {broken.index} {broken.words}"
+        raise PlanError(f"{words}\n{_picture(programs, broken)}", hint) from None
+    return tables
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A plan on a model, for a training step or for an evaluation."""
+
+    plan: Plan
+    shape: ModelShape
+    num_micro_batches: int
+    training: bool
+
+    @property
+    def halves(self) -> tuple[int | None, ...]:
+        """The parts of a micro-batch, as instructions name them."""
+        return tuple(range(self.plan.halves)) if self.plan.halves > 1 else (None,)
+
+    def slices(self, micro_batch: int) -> tuple[int | None, ...]:
+        """The parts of a micro-batch's tokens, as instructions name them."""
+        return tuple(range(self.plan.num_slices(micro_batch))) if self.plan.slices else (None,)
+
+    def parts(self) -> Iterator[tuple[int, int | None, int | None]]:
+        """Micro-batch, slice and half."""
+        for i in range(self.num_micro_batches):
+            for slice_ in self.slices(i):
+                for half in self.halves:
+                    yield i, slice_, half
+
+
+def _check_rank(scope: Scope, index: int, program: Program) -> Table:
+    wanted = Counter(_wanted(scope, index))
+    stages = scope.plan.stages_of(index)
+    for position, it in enumerate(program):
+        for work in _works(it, scope.plan):
+            if work in wanted and wanted[work] > 0:
+                wanted[work] -= 1
+            elif work in wanted:
+                raise Broken(f"runs {work} twice", index, position)
+            elif it.op is not Op.GATHER or not scope.plan.gathers:
+                raise Broken(_out_of_place(scope, stages, it), index, position)
+    missing = [work for work, count in wanted.items() if count > 0]
+    if missing:
+        raise Broken(f"never runs {missing[0]}", index)
+    table = bind(scope.plan, scope.shape, program, index)
+    check_values(scope.plan, scope.shape, index, table)
+    return table
+
+
+def _works(it: Instruction, plan: Plan) -> list[Instruction]:
+    """BW is two of them; where a reduction stands is free but for its micro-batch."""
+    if it.op is Op.BW:
+        return [_as(it, Op.B), _as(it, Op.W)]
+    if it.op is Op.REDUCE:
+        micro_batch = it.micro_batch if plan.reduces == "micro-batch" else None
+        return [Instruction(Op.REDUCE, micro_batch=micro_batch, block=it.block)]
+    return [it]
+
+
+def _as(it: Instruction, op: Op) -> Instruction:
+    return Instruction(op, it.stage, it.micro_batch, it.block, None, it.half, it.step, it.slice)
+
+
+def _wanted(scope: Scope, index: int) -> Iterator[Instruction]:
+    """Everything that the rank at this place of the pipeline has to do, in no order."""
+    plan, shape = scope.plan, scope.shape
+    blocks = [BlockSteps.of(plan, shape, block) for block in range(shape.num_blocks)]
+    yield from {Instruction(Op.INPUT, micro_batch=i, half=half): None for i, _, half in scope.parts()}
+    for stage in plan.stages_of(index):
+        for micro_batch, slice_, half in scope.parts():
+            for block in shape.blocks_with(slice_, plan.stage_blocks(stage)):
+                for op, step in _pieces(blocks[block], scope.training):
+                    yield Instruction(op, stage, micro_batch, block, None, half, step, slice_)
+            yield from _messages(scope, stage, micro_batch, slice_, half)
+    if scope.training:
+        yield from _update(scope, index)
+
+
+def _pieces(block: BlockSteps, training: bool) -> Iterator[tuple[Op, int | None]]:
+    def name(i: int) -> int | None:
+        return i if block.numbered else None
+
+    yield from ((block.forward(i), name(i)) for i in (*block.segments, *block.moved_forward))
+    if training:
+        yield from ((block.again_as(i), name(i)) for i in block.done_again)
+        yield from ((op, name(i)) for i in block.segments for op in (Op.B, Op.W))
+        yield from ((block.backward(i), name(i)) for i in block.moved_backward)
+
+
+def _messages(
+    scope: Scope, stage: int, micro_batch: int, slice_: int | None, half: int | None
+) -> Iterator[Instruction]:  # fmt: skip
+    plan = scope.plan
+    for op, back, way in ((Op.RECV_F, Op.SEND_B, -1), (Op.SEND_F, Op.RECV_B, 1)):
+        other = stage + way
+        if not 0 <= other < plan.num_stages or plan.pp_index(other) == plan.pp_index(stage):
+            continue
+        last = plan.stage_blocks(min(stage, other))[-1]
+        if slice_ and last < scope.shape.num_whole_blocks:
+            continue  # what crosses there belongs to the micro-batch and goes with slice 0
+        for kind in (op, back) if scope.training else (op,):
+            yield Instruction(kind, stage, micro_batch, None, plan.pp_index(other), half, None, slice_)
+
+
+def _update(scope: Scope, index: int) -> Iterator[Instruction]:
+    plan, shape = scope.plan, scope.shape
+    yield from (Instruction(op) for op in (Op.COUNT, Op.NORM, Op.STEP))
+    trained = [bucket for bucket in buckets_of(plan, shape, index) if shape.trained[bucket]]
+    moments = range(scope.num_micro_batches) if plan.reduces == "micro-batch" else (None,)
+    for bucket in trained:
+        if is_tied(plan, shape, bucket):
+            yield Instruction(Op.TIE, block=bucket)
+        if plan.zero in (1, 2):
+            yield Instruction(Op.SHARE, block=bucket)
+    for bucket in reduced_of(plan, shape, index):
+        yield from (Instruction(Op.REDUCE, micro_batch=moment, block=bucket) for moment in moments)
+    yield from (Instruction(Op.SUM, block=bucket) for bucket in summed_of(plan, shape, index))
+
+
+def _out_of_place(scope: Scope, stages: tuple[int, ...], it: Instruction) -> str:
+    """Why an instruction has no place in a program."""
+    plan = scope.plan
+    if not scope.training and (it.op in _UPDATE or (in_visits(it) and visit_of(it, split=True).op is not Op.F)):
+        return f"has {it} in an evaluation, which is forward only"
+    if it.op is Op.GATHER:
+        return f"has {it}, but zero={plan.zero} leaves every parameter in place"
+    if it.stage is not None and it.stage not in stages:
+        held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        return f"has {it}, but stage {it.stage} is not on this rank (it holds {held})"
+    if it.micro_batch is not None and it.micro_batch >= scope.num_micro_batches:
+        return f"has {it}, but there are {scope.num_micro_batches} micro-batches, counted from 0"
+    if in_visits(it) and it.half not in scope.halves:
+        cut = "whole" if scope.halves == (None,) else f"cut into the halves {' and '.join(HALVES)}"
+        return f"has {it}, but micro-batches are {cut} under this plan"
+    if in_visits(it) and it.micro_batch is not None and it.slice not in (own := scope.slices(it.micro_batch)):
+        cut = "is not cut into slices" if own == (None,) else f"has the slices 0 to {own[-1]}"
+        return f"has {it}, but micro-batch {it.micro_batch} {cut} under this plan"
+    if in_visits(it) and it.stage is not None:
+        blocks = plan.stage_blocks(it.stage)
+        if it.block not in blocks:
+            return f"has {it}, but stage {it.stage} is made of the blocks {blocks[0]} to {blocks[-1]}"
+        if it.block not in scope.shape.blocks_with(it.slice, blocks):
+            return f"has {it}, but block {it.block} runs once per micro-batch, with slice 0"
+        return f"has {it}, for which block {it.block} has no step under this plan"
+    if it.op in SENDS or it.op in RECEIVES:
+        return f"has {it}, but nothing passes there between stage {it.stage} and rank {it.peer}"
+    return f"has {it} once more than this plan needs"
+
+
+def held_activations(program: Program) -> int:
+    """The most forwards of a stage and part of a micro-batch that wait for their backward (B or BW) at once."""
+    change: Counter[int] = Counter()
+    last: dict[tuple[bool, int | None, int | None, int | None, int | None], int] = {}
+    for position, it in enumerate(program):
+        if in_visits(it) and it.op not in (Op.W, Op.A, Op.CA, Op.LA):
+            forward = it.op in (Op.F, Op.CF, Op.LF)
+            last[forward, it.stage, it.micro_batch, it.slice, it.half] = position
+    for (forward, *_), position in last.items():
+        change[position] += 1 if forward else -1
+    now = most = 0
+    for position in sorted(change):
+        now += change[position]
+        most = max(most, now)
+    return most
+
+
+def _check_bounds(scope: Scope, programs: Sequence[Program]) -> None:
+    """Holds 1F1B and its kin to their promise: stage s has at most n + pp - 1 - s forwards that wait for their
+    backward, n being the most slices of a micro-batch, under eager-1f1b n + 2 (pp - 1 - s), and twice that with halves.
+    Others promise nothing, nor does an evaluation, which keeps no activations."""
+    plan = scope.plan
+    if plan.schedule not in NUM_AHEAD or not scope.training:
+        return
+    slices = [len(scope.slices(i)) for i in range(scope.num_micro_batches)] if plan.slices else []
+    for stage, program in enumerate(programs):
+        most = plan.halves * most_held(plan.schedule, plan.pp, stage, slices)
+        if (held := held_activations(program)) > most:
+            words = f"has {held} forwards at once that wait for their backward"
+            raise Broken(f"{words}, where schedule={plan.schedule} promises {most} at most", stage)
+
+
+def _picture(programs: Sequence[Program], broken: Broken) -> str:
+    """The pipeline as a grid, and the offending program near the place."""
+    views = [short_view(program) for program in programs]
+    program = programs[broken.index]
+    mark = Mark(broken.index, _nearest_computation(program, broken.position))
+    grid = draw(views, [f"rank {index}" for index in range(len(programs))], mark, WIDTH)
     position = len(program) if broken.position is None else broken.position
     before, after = program[max(0, position - NEARBY) : position], program[position + 1 : position + 1 + NEARBY]
     here = f"[{program[position]}]" if position < len(program) else "[end]"
     excerpt = " ".join([*map(str, before), here, *map(str, after)])
-    return f"{grid}\nrank {broken.rank}, instruction {position} of {len(program)}: {excerpt}"
+    return f"{grid}\nrank {broken.index}, instruction {position} of {len(program)}: {excerpt}"
 
 
 def _nearest_computation(program: Program, position: int | None) -> Instruction | None:
     """What to mark in the short view: the computation itself, the one a receive is for, or the one before."""
     if position is None:
         return None
-    it = program[position]
-    view = short_view(program)
+    it, view = program[position], short_view(program)
     if it.op in RECEIVES:
         ops = (Op.F,) if it.op is Op.RECV_F else (Op.B, Op.BW)
         users = [user for user in view if user.op in ops and _visited(user) == _visited(it)]

@@ -6,7 +6,7 @@ measurements fill in the same form.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -50,12 +50,8 @@ class BucketCosts:
 class Costs:
     """Costs of one micro-batch on one rank, per block, and of parameters, per bucket.
 
-    backward: gradients of inputs, with the recomputation of the forward where the plan recomputes; weight: gradients
-    of weights.
-    cut_bytes: what crosses to the next block; its gradients on the way back are as large.
-    whole_cut_bytes: the part of it that belongs to the micro-batch and not to one of its slices; () where none does.
-    saved_bytes: kept from a block's forward to the end of its backward.
-    rebuilt_bytes: what recomputation brings back while a block's backward runs.
+    backward: gradients of inputs; weight: gradients of weights. What is computed again takes as long as the forward.
+    shape: the model's for a micro-batch, or part of one, of some dims: how large its values are. None: as compiled.
     working_bytes: what a computation of a block needs beside that while it runs, where it is known.
     links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
     issue_seconds: what starting to send or receive a message takes of the rank's own time.
@@ -68,9 +64,6 @@ class Costs:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...]
-    cut_bytes: tuple[int, ...]
-    saved_bytes: tuple[int, ...]
-    rebuilt_bytes: tuple[int, ...]
     buckets: tuple[BucketCosts, ...]
     message_link: Link = Link()
     group_link: Link = Link()
@@ -78,7 +71,7 @@ class Costs:
     issue_seconds: float = 0.0
     dims: Mapping[str, int] = field(default_factory=dict[str, int])
     element_bytes: int = 4
-    whole_cut_bytes: tuple[int, ...] = ()
+    shape: Callable[[Mapping[str, int]], ModelShape] | None = None
     working_bytes: Mapping[Op, tuple[int, ...]] = field(default_factory=dict[Op, tuple[int, ...]])
     slice_cost: SliceCost | None = None
 
@@ -103,15 +96,12 @@ class Costs:
 
 
 def uniform(shape: ModelShape, f: float = 1.0, b: float = 1.0, w: float = 1.0, send: float = 0.0) -> Costs:
-    """Every block takes f, b and w, every message `send`, and everything else nothing; each block saves one byte."""
+    """Every block takes f, b and w, every message `send`, and everything else nothing."""
     n = shape.num_blocks
     return Costs(
         forward=(f,) * n,
         backward=(b,) * n,
         weight=(w,) * n,
-        cut_bytes=(0,) * n,
-        saved_bytes=(1,) * n,
-        rebuilt_bytes=(0,) * n,
         buckets=(BucketCosts(),) * shape.num_buckets,
         message_link=Link(latency_s=send),
     )

@@ -7,13 +7,13 @@ shown as an assumption.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 
 from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, TensorFacts
 from phalanx.model.graph.expressions import evaluate
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import BucketCosts, Costs, Link
-from phalanx.program.shape import ModelShape
+from phalanx.program.shape import Backward, ModelShape, Step
 from phalanx.program.slice_costs import TOKENS, slice_cost_of
 
 FLOPS_PER_S = 1e14  # what one recent data-centre GPU reaches in bfloat16 training
@@ -31,32 +31,54 @@ class Device:
 
 
 def shape_of_facts(facts: ModelFacts) -> ModelShape:
-    """All parameters count as trained: what is frozen is decided by a run, not by a model."""
+    """All parameters count as trained: what is frozen is decided by a run, not by a model. Facts say what crosses from
+    block to block; a block is taken to read all that crosses into it."""
     shared = tuple(sorted(set(_users(facts).values())))
     held = tuple(size > 0 for size in _bucket_sizes(facts, shared))
-    return ModelShape(len(facts.blocks), shared, held, held, grains=_grains(facts))
+    grains = _grains(facts)
+    steps = tuple(_step(facts, number) for number in range(len(facts.blocks)))
+    once = [step for step, grain in zip(steps, grains, strict=False) if grain == "micro-batch"]
+    return ModelShape(
+        len(facts.blocks), shared, held, held, tuple((step,) for step in steps), grains=grains,
+        whole_wires=frozenset(wire for step in once for wire in step.writes), inputs=_inputs(facts),
+    )  # fmt: skip
+
+
+def _step(facts: ModelFacts, number: int) -> Step:
+    """A block as one segment. What it keeps besides activations and inputs is its own, and W may need all of it."""
+    block = facts.blocks[number]
+    before = facts.blocks[number - 1].crossing if number else ()
+    reads, names = tuple(t.name for t in before), {t.name for t in before}
+    made = [t for t in block.crossing if t.name not in names]
+    writes = tuple(t.name for t in made) or ("loss",)
+    wires = {*names, *writes}
+    kept = tuple(tensor.name for tensor in block.shared if tensor.name in wires)
+    inputs = any(tensor.name not in wires for tensor in block.shared)
+    own = "-".join([f"({block.saved_bytes})", *(f"({tensor.bytes})" for tensor in block.shared)])
+    backward = Backward(writes, reads, kept, kept, (), inputs, inputs, saved_bw=own, d_parameters="1")
+    sizes = tuple(_bytes(t) for t in made) or ("4",)
+    return Step("segment", reads, writes, degree=1, flops=block.flops, sizes=sizes, traced=backward)
+
+
+def _bytes(tensor: TensorFacts) -> str:
+    return "*".join([*(f"({size})" for size in tensor.shape), str(DTYPE_BYTES[tensor.dtype])])
+
+
+def _inputs(facts: ModelFacts) -> str:
+    """What blocks keep of a micro-batch's inputs and what is made of them, such as masks and rotary tables."""
+    wires = {tensor.name for block in facts.blocks for tensor in block.crossing}
+    kept = {tensor.name: tensor.bytes for block in facts.blocks for tensor in block.shared if tensor.name not in wires}
+    return "+".join(f"({size})" for size in kept.values()) or "0"
 
 
 def costs_of_facts(facts: ModelFacts, plan: Plan, dims: Dims, device: Device) -> Costs:
-    """Costs of one micro-batch of `dims` under a plan whose stages are decided.
-
-    The gradients of inputs and those of weights take as long as the forward; recomputing adds one forward, which is an
-    instruction of its own where the plan computes again in parts.
-    """
+    """Costs of one micro-batch of `dims` under a plan. The gradients of inputs and those of weights take as long as the
+    forward."""
     forward = block_seconds(facts, dims, device)
-    saved = _saved_bytes(facts, plan, dims)
-    cuts = tuple(sum(tensor.bytes(dims) for tensor in block.crossing) for block in facts.blocks)
-    kept = (0, *cuts[:-1]) if plan.recompute or plan.again else saved
     return Costs(
         forward=forward,
-        backward=tuple(2 * seconds for seconds in forward) if plan.recompute else forward,
+        backward=forward,
         weight=forward,
-        cut_bytes=cuts,
-        whole_cut_bytes=tuple(
-            sum(tensor.bytes(dims) for tensor in block.crossing if not _has_tokens(tensor)) for block in facts.blocks
-        ),
-        saved_bytes=kept,
-        rebuilt_bytes=tuple(max(0, all_of_it - inputs) for all_of_it, inputs in zip(saved, kept)),
         buckets=tuple(
             bucket_costs(size, facts.dtype, device) for size in _bucket_sizes(facts, shape_of_facts(facts).shared)
         ),
@@ -77,16 +99,6 @@ def block_seconds(facts: ModelFacts, dims: Dims, device: Device) -> tuple[float,
         )
         for block in facts.blocks
     )
-
-
-def _saved_bytes(facts: ModelFacts, plan: Plan, dims: Dims) -> tuple[int, ...]:
-    """Per block, what it keeps beyond what the blocks before it on its stage keep already."""
-    sizes: list[int] = []
-    for stage in range(plan.num_stages):
-        blocks = [facts.blocks[block] for block in plan.stage_blocks(stage)]
-        sums = [facts.saved_bytes(dims, blocks[:count]) for count in range(len(blocks) + 1)]
-        sizes += [after - before for before, after in pairwise(sums)]
-    return tuple(sizes)
 
 
 def _grains(facts: ModelFacts) -> tuple[str, ...]:

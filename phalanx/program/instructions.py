@@ -19,6 +19,7 @@ from phalanx.errors import PlanError
 class Op(StrEnum):
     """What an instruction does. A bucket is a set of parameters that are gathered and reduced together."""
 
+    INPUT = "I"  # what a micro-batch's computations need of its inputs
     F = "F"  # forward
     B = "B"  # gradients of inputs
     W = "W"  # gradients of weights
@@ -27,12 +28,14 @@ class Op(StrEnum):
     CF = "CF"  # the collective of an exchange in the forward
     CA = "CA"  # that of the forward again, before the backward
     CB = "CB"  # the collective of an exchange in the backward
+    LF = "LF"  # what an exchange does without the other ranks, in the forward
+    LA = "LA"  # in the forward again
+    LB = "LB"  # in the backward
     SEND_F = "SF"  # a stage's outputs to the next stage
     RECV_F = "RF"  # a stage's inputs from the one before
     SEND_B = "SB"  # the gradients of a stage's inputs to the one before
     RECV_B = "RB"  # the gradients of a stage's outputs from the next
     GATHER = "G"  # a bucket's parameters from the ranks that share them
-    FREE = "X"  # what was gathered
     REDUCE = "R"  # a bucket's gradients over the replicas, with ZeRO over those that share them
     SUM = "S"  # a bucket's reduced shard over all others that have the same one
     TIE = "T"  # a shared bucket's gradients over the stages that hold it
@@ -44,6 +47,7 @@ class Op(StrEnum):
 
 COMPUTE = frozenset((Op.F, Op.B, Op.W, Op.BW, Op.A))
 EXCHANGES = frozenset((Op.CF, Op.CA, Op.CB))  # collectives between the ranks that split tensors
+LOCAL_EXCHANGES = frozenset((Op.LF, Op.LA, Op.LB))
 SENDS = frozenset((Op.SEND_F, Op.SEND_B))
 RECEIVES = frozenset((Op.RECV_F, Op.RECV_B))
 COLLECTIVES = EXCHANGES | {Op.GATHER, Op.REDUCE, Op.SUM, Op.TIE, Op.COUNT, Op.NORM, Op.SHARE}
@@ -119,10 +123,12 @@ def _places(op: Op) -> tuple[set[str], set[str]]:
     place = {"stage", "micro_batch"}
     if op in COMPUTE:
         return place, {"slice", "half", "block", "step"}
-    if op in EXCHANGES:
+    if op in EXCHANGES or op in LOCAL_EXCHANGES:
         return {*place, "block", "step"}, {"slice", "half"}
+    if op is Op.INPUT:
+        return {"micro_batch"}, {"half"}
     if op in SENDS or op in RECEIVES:
         return place, {"slice", "half"}
-    if op in (Op.GATHER, Op.FREE, Op.REDUCE):
+    if op in (Op.GATHER, Op.REDUCE):
         return {*place, "block"}, {"slice"} if op is not Op.REDUCE else set()
     return ({"block"} if op in (Op.SUM, Op.TIE, Op.SHARE) else set()), set()

@@ -1,133 +1,197 @@
-"""The memory a rank needs for one step, from when its instructions run: a prediction, in bytes by what holds them.
+"""The memory a rank needs for one step: the bytes of the values that live, by what holds them, and their peak.
 
-An upper bound where the exact moment of release is not known: what a forward saved is held until its weight gradients
-are done, a message until it has arrived and been used. What libraries keep for themselves is not counted.
+Values come from the table of a compiled plan; what they are worth in bytes from the model's shape, whose expressions
+are evaluated for each part of the batch. What libraries keep for themselves is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from phalanx.plan.mesh import Mesh
+from phalanx.model.graph.expressions import evaluate
 from phalanx.plan.plan import Plan
-from phalanx.program.costs import Costs
+from phalanx.program.compile import CompiledPlan
+from phalanx.program.costs import BucketCosts, Costs
 from phalanx.program.holders import buckets_of
-from phalanx.program.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op
+from phalanx.program.instructions import COMPUTE, SENDS, Instruction
+from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape
-from phalanx.program.shares import Shares
+from phalanx.program.slice_costs import TOKENS
 from phalanx.program.timeline import COMPUTE as COMPUTE_RESOURCE
 from phalanx.program.timeline import Event
+from phalanx.program.values import RESIDENT, Table, Value
 
-Change = tuple[float, int, str]  # when, bytes more (or less), of what
+Dims = Mapping[str, int]
+Part = tuple[int | None, int | None, int | None]  # micro-batch, slice, half
 
-
-def peak_memory(plan: Plan, shape: ModelShape, costs: Costs, rank: int, events: Sequence[Event]) -> dict[str, int]:
-    """What a rank holds at the moment it holds most; `events` are its own, in the order of its program."""
-    held = _always(plan, shape, costs, rank)
-    peak = dict(held)
-    shares = Shares(plan, shape, costs)
-    changes = [*_activations(costs, shares, events), *_messages(shares, events), *_gathered(costs, events)]
-    changes += _working(costs, shares, events)
-    if plan.zero >= 2:
-        changes += _gradients(shape, costs, events)
-    # At one moment, what is released makes room for what is taken.
-    for _, size, part in sorted(changes):
-        held[part] = held.get(part, 0) + size
-        if sum(held.values()) > sum(peak.values()):
-            peak = dict(held)
-    return peak
+COMPONENTS = {
+    "activation": "activations", "loss": "activations", "saved_b": "activations", "saved_bw": "activations",
+    "saved_w": "activations", "past": "activations", "d_past": "gradients of activations",
+    "gradient": "gradients of activations", "inputs": "inputs", "d_parameters": "gradients", "reduced": "gradients",
+    "gathered": "gathered weights", "items": "inputs", "norm": "inputs",
+}  # fmt: skip
 
 
-def _always(plan: Plan, shape: ModelShape, costs: Costs, rank: int) -> dict[str, int]:
-    """Held during the whole step. ZeRO shards the optimizer's state, from 2 on the gradients, with 3 the weights."""
+@dataclass
+class Sizes:
+    """How many bytes values have. dims: of a micro-batch, the largest. shape: the model's for given dims; the same
+    where its sizes are expressions."""
+
+    plan: Plan
+    dims: Dims
+    shape: Callable[[Dims], ModelShape]
+    buckets: Sequence[BucketCosts]
+    _known: dict[tuple[object, ...], int] = field(default_factory=dict[tuple[object, ...], int])
+
+    @staticmethod
+    def of(compiled: CompiledPlan, costs: Costs) -> Sizes:
+        def compiled_shape(dims: Dims) -> ModelShape:
+            return compiled.shape
+
+        return Sizes(compiled.plan, costs.dims, costs.shape or compiled_shape, costs.buckets)
+
+    def part_dims(self, part: Part) -> dict[str, int]:
+        """Of a half and slice of a micro-batch."""
+        micro_batch, slice_, half = part
+        dims = dict(self.dims)
+        if half is not None and "batch" in dims:
+            dims["batch"] = -(-dims["batch"] // self.plan.halves)
+        if self.plan.slices and TOKENS in dims:
+            dims["whole_tokens"] = dims[TOKENS]
+            if slice_ is not None and micro_batch is not None:
+                edges = self.plan.slice_bounds(micro_batch, dims[TOKENS])
+                dims[TOKENS] = edges[slice_ + 1] - edges[slice_]
+        return dims
+
+    def __call__(self, value: Value) -> int:
+        if value.kind in ("gathered", "d_parameters", "reduced"):
+            return self._of_bucket(value)
+        lengths = self.plan.slices and value.slice is not None
+        key = (value.kind, value.what, value.half is None, (value.micro_batch, value.slice) if lengths else None)
+        if key not in self._known:
+            self._known[key] = self._evaluate(value)
+        return self._known[key]
+
+    def crossing(self, names: Names, stage: int, it: Instruction) -> int:
+        """Bytes of what crosses before a stage for a part of the batch."""
+        dims = self.part_dims((it.micro_batch, it.slice, it.half))
+        sizes = self.shape(dims).sizes if self.dims else {}
+        return sum(self._number(sizes.get(wire, "0"), dims) for wire in names.crossing(stage, it.slice))
+
+    def _evaluate(self, value: Value) -> int:
+        dims = self.part_dims((value.micro_batch, value.slice, value.half))
+        shape = self.shape(dims)
+        match value.kind:
+            case "inputs":
+                size = shape.inputs
+            case "activation" | "gradient":
+                size = shape.sizes.get(value.what, value.size)
+            case "saved_b" | "saved_bw" | "saved_w":
+                block, step = map(int, value.what.split(":"))
+                size = getattr(shape.steps_of(block)[step].bw, value.kind)
+            case _:
+                size = value.size
+        return self._number(size, dims)
+
+    @staticmethod
+    def _number(size: str, dims: Dims) -> int:
+        return int(size or 0) if size.isdigit() or not size else evaluate(size, dims)
+
+    def _of_bucket(self, value: Value) -> int:
+        bucket, _, step = value.what.partition("/")
+        costs = self.buckets[int(bucket)]
+        if value.kind == "gathered":
+            return costs.weight_bytes
+        if value.kind == "reduced" and self.plan.zero:
+            return -(-costs.gradient_bytes // self.plan.shards)
+        if not step:
+            return costs.gradient_bytes
+        chain = self.shape(self.dims).steps_of(int(bucket))
+        users = [i for i, own in enumerate(chain) if own.kind == "segment" and own.bw.trains]
+        return costs.gradient_bytes // max(1, len(users))
+
+
+def live_bytes(table: Table, size: Callable[[Value], int]) -> list[int]:
+    """Bytes of the values that exist after each row, each piece of memory once."""
+    users: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    now, found = 0, list[int]()
+    for row in table.rows:
+        for i in row.writes:
+            memory = table.values[i].memory
+            if not users.get(memory):
+                sizes[memory] = size(table.values[i])
+                now += sizes[memory]
+            users[memory] = users.get(memory, 0) + 1
+        for i in row.frees:
+            memory = table.values[i].memory
+            users[memory] -= 1
+            if not users[memory]:
+                now -= sizes[memory]
+        found.append(now)
+    return found
+
+
+def resident_bytes(compiled: CompiledPlan, costs: Costs, rank: int) -> dict[str, int]:
+    """Held during the whole step. ZeRO shards the optimizer's state, with 3 the weights."""
+    plan, shape = compiled.plan, compiled.shape
 
     def share(size: int, from_stage: int) -> int:
         return -(-size // plan.shards) if plan.zero >= from_stage else size
 
-    pp_index, *_ = Mesh.of(plan).coordinates(rank)
-    held = buckets_of(plan, shape, pp_index)
+    held = buckets_of(plan, shape, compiled.pp_index(rank))
     trained = [bucket for bucket in held if shape.trained[bucket]]
     return {
         "weights": share(sum(costs.buckets[bucket].weight_bytes for bucket in held), 3),
-        "gradients": share(sum(costs.buckets[bucket].gradient_bytes for bucket in trained), 2),
         "optimizer": share(sum(costs.buckets[bucket].optimizer_bytes for bucket in trained), 1),
-        "activations": 0,
-        "buffers": 0,
     }
 
 
-def _activations(costs: Costs, shares: Shares, events: Sequence[Event]) -> Iterable[Change]:
-    """A forward without a backward (evaluation) keeps nothing."""
-    computed = [(e, _place(e.instruction)) for e in events if e.instruction.op in COMPUTE]
-    begun = {place: e.start for e, place in reversed(computed) if e.instruction.op in (Op.A, Op.B, Op.BW)}
-    done = {place: e.end for e, place in computed if e.instruction.op in (Op.W, Op.BW)}
-    for event, place in computed:
-        block = event.instruction.block
-        assert block is not None
-        if event.instruction.op == Op.F and place in begun:
-            share = shares.kept(event.instruction)
-            saved, rebuilt = round(share * costs.saved_bytes[block]), round(share * costs.rebuilt_bytes[block])
-            yield event.start, saved, "activations"
-            yield begun[place], rebuilt, "activations"
-            yield done[place], -saved - rebuilt, "activations"
+def peak_memory(compiled: CompiledPlan, costs: Costs, rank: int, events: Sequence[Event]) -> dict[str, int]:
+    """What a rank holds at the moment it holds most; `events` are its own, in the order of its program."""
+    held = resident_bytes(compiled, costs, rank) | dict.fromkeys(("gradients", "activations"), 0)
+    peak, most = dict(held), sum(held.values())
+    now = most
+    # At one moment, what is released makes room for what is taken.
+    for _, size, part in sorted(_changes(compiled, costs, rank, events)):
+        held[part] = held.get(part, 0) + size
+        now += size
+        if now > most:
+            peak, most = dict(held), now
+    return peak
 
 
-def _working(costs: Costs, shares: Shares, events: Sequence[Event]) -> Iterable[Change]:
-    for event in events:
-        it = event.instruction
-        if it.op in costs.working_bytes and it.block is not None:
-            size = round(shares.kept(it) * costs.working_bytes[it.op][it.block])
-            yield event.start, size, "working"
-            yield event.end, -size, "working"
+def _changes(
+    compiled: CompiledPlan, costs: Costs, rank: int, events: Sequence[Event]
+) -> Iterator[tuple[float, int, str]]:  # fmt: skip
+    """When, bytes more (or less), of what. A value is there from when its instruction is issued, until the one that
+    frees it has ended; what is sent, until it has been."""
+    table, size = compiled.tables[compiled.pp_index(rank)], Sizes.of(compiled, costs)
+    users: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    now = 0.0  # when what comes next is issued
+    for row, event in zip(table.rows, events, strict=True):
+        computes = event.resource == COMPUTE_RESOURCE
+        issued = event.start if computes else now
+        ended = event.end if computes or row.instruction.op in SENDS else now
+        for i in row.writes:
+            value = table.values[i]
+            if not users.get(value.memory) and value.kind not in RESIDENT:
+                sizes[value.memory] = size(value)
+                yield issued, sizes[value.memory], COMPONENTS[value.kind]
+            users[value.memory] = users.get(value.memory, 0) + 1
+        yield from _working(costs, row.instruction, event)
+        for i in row.frees:
+            value = table.values[i]
+            users[value.memory] = users.get(value.memory, 1) - 1
+            if not users[value.memory] and value.memory in sizes:
+                yield ended, -sizes[value.memory], COMPONENTS[table.values[value.memory].kind]
+        now = event.end if computes else now
 
 
-def _place(it: Instruction) -> tuple[int | None, ...]:
-    return it.micro_batch, it.slice, it.half, it.block, it.step
-
-
-def _messages(shares: Shares, events: Sequence[Event]) -> Iterable[Change]:
-    """A buffer is taken where the message is issued, and given back when it was sent, or used for the first time."""
-    now = 0.0  # the begin of the step
-    waiting: dict[tuple[bool, int | None, int | None, int | None, int | None], int] = {}
-    for event in events:
-        instruction = event.instruction
-        forward = instruction.op in (Op.F, Op.RECV_F)
-        place = (forward, instruction.stage, instruction.micro_batch, instruction.slice, instruction.half)
-        if instruction.op in SENDS or instruction.op in RECEIVES:
-            size = shares.message_bytes(instruction)
-            yield now, size, "buffers"
-            if instruction.op in SENDS:
-                yield event.end, -size, "buffers"
-            else:
-                waiting[place] = size
-        elif instruction.op in COMPUTE - {Op.A} and place in waiting:
-            yield event.end, -waiting.pop(place), "buffers"
-        if event.resource == COMPUTE_RESOURCE:
-            now = event.end
-
-
-def _gathered(costs: Costs, events: Sequence[Event]) -> Iterable[Change]:
-    now = 0.0  # the begin of the step
-    for event in events:
-        op, bucket = event.instruction.op, event.instruction.block
-        if op in (Op.GATHER, Op.FREE):
-            assert bucket is not None
-            size = costs.buckets[bucket].weight_bytes
-            yield (now, size, "weights") if op == Op.GATHER else (event.end, -size, "weights")
-        if event.resource == COMPUTE_RESOURCE:
-            now = event.end
-
-
-def _gradients(shape: ModelShape, costs: Costs, events: Sequence[Event]) -> Iterable[Change]:
-    """A bucket's whole gradients exist from the first backward that adds to them until they have been reduced."""
-    live: dict[int, int] = {}
-    for event in events:
-        op, block = event.instruction.op, event.instruction.block
-        if op in (Op.W, Op.BW):
-            assert block is not None
-            for bucket in shape.buckets(block):
-                if bucket not in live and shape.trained[bucket]:
-                    live[bucket] = costs.buckets[bucket].gradient_bytes
-                    yield event.start, live[bucket], "gradients"
-        elif op == Op.REDUCE and block in live:
-            yield event.end, -live.pop(block), "gradients"
+def _working(costs: Costs, it: Instruction, event: Event) -> Iterator[tuple[float, int, str]]:
+    if it.op in COMPUTE and it.op in costs.working_bytes and it.block is not None:
+        size = costs.working_bytes[it.op][it.block]
+        yield event.start, size, "working"
+        yield event.end, -size, "working"

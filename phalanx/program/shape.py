@@ -3,22 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 GRAINS = ("slice", "micro-batch")
+COLLECTIVE = ("all_reduce", "all_gather", "reduce_scatter")  # what ranks do together; anything else each does alone
 Partition = tuple[tuple[int, ...], ...]  # of the tp indices 0 … tp - 1 into cells; () where every index is alone
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What a segment's backward needs and gives, as its joint graph says. Activations are named, everything else is a
+    number of bytes: an expression over the dims of a micro-batch.
+
+    takes: written activations whose gradients it takes. gives: read activations whose gradients it gives.
+    reads, w_reads: activations that B, and W, compute from. w_takes: written activations whose gradients W needs too.
+    inputs, w_inputs: whether B, and W, need the micro-batch's inputs.
+    saved_b, saved_bw: bytes of its own that the forward leaves for B alone, and for W too. saved_w: what B leaves for
+    W. trains: whether it gives gradients of parameters; d_parameters: their bytes as they come. same: (activation,
+    activation): the first shares the memory of the second, which the segment reads or writes too. d_same: the same of
+    gradients that it gives; the second may be one that it takes."""
+
+    takes: Names
+    gives: Names
+    reads: Names
+    w_reads: Names
+    w_takes: Names
+    inputs: bool = False
+    w_inputs: bool = False
+    saved_b: str = "0"
+    saved_bw: str = "1"
+    saved_w: str = "0"
+    trains: bool = True
+    d_parameters: str = "0"
+    same: tuple[tuple[str, str], ...] = ()
+    d_same: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Step:
     """A part of a block that is run by itself: a segment, or an exchange that re-places a wire between segments.
 
-    forward, backward: the collective that an exchange needs in that direction (all_reduce, all_gather, reduce_scatter),
-    empty for none. cells: the tp indices that take part in it. Expressions are over the dims of a micro-batch.
+    forward, backward: what an exchange does in that direction: a collective (all_reduce, all_gather, reduce_scatter),
+    something local (shard: this rank's part; scale), or nothing where it is empty: the value is the same.
+    cells: the tp indices that take part in it. Expressions are over the dims of a micro-batch.
+    buckets: whose parameters a segment uses. pasts: its attentions that keep keys and values for later slices.
+    sizes: bytes of what it writes, in order. traced: its backward, where that is known.
     """
 
     kind: str  # segment or exchange
-    reads: tuple[str, ...]  # wires
-    writes: tuple[str, ...]
+    reads: Names  # wires
+    writes: Names
     degree: int
     unit: str = ""
     forward: str = ""
@@ -26,6 +61,19 @@ class Step:
     cells: Partition = ()
     elements: str = "0"  # of the whole tensor that is reduced, gathered or scattered: expression over those dims
     flops: str = "0"  # of a segment's forward on one rank: expression over those dims
+    buckets: tuple[int, ...] | None = None  # None: all of its block's
+    pasts: int = 0
+    past_bytes: str = "0"
+    sizes: Names = ()
+    traced: Backward | None = None
+
+    @cached_property
+    def bw(self) -> Backward:
+        """Where nothing was traced, everything is differentiable, B and W read what the forward read."""
+        return self.traced or Backward(self.writes, self.reads, self.reads, self.reads, self.writes)
+
+    def size(self, wire: str) -> str:
+        return dict(zip(self.writes, self.sizes)).get(wire, "0")
 
 
 @dataclass(frozen=True)
@@ -44,13 +92,42 @@ class ModelShape:
     sums: tuple[Partition, ...] = ()  # per bucket: the tp indices whose gradients are summed; () where none are
     grains: tuple[str, ...] = ()  # per block: slice or micro-batch; () where every block runs per slice
     whole_wires: frozenset[str] = frozenset()
+    inputs: str = "0"  # bytes of what a micro-batch's inputs are made into
 
     def __post_init__(self) -> None:
         assert all(grain in GRAINS for grain in self.grains) and len(self.grains) in (0, self.num_blocks)
         assert "slice" not in self.grains[: self.num_whole_blocks], "micro-batch blocks come before slice blocks"
 
     def steps_of(self, block: int) -> tuple[Step, ...]:
-        return self.steps[block] if self.steps else ()
+        """A block of which no more is known is one segment that takes from the block before and gives to the next."""
+        if self.steps:
+            return self.steps[block]
+        return (Step("segment", (f"h{block}",) if block else (), (f"h{block + 1}",), degree=1),)
+
+    @cached_property
+    def loss(self) -> str:
+        """What the last step of the model writes."""
+        return self.steps_of(self.num_blocks - 1)[-1].writes[0]
+
+    @cached_property
+    def sizes(self) -> dict[str, str]:
+        """Bytes of every wire, where they are known: expressions over the dims of a micro-batch."""
+        steps = (step for block in range(self.num_blocks) for step in self.steps_of(block))
+        return {wire: step.size(wire) for step in steps for wire in step.writes}
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        """The blocks that make each wire, and that read it last."""
+        spans: dict[str, tuple[int, int]] = {}
+        for block in range(self.num_blocks):
+            for step in self.steps_of(block):
+                spans |= {wire: (spans[wire][0], block) for wire in step.reads if wire in spans}
+                spans |= {wire: (block, block) for wire in step.writes}
+        return spans
+
+    def crossing(self, cut: int) -> Names:
+        """The wires alive between block `cut` - 1 and block `cut`, in the order in which they are made."""
+        return tuple(wire for wire, (made, last) in self._spans.items() if made < cut <= last)
 
     def cells(self, bucket: int) -> Partition:
         return self.sums[bucket] if self.sums else ()
@@ -70,8 +147,15 @@ class ModelShape:
 
     def buckets(self, block: int) -> tuple[int, ...]:
         """The buckets with parameters that a block uses."""
-        shared = (self.num_blocks + k for k, blocks in enumerate(self.shared) if block in blocks)
-        return tuple(bucket for bucket in (block, *shared) if self.held[bucket])
+        return self._buckets[block]
+
+    @cached_property
+    def _buckets(self) -> tuple[tuple[int, ...], ...]:
+        found: list[tuple[int, ...]] = []
+        for block in range(self.num_blocks):
+            shared = (self.num_blocks + k for k, blocks in enumerate(self.shared) if block in blocks)
+            found.append(tuple(bucket for bucket in (block, *shared) if self.held[bucket]))
+        return tuple(found)
 
     def users(self, bucket: int) -> tuple[int, ...]:
         """The blocks that use a bucket."""

@@ -28,27 +28,13 @@ class Shares:
         part = self._half(instruction) * self._of_slice(instruction, tokens)
         return part if instruction.step is None else part * self._of_step(instruction, tokens)
 
-    def kept(self, instruction: Instruction) -> float:
-        """The part of what its block keeps that a forward does."""
-        part = self._half(instruction) * self._length(self._tokens(instruction))
-        return part if instruction.step is None else part * self._of_step(instruction, None)
-
     def elements(self, instruction: Instruction) -> float:
         """Of the whole tensor that a collective reduces, gathers or scatters."""
         tokens = self._tokens(instruction)
-        dims = self._costs.dims if tokens is None else {**self._costs.dims, TOKENS: tokens[1] - tokens[0]}
+        dims = dict(self._costs.dims)
+        if TOKENS in dims:
+            dims |= {"whole_tokens": dims[TOKENS], TOKENS: dims[TOKENS] if tokens is None else tokens[1] - tokens[0]}
         return self._half(instruction) * evaluate(self.step_of(instruction).elements, dims)
-
-    def message_bytes(self, instruction: Instruction) -> int:
-        """What crosses the cut before or after a stage: all of it, or what is a slice's and a half's."""
-        stage = instruction.stage
-        assert stage is not None
-        before = stage if instruction.op in (Op.SEND_F, Op.RECV_B) else stage - 1
-        block = self._plan.stage_blocks(before)[-1]
-        size, whole = self._costs.cut_bytes[block], self._costs.whole_cut_bytes
-        alone = 0 if not whole else whole[block]  # goes with slice 0, whatever its length
-        share = self._length(self._tokens(instruction, block))
-        return int(self._half(instruction) * (share * (size - alone) + (0 if instruction.slice else alone)))
 
     def collective(self, instruction: Instruction) -> str:
         step = self.step_of(instruction)
@@ -61,9 +47,9 @@ class Shares:
     def _half(self, instruction: Instruction) -> float:
         return 1.0 if instruction.half is None else 1 / self._plan.halves
 
-    def _tokens(self, instruction: Instruction, block: int | None = None) -> Tokens | None:
+    def _tokens(self, instruction: Instruction) -> Tokens | None:
         """The tokens that an instruction is about; None for all of its micro-batch."""
-        block = instruction.block if block is None else block
+        block = instruction.block
         assert block is not None and instruction.micro_batch is not None
         if instruction.slice is None or block < self._shape.num_whole_blocks:
             return None

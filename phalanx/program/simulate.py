@@ -1,40 +1,234 @@
-"""Predicts when every instruction of a step runs: a discrete-event simulation of the lowered programs of all ranks.
+"""Predicts when every instruction of a step runs: a discrete-event simulation of the tables of a compiled plan.
 
-Computation is one resource per rank; every channel and every group is a resource of its own, first come first served.
-So the order on each resource is known beforehand, and a task simply begins when the last thing it waits for has ended.
-Nothing is printed here.
+A rank issues its program in order and computes one thing at a time. Messages and collectives are issued where they
+stand, once the computation before them has ended, and then run beside the computation, in the order of issue on their
+channel (two ranks, one direction) or group. Whoever touches what they bring waits for it. So the order on each resource
+is known beforehand, and a task simply begins when the last thing it waits for has ended. Ranks that differ only in whom
+they talk to are simulated once, unless their links differ. Nothing is printed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from phalanx.plan.plan import Plan
-from phalanx.program.costs import Costs
-from phalanx.program.instructions import Program
-from phalanx.program.memory import peak_memory
-from phalanx.program.shape import ModelShape
-from phalanx.program.tasks import Setting, Task, tasks_of
-from phalanx.program.timeline import Event, Timeline
+from phalanx.plan.mesh import Mesh
+from phalanx.program import timeline
+from phalanx.program.compile import CompiledPlan
+from phalanx.program.costs import Costs, Ranks
+from phalanx.program.groups import group_of
+from phalanx.program.holders import buckets_of
+from phalanx.program.instructions import COLLECTIVES, COMPUTE, EXCHANGES, RECEIVES, SENDS, Instruction, Op
+from phalanx.program.memory import Sizes, peak_memory
+from phalanx.program.rules import Names
+from phalanx.program.shares import Shares
+from phalanx.program.timeline import Event, Timeline, channel_name, group_name
+from phalanx.program.values import Row
+
+SCALAR_BYTES = 8
+_NUM_SCALARS = {Op.COUNT: 1, Op.NORM: 3}  # the number of items; loss, squared norm, finiteness
 
 
-def simulate(
-    plan: Plan, shape: ModelShape, programs: Sequence[Program], costs: Costs, *, rendezvous: bool = True
-) -> Timeline:
-    """The timeline of one step of programs that have passed `check`.
+def simulate(compiled: CompiledPlan, costs: Costs, *, rendezvous: bool = True) -> Timeline:
+    """The timeline of one step.
 
     rendezvous: a message starts when both ends have issued it; otherwise the receiver's device takes it in unasked.
     """
-    tasks = tasks_of(Setting(plan, shape, costs, rendezvous), programs)
-    events = _events(tasks, _ends(tasks, programs), programs)
-    by_rank: list[list[Event]] = [[] for _ in programs]
-    for event in events:
-        by_rank[event.rank].append(event)
-    memory = tuple(peak_memory(plan, shape, costs, rank, own) for rank, own in enumerate(by_rank))
-    return Timeline(tuple(events), memory)
+    setting = Setting(compiled, costs, rendezvous)
+    tasks = Tasks()
+    for rank in setting.ranks:
+        issuer = _Issuer(setting, tasks, rank)
+        for position, row in enumerate(compiled.tables[compiled.pp_index(rank)].rows):
+            issuer.issue(position, row)
+    events = _events(setting, tasks.tasks, _ends(tasks.tasks))
+    return _for_world(setting, events)
 
 
-def _ends(tasks: Sequence[Task], programs: Sequence[Program]) -> list[float]:
+@dataclass
+class Task:
+    """Something that occupies a resource on one or several ranks. `places` are (rank, position in its program); what
+    has none takes time, but is not shown."""
+
+    resource: str
+    places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    needs: list[int] = field(default_factory=list[int])  # the first of those that end last is what it waited for
+    seconds: float = 0.0
+
+
+class Tasks:
+    """The tasks of all ranks. One that several ranks take part in is found again under its key."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self._places: dict[Hashable, int] = {}
+
+    def add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def joint(self, resource: str, turn: int) -> int:
+        """The task whose turn it is on a channel or group, after the one of the turn before."""
+        if (resource, turn) not in self._places:
+            needs = [self.joint(resource, turn - 1)] if turn else []
+            self._places[resource, turn] = self.add(Task(resource, needs=needs))
+        return self._places[resource, turn]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated. `rendezvous`: a message waits until its receiver has asked for it."""
+
+    compiled: CompiledPlan
+    costs: Costs
+    rendezvous: bool
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return self.compiled.mesh
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are simulated: one pipeline stands for all where all links are alike."""
+        return self.mesh.world if self.costs.links else self.mesh.column(0)
+
+    @cached_property
+    def shares(self) -> Shares:
+        return Shares(self.compiled.plan, self.compiled.shape, self.costs)
+
+    @cached_property
+    def _names(self) -> Names:
+        return Names(self.compiled.plan, self.compiled.shape)
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes.of(self.compiled, self.costs)
+
+    def message_bytes(self, it: Instruction) -> int:
+        """What crosses the cut before or after a stage: all of it, or what is a slice's and a half's."""
+        assert it.stage is not None
+        stage = it.stage + (it.op in (Op.SEND_F, Op.RECV_B))
+        cut = self.compiled.plan.slices and it.slice is not None
+        key = ("message", stage, it.half, (it.micro_batch, it.slice) if cut else None)
+        if key not in self.seconds:
+            self.seconds[key] = self._sizes.crossing(self._names, stage, it)
+        return int(self.seconds[key])
+
+    def group(self, rank: int, instruction: Instruction) -> Ranks:
+        key = (rank, instruction.op, instruction.block, instruction.step)
+        if key not in self._groups:
+            self._groups[key] = group_of(self.compiled.plan, self.compiled.shape, rank, instruction)
+        return self._groups[key]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[object, ...], Ranks]:
+        return {}
+
+    @cached_property
+    def seconds(self) -> dict[tuple[object, ...], float]:
+        """Of computations seen so far: those of micro-batches that are cut alike take as long."""
+        return {}
+
+
+class _Issuer:
+    """Issues one rank's program: remembers which task brings what a later instruction waits for."""
+
+    def __init__(self, setting: Setting, tasks: Tasks, rank: int) -> None:
+        self.setting, self.tasks, self.rank = setting, tasks, rank
+        self.peers = [setting.mesh.at_stage(rank, p) for p in range(setting.compiled.plan.pp)]
+        self.computed: list[int] = []  # the last computation
+        self.brings: dict[int, int] = {}  # value → task
+        self.turns: dict[str, int] = {}
+
+    def issue(self, position: int, row: Row) -> None:
+        it = row.instruction
+        waits = [self.brings[value] for value in row.waits if value in self.brings]
+        if it.op in COMPUTE:
+            self._local(position, waits, self._seconds(it))
+        elif it.op in SENDS or it.op in RECEIVES:
+            self._wait(waits)
+            self._message(position, row)
+        elif it.op in COLLECTIVES:
+            self._wait(waits)
+            self._collective(position, row)
+        else:
+            self._local(position, waits, self._step_seconds() if it.op is Op.STEP else 0.0)
+
+    def _local(self, position: int, needs: list[int], seconds: float) -> None:
+        task = Task(timeline.COMPUTE, [(self.rank, position)], [*self.computed, *needs], seconds)
+        self.computed = [self.tasks.add(task)]
+
+    def _wait(self, needs: list[int], seconds: float = 0.0) -> None:
+        """What is issued after it cannot begin before."""
+        if needs or seconds:
+            self.computed = [self.tasks.add(Task(timeline.COMPUTE, [], [*self.computed, *needs], seconds))]
+
+    def _seconds(self, it: Instruction) -> float:
+        assert it.block is not None, f"{it} is not lowered"
+        key = (it.op, it.block, it.step, it.slice, it.half, it.micro_batch if it.slice is not None else None)
+        known = self.setting.seconds
+        if key not in known:
+            known[key] = self.setting.costs.seconds(it.op, it.block) * self.setting.shares.seconds(it)
+        return known[key]
+
+    def _step_seconds(self) -> float:
+        compiled, costs = self.setting.compiled, self.setting.costs
+        held = buckets_of(compiled.plan, compiled.shape, compiled.pp_index(self.rank))
+        trained = [bucket for bucket in held if compiled.shape.trained[bucket]]
+        return sum(costs.buckets[bucket].step_seconds for bucket in trained) / compiled.plan.shards
+
+    def _message(self, position: int, row: Row) -> None:
+        it, costs = row.instruction, self.setting.costs
+        assert it.peer is not None, f"{it} has no peer"
+        self._wait([], costs.issue_seconds)
+        peer = self.peers[it.peer]
+        source, target = (self.rank, peer) if it.op in SENDS else (peer, self.rank)
+        place = self._joint(channel_name(source, target, it.op), position)
+        task = self.tasks.tasks[place]
+        task.seconds = costs.message(source, target).send(self.setting.message_bytes(it))
+        if it.op in SENDS or self.setting.rendezvous:
+            task.needs += self.computed
+        self.brings.update(dict.fromkeys(row.writes, place))
+
+    def _collective(self, position: int, row: Row) -> None:
+        it = row.instruction
+        ranks = self.setting.group(self.rank, it)
+        place = self._joint(group_name(ranks), position)
+        task = self.tasks.tasks[place]
+        task.needs += self.computed
+        task.seconds = self._exchange_seconds(it, ranks) if it.op in EXCHANGES else self._reduce_seconds(it, ranks)
+        self.brings.update(dict.fromkeys((*row.writes, *row.adds), place))
+        if it.op is Op.NORM:
+            self._wait([place])
+
+    def _exchange_seconds(self, it: Instruction, ranks: Ranks) -> float:
+        shares, costs = self.setting.shares, self.setting.costs
+        link = costs.group(ranks)
+        ring = link.reduce if shares.collective(it) == "all_reduce" else link.gather
+        return ring(shares.elements(it) * costs.element_bytes, len(ranks))
+
+    def _reduce_seconds(self, it: Instruction, ranks: Ranks) -> float:
+        plan, costs = self.setting.compiled.plan, self.setting.costs
+        link, num_ranks = costs.group(ranks), len(ranks)
+        if it.op in _NUM_SCALARS:
+            return link.reduce(_NUM_SCALARS[it.op] * SCALAR_BYTES, num_ranks) if num_ranks > 1 else 0.0
+        assert it.block is not None
+        bucket = costs.buckets[it.block]
+        if it.op in (Op.GATHER, Op.SHARE):
+            return link.gather(bucket.weight_bytes, num_ranks)
+        if it.op is Op.REDUCE and plan.zero:
+            return link.gather(bucket.gradient_bytes, num_ranks)
+        return link.reduce(bucket.gradient_bytes / plan.shards, num_ranks)
+
+    def _joint(self, resource: str, position: int) -> int:
+        turn = self.turns.get(resource, 0)
+        self.turns[resource] = turn + 1
+        place = self.tasks.joint(resource, turn)
+        self.tasks.tasks[place].places.append((self.rank, position))
+        return place
+
+
+def _ends(tasks: Sequence[Task]) -> list[float]:
     """When each task ends: the longest way to it through the graph."""
     ends = [0.0] * len(tasks)
     missing = [len(task.needs) for task in tasks]
@@ -50,28 +244,49 @@ def _ends(tasks: Sequence[Task], programs: Sequence[Program]) -> list[float]:
             missing[later] -= 1
             if missing[later] == 0:
                 ready.append(later)
-    places = [place for task, count in zip(tasks, missing) if count for place in task.places]
-    stuck = [f"{programs[rank][position]} of rank {rank}" for rank, position in places]
-    assert not stuck, f"the programs wait for each other at {', '.join(stuck[:8])}; check() would have refused them"
+    assert len(ready) == len(tasks), "the programs wait for each other; the check would have refused them"
     return ends
 
 
-def _events(tasks: Sequence[Task], ends: Sequence[float], programs: Sequence[Program]) -> list[Event]:
-    # A collective over two groups is two tasks at one position, and was added in the order in which they run.
+def _events(setting: Setting, tasks: Sequence[Task], ends: Sequence[float]) -> list[Event]:
     order = sorted((rank, position, place) for place, task in enumerate(tasks) for rank, position in task.places)
-    index = {(place, rank): i for i, (rank, _, place) in enumerate(order)}
+    programs = {rank: setting.compiled.program(rank) for rank in setting.ranks}
     events: list[Event] = []
     for rank, position, place in order:
         task = tasks[place]
-        last = _last_need(task, ends)
-        start, cause = 0.0 if last is None else ends[last], None
-        while last is not None and not tasks[last].places:  # what is not shown waited for something that is
-            last = _last_need(tasks[last], ends)
-        if last is not None:
-            cause = index.get((last, rank), index[last, tasks[last].places[0][0]])
-        events.append(Event(rank, programs[rank][position], start, ends[place], task.resource, cause))
+        start = max((ends[need] for need in task.needs), default=0.0)
+        events.append(Event(rank, programs[rank][position], start, ends[place], task.resource))
     return events
 
 
-def _last_need(task: Task, ends: Sequence[float]) -> int | None:
-    return max(task.needs, key=lambda need: ends[need], default=None)
+def _for_world(setting: Setting, events: Sequence[Event]) -> Timeline:
+    """Every rank's events and memory: those of the rank that stands for it."""
+    compiled, mesh = setting.compiled, setting.mesh
+    by_rank: dict[int, list[Event]] = {rank: [] for rank in setting.ranks}
+    for event in events:
+        by_rank[event.rank].append(event)
+    held = {rank: peak_memory(compiled, setting.costs, rank, own) for rank, own in by_rank.items()}
+    every: list[Event] = []
+    for rank in mesh.world:
+        if rank in by_rank:
+            every += by_rank[rank]
+            continue
+        program, alike = compiled.program(rank), by_rank[_alike(setting, rank)]
+        every += [
+            replace(event, rank=rank, instruction=it, resource=_resource(setting, rank, it, event))
+            for event, it in zip(alike, program, strict=True)
+        ]
+    memory = tuple(held[rank if rank in held else _alike(setting, rank)] for rank in mesh.world)
+    return Timeline(tuple(every), memory)
+
+
+def _alike(setting: Setting, rank: int) -> int:
+    return setting.mesh.at_stage(0, setting.compiled.pp_index(rank))
+
+
+def _resource(setting: Setting, rank: int, it: Instruction, event: Event) -> str:
+    if it.op in COLLECTIVES:
+        return group_name(setting.group(rank, it))
+    if it.peer is not None:
+        return channel_name(*((rank, it.peer) if it.op in SENDS else (it.peer, rank)), it.op)
+    return event.resource

@@ -7,32 +7,37 @@ drawing it is the business of `observe/`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from phalanx.errors import PlanError
-from phalanx.program.instructions import Instruction, from_text
+from phalanx.program.instructions import Instruction, Op, from_text
 
 COMPUTE = "compute"  # the resource on which a rank computes; every other resource carries communication
-_FORMAT = "phalanx timeline 1"
+_FORMAT = "phalanx timeline 2"
+
+
+def channel_name(source: int, target: int, op: Op) -> str:
+    """The resource on which messages of this kind travel from one rank to another."""
+    return f"{source}→{target} {'F' if op in (Op.SEND_F, Op.RECV_F) else 'B'}"
+
+
+def group_name(ranks: Iterable[int]) -> str:
+    """The resource on which collectives over these ranks run."""
+    return "ranks " + ",".join(map(str, ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One instruction on one rank, in seconds. A message is an event at both ends, a collective at every member.
-
-    cause: the place in `Timeline.events` of what this event waited for last; None where nothing held it up, and in
-    measured timelines.
-    """
+    """One instruction on one rank, in seconds. A message is an event at both ends, a collective at every member."""
 
     rank: int
     instruction: Instruction
     start: float
     end: float
     resource: str = COMPUTE
-    cause: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -98,19 +103,6 @@ class Timeline:
         """Bytes at the rank's peak; None when the timeline does not know."""
         return sum(self.memory[rank].values()) if self.memory else None
 
-    def critical_path(self) -> list[Event]:
-        """The events that the last one waited for, one after the other, from the begin of the step to its end.
-
-        Making any of them shorter makes the step shorter unless another path is as long. A measured timeline does not
-        know what waited for what: its path is the last event alone.
-        """
-        path: list[Event] = []
-        place = max(range(len(self.events)), key=lambda i: self.events[i].end, default=None)
-        while place is not None:
-            path.append(self.events[place])
-            place = self.events[place].cause
-        return path[::-1]
-
     def to_json(self) -> str:
         """One line per event, so that two of them can be compared with ordinary tools."""
         rows = [json.dumps(_write_event(event)) for event in self.events]
@@ -124,7 +116,7 @@ class Timeline:
             data: Any = json.loads(text)
             if data["format"] != _FORMAT:
                 raise ValueError(f"its format is {data['format']!r}")
-            events = tuple(_read_event(row, len(data["events"])) for row in data["events"])
+            events = tuple(map(_read_event, data["events"]))
             memory = tuple({str(name): int(size) for name, size in held.items()} for held in data["memory"])
             if memory and any(event.rank >= len(memory) for event in events):
                 raise ValueError(f"its memory ends at rank {len(memory) - 1}")
@@ -135,13 +127,10 @@ class Timeline:
 
 
 def _write_event(event: Event) -> list[Any]:
-    cause = [] if event.cause is None else [event.cause]
-    return [event.rank, str(event.instruction), event.resource, event.start, event.end, *cause]
+    return [event.rank, str(event.instruction), event.resource, event.start, event.end]
 
 
-def _read_event(row: list[Any], num_events: int) -> Event:
-    rank, text, resource, start, end, *cause = row
+def _read_event(row: list[Any]) -> Event:
+    rank, text, resource, start, end = row
     (instruction,) = from_text(text)
-    if cause and not 0 <= cause[0] < num_events:
-        raise ValueError(f"{text} of rank {rank} waits for event {cause[0]}, and there are {num_events}")
-    return Event(int(rank), instruction, float(start), float(end), str(resource), int(cause[0]) if cause else None)
+    return Event(int(rank), instruction, float(start), float(end), str(resource))

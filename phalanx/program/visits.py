@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from phalanx.program.instructions import COMPUTE, EXCHANGES, Instruction, Op, Program
+from phalanx.program.instructions import COMPUTE, EXCHANGES, LOCAL_EXCHANGES, Instruction, Op, Program
 
-_FORWARD = frozenset((Op.F, Op.CF))
+_FORWARD = frozenset((Op.F, Op.CF, Op.LF))
+_IN_VISITS = COMPUTE | EXCHANGES | LOCAL_EXCHANGES
 
 
 def in_visits(instruction: Instruction) -> bool:
-    return instruction.op in COMPUTE or instruction.op in EXCHANGES
+    return instruction.op in _IN_VISITS
 
 
 def visit_of(instruction: Instruction, split: bool) -> Instruction:

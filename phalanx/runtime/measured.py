@@ -22,13 +22,12 @@ from phalanx.plan.plan import Plan
 from phalanx.program.groups import group_of
 from phalanx.program.instructions import COLLECTIVES, RECEIVES, SENDS, Instruction
 from phalanx.program.shape import ModelShape
-from phalanx.program.tasks import channel_name, group_name
-from phalanx.program.timeline import COMPUTE, Event, Timeline
+from phalanx.program.timeline import COMPUTE, Event, Timeline, channel_name, group_name
 from phalanx.runtime.links import Group
 from phalanx.state.rendezvous import StoreRendezvous
 
 if TYPE_CHECKING:
-    from phalanx.runtime.rank import Rank
+    from phalanx.engine.rank import Rank
 
 _CLOCK_ROUNDS = 5
 _KEY = "timeline"

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.engine.compose import BucketNames, compose
+from phalanx.engine.inputs import num_samples, split
 from phalanx.errors import VerifyError
 from phalanx.launch.crew import Crew
 from phalanx.launch.seat import Seat, local_device
@@ -22,22 +24,16 @@ from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.sharded import Sharded
 from phalanx.model.ops import random
-from phalanx.model.shard.shard import shard
-from phalanx.model.slice.slicing import slice_model
 from phalanx.model.weights import init_recipe
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.plan.complete import complete
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
-from phalanx.program.check import check
+from phalanx.program.compile import compile_plan
 from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import EXCHANGES, Program
-from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
-from phalanx.runtime.micro_batch import place_of
-from phalanx.runtime.model_shape import BucketNames, bucket_names
-from phalanx.runtime.step import num_samples, split
 from phalanx.verification.case import Case, Execution, Step
 from phalanx.verification.rank_side import Owned, Trace, facts_of, run_rank
 
@@ -119,17 +115,16 @@ def _joined(parts: Sequence[list[Owned]], captured: Captured) -> dict[str, Tenso
 
 def _implied(plan: Plan, case: Case, captured: Captured) -> dict[str, Any]:
     """What the plan says should have been done, for the names in `facts_of`."""
-    sliced = slice_model(captured, case.torch_dtype) if plan.slices else None
-    captured = sliced.captured if sliced else captured
-    views = [shard(captured, plan, index, case.torch_dtype) for index in range(plan.tp)] if plan.tp > 1 else []
-    buckets = bucket_names(captured.blocks, captured.trainable, views[0] if views else None, sliced)
-    programs = lower(plan, buckets.shape)
-    peaks = check(plan, buckets.shape, programs)
+    ranks = [compose(captured, plan, index, case.torch_dtype, captured.trainable) for index in range(plan.tp)]
+    captured, buckets = ranks[0].captured, ranks[0].buckets
+    views = [rank.sharded for rank in ranks if rank.sharded is not None]
+    compiled = compile_plan(plan, buckets.shape)
+    programs = [compiled.program(rank) for rank in range(plan.world)]
     return {
         "instructions": [dict(Counter(str(i.op) for i in program for _ in range(case.steps))) for program in programs],
         "parameter elements kept": _kept(plan, buckets, captured, views),
         "only inputs kept for backward": plan.recompute,
-        "buckets gathered at once": [peak.gathered for peak in peaks],
+        "buckets gathered at once": [compiled.peak_gathered(rank) for rank in range(plan.world)],
         "bytes exchanged": [
             _exchanged(plan, buckets.shape, rank, program, case, captured) for rank, program in enumerate(programs)
         ],
@@ -163,7 +158,7 @@ def _exchanged(plan: Plan, shape: ModelShape, rank: int, program: Program, case:
         dims = [captured.dims({name: tensor[:size] for name, tensor in batch.items()}) for size in sizes]
         for it in sent:
             assert it.block is not None and it.step is not None
-            micro_batch, slice_, half = place_of(it)
+            micro_batch, slice_, half = it.micro_batch or 0, it.slice or 0, it.half or 0
             own_dims = dims[micro_batch * plan.halves + half]
             if plan.slices:
                 edges = plan.slice_bounds(micro_batch, own_dims["tokens"])

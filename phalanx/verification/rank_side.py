@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.engine.inputs import num_samples
+from phalanx.engine.rank import Rank
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
 from phalanx.runtime.flat import Piece
-from phalanx.runtime.rank import Rank
-from phalanx.runtime.step import num_samples
 from phalanx.state.layout import Box
 from phalanx.verification.case import Case
 
@@ -87,10 +86,10 @@ def _step(rank: Rank, case: Case, consumed: int, batch: dict[str, Tensor], trace
     mine = {name: tensor[begin : begin + count] for name, tensor in batch.items()}
     step = rank.step.begin(mine, first, case.training.lr)
     program = rank.step.program
-    before = tuple(takewhile(lambda instruction: instruction.op is not Op.STEP, program))
-    rank.step.engine.run(before, step)
+    rank.step.engine.run(program, step, until=Op.STEP)
     trace.gradients.append(_owned(rank, step.gradients))
-    rank.step.engine.run(program[len(before) :], step)
+    rank.step.engine.run(program, step)
+    trace.keeps_only_inputs = step.linked.table.keeps_only_inputs
     assert step.loss is not None
     trace.losses.append(float(step.loss))
     rank.parameters.settle()
@@ -110,12 +109,11 @@ def _owned(rank: Rank, tensors: Mapping[str, Tensor]) -> list[Owned]:
 
 def _describe(rank: Rank, trace: Trace) -> None:
     engine = rank.step.engine
-    trace.instructions = dict(engine.executed)
+    trace.instructions = {str(op): count for op, count in engine.executed.items()}
     trace.parameter_elements = rank.parameters.resident_elements
-    trace.keeps_only_inputs = engine.compute.keeps_only_inputs()
     trace.peak_gathered = rank.parameters.peak_gathered
     trace.sent_bytes = rank.links.sent_bytes
-    trace.exchanged_bytes = engine.exchanges.moved_bytes
+    trace.exchanged_bytes = sum(mover.moved_bytes for mover in engine.parts.movers.values())
 
 
 def facts_of(traces: list[Trace], plan: Plan) -> dict[str, Any]:

@@ -26,10 +26,8 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.slices import ModelledTimes
 from phalanx.profile.slices import Measurement
 from phalanx.program.costs import Link
+from phalanx.program.from_facts import shape_of_facts
 from phalanx.program.instructions import Op
-from phalanx.program.lower import lower
-from phalanx.program.shape import ModelShape
-from phalanx.program.simulate import simulate
 
 BLOCKS, TOKENS = 4, 1024
 LAYER = ModelledTimes(start=1e-3, per_token=2e-5, per_pair=2e-8, smallest=64)
@@ -37,12 +35,12 @@ FREE, NOTHING = Link(), Ends(0.0, 0.0, 0.0)
 
 
 def known(layer: ModelledTimes = LAYER, link: Link = FREE, ends: Ends = NOTHING) -> Known:
-    shape = ModelShape(BLOCKS, (), (True,) * BLOCKS, (True,) * BLOCKS)
-    crossing = (TensorFacts("x", ("batch", "tokens", 25), "float32"),)
-    block = BlockFacts("layer", "layer", (UnitFacts("layer", 10, "tokens"),), crossing, "1000*tokens", ())
-    facts = ModelFacts("m", "causal-lm", "float32", ("batch", "tokens"), None, 40, (block,) * BLOCKS, (), ())
+    crossing = [(TensorFacts(f"x{n}", ("batch", "tokens", 25), "float32"),) for n in range(BLOCKS - 1)]
+    units = (UnitFacts("layer", 10, "tokens"),)
+    blocks = tuple(BlockFacts("layer", "layer", units, wires, "1000*tokens", ()) for wires in (*crossing, ()))
+    facts = ModelFacts("m", "causal-lm", "float32", ("batch", "tokens"), None, 40, blocks, (), ())
     working = {TOKENS: {Op.BW: (3000 * TOKENS,) * BLOCKS}}
-    return Known((BlockTimes(layer, 0.4),) * BLOCKS, link, ends, shape, (10,) * BLOCKS, facts, working)
+    return Known((BlockTimes(layer, 0.4),) * BLOCKS, link, ends, (10,) * BLOCKS, facts, working)
 
 
 def plan_of(samples: int = 1, more: str = "", pp: int = BLOCKS) -> Plan:
@@ -96,8 +94,8 @@ def test_one_long_sequence_is_cut_into_shrinking_slices() -> None:
 def test_what_ends_a_step_is_found_again_in_a_timeline() -> None:
     about = known(ends=Ends(norm=0.6, update=0.01, issue=0.0))
     plan = plan_of()
-    timeline = simulate(plan, about.shape, lower(plan, about.shape), about.costs(plan, TOKENS))
-    found = slice_simulation.ends_of([timeline], plan, about.shape, about.elements)
+    shape = shape_of_facts(about.facts)
+    found = slice_simulation.ends_of([about.timeline(plan, TOKENS)], plan, shape, about.elements)
     assert found.norm == pytest.approx(0.6) and found.update == pytest.approx(0.01)
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.lab.rehearsal import Stopwatch, rehearse
+from phalanx.lab.rehearsal import measure, rehearse
 from phalanx.lab.run import Lab
-from phalanx.lab.timed import TimedCompute
 from phalanx.program.instructions import Op
 from tests import captured
 
@@ -39,11 +38,9 @@ def timed(plan: str, **options: object) -> captured.Rank:
 
 
 @pytest.mark.parametrize(("plan", "ops"), [("mb=2", {Op.F, Op.BW}), ("mb=2,schedule=zb-h1", {Op.F, Op.B, Op.W})])
-def test_every_block_waits_as_long_as_it_took(plan: str, ops: set[Op]) -> None:
-    rank = timed(plan)
-    for engine in rank.engines:
-        assert isinstance(engine.compute, TimedCompute)
-    found = rank.step.engine.compute._durations  # type: ignore[attr-defined]
+def test_every_block_is_measured_in_what_it_does(plan: str, ops: set[Op]) -> None:
+    case = captured.named(captured.GPT2)
+    found = measure(case.rank(plan), case.batch, 0)
     assert {op for op, seconds in found.items() if all(s > 0 for s in seconds)} == ops
     assert not any(any(seconds) for op, seconds in found.items() if op not in ops)
 
@@ -54,18 +51,6 @@ def test_a_timed_step_learns_nothing() -> None:
     before = {name: weight.copy.clone() for name, weight in rank.parameters.trained.items()}
     rank.step(case.batch, 0, 1e-3).read()
     assert all(weight.copy.equal(before[name]) for name, weight in rank.parameters.trained.items())
-
-
-def test_a_weight_gradient_counts_with_its_product() -> None:
-    case = captured.named(captured.GPT2)
-    rank = case.rank("mb=2")
-    stopwatch = Stopwatch(rank.step.engine.compute)
-    [batch, *_] = rank.step.begin(case.batch, 0, 0.0).batches
-    run = batch.stage(0)
-    stopwatch.forward(0, batch, run, keep=True)
-    for wire in rank.captured.blocks.blocks[0].outputs:
-        run.gradients[wire] = run.wires[wire]
-    assert not any(hasattr(gradient, "left") for gradient in stopwatch.backward_weight(0, run))
 
 
 @pytest.mark.parametrize("plan", [pytest.param("pp=2,mb=4,dp=2", marks=pytest.mark.long), "tp=4,overlap=oases"])

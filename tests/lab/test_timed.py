@@ -4,84 +4,41 @@ from __future__ import annotations
 
 import time
 
-import pytest
-import torch
+from phalanx.lab.timed import replace_compute, wait_until
+from phalanx.program.instructions import COMPUTE, Op
+from tests import captured
 
-from phalanx.lab.timed import TimedCompute, wait_until
-from phalanx.model.segment.joint import Outline
-from phalanx.program.instructions import Op
-from phalanx.runtime.micro_batch import MicroBatch, StageRun
-
-WAITS = {Op.F: (0.004, 0.002), Op.B: (0.003, 0.003), Op.W: (0.002, 0.002), Op.BW: (0.005, 0.005)}
+SECONDS = {Op.F: 0.004, Op.B: 0.003, Op.W: 0.002, Op.BW: 0.005, Op.A: 0.001}
 
 
-class Block:
-    """Block `number` turns one wire into the next and has two parameters."""
+def test_every_operation_takes_its_own_time_and_gives_zeros_of_the_true_shapes() -> None:
+    case = captured.named(captured.GPT2)
+    rank = case.rank("mb=2,schedule=zb-h1")
+    engine, blocks = rank.step.engine, len(case.blocks.blocks)
+    replace_compute(engine, {op: (seconds,) * blocks for op, seconds in SECONDS.items()})
+    took: dict[Op, list[float]] = {op: [] for op in COMPUTE}
 
-    def __init__(self, number: int) -> None:
-        self.outputs = (f"wire{number + 1}",)
-        self._names = {"wire": (f"wire{number}",), "parameter": ("weight", "bias")}
+    class Watch:
+        def begin(self, instruction) -> None: ...
 
-    def names(self, kind: str) -> tuple[str, ...]:
-        return self._names[kind]
+        def ready(self, instruction) -> None:
+            self.since = time.perf_counter()
 
+        def end(self, instruction) -> None:
+            if instruction.op in COMPUTE:
+                took[instruction.op].append(time.perf_counter() - self.since)
 
-class Blocks:
-    blocks = (Block(0), Block(1))
-
-
-class Looks:
-    """What a timed computation asks of the real one."""
-
-    blocks, device = Blocks(), torch.device("cpu")
-
-    def outlines(self, number: int, batch: MicroBatch, run: StageRun, parameters: object) -> tuple[Outline, ...]:
-        return (Outline((2, 3 + number), torch.float64, True),)
-
-
-@pytest.fixture
-def run() -> StageRun:
-    return StageRun(wires={"wire0": torch.ones(2, 2)}, differentiable={"wire0": True})
-
-
-@pytest.fixture
-def compute() -> TimedCompute:
-    return TimedCompute(Looks(), {}, WAITS)  # type: ignore[arg-type]
-
-
-def batch() -> MicroBatch:
-    return MicroBatch({}, torch.zeros(1), {})
-
-
-def test_a_pass_to_and_fro_leaves_tensors_of_the_true_shapes(compute: TimedCompute, run: StageRun) -> None:
-    for number in (0, 1):
-        compute.forward(number, batch(), run, keep=True)
-    assert (run.wires["wire2"].shape, run.wires["wire2"].dtype) == ((2, 4), torch.float64)
-    run.gradients["wire2"] = torch.zeros(2, 4)
-    compute.backward(1, run)
-    assert compute.weight(1, run) == [None, None]
-    assert run.gradients.keys() == {"wire1"} and run.gradients["wire1"].shape == (2, 3)
-    assert compute.backward_weight(0, run) == [None, None]
-    assert run.gradients.keys() == {"wire0"} and run.gradients["wire0"].shape == (2, 2)
-
-
-def test_what_needs_no_gradient_gets_none(compute: TimedCompute, run: StageRun) -> None:
-    run.differentiable["wire0"] = False
-    compute.forward(0, batch(), run, keep=True)
-    compute.backward_weight(0, run)
-    assert not run.gradients
-
-
-def test_every_operation_takes_its_own_time(compute: TimedCompute, run: StageRun) -> None:
-    calls = {
-        Op.F: lambda: compute.forward(0, batch(), run, keep=True),
-        Op.B: lambda: compute.backward(0, run),
-        Op.W: lambda: compute.weight(0, run),
+    engine.watches.append(Watch())
+    step = rank.step.begin(case.batch, 0, 0.0)
+    engine.run(rank.step.program, step, until=Op.STEP)
+    assert {op: len(seconds) for op, seconds in took.items() if seconds} == {
+        Op.F: 2 * blocks,
+        Op.B: 2 * blocks,
+        Op.W: 2 * blocks,
     }
-    for op, call in calls.items():
-        begin = time.perf_counter()
-        call()
-        assert time.perf_counter() - begin >= WAITS[op][0]
+    assert all(seconds >= SECONDS[op] for op in took for seconds in took[op])
+    assert step.loss == 0 and step.gradients == {}
+    captured.require_released(step)
 
 
 def test_a_wait_never_ends_early_and_one_for_the_past_ends_at_once() -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.model.facts.measure import footprints
 from phalanx.model.segment.footprint import peak_bytes, total_bytes
 from tests import captured
-from tests.model.test_segments import LAYERS, call, d_outputs_for
+from tests.model.test_segments import LAYERS, Run, call, d_outputs_for
 
 
 class Watched(TorchDispatchMode):
@@ -47,21 +47,19 @@ def test_functions_need_what_their_footprint_says(name: str, block: str) -> None
     about = call(name, block)
     segment = about.build()
     found = segment.footprint()
-    _, saved = segment.forward(about.tensors)
+    run = Run(about, segment)
+    run.forward()
     d_outputs = d_outputs_for(segment)
     tangents = sum(tensor.nbytes for tensor in d_outputs)
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    for tensor in about.tensors:
-        kept.pop(tensor.untyped_storage().data_ptr(), None)
-    forward = watched(lambda: segment.forward(about.tensors), about.tensors)
-    assert found.forward == forward - sum(kept.values())
-    given = [*about.parameters, *saved, *d_outputs]
-    fused = watched(lambda: segment.backward_weight(about.parameters, saved, d_outputs), given)
+    own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in run.saved("saved_b", "saved_bw")}
+    forward = watched(run.forward, about.tensors)
+    assert found.forward == forward - sum(own.values())
+    given = list(run.known.values())
+    fused = watched(lambda: run.backward_weight(d_outputs), [*given, *d_outputs])
     assert found.together == fused + tangents
-    _, w_saved = segment.backward(about.parameters, saved, d_outputs)
-    backward = watched(lambda: segment.backward(about.parameters, saved, d_outputs), given)
+    backward = watched(lambda: run.backward(d_outputs), [*given, *d_outputs])
     assert found.backward == backward + tangents
-    assert found.weight == watched(lambda: segment.weight(about.parameters, w_saved), [*about.parameters, *w_saved])
+    assert found.weight == watched(run.weight, list(run.known.values()))
 
 
 def graph_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[fx.Graph, list[fx.Node]]:

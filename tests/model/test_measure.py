@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import tasks
+from phalanx.engine.describe import Described
 from phalanx.errors import CaptureError
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import load
 from phalanx.model.facts.measure import measure
-from phalanx.model.ops import random
+from phalanx.model.graph.expressions import evaluate
 from phalanx.model.ops.operators import as_on_gpu
-from phalanx.model.segment.compile import Compiler
 from phalanx.model.zoo.zoo import ModelSpec, build, resolve
-from phalanx.runtime.compute import Compute
+from phalanx.plan.plan import Plan
 from phalanx.tasks.base import Input
 
 DTYPE = torch.bfloat16
@@ -46,23 +46,18 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
 def test_measured_saved_bytes_are_what_is_kept_for_the_backward(name: str) -> None:
     spec, captured = _captured(name)
     facts = measure(spec, captured, DTYPE)
-    parameters = {key: p.detach() for key, p in build(spec, dtype=DTYPE).named_parameters()}
-    compute = Compute(
-        captured.blocks, parameters, captured.buffers,
-        trainable=set(captured.trainable), device=torch.device("cpu"), compiler=Compiler("off"),
-    )  # fmt: skip
     inputs = tasks.get(spec.task).synthetic(spec.config, batch=3, tokens=23, seed=0)
-    inputs = {key: value.to(DTYPE) if value.is_floating_point() else value for key, value in inputs.items()}
-    batch = compute.micro_batch(inputs, random.sample_keys(0, 0, 3), captured.dims(inputs))
-    run = batch.stage(0)
+    dims = captured.dims(inputs)
     with as_on_gpu():  # which is what facts are about
-        for number in range(len(captured.blocks.blocks)):
-            compute.forward(number, batch, run, keep=True)
-    kept = _storages([tensor for left in run.saved.values() for tensor in left.saved])
-    held = _storages([*parameters.values(), *captured.buffers.values()])
-    assert facts.saved_bytes(batch.dims) == sum(size for storage, size in kept.items() if storage not in held)
+        shape = Described(captured, Plan(stages=(len(captured.blocks.blocks),)), "bfloat16").at(dims)
+    steps = [step for block in range(shape.num_blocks) for step in shape.steps_of(block)]
+    kept = {wire for step in steps for wire in step.bw.reads}
+    own = sum(int(step.bw.saved_b) + int(step.bw.saved_bw) for step in steps)
+    shared = {tensor.name: evaluate(tensor.bytes, dims) for block in facts.blocks for tensor in block.shared}
+    assert {name for name in shared if name in shape.sizes} == kept
+    assert facts.saved_bytes(dims) == own + sum(shared.values())
     first = facts.blocks[0].crossing[0]
-    assert first.sizes(batch.dims)[0] == 3 and first.dtype == "bfloat16"
+    assert first.sizes(dims)[0] == 3 and first.dtype == "bfloat16"
 
 
 class _Strided(nn.Module):

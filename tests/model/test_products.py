@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.engine.gradients import Sum
 from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.products import Gradient, Product
-from phalanx.runtime.accumulate import Accumulator
 from tests import captured
-from tests.model.test_segments import Call, call, d_outputs_for
+from tests.model.test_segments import Call, Run, call, d_outputs_for
 
 LAYERS = [(captured.GPT2, "transformer.h.1"), (captured.LLAMA, "model.layers.1"), (captured.MIXTRAL, "model.layers.1")]
 
@@ -29,13 +29,13 @@ def values(gradients: list[Gradient]) -> list[Tensor | None]:
 def both(it: Call, *, products: bool, mode: str) -> list[list[Gradient]]:
     """Weight gradients of BW, and of B and then W."""
     segment = segments.build(
-        it.graph, it.arguments, it.is_parameter, it.wants, recompute=False, compiler=Compiler(mode), products=products
+        it.graph, it.arguments, it.is_parameter, it.wants, compiler=Compiler(mode), products=products
     )
-    outputs = d_outputs_for(segment)
-    _, saved = segment.forward(it.tensors)
-    _, fused = segment.backward_weight(it.parameters, saved, outputs)
-    _, for_weights = segment.backward(it.parameters, saved, outputs)
-    return [fused, segment.weight(it.parameters, for_weights)]
+    run, outputs = Run(it, segment), d_outputs_for(segment)
+    run.forward()
+    _, fused = run.backward_weight(outputs)
+    run.backward(outputs)
+    return [fused, run.weight()]
 
 
 @pytest.mark.parametrize("mode", ["off", "aot_eager"])
@@ -63,10 +63,8 @@ def test_products_are_written_and_added(dtype: torch.dtype) -> None:
 def test_sums_of_products_and_tensors_are_wide_from_the_second_on(kinds: str) -> None:
     parts = [product(torch.bfloat16, seed) for seed in range(2)]
     expected = sum(part.value().float() for part in parts)
-    sums = Accumulator()
+    sums = Sum()
     for kind, part in zip(kinds, parts, strict=True):
-        sums.add(["a"], [part if kind == "p" else part.value()])
-    assert sums.take()["a"].dtype == torch.float32
-    for kind, part in zip(kinds, parts, strict=True):
-        sums.add(["a"], [part if kind == "p" else part.value()])
-    torch.testing.assert_close(sums.take()["a"], expected)
+        sums.add({"a": part if kind == "p" else part.value()})
+    assert sums.pieces()["a"].dtype == torch.float32
+    torch.testing.assert_close(sums.pieces()["a"], expected)

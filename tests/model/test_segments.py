@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block
+from phalanx.model.graph.expressions import evaluate
 from phalanx.model.segment import compile, policies, segments
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.segment.joint import trace
@@ -59,11 +60,9 @@ class Call:
         return [t for t, p in zip(self.tensors, self.is_parameter, strict=True) if p]
 
     @cache  # noqa: B019  (calls live as long as the tests)
-    def build(self, *, recompute: bool = False, mode: str = "off", frozen: tuple[str, ...] = ()) -> Segment:
-        wants = [w and port.name not in frozen for w, port in zip(self.wants, self.ports, strict=True)]
-        return segments.build(
-            self.graph, self.arguments, self.is_parameter, wants, recompute=recompute, compiler=Compiler(mode)
-        )
+    def build(self, *, mode: str = "off", frozen: tuple[str, ...] = ()) -> Segment:
+        wants = tuple(w and port.name not in frozen for w, port in zip(self.wants, self.ports, strict=True))
+        return segments.build(self.graph, self.arguments, self.is_parameter, wants, compiler=Compiler(mode))
 
     def autograd(self, d_outputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
         """Outputs, input gradients and parameter gradients by plain PyTorch."""
@@ -79,36 +78,96 @@ class Call:
         return [out.detach() for out in outputs], *split
 
 
+class Run:
+    """A segment's functions, one after the other, on the tensors of a call and what earlier ones left."""
+
+    def __init__(self, one: Call, segment: Segment) -> None:
+        self.one, self.segment = one, segment
+        self.known: dict[tuple[str, int], Tensor] = {("port", i): t for i, t in enumerate(one.tensors)}
+
+    def forward(self) -> list[Tensor]:
+        results = self._call(self.segment.forward)
+        outputs = list(results[: len(self.segment.joint.outputs)])
+        self._keep("output", outputs)
+        self.left(results[len(outputs) :])
+        return outputs
+
+    def run(self) -> list[Tensor]:
+        return list(self._call(self.segment.run))
+
+    def again(self) -> list[Tensor]:
+        return list(self._call(self.segment.again))
+
+    def left(self, saved: Sequence[Tensor]) -> None:
+        first = len(self.segment.saved_b)
+        self._keep("saved_b", saved[:first])
+        self._keep("saved_bw", saved[first:])
+
+    def backward(self, d_outputs: list[Tensor]) -> list[Tensor | None]:
+        self._keep("gradient", d_outputs)
+        results = self._call(self.segment.backward)
+        self._keep("saved_w", results[len(self.segment.gives) :])
+        return self._given(results)
+
+    def weight(self) -> list:
+        return self._weights(self.segment.weight)[1]
+
+    def backward_weight(self, d_outputs: list[Tensor]) -> tuple[list[Tensor | None], list]:
+        self._keep("gradient", d_outputs)
+        results, gradients = self._weights(self.segment.backward_weight)
+        return self._given(results), gradients
+
+    def saved(self, *kinds: str) -> list[Tensor]:
+        return [tensor for (kind, _), tensor in self.known.items() if kind in kinds]
+
+    def arguments(self, name: str) -> list[Tensor]:
+        return [self.known[source] for source in getattr(self.segment, name).arguments]
+
+    def _call(self, one: segments.Call) -> list:
+        with torch.no_grad():
+            return list(one.function(*[self.known[source] for source in one.arguments]))
+
+    def _weights(self, one: segments.WeightCall) -> tuple[list, list]:
+        arguments = [self.known[source] for source in one.arguments]
+        with torch.no_grad():
+            results = list(one.function(*arguments[: one.num_taken]))
+        return results, one.gradients(arguments, results)
+
+    def _keep(self, kind: str, tensors: Sequence[Tensor]) -> None:
+        self.known |= {(kind, i): tensor for i, tensor in enumerate(tensors)}
+
+    def _given(self, results: list) -> list[Tensor | None]:
+        """Per input that is no parameter."""
+        found = dict(zip(self.segment.gives, results, strict=False))
+        return [found.get(i) for i, parameter in enumerate(self.one.is_parameter) if not parameter]
+
+
 @cache
 def call(name: str, block_name: str) -> Call:
     case = captured.named(name)
-    compute = case.compute()
-    [batch] = case.micro_batches(compute, [3])
+    rank = case.rank()
+    [inputs] = case.micro_batches(rank, [3])
+    compute, outlines = rank.step.engine.compute, rank.step.engine.parts.tracer(inputs).outlines
     [block] = [b for b in case.blocks.blocks if b.name == block_name]
     generator = torch.Generator().manual_seed(0)
+    held = {"parameter": case.parameters, "buffer": compute.buffers, "constant": compute.constants}
     arguments = []
-    shapes = wire_shapes(case)
     for port in block.ports:
         if port.kind == "wire":
-            arguments.append(torch.randn(shapes[port.name], generator=generator, dtype=torch.float64))
+            arguments.append(torch.randn(outlines[port.name].shape, generator=generator, dtype=torch.float64))
+        elif port.kind == "size":
+            arguments.append(evaluate(port.name, inputs.dims(0, 1)))
         else:
-            arguments.append(compute._argument(port, batch, None))
+            arguments.append(held[port.kind][port.name] if port.kind in held else inputs[0, 1, port.kind, port.name])
     wants = [port.kind in ("parameter", "wire") for port in block.ports if port.kind != "size"]
     return Call(case, block, graphs.load(case.blocks.templates[block.template].text), arguments, wants)
 
 
-def wire_shapes(case: captured.Case) -> dict[str, torch.Size]:
-    """From a forward, which keeps every wire unless an engine lets go of them."""
-    compute = case.compute()
-    [batch] = case.micro_batches(compute, [3])
-    for number in range(len(case.blocks.blocks)):
-        compute.forward(number, batch, batch.stage(0), keep=False)
-    return {name: wire.shape for name, wire in batch.stage(0).wires.items()}
-
-
 def d_outputs_for(segment: Segment) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(out.meta["val"].shape, generator=generator, dtype=torch.float64) for out in segment.outputs]
+    return [
+        torch.randn(out.meta["val"].shape, generator=generator, dtype=torch.float64) for out in segment.joint.outputs
+    ]
 
 
 def close(got: list, expected: list) -> None:
@@ -120,19 +179,17 @@ def close(got: list, expected: list) -> None:
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode, recompute", [("off", False), ("off", True), ("aot_eager", False)])
+@pytest.mark.parametrize("mode", ["off", "aot_eager"])
 @pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
-def test_f_then_b_then_w_equals_bw_equals_autograd(name: str, block: str, mode: str, recompute: bool) -> None:
+def test_f_then_b_then_w_equals_bw_equals_autograd(name: str, block: str, mode: str) -> None:
     one = call(name, block)
-    segment = one.build(recompute=recompute, mode=mode)
-    d_outputs = d_outputs_for(segment)
+    run = Run(one, one.build(mode=mode))
+    d_outputs = d_outputs_for(run.segment)
     expected = one.autograd(d_outputs)
-    outputs, saved = segment.forward(one.tensors)
-    close(outputs, expected[0])
-    d_inputs, w_saved = segment.backward(one.parameters, saved, d_outputs)
-    close(d_inputs, expected[1])
-    close(segment.weight(one.parameters, w_saved), expected[2])
-    fused = segment.backward_weight(one.parameters, saved, d_outputs)
+    close(run.forward(), expected[0])
+    close(run.backward(d_outputs), expected[1])
+    close(run.weight(), expected[2])
+    fused = run.backward_weight(d_outputs)
     close(fused[0], expected[1])
     close(fused[1], expected[2])
 
@@ -141,16 +198,27 @@ def test_f_then_b_then_w_equals_bw_equals_autograd(name: str, block: str, mode: 
 @pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
 def test_nothing_saved_is_a_parameter_or_made_of_parameters_alone(name: str, block: str, mode: str) -> None:
     one = call(name, block)
-    segment = one.build(recompute=False, mode=mode)
-    _, saved = segment.forward(one.tensors)
-    _, w_saved = segment.backward(one.parameters, saved, d_outputs_for(segment))
+    run = Run(one, one.build(mode=mode))
+    run.forward()
+    run.backward(d_outputs_for(run.segment))
     ours = {parameter.untyped_storage().data_ptr() for parameter in one.parameters}
     values = [sorted_values(parameter) for parameter in one.parameters if parameter.numel() > 1]
-    for kept in (*saved, *w_saved):
+    for kept in run.saved("saved_b", "saved_bw", "saved_w"):
         assert kept.untyped_storage().data_ptr() not in ours
         assert not any(torch.equal(sorted_values(kept), other) for other in values), (
             "a cast or transpose of a parameter"
         )
+
+
+@pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
+def test_nothing_saved_shares_the_memory_of_what_was_given_or_put_out(name: str, block: str) -> None:
+    one = call(name, block)
+    run = Run(one, one.build())
+    others = [*one.tensors, *run.forward()]
+    run.backward(d_outputs_for(run.segment))
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*others, *run.saved("gradient"))}
+    kept = run.saved("saved_b", "saved_bw", "saved_w")
+    assert not known & {tensor.untyped_storage().data_ptr() for tensor in kept}
 
 
 def sorted_values(tensor: Tensor) -> Tensor:
@@ -158,38 +226,23 @@ def sorted_values(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten().to(torch.bfloat16).double().sort().values
 
 
-def test_recomputation_keeps_nothing_but_inputs() -> None:
-    one = call(captured.GPT2, "transformer.h.1")
-    segment = one.build(recompute=True)
-    assert segment.keeps_only_inputs and not one.build().keeps_only_inputs
-    _, saved = segment.forward(one.tensors)
-    given = {tensor.data_ptr() for tensor in one.tensors}
-    assert {kept.data_ptr() for kept in saved} <= given
-
-
 def test_the_minimum_cut_keeps_fewer_bytes_than_everything_the_backward_reads() -> None:
     one = call(captured.LLAMA, "model.layers.1")
-    nodes = {mode: one.build(mode=mode).saved_nodes for mode in ("off", "aot_eager")}
+    nodes = {mode: one.build(mode=mode).saved for mode in ("off", "aot_eager")}
     everything, fewest = (sum(n.meta["val"].numel() for n in nodes[mode]) for mode in ("off", "aot_eager"))
-    inputs = sum(n.meta["val"].numel() for n in one.build(recompute=True).saved_nodes)
-    assert inputs < fewest < everything
+    assert 0 < fewest < everything
 
 
-@pytest.mark.parametrize("mode, recompute", [("off", False), ("off", True), ("aot_eager", False)])
+@pytest.mark.parametrize("mode", ["off", "aot_eager"])
 @pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
 def test_the_outputs_alone_and_what_is_saved_alone_equal_those_of_one_forward(
-    name: str, block: str, mode: str, recompute: bool
-) -> None:
+    name: str, block: str, mode: str
+) -> None:  # fmt: skip
     one = call(name, block)
-    segment = one.build(recompute=recompute, mode=mode)
-    outputs, saved = segment.forward(one.tensors)
-    close(segment.run(one.tensors), outputs)
-    nothing, again = segment.again(one.tensors, outputs=False)
-    assert nothing is None
-    close(list(again), list(saved))
-    everything, both = segment.again(one.tensors, outputs=True)
-    close(everything or [], outputs)
-    close(list(both), list(saved))
+    run = Run(one, one.build(mode=mode))
+    outputs = run.forward()
+    close(run.run(), outputs)
+    close(run.again(), run.saved("saved_b", "saved_bw"))
 
 
 @pytest.mark.parametrize("name, block", [
@@ -199,8 +252,6 @@ def test_what_is_saved_alone_does_without_the_last_product(name: str, block: str
     counts = products(call(name, block).build())
     assert counts["again"] == counts["forward"] - 1
     assert counts["run"] == counts["forward"]
-    kept_nothing = products(call(name, block).build(recompute=True))
-    assert kept_nothing["again"] == 0
 
 
 def test_functions_are_compiled_when_they_are_first_used_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,26 +259,25 @@ def test_functions_are_compiled_when_they_are_first_used_and_only_once(monkeypat
     compile_ = Compiler.__call__
     monkeypatch.setattr(Compiler, "__call__", lambda self, graph: made.append(graph) or compile_(self, graph))
     one = call(captured.GPT2, "transformer.h.1")
-    segment = segments.build(
-        one.graph, one.arguments, one.is_parameter, one.wants, recompute=False, compiler=Compiler("off")
-    )
+    segment = segments.build(one.graph, one.arguments, one.is_parameter, one.wants, compiler=Compiler("off"))
+    run = Run(one, segment)
     assert not made
     for _ in range(2):
-        _, saved = segment.forward(one.tensors)
-        segment.backward_weight(one.parameters, saved, d_outputs_for(segment))
+        run.forward()
+        run.backward_weight(d_outputs_for(segment))
     assert len(made) == 2
     for _ in range(2):
-        segment.run(one.tensors)
-        segment.again(one.tensors, outputs=False)
+        run.run()
+        run.again()
     assert len(made) == 4
 
 
 def products(segment: Segment) -> dict[str, int]:
     """Matrix products in each function, counted before compiling."""
     counts = {}
-    for name in ("_forward", "_run", "_again", "_backward", "_weight", "_fused"):
+    for name in ("forward", "run", "again", "backward", "weight", "backward_weight"):
         graph = getattr(segment, name).function.__self__.graph
-        counts[name.removeprefix("_")] = sum(node.target in _PRODUCTS for node in graph.nodes)
+        counts[name] = sum(node.target in _PRODUCTS for node in graph.nodes)
     return counts
 
 
@@ -236,7 +286,7 @@ def products(segment: Segment) -> dict[str, int]:
 ], ids=["gpt2", "llama"])  # fmt: skip
 def test_b_holds_no_weight_gradient_and_w_holds_nothing_else(name: str, block: str, linears: int) -> None:
     counts = products(call(name, block).build())
-    expected = {"forward": linears, "backward": linears, "weight": linears, "fused": 2 * linears}
+    expected = {"forward": linears, "backward": linears, "weight": linears, "backward_weight": 2 * linears}
     assert {name: counts[name] for name in expected} == expected
 
 
@@ -246,11 +296,10 @@ def test_frozen_parameters_get_no_gradient_and_no_work() -> None:
     frozen = tuple(name for name in one.block.names("parameter") if name != trained)
     segment = one.build(frozen=frozen)
     assert products(segment)["weight"] == 0
-    _, saved = segment.forward(one.tensors)
+    run = Run(one, segment)
+    run.forward()
     d_outputs = d_outputs_for(segment)
-    gradients = dict(
-        zip(one.block.names("parameter"), segment.backward_weight(one.parameters, saved, d_outputs)[1], strict=True)
-    )
+    gradients = dict(zip(one.block.names("parameter"), run.backward_weight(d_outputs)[1], strict=True))
     expected = dict(zip(one.block.names("parameter"), one.autograd(d_outputs)[2], strict=True))
     assert [name for name, gradient in gradients.items() if gradient is not None] == [trained]
     torch.testing.assert_close(gradients[trained], expected[trained])
@@ -259,8 +308,8 @@ def test_frozen_parameters_get_no_gradient_and_no_work() -> None:
 def test_a_frozen_block_behind_a_frozen_input_is_not_differentiable_and_saves_nothing() -> None:
     one = call(captured.GPT2, "embedding")
     segment = one.build(frozen=one.block.names("parameter"))
-    assert not any(segment.differentiable)
-    assert segment.forward(one.tensors)[1] == ()
+    assert not any(segment.joint.differentiable)
+    assert segment.saved == ()
 
 
 def test_tracing_computes_nothing_and_leaves_its_arguments_alone() -> None:
@@ -322,14 +371,11 @@ def test_a_compiler_that_pads_results_changes_nothing_for_those_who_take_them(
 
     monkeypatch.setattr("torch._dynamo.backends.registry.lookup_backend", lambda mode: padding)
     one = call(case, path)
-    segment = segments.build(
-        one.graph, one.arguments, one.is_parameter, one.wants, recompute=False, compiler=Compiler("inductor")
-    )
-    d_outputs = d_outputs_for(segment)
+    segment = segments.build(one.graph, one.arguments, one.is_parameter, one.wants, compiler=Compiler("inductor"))
+    run, d_outputs = Run(one, segment), d_outputs_for(segment)
     expected = one.autograd(d_outputs)
     for _ in range(2):
-        outputs, saved = segment.forward(one.tensors)
-        d_inputs, w_saved = segment.backward(one.parameters, saved, d_outputs)
-        found = (outputs, d_inputs, segment.weight(one.parameters, w_saved))
+        outputs = run.forward()
+        found = (outputs, run.backward(d_outputs), run.weight())
         assert all(output.is_contiguous() for output in outputs)
         torch.testing.assert_close(found, tuple(expected), check_stride=False)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import SCHEDULES, Plan
 from phalanx.plan.rules import PIPELINES_ONLY
-from phalanx.program.shape import ModelShape
+from phalanx.program.bind import bind
+from phalanx.program.compile import CompiledPlan
+from phalanx.program.instructions import from_text
+from phalanx.program.shape import Backward, ModelShape, Step
 
 MAX_STAGES, MAX_MICRO_BATCHES, MAX_VIRTUAL, MAX_DP = 8, 16, 4, 4
 
@@ -55,3 +59,20 @@ def simple_shape(num_blocks: int, *shared: tuple[int, ...]) -> ModelShape:
     """All buckets with trained parameters."""
     everything = (True,) * (num_blocks + len(shared))
     return ModelShape(num_blocks, shared, everything, everything)
+
+
+def chain(num_blocks: int, size: str, saved: str = "0", inputs: str = "0", **backward: str) -> ModelShape:
+    """Blocks of one segment that writes `size` bytes and leaves `saved` for its backward."""
+    steps: list[tuple[Step, ...]] = []
+    for n in range(num_blocks):
+        reads, writes = (f"h{n}",) if n else (), (f"h{n + 1}",)
+        own = Backward(writes, reads, reads, reads, writes, saved_bw=saved, **backward)  # pyright: ignore
+        steps.append((Step("segment", reads, writes, degree=1, sizes=(size,), traced=own),))
+    return replace(simple_shape(num_blocks), steps=tuple(steps), inputs=inputs)
+
+
+def by_hand(plan: Plan, shape: ModelShape, *texts: str) -> CompiledPlan:
+    """Programs that were written by hand and are not checked, by place in the pipeline."""
+    programs = tuple(from_text(text) for text in texts)
+    tables = tuple(bind(plan, shape, program, index) for index, program in enumerate(programs))
+    return CompiledPlan(plan, shape, programs, tables)

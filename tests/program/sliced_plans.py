@@ -44,7 +44,8 @@ def encoder_decoder(num_encoder: int, num_decoder: int) -> ModelShape:
     an exchange that sends nothing."""
     cells = ((0, 1),)
     steps: list[tuple[Step, ...]] = [
-        (segment(f"h{n}", f"p{n}"), exchange(f"p{n}", f"h{n + 1}", cells, "all_reduce")) for n in range(num_encoder)
+        (segment(f"h{n}" if n else "", f"p{n}"), exchange(f"p{n}", f"h{n + 1}", cells, "all_reduce"))
+        for n in range(num_encoder)
     ]
     memory = f"h{num_encoder}"
     for n in range(num_encoder, num_encoder + num_decoder):

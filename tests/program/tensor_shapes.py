@@ -26,14 +26,15 @@ def exchange(source: str, target: str, cells: Partition, forward: str = "", back
 def layer(n: int, tp: int = 2, *, sequence: bool = False) -> tuple[Step, ...]:
     """Norm, attention, add and norm, feed-forward, add: reads h{n}, writes h{n+1}."""
     cells = (tuple(range(tp)),)
+    before = f"h{n}" if n else ""  # the first block reads nothing but the model's inputs
     enter = {"forward": "all_gather", "backward": "reduce_scatter"} if sequence else {"backward": "all_reduce"}
     leave = {"forward": "reduce_scatter", "backward": "all_gather"} if sequence else {"forward": "all_reduce"}
     return (
-        segment(f"h{n}", f"n{n}"),
+        segment(before, f"n{n}"),
         exchange(f"n{n}", f"e{n}", cells, **enter),
         segment(f"e{n}", f"p{n}", "batch * 50"),
         exchange(f"p{n}", f"a{n}", cells, **leave),
-        segment(f"h{n} a{n}", f"r{n} m{n}"),
+        segment(f"{before} a{n}", f"r{n} m{n}"),
         exchange(f"m{n}", f"f{n}", cells, **enter),
         segment(f"f{n}", f"q{n}", "batch * 50"),
         exchange(f"q{n}", f"o{n}", cells, **leave),
@@ -91,13 +92,13 @@ def random_block(draw: st.DrawFn, n: int, tp: int) -> tuple[Step, ...]:
     length = draw(st.integers(1, 7))
     ends = draw(st.booleans())  # with a segment, or with an exchange that hands on
     steps: list[Step] = []
-    wires = [f"h{n}"]
+    wires = [f"h{n}"] if n else []
     for i in range(length):
         target = f"h{n + 1}" if i == length - 1 else f"w{n}.{i}"
         is_segment = i == 0 or (ends and i == length - 1) or draw(st.booleans())
         if is_segment:
-            others = draw(st.sets(st.sampled_from(wires), max_size=2))
-            steps.append(segment(" ".join(sorted({*others, wires[-1]})), target, str(draw(st.integers(0, 3)))))
+            others = draw(st.sets(st.sampled_from(wires), max_size=2)) if wires else set[str]()
+            steps.append(segment(" ".join(sorted({*others, *wires[-1:]})), target, str(draw(st.integers(0, 3)))))
         else:
             forward, backward = draw(st.sampled_from(kinds))
             steps.append(exchange(draw(st.sampled_from(wires)), target, draw(cells_of(tp)), forward, backward))
@@ -109,9 +110,11 @@ def random_block(draw: st.DrawFn, n: int, tp: int) -> tuple[Step, ...]:
 def tensor_cases(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> tuple[Plan, ModelShape]:
     plan = draw(tensor_plans(schedules))
     count = sum(plan.stages)
-    steps = tuple(draw(random_block(n, plan.tp) | st.just(layer(n, plan.tp))) for n in range(count))
+    steps = [draw(random_block(n, plan.tp) | st.just(layer(n, plan.tp))) for n in range(count)]
+    if steps[-1][-1].kind != "segment":  # the loss is computed, not handed on
+        steps[-1] = layer(count - 1, plan.tp)
     shared = draw(st.lists(st.sets(st.integers(0, count - 1), min_size=1, max_size=2), max_size=2))
     everything = (True,) * (count + len(shared))
     sums = tuple(draw(cells_of(plan.tp) | st.just(())) for _ in everything)
     ties = tuple(tuple(sorted(blocks)) for blocks in shared)
-    return plan, ModelShape(count, ties, everything, everything, steps, sums)
+    return plan, ModelShape(count, ties, everything, everything, tuple(steps), sums)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from phalanx.plan.plan import Plan
+from phalanx.program.compile import compile_plan
 from phalanx.program.groups import group_of
 from phalanx.program.instructions import COLLECTIVES, from_text
-from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from tests.program.random_plans import cases, simple_shape
 from tests.program.tensor_shapes import exchange, tensor_cases
@@ -66,8 +66,9 @@ def test_exchanges_run_over_a_cell_and_sums_over_the_replicas_of_a_cell(
 @settings(max_examples=40, deadline=None)
 @given(cases() | tensor_cases())
 def test_every_rank_is_in_its_groups_and_the_others_see_the_same_one(case: tuple[Plan, ModelShape]) -> None:
-    for rank, program in enumerate(lower(*case)):
-        for instruction in {it for it in program if it.op in COLLECTIVES}:
+    compiled = compile_plan(*case)
+    for rank in compiled.mesh.world:
+        for instruction in {it for it in compiled.programs[compiled.pp_index(rank)] if it.op in COLLECTIVES}:
             group = group_of(*case, rank, instruction)
             assert rank in group
             assert all(group == group_of(*case, member, instruction) for member in group)

@@ -12,18 +12,18 @@ from phalanx.program.instructions import Op, from_text
 from phalanx.program.timeline import Event, Timeline
 
 
-def event(rank: int, text: str, start: float, end: float, resource: str = "compute", cause: int | None = None) -> Event:
+def event(rank: int, text: str, start: float, end: float, resource: str = "compute") -> Event:
     (instruction,) = from_text(text)
-    return Event(rank, instruction, start, end, resource, cause)
+    return Event(rank, instruction, start, end, resource)
 
 
 STEP = Timeline(
     (
         event(0, "F0.0/0", 10, 12),
-        event(0, "SF0.0>1", 12, 13, "0→1 F", cause=0),
-        event(0, "STEP", 18, 20, cause=0),
-        event(1, "RF1.0<0", 12, 13, "0→1 F", cause=0),
-        event(1, "F1.0/1", 13, 18, cause=3),
+        event(0, "SF0.0>1", 12, 13, "0→1 F"),
+        event(0, "STEP", 18, 20),
+        event(1, "RF1.0<0", 12, 13, "0→1 F"),
+        event(1, "F1.0/1", 13, 18),
     ),
     memory=({"weights": 5, "activations": 2}, {"weights": 6}),
 )
@@ -35,16 +35,9 @@ def test_the_bubble_is_the_share_of_the_step_in_which_nothing_is_computed():
     assert (STEP.bubble(0), STEP.bubble(1), STEP.mean_bubble) == pytest.approx((0.6, 0.5, 0.55))
 
 
-def test_an_empty_timeline_has_no_bubble_and_no_critical_path():
+def test_an_empty_timeline_has_no_bubble():
     empty = Timeline(())
-    assert (empty.makespan, empty.mean_bubble, empty.critical_path(), empty.ranks) == (0, 0, [], ())
-
-
-def test_the_critical_path_leads_through_messages_to_the_last_event():
-    without_step = Timeline((*STEP.events[:2], *STEP.events[3:]))
-    chain = Timeline(tuple(event(e.rank, str(e.instruction), e.start, e.end, e.resource, c)
-                           for e, c in zip(without_step.events, (None, 0, 0, 2))))  # fmt: skip
-    assert [str(e.instruction) for e in chain.critical_path()] == ["F0.0/0", "RF1.0<0", "F1.0/1"]
+    assert (empty.makespan, empty.mean_bubble, empty.ranks) == (0, 0, ())
 
 
 def test_the_peak_is_the_sum_of_what_is_held_and_unknown_without_a_record():
@@ -52,10 +45,10 @@ def test_the_peak_is_the_sum_of_what_is_held_and_unknown_without_a_record():
     assert Timeline(STEP.events).peak_memory(0) is None
 
 
-INSTRUCTIONS = from_text("F0.0/1 BW0.1/2 W1.2/3 SF0.0>1 RB0.1<1 G0.0/2 R0.0/2 T/9 NORM STEP P/3 COUNT")
+INSTRUCTIONS = from_text("I.0 F0.0/1 BW0.1/2 W1.2/3 SF0.0>1 RB0.1<1 G0.0/2 R0.0/2 T/9 NORM STEP P/3 COUNT")
 EVENTS = st.builds(
     Event, st.integers(0, 7), st.sampled_from(INSTRUCTIONS), st.floats(0, 1e6), st.floats(0, 1e6),
-    st.sampled_from(["compute", "0→1 F", "ranks 0,1"]), st.sampled_from([None, 0]),
+    st.sampled_from(["compute", "0→1 F", "ranks 0,1"]),
 )  # fmt: skip
 
 
@@ -79,14 +72,13 @@ def test_a_timeline_reads_back_from_its_json(events: list[Event], memory: list[d
         (STEP.to_json().replace("F0.0/0", "Q0"), "'Q0' is not an instruction"),
         (STEP.to_json().replace("F0.0/0", "F0.0 F0.1"), "too many values"),
         (STEP.to_json().replace(", 12.0", "").replace(", 12", ""), "not enough values"),
-        (STEP.to_json().replace(', 18, 20, 0]', ', 18, 20, 9]'), "STEP of rank 0 waits for event 9, and there are 5"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_timeline_is_refused_with_the_reason(text: str, reason: str):
     with pytest.raises(PlanError) as error:
         Timeline.from_json(text)
     assert error.value.message.startswith("not a timeline: ") and reason in error.value.message
-    assert "a run writes one that begins with 'phalanx timeline 1'" in error.value.hint
+    assert "a run writes one that begins with 'phalanx timeline 2'" in error.value.hint
 
 
 def test_a_comparison_has_the_mean_of_each_kind_the_step_and_the_bubble():

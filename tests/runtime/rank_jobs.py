@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config import RunConfig
+from phalanx.engine.rank import Rank
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
-from phalanx.runtime.rank import Rank
 from tests.captured import Case
 
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from phalanx.engine.compose import bucket_names
 from phalanx.model.graph.blocks import Block, Blocks, Port
 from phalanx.model.graph.sharded import Exchange, LocalParameter, Part, Sharded
 from phalanx.plan.plan import Plan
-from phalanx.program.shape import Partition
+from phalanx.program.shape import Partition, Step
 from phalanx.runtime.formation import Formation
-from phalanx.runtime.model_shape import bucket_names
 from phalanx.runtime.parameters import Parameters, load_parameters
 from phalanx.state.local import Local
 
@@ -76,7 +76,8 @@ class Model:
         exchanges = tuple(Part(exchange=Exchange("sum", "a", "b", each)) for each in cells)
         parts = tuple((Part(segment=2 * b), *exchanges, Part(segment=2 * b + 1)) for b in range(len(self.uses)))
         local = {name: split.at(tp_index) for name, split in self.splits.items()}
-        return Sharded(blocks_of(*halves), parts, ((),) * len(self.uses), local, ())
+        steps = tuple(tuple(Step("exchange" if p.exchange else "segment", (), (), 2) for p in chain) for chain in parts)
+        return Sharded(blocks_of(*halves), parts, steps, local, ())
 
     def formation(self, plan: Plan, rank: int, *cells: Partition) -> Formation:
         sharded = self.sharded(rank % self.tp, *cells) if self.tp > 1 else None

@@ -7,14 +7,12 @@ from collections import Counter
 import pytest
 import torch
 
+from phalanx.engine.rank import Rank
+from phalanx.engine.totals import StepRun, total_items
 from phalanx.model import reference
 from phalanx.program.instructions import COMPUTE, Instruction, Op, from_text
 from phalanx.program.lower import lower_forward
-from phalanx.program.passes.blocks import to_blocks
-from phalanx.runtime.anatomy import Anatomy
-from phalanx.runtime.engine import Engine
-from phalanx.runtime.rank import Rank
-from phalanx.runtime.totals import StepRun
+from phalanx.program.passes.blocks import add_inputs, to_blocks
 from tests import captured
 
 SPLITS = [(3,), (1, 2), (1, 1, 1)]
@@ -60,7 +58,8 @@ def test_recomputation_changes_nothing_not_even_dropout(schedule: str) -> None:
     case = captured.named(captured.GPT2)
     rank = case.rank("recompute=yes")
     captured.require_equal(case.step(rank, (2, 1), schedule), case.plain())
-    assert rank.step.engine.compute.keeps_only_inputs()
+    (table,) = (linked.table for linked in rank.step.engine._linked.values())
+    assert table.keeps_only_inputs
 
 
 def test_compiled_segments_give_the_same() -> None:
@@ -88,7 +87,7 @@ def test_blocks_that_share_a_template_share_their_functions() -> None:
     case = captured.named(captured.GPT2)
     rank = case.rank()
     case.step(rank, (3,))
-    assert len(rank.step.engine.compute._segments) == len(case.blocks.templates) == 3
+    assert rank.step.engine.compute.num_segments == len(case.blocks.templates) == 3
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -96,15 +95,16 @@ def test_a_frozen_beginning_stops_the_backward_early_and_the_rest_is_exact(sched
     case = captured.named(captured.LLAMA, tie_word_embeddings=False)
     frozen = [n for n in case.parameters if n.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))]
     rank = case.rank(frozen=frozen)
-    [part] = case.micro_batches(rank.step.engine.compute, (2,))
-    forwards = [instruction for instruction in rank.step.program if instruction.op is Op.F]
-    rank.step.engine.run(forwards, StepRun([part], lr=0.0))
-    kept = {case.blocks.blocks[number].name: left.saved for number, left in part.stage(0).saved.items()}
-    assert [name for name, saved in kept.items() if not saved] == ["embedding", "model.layers.0", "model.layers.1"]
     got = case.step(rank, (2, 1), schedule)
     loss, gradients = case.plain()
     assert set(got[1]) == set(case.parameters) - set(frozen)
     captured.require_equal(got, (loss, {name: gradients[name] for name in got[1]}))
+    (table,) = (linked.table for linked in rank.step.engine._linked.values())
+    saving = {table.values[i].what for row in table.rows for i in row.writes if table.values[i].kind == "saved_bw"}
+    names = [block.name for block in case.blocks.blocks]
+    assert {names[int(what.partition(":")[0])] for what in saving}.isdisjoint(
+        {"embedding", "model.layers.0", "model.layers.1"}
+    )
 
 
 def test_a_frozen_tied_embedding_trains_the_layers_between() -> None:
@@ -119,8 +119,7 @@ def test_a_frozen_tied_embedding_trains_the_layers_between() -> None:
 def test_with_everything_frozen_there_is_a_loss_and_no_gradient() -> None:
     case = captured.named(captured.GPT2)
     rank = case.rank(frozen=list(case.parameters))
-    parts = case.micro_batches(rank.step.engine.compute, (3,))
-    loss, gradients = captured.run(rank, rank.step.program[:-1], parts)
+    loss, gradients = captured.run(rank, rank.step.program, case.micro_batches(rank, (3,)))
     assert gradients == {}
     torch.testing.assert_close(loss, case.plain()[0], rtol=1e-11, atol=0)
 
@@ -128,18 +127,21 @@ def test_with_everything_frozen_there_is_a_loss_and_no_gradient() -> None:
 @pytest.mark.parametrize("name", [captured.GPT2, captured.WHISPER, T5])
 def test_without_totals_it_equals_the_model_in_eval_mode_and_keeps_nothing(name: str) -> None:
     case = captured.named(name)
-    rank, compute = case.rank(), case.compute(dropout=False)
-    engine = Engine(rank.plan, rank.formation.shape, Anatomy.of(case.blocks, None), compute, rank.parameters)
-    parts = case.micro_batches(compute, (1, 2))
+    rank = case.rank()
+    engine, parts = rank.engines[1], case.micro_batches(rank, (1, 2), training=False)
     program = lower_forward(rank.plan, rank.formation.shape, 2)[0]
-    engine.learn(program)
-    engine.run(program, StepRun(parts, lr=0.0))
-    total = sum(part.loss for part in parts) / sum(part.values[case.blocks.count] for part in parts)
+    items = total_items(parts)
+    step = StepRun({(number, 0): part for number, part in enumerate(parts)}, lr=0.0)
+    engine.run(program, step)
+    pairs = zip(step.linked.table.values, step.values, strict=False)
+    losses = [there for value, there in pairs if value.kind == "loss"]
+    total = sum(losses) / items
     case.model.eval()
     with torch.no_grad(), reference.Widen():
         expected = reference.loss(case.model, case.raw)
     torch.testing.assert_close(total, expected, rtol=1e-11, atol=0)
-    captured.require_released(parts)
+    left = [str(v) for v, there in zip(step.linked.table.values, step.values, strict=False) if there is not None]
+    assert len(left) == len(losses) == 2
 
 
 def test_the_engine_counts_what_it_executed(rank: Rank) -> None:
@@ -147,7 +149,7 @@ def test_the_engine_counts_what_it_executed(rank: Rank) -> None:
     engine, blocks = rank.step.engine, len(case.blocks.blocks)
     engine.executed.clear()
     case.step(rank, (1, 2), "zb-h1")
-    assert engine.executed == {"F": 2 * blocks, "B": 2 * blocks, "W": 2 * blocks, "NORM": 1}
+    assert engine.executed == {"COUNT": 1, "I": 2, "F": 2 * blocks, "B": 2 * blocks, "W": 2 * blocks, "NORM": 1}
 
 
 def test_watches_are_told_of_every_instruction_and_when_a_computation_has_what_it_needs(rank: Rank) -> None:
@@ -169,7 +171,7 @@ def test_watches_are_told_of_every_instruction_and_when_a_computation_has_what_i
     finally:
         rank.step.engine.watches.clear()
     expected: list[tuple[str, Instruction]] = []
-    for instruction in captured.before_step(rank, "1f1b", 1):
+    for instruction in captured.before_step(rank, "1f1b", 1)[:-1]:
         ready = [("ready", instruction)] if instruction.op in COMPUTE else []
         expected += [("begin", instruction), *ready, ("end", instruction)]
     assert seen == expected
@@ -179,8 +181,8 @@ def test_weight_gradients_may_wait_until_all_micro_batches_are_back(rank: Rank) 
     case = captured.named(captured.GPT2)
     order = to_blocks(from_text("F0.0 F0.1 B0.0 B0.1 W0.1 W0.0"), rank.plan.stage_blocks)
     assert Counter(instruction.op for instruction in order)[Op.W] == 2 * len(case.blocks.blocks)
-    parts = case.micro_batches(rank.step.engine.compute, (1, 2))
-    captured.require_equal(captured.run(rank, (*order, Instruction(Op.NORM)), parts), case.plain())
+    program = (Instruction(Op.COUNT), *add_inputs(order), Instruction(Op.NORM), Instruction(Op.STEP))
+    captured.require_equal(captured.run(rank, program, case.micro_batches(rank, (1, 2))), case.plain())
 
 
 def test_parameters_are_never_changed_by_the_passes_through_the_model(rank: Rank) -> None:

@@ -13,15 +13,14 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.engine.totals import StepRun, Totals
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.runtime import holdings
 from phalanx.runtime.formation import Connections
 from phalanx.runtime.links import Links
-from phalanx.runtime.micro_batch import MicroBatch
 from phalanx.runtime.optimizer import Optimizer
 from phalanx.runtime.optimizer_choice import make_optimizer
-from phalanx.runtime.totals import StepRun, Totals
 from phalanx.state.layout import Holding, check_layout, take_boxes
 from tests.runtime.sharded_cases import Model, Split, cases, parameters_of
 
@@ -217,10 +216,9 @@ def test_the_norm_counts_every_gradient_once_and_the_loss_of_one_rank_of_a_tenso
         weights = parameters_of(formation, MODEL, values).trained
         optimizer = Optimizer(make_optimizer(weights, RunConfig()), weights, clip=None)
         owned = {name for name, weight in weights.items() if formation.owns(weight)}
-        totals = Totals(optimizer, "count", cast(Any, world), cast(Any, world), owned, speaks=formation.speaks)
-        batch = MicroBatch({}, torch.empty(0), {}, values={"count": torch.tensor(4)}, loss=torch.tensor(8.0))
-        step = StepRun([batch], lr=0.1)
-        totals.norm(step, {name: weight.piece.of(gradients[name]) for name, weight in weights.items()})
+        totals = Totals(optimizer, cast(Any, world), cast(Any, world), owned, speaks=formation.speaks)
+        step, own = StepRun({}, lr=0.1), {name: weight.piece.of(gradients[name]) for name, weight in weights.items()}
+        totals.norm(step, torch.tensor(4.0, dtype=torch.float64), [torch.tensor(8.0)], own)
     assert step.loss is not None and step.norm is not None
     assert step.loss.item() == 2.0
     expected = math.sqrt(sum(float(value.square().sum()) for value in gradients.values()))

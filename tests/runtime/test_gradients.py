@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.engine.gradients import BucketGradients, Reduced, Reduction, Sum, together
 from phalanx.launch.seat import Seat
 from phalanx.model.segment.products import Product
-from phalanx.runtime.accumulate import Accumulator, BucketGradients, Gradients, Reduction
 from phalanx.runtime.buckets import BufferPool, Sharding, Shelf
 from phalanx.runtime.links import Links
 from phalanx.state.local import Local
@@ -86,29 +86,36 @@ def summed(name: str, ranks: int, micro_batches: int) -> Tensor:
     return sum(gradient(name, rank, m) for rank in range(ranks) for m in range(micro_batches))
 
 
-def gradients_of(how: Reduction, sharding: Sharding | None = None, in_flight: int | None = None) -> Gradients:
-    shelf = Shelf(LOCALS, sharding or Sharding(), torch.float32, CPU)
-    bucket = BucketGradients(shelf, how, BufferPool())
-    return Gradients({7: bucket}, dict.fromkeys(SHAPES, 7), in_flight)
+def bucket_of(how: Reduction, sharding: Sharding | None = None) -> BucketGradients:
+    return BucketGradients(Shelf(LOCALS, sharding or Sharding(), torch.float32, CPU), how, BufferPool())
 
 
-def add_all(gradients: Gradients, rank: int, micro_batches: int, reduce: str) -> None:
+def add_all(bucket: BucketGradients, rank: int, micro_batches: int, reduce: str) -> Reduced:
+    """As a program does it that reduces after each micro-batch, or once."""
+    total: Reduced | None = None
+    added = bucket.open()
     for micro_batch in range(micro_batches):
-        gradients.add(["a", "b", "unused"], [gradient("a", rank, micro_batch), gradient("b", rank, micro_batch), None])
-        if reduce == "micro-batch":
-            gradients.reduce(7)
-    if reduce == "step":
-        gradients.reduce(7)
+        found = [gradient("a", rank, micro_batch), gradient("b", rank, micro_batch), None]
+        added.add(together(("a", "b", "unused"), found))
+        if reduce == "micro-batch" or micro_batch + 1 == micro_batches:
+            part: Any = bucket.reduce(added).wait("gradients")
+            added = bucket.open()
+            if total is None:
+                total = part
+            else:
+                total.add(part)
+                part.release()
+    assert total is not None
+    return total
 
 
 def test_what_is_this_ranks_alone_is_summed_by_name_and_what_got_nothing_is_absent() -> None:
-    gradients = Gradients({}, {})
-    gradients.add(["a", "b", "unused"], [gradient("a"), gradient("b"), None])
-    gradients.add(["a", "a"], [gradient("a", micro_batch=1), gradient("a", micro_batch=2)])
-    found = gradients.finish()
+    gradients = Sum()
+    gradients.add(together(("a", "b", "unused"), [gradient("a"), gradient("b"), None]))
+    gradients.add(together(("a", "a"), [gradient("a", micro_batch=1), gradient("a", micro_batch=2)]))
+    found = gradients.pieces()
     assert set(found) == {"a", "b"}
     torch.testing.assert_close(found["a"], summed("a", 1, 3))
-    assert gradients.finish() == {}
 
 
 @pytest.mark.parametrize("reduce", ["step", "micro-batch"])
@@ -116,11 +123,11 @@ def test_replicas_end_up_with_the_sum_of_all_in_every_step(reduce: str) -> None:
     meeting = Meeting(2)
 
     def rank(index: int) -> list[dict[str, Tensor]]:
-        gradients, found = gradients_of(Reduction(ThreadGroup(meeting, index), ALONE, ALONE, sharded=False)), []
+        bucket, found = bucket_of(Reduction(ThreadGroup(meeting, index), ALONE, ALONE, sharded=False)), []
         for _ in range(2):  # what is left of one step must not reach the next
-            add_all(gradients, index, 3, reduce)
-            found.append({name: value.clone() for name, value in gradients.finish().items()})
-            gradients.release()
+            total = add_all(bucket, index, 3, reduce)
+            found.append({name: value.clone() for name, value in total.pieces().items()})
+            total.release()
         return found
 
     for found in (step for steps in on_threads(2, rank) for step in steps):
@@ -135,9 +142,7 @@ def test_shards_hold_the_sum_each_of_its_own_pieces(reduce: str) -> None:
 
     def rank(index: int) -> dict[str, Tensor]:
         how = Reduction(ThreadGroup(meeting, index), ALONE, ALONE, sharded=True)
-        gradients = gradients_of(how, Sharding(2, index, whole=False), in_flight=2)
-        add_all(gradients, index, 3, reduce)
-        return gradients.finish()
+        return add_all(bucket_of(how, Sharding(2, index, whole=False)), index, 3, reduce).pieces()
 
     first, second = on_threads(2, rank)
     assert (set(first), set(second)) == ({"a"}, {"a", "b"})
@@ -151,10 +156,9 @@ def test_shards_inside_groups_are_summed_across_the_groups() -> None:
     def rank(number: int) -> dict[str, Tensor]:
         group, index = divmod(number, 2)
         zero, replicas = ThreadGroup(inside[group], index), ThreadGroup(across[index], group)
-        gradients = gradients_of(Reduction(zero, replicas, ALONE, sharded=True), Sharding(2, index), in_flight=2)
-        add_all(gradients, number, 2, "micro-batch")
-        gradients.sum(7)
-        return gradients.finish()
+        bucket = bucket_of(Reduction(zero, replicas, ALONE, sharded=True), Sharding(2, index))
+        total: Any = bucket.sum(add_all(bucket, number, 2, "micro-batch"), replicas).wait("gradients")
+        return total.pieces()
 
     found = on_threads(4, rank)
     for first, second in (found[:2], found[2:]):
@@ -165,11 +169,12 @@ def test_a_tied_bucket_is_summed_between_stages_and_zero_stands_for_none() -> No
     meeting = Meeting(2)
 
     def stage(index: int) -> dict[str, Tensor]:
-        gradients = gradients_of(Reduction(ALONE, ALONE, ThreadGroup(meeting, index), sharded=False))
+        bucket = bucket_of(Reduction(ALONE, ALONE, ThreadGroup(meeting, index), sharded=False))
         name = ("a", "b")[index]  # each stage has a gradient that the other has not
-        gradients.add([name], [gradient(name, index)])
-        gradients.tie(7)
-        return gradients.finish()
+        added = bucket.open()
+        added.add({name: gradient(name, index)})
+        total: Any = bucket.sum(bucket.whole(added), bucket.how.tie).wait("gradients")
+        return total.pieces()
 
     for found in on_threads(2, stage):
         torch.testing.assert_close(found["a"], gradient("a", 0))
@@ -177,50 +182,30 @@ def test_a_tied_bucket_is_summed_between_stages_and_zero_stands_for_none() -> No
         assert not found["unused"].any()
 
 
-def test_no_more_reductions_are_under_way_than_allowed() -> None:
-    log: list[str] = []
-    buckets = {
-        index: BucketGradients(
-            Shelf({f"w{index}": Local((4,))}, Sharding(), torch.float32, CPU),
-            Reduction(ThreadGroup(Meeting(1), 0, log), ALONE, ALONE, sharded=True), BufferPool(),
-        )
-        for index in range(5)
-    }  # fmt: skip
-    gradients = Gradients(buckets, {f"w{index}": index for index in range(5)}, in_flight=2)
-    under_way: list[int] = []
-    for index in range(5):
-        gradients.add([f"w{index}"], [torch.full((4,), float(index))])
-        gradients.reduce(index)
-        under_way.append(log.count("reduce_scatter") - log.count("wait"))
-    assert under_way == [1, 2, 2, 2, 2]
-    assert {name: value[0].item() for name, value in gradients.finish().items()} == {f"w{n}": n for n in range(5)}
-
-
 def test_many_small_gradients_of_a_bucket_are_summed_in_float32() -> None:
     shelf = Shelf({"w": Local((1,))}, Sharding(), torch.bfloat16, CPU)
     bucket = BucketGradients(shelf, Reduction(ALONE, ALONE, ALONE, sharded=False), BufferPool())
-    gradients = Gradients({0: bucket}, {"w": 0})
+    added = bucket.open()
     for _ in range(1000):
-        gradients.add(["w"], [torch.ones(1, dtype=torch.bfloat16)])
-    total = gradients.finish()["w"]
+        added.add({"w": torch.ones(1, dtype=torch.bfloat16)})
+    total = bucket.whole(added).pieces()["w"]
     assert (total.dtype, total.item()) == (torch.float32, 1000)
 
 
 def test_products_are_multiplied_into_the_bucket() -> None:
-    gradients = gradients_of(Reduction(ALONE, ALONE, ALONE, sharded=False))
-    left, right = torch.ones(5, 2), torch.full((2, 40), 3.0)
+    bucket = bucket_of(Reduction(ALONE, ALONE, ALONE, sharded=False))
+    left, right, added = torch.ones(5, 2), torch.full((2, 40), 3.0), bucket.open()
     for _ in range(3):
-        gradients.add(["a", "b"], [Product(left, right), torch.ones(3)])
-    found = gradients.finish()
+        added.add({"a": Product(left, right), "b": torch.ones(3)})
+    found = bucket.whole(added).pieces()
     assert torch.equal(found["a"].reshape(5, 40), torch.full((5, 40), 18.0))
     assert torch.equal(found["b"], torch.full((3,), 3.0))
 
 
 def test_two_uses_of_a_parameter_in_one_block_are_one_gradient() -> None:
-    gradients = Gradients({}, {})
     twice = Product(torch.ones(5, 2), torch.ones(2, 40))
-    gradients.add(["a", "a"], [twice, torch.ones(5, 40)])
-    assert torch.equal(gradients.finish()["a"], torch.full((5, 40), 3.0))
+    found = together(("a", "a"), [twice, torch.ones(5, 40)])
+    assert torch.equal(found["a"], torch.full((5, 40), 3.0))
 
 
 def test_memory_of_released_gradients_is_used_again() -> None:
@@ -228,34 +213,20 @@ def test_memory_of_released_gradients_is_used_again() -> None:
     bucket = BucketGradients(
         Shelf(LOCALS, Sharding(), torch.float32, CPU), Reduction(ALONE, ALONE, ALONE, sharded=False), pool
     )
-    gradients = Gradients({7: bucket}, dict.fromkeys(SHAPES, 7))
     places: set[int] = set()
     for _ in range(3):
-        gradients.add(["a"], [gradient("a")])
-        places.add(gradients.finish()["a"].untyped_storage().data_ptr())
-        gradients.release()
+        added = bucket.open()
+        added.add({"a": gradient("a")})
+        total: Any = bucket.reduce(added).wait("gradients")
+        places.add(total.tensor.untyped_storage().data_ptr())
+        total.release()
     assert len(places) == 1
 
 
-class TestAccumulator:
-    def test_gradients_of_one_name_are_summed_and_missing_ones_left_out(self) -> None:
-        accumulator = Accumulator()
-        accumulator.add(["a", "b"], [torch.ones(2), None])
-        accumulator.add(["a", "c"], [torch.ones(2), torch.zeros(1)])
-        sums = accumulator.take()
-        assert set(sums) == {"c", "a"}
-        assert sums["a"].tolist() == [2, 2]
-
-    def test_taking_empties_it(self) -> None:
-        accumulator = Accumulator()
-        accumulator.add(["a"], [torch.ones(2)])
-        accumulator.take()
-        assert accumulator.take() == {}
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_many_small_gradients_are_summed_in_float32(self, dtype: torch.dtype) -> None:
-        accumulator = Accumulator()
-        for _ in range(1000):
-            accumulator.add(["a"], [torch.ones(1, dtype=dtype)])
-        total: Tensor = accumulator.take()["a"]
-        assert (total.dtype, total.item()) == (torch.float32, 1000)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_small_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
+    gradients = Sum()
+    for _ in range(1000):
+        gradients.add({"a": torch.ones(1, dtype=dtype)})
+    total = gradients.pieces()["a"]
+    assert (total.dtype, total.item()) == (torch.float32, 1000)

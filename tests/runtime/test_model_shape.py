@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from phalanx.engine.compose import bucket_names
 from phalanx.plan.plan import Plan
-from phalanx.runtime.model_shape import bucket_names
 from tests.runtime.sharded_cases import Model, Split, blocks_of, cases
 
 SPLIT = Split((4, 4), 0, (4,), (0, 1), summed=False)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx.config import RunConfig
+from phalanx.engine.inputs import split
 from phalanx.errors import CheckpointError, ConfigError, PlanError
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.lanes import Lanes, divide
@@ -19,7 +20,6 @@ from phalanx.runtime.optimizer import Optimizer, squared_norm
 from phalanx.runtime.optimizer_choice import make_optimizer
 from phalanx.runtime.parameters import Weight, choose_trainable
 from phalanx.runtime.schedule import lr_factor
-from phalanx.runtime.step import split
 from phalanx.state.local import Local
 
 LENGTHS = st.integers(1, 500).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total)))

@@ -15,11 +15,11 @@ from torch import nn
 
 import phalanx
 from phalanx.cli.main import main
+from phalanx.engine.engine import Engine
+from phalanx.engine.gradients import Sum
+from phalanx.engine.totals import StepRun
 from phalanx.errors import ConfigError, PlanError, VerifyError
 from phalanx.program.instructions import Instruction, Op
-from phalanx.runtime.accumulate import Accumulator
-from phalanx.runtime.engine import Engine
-from phalanx.runtime.totals import StepRun
 from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case
@@ -59,12 +59,12 @@ def test_a_module_of_ones_own_is_verified_on_batches_of_ones_own(process: PlainP
 
 
 def test_an_error_in_the_runtime_is_found_and_named(process: PlainProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Accumulator.add
+    add = Sum.add
 
-    def wrong(self: Accumulator, names, gradients) -> None:
-        add(self, names, [None if g is None else g * (1 + 1e-6) for g in gradients])
+    def wrong(self: Sum, gradients: dict[str, torch.Tensor]) -> None:
+        add(self, {name: gradient * (1 + 1e-6) for name, gradient in gradients.items()})
 
-    monkeypatch.setattr(Accumulator, "add", wrong)
+    monkeypatch.setattr(Sum, "add", wrong)
     report = verify_case(Case(Net(), data=BATCHES, steps=1), process)
     assert not report.ok
     assert any("gradient" in failure and "1.00e-06" in failure for failure in report.failures)

@@ -167,7 +167,7 @@ def _graph(text: str) -> fx.Graph:
 
 def _describe(block: Block, joint: Joint, segment: Segment) -> _Probe:
     """What the segment keeps, by storage: views of one tensor are kept at the price of one."""
-    kept = {_storage(node): node.meta["val"].untyped_storage().nbytes() for node in segment.saved_nodes}
+    kept = {_storage(node): node.meta["val"].untyped_storage().nbytes() for node in segment.saved}
     ports = [port for port in block.ports if port.kind != "size"]
     for port, node in zip(ports, joint.inputs, strict=True):
         if port.kind in _HELD:

@@ -45,13 +45,15 @@ class Past:
     def gradients(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Of the tokens start … stop - 1, once no later slice adds to them."""
         assert self._gradients is not None
-        dk, dv = (x[:, :, start:stop] for x in self._gradients)
-        if start == 0:
-            self.clear()
-        return dk, dv
+        dk, dv = self._gradients
+        return dk[:, :, start:stop], dv[:, :, start:stop]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for pair in (self._kv, self._gradients) if pair is not None for x in pair)
 
     def clear(self) -> None:
-        """Nobody reads it any more."""
+        """For who owns it: nobody reads it any more."""
         self._kv = self._gradients = None
 
 

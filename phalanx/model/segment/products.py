@@ -79,7 +79,9 @@ class Forms:
     def __init__(self, gradients: Sequence[fx.Node | None], given: Collection[fx.Node], products: bool) -> None:
         self._forms = [_form(gradient, given) if products else gradient for gradient in gradients]
         nodes = [n for form in self._forms for n in (_nodes(form) if isinstance(form, tuple) else [form])]
-        self.nodes = [node for node in dict.fromkeys(nodes) if node is not None and node not in given]
+        wanted = [node for node in dict.fromkeys(nodes) if node is not None]
+        self.nodes = [node for node in wanted if node not in given]
+        self.given = [node for node in wanted if node in given]
 
     def of(self, values: dict[fx.Node, Tensor]) -> list[Gradient]:
         """From the values of nodes, given or computed."""

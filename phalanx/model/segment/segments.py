@@ -5,17 +5,18 @@
     W(params, w_saved)         → d_params
     BW(params, saved, d_outputs) = B and W in one
 
-All are cut out of one joint graph, each when it is first used. `saved` never holds a parameter or anything computed
-from parameters alone: those are handed in again or recomputed, so parameters may be freed in between and memory is
-known exactly. Which other values are kept is the policy's choice; whatever is not kept is recomputed from what is. W is
-really separate: no operator that only a weight gradient needs runs in B. Weight gradients that will be added up are
-given as the factors of a product where they are one (`products.py`).
+All are cut out of one joint graph, each when it is first used. What is saved never holds a parameter or anything
+computed from parameters alone: those are handed in again or recomputed, so parameters may be freed in between and
+memory is known exactly. Nor does it hold what the segment was given or has put out: B and W are handed that again.
+Which other values are kept is the policy's choice; whatever is not kept is recomputed from what is. W is really
+separate: no operator that only a weight gradient needs runs in B. Weight gradients that will be added up are given as
+the factors of a product where they are one (`products.py`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,23 +30,43 @@ from phalanx.model.segment.footprint import Footprint, peak_bytes, total_bytes
 from phalanx.model.segment.joint import Joint, closure, trace
 from phalanx.model.segment.products import Forms, Gradient
 
-Saved = tuple[Tensor, ...]
+Source = tuple[str, int]
+"""Where an argument comes from: the number of a tensor `port`, of an `output`, of the `gradient` of an output, or a
+place in what was left behind: in `saved_b` by F for B alone, in `saved_bw` by F for W too, in `saved_w` by B."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A function cut out of the joint graph, and which inputs or earlier results each argument is."""
+class Call:
+    """A function cut out of the joint graph, and where its arguments come from."""
 
     function: Callable[..., Any]
-    arguments: tuple[fx.Node, ...]
+    arguments: tuple[Source, ...]
+    results: tuple[Tensor | None, ...]  # what they look like, without contents
 
-    def __call__(self, values: dict[fx.Node, Tensor]) -> Any:
-        return self.function(*[values[node] for node in self.arguments])
+
+@dataclass(frozen=True)
+class WeightCall(Call):
+    """One that gives weight gradients, after `num_others` other results. The factors of products may be arguments that
+    the function itself does not take: those after its own `num_taken`."""
+
+    forms: Forms
+    nodes: tuple[fx.Node, ...]  # of the arguments
+    num_taken: int
+    num_others: int
+
+    def gradients(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> list[Gradient]:
+        values = dict(zip(self.nodes, arguments, strict=True))
+        values.update(zip(self.forms.nodes, results[self.num_others :], strict=True))
+        return self.forms.of(values)
 
 
 class Segment:
-    """The functions of one template for one set of shapes. Arguments come in port order. products: weight gradients
-    that are products are not multiplied."""
+    """The functions of one template for one set of shapes. Tensor arguments are ports, in order. products: weight
+    gradients that are products are not multiplied.
+
+    saved_b, saved_bw, saved_w: what is left behind by F and by B, without what was given or put out. F gives outputs,
+    saved_b and saved_bw; B gives the gradients of the ports `gives`, and saved_w.
+    """
 
     def __init__(
         self,
@@ -55,136 +76,117 @@ class Segment:
         compiler: Compiler,
         products: bool = False,
     ) -> None:
-        self._joint, self._products = joint, products
-        self._parameters = tuple(n for n, p in zip(joint.inputs, is_parameter, strict=True) if p)
-        free = policies.parameter_only(joint, self._parameters)
-        self._d_inputs = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if not p]
+        self.joint, self._products, self._compiler = joint, products, compiler
+        self.parameters = tuple(n for n, p in zip(joint.inputs, is_parameter, strict=True) if p)
+        free = policies.parameter_only(joint, self.parameters)
+        self.gives = tuple(
+            i for i, (g, p) in enumerate(zip(joint.gradients, is_parameter, strict=True)) if g is not None and not p
+        )
+        self._d_inputs = [joint.gradients[i] for i in self.gives]
         self._d_params = [g for g, p in zip(joint.gradients, is_parameter, strict=True) if p]
-        parts = _Partition(joint, set(self._parameters), free, saved, self._d_inputs, self._d_params)
-        self._saved, self._w_saved = parts.saved, parts.w_saved
-        inputs = set(joint.inputs)
-        self._computed = [n for n in parts.saved if n not in inputs]
-        self._w_computed = [n for n in parts.w_saved if n not in set(parts.saved)]
-        self._given = [*self._parameters, *parts.saved, *joint.tangents]
-        self._num_outputs, self._num_d_inputs = len(joint.outputs), len(self._d_inputs)
-        self._compiler = compiler
+        parts = _Partition(joint, set(self.parameters), free, saved, self._d_inputs, self._d_params)
+        given = {*joint.inputs, *joint.outputs}
+        late = set(parts.w_saved)
+        self.saved, self.w_saved = parts.saved, parts.w_saved
+        self.saved_b = tuple(n for n in parts.saved if n not in given and n not in late)
+        self.saved_bw = tuple(n for n in parts.saved if n not in given and n in late)
+        self.saved_w = tuple(n for n in parts.w_saved if n not in {*parts.saved, *given, *joint.tangents})
+        self._sources = self._find_sources()
+        self._looks: dict[Source, Tensor] | None = None
+
+    def _find_sources(self) -> dict[fx.Node, Source]:
+        taken = (i for i, needed in enumerate(self.joint.differentiable) if needed)
+        found: dict[fx.Node, Source] = {node: ("gradient", i) for node, i in zip(self.joint.tangents, taken)}
+        for kind in ("saved_w", "saved_bw", "saved_b"):
+            found |= {node: (kind, place) for place, node in enumerate(getattr(self, kind))}
+        found |= {node: ("output", i) for i, node in enumerate(self.joint.outputs)}
+        return found | {node: ("port", i) for i, node in enumerate(self.joint.inputs)}
 
     @cached_property
-    def _forward(self) -> Cut:
-        return self._cut([*self._joint.outputs, *self._computed], self._joint.inputs)
+    def forward(self) -> Call:
+        return self._cut([*self.joint.outputs, *self.saved_b, *self.saved_bw], self.joint.inputs)
 
     @cached_property
-    def _run(self) -> Cut:
-        return self._cut(self._joint.outputs, self._joint.inputs) if self._computed else self._forward
+    def run(self) -> Call:
+        """The outputs alone, where no backward comes or the forward is done again before it."""
+        return self._cut(self.joint.outputs, self.joint.inputs)
 
     @cached_property
-    def _again(self) -> Cut:
-        return self._cut(self._computed, self._joint.inputs)
+    def again(self) -> Call:
+        """What a backward needs alone, where nobody reads the outputs of a forward done again."""
+        return self._cut([*self.saved_b, *self.saved_bw], self.joint.inputs)
 
     @cached_property
-    def _backward(self) -> Cut:
-        return self._cut([*self._d_inputs, *self._w_computed], self._given)
+    def backward(self) -> Call:
+        return self._cut([*self._d_inputs, *self.saved_w], self._given)
 
     @cached_property
-    def _weight(self) -> Cut:
-        return self._cut(self._w_forms.nodes, [*self._parameters, *self._w_saved])
+    def weight(self) -> WeightCall:
+        return self._weight_cut([], [*self.parameters, *self.w_saved])
 
     @cached_property
-    def _fused(self) -> Cut:
-        return self._cut([*self._d_inputs, *self._forms.nodes], self._given)
-
-    @cached_property
-    def _w_forms(self) -> Forms:
-        return Forms(self._d_params, {*self._parameters, *self._w_saved}, self._products)
-
-    @cached_property
-    def _forms(self) -> Forms:
-        return Forms(self._d_params, set(self._given), self._products)
-
-    def _cut(self, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node]) -> Cut:
-        with torch.no_grad():
-            return _cut(self._joint.graph, outputs, sources, self._compiler)
+    def backward_weight(self) -> WeightCall:
+        return self._weight_cut(self._d_inputs, self._given)
 
     @property
-    def differentiable(self) -> tuple[bool, ...]:
-        """Per output, whether a gradient for it is taken back."""
-        return self._joint.differentiable
+    def _given(self) -> list[fx.Node]:
+        """To a backward."""
+        return [*self.parameters, *self.saved, *self.joint.tangents]
 
     @property
-    def outputs(self) -> tuple[fx.Node, ...]:
-        return self._joint.outputs
+    def trains(self) -> bool:
+        return any(g is not None for g in self._d_params)
 
     @property
-    def keeps_only_inputs(self) -> bool:
-        return not self._computed
+    def d_parameters(self) -> list[fx.Node | None]:
+        return self._d_params
 
     @property
-    def saved_nodes(self) -> tuple[fx.Node, ...]:
-        return self._saved
+    def d_inputs(self) -> list[fx.Node | None]:
+        return self._d_inputs
+
+    def like(self, source: Source) -> Tensor:
+        """What an argument looks like, without contents."""
+        if self._looks is None:
+            self._looks = {place: node.meta["val"] for node, place in self._sources.items()}
+        return self._looks[source]
 
     def footprint(self) -> Footprint:
         """Gradients of outputs are part of what a backward needs: nobody else counts them."""
-        graph, d_outputs = self._joint.graph, total_bytes(self._joint.tangents)
+        graph, d_outputs = self.joint.graph, total_bytes(self.joint.tangents)
+        own = [*self.saved_b, *self.saved_bw]
+        weight = Forms(self._d_params, {*self.parameters, *self.w_saved}, self._products)
+        fused = Forms(self._d_params, set(self._given), self._products)
 
         def peak(outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node], kept: Sequence[fx.Node] = ()) -> int:
             return peak_bytes(graph, outputs, sources) - total_bytes(kept, besides=sources)
 
         return Footprint(
-            forward=peak([*self._joint.outputs, *self._computed], self._joint.inputs, self._computed),
-            backward=d_outputs + peak([*self._d_inputs, *self._w_computed], self._given),
-            weight=peak(self._w_forms.nodes, [*self._parameters, *self._w_saved]),
-            together=d_outputs + peak([*self._d_inputs, *self._forms.nodes], self._given),
+            forward=peak([*self.joint.outputs, *own], self.joint.inputs, own),
+            backward=d_outputs + peak([*self._d_inputs, *self.saved_w], self._given),
+            weight=peak(weight.nodes, [*self.parameters, *self.w_saved]),
+            together=d_outputs + peak([*self._d_inputs, *fused.nodes], self._given),
         )
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Saved]:
-        values = dict(zip(self._joint.inputs, tensors, strict=True))
-        results = self._forward(values)
-        values.update(zip(self._computed, results[self._num_outputs :], strict=True))
-        return list(results[: self._num_outputs]), tuple(values[node] for node in self._saved)
+    def _cut(self, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node]) -> Call:
+        with torch.no_grad():
+            function, nodes = _cut(self.joint.graph, outputs, sources, self._compiler)
+        return Call(function, tuple(self._sources[node] for node in nodes), _looks(outputs))
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs alone, where no backward comes or the forward is done again before it."""
-        return list(self._run(dict(zip(self._joint.inputs, tensors, strict=True))))
-
-    def again(self, tensors: Sequence[Tensor], outputs: bool) -> tuple[list[Tensor] | None, Saved]:
-        """A forward done again for its backward; without `outputs`, nothing is computed that only they need."""
-        if outputs:
-            return self.forward(tensors)
-        values = dict(zip(self._joint.inputs, tensors, strict=True))
-        values.update(zip(self._computed, self._again(values), strict=True))
-        return None, tuple(values[node] for node in self._saved)
-
-    def backward(
-        self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]
-    ) -> tuple[list[Tensor | None], Saved]:
-        values = self._values(parameters, saved, d_outputs)
-        results = self._backward(values)
-        values.update(zip(self._w_computed, results[self._num_d_inputs :], strict=True))
-        return list(results[: self._num_d_inputs]), tuple(values[node] for node in self._w_saved)
-
-    def weight(self, parameters: Sequence[Tensor], w_saved: Saved) -> list[Gradient]:
-        values = dict(zip(self._parameters, parameters, strict=True))
-        values.update(zip(self._w_saved, w_saved, strict=True))
-        values.update(zip(self._w_forms.nodes, self._weight(values), strict=True))
-        return self._w_forms.of(values)
-
-    def backward_weight(
-        self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]
-    ) -> tuple[list[Tensor | None], list[Gradient]]:
-        values = self._values(parameters, saved, d_outputs)
-        results = self._fused(values)
-        values.update(zip(self._forms.nodes, results[self._num_d_inputs :], strict=True))
-        return list(results[: self._num_d_inputs]), self._forms.of(values)
-
-    def _values(self, parameters: Sequence[Tensor], saved: Saved, d_outputs: Sequence[Tensor]) -> dict[fx.Node, Tensor]:
-        values = dict(zip(self._parameters, parameters, strict=True))
-        values.update(zip(self._saved, saved, strict=True))
-        values.update(zip(self._joint.tangents, d_outputs, strict=True))
-        return values
+    def _weight_cut(self, others: Sequence[fx.Node | None], sources: Sequence[fx.Node]) -> WeightCall:
+        forms = Forms(self._d_params, set(sources), self._products)
+        with torch.no_grad():
+            function, nodes = _cut(self.joint.graph, [*others, *forms.nodes], sources, self._compiler)
+        further = [node for node in forms.given if node not in nodes]
+        arguments = (*nodes, *further)
+        where = tuple(self._sources[node] for node in arguments)
+        looks = _looks([*others, *forms.nodes])
+        return WeightCall(function, where, looks, forms, arguments, len(nodes), len(others))
 
 
 class _Partition:
-    """Which nodes are saved for the backward and, of those and what B computes, which W needs."""
+    """Which nodes are saved for the backward and, of those and what B computes, which W needs. Never a view: what it is
+    a view of is saved, or known already, and looking at it again costs nothing."""
 
     def __init__(
         self,
@@ -196,16 +198,35 @@ class _Partition:
         d_params: Sequence[fx.Node | None],
     ) -> None:
         order = {node: i for i, node in enumerate(joint.graph.nodes)}
-        stop = (chosen - free - parameters) | set(joint.tangents)
+        stop = {_base(node) for node in chosen - free - parameters} - free - parameters | set(joint.tangents)
         everything = [g for g in (*d_inputs, *d_params) if g is not None]
         reached = closure(everything, stop)
         leaves = (reached & stop) | (reached & set(joint.inputs))
         self.saved = tuple(sorted(leaves - parameters - set(joint.tangents), key=order.__getitem__))
         in_b = closure([g for g in d_inputs if g is not None], set(self.saved) | set(joint.tangents))
-        computed = {part for node in in_b for part in _tensors_of(node)}
+        computed = {part for node in in_b for part in _tensors_of(node) if _base(part) is part}
         available = (computed | set(self.saved) | set(joint.tangents)) - free - parameters
         in_w = closure([g for g in d_params if g is not None], available)
         self.w_saved = tuple(sorted(in_w & available, key=order.__getitem__))
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a node is a view of, at the end; itself if it has memory of its own."""
+    while node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
+        seen = [s for s in node.all_input_nodes if isinstance(s.meta.get("val"), Tensor) and _same_memory(s, node)]
+        if not seen:
+            return node
+        node = seen[0]
+    return node
+
+
+def _same_memory(one: fx.Node, other: fx.Node) -> bool:
+    return storage(one) == storage(other)
+
+
+def storage(node: fx.Node) -> int:
+    """What tells the memory of one node's value from another's."""
+    return node.meta["val"].untyped_storage()._cdata
 
 
 def _tensors_of(node: fx.Node) -> list[fx.Node]:
@@ -215,11 +236,17 @@ def _tensors_of(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if user.target is operator.getitem]
 
 
-def _cut(graph: fx.Graph, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node], compiler: Compiler) -> Cut:
+def _looks(nodes: Iterable[fx.Node | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if node is None else node.meta["val"] for node in nodes)
+
+
+def _cut(
+    graph: fx.Graph, outputs: Iterable[fx.Node | None], sources: Sequence[fx.Node], compiler: Compiler
+) -> tuple[Callable[..., Any], tuple[fx.Node, ...]]:
     """The part of `graph` that computes `outputs` from `sources`, as a function of those sources it really uses."""
-    wanted = [node for node in outputs if node is not None]
-    needed = closure(wanted, set(sources))
-    arguments = tuple(node for node in sources if node in needed)
+    outputs = list(outputs)
+    needed = closure([node for node in outputs if node is not None], set(sources))
+    arguments = tuple(node for node in dict.fromkeys(sources) if node in needed)
     part, copies = fx.Graph(), {}
     for node in arguments:
         copies[node] = part.placeholder(node.name)
@@ -229,7 +256,7 @@ def _cut(graph: fx.Graph, outputs: Sequence[fx.Node | None], sources: Sequence[f
             assert node.op != "placeholder", f"{node} is needed but not given"
             copies[node] = part.node_copy(node, lambda n: copies[n])
     part.output(tuple(None if node is None else copies[node] for node in outputs))
-    return Cut(compiler(part), arguments)
+    return compiler(part), arguments
 
 
 def build(
@@ -238,16 +265,10 @@ def build(
     is_parameter: Sequence[bool],
     wants_gradient: Sequence[bool],
     *,
-    recompute: bool,
     compiler: Compiler,
     products: bool = False,
 ) -> Segment:
     """Traces a template for these arguments. Flags are per tensor argument. products: see `Segment`."""
     joint = trace(graph, arguments, wants_gradient, is_parameter, compiler.decompositions)
-    if recompute:
-        saved: set[fx.Node] = set()
-    elif compiler.fuses:
-        saved = policies.min_cut(joint)
-    else:
-        saved = policies.used_by_backward(joint)
+    saved = policies.min_cut(joint) if compiler.fuses else policies.used_by_backward(joint)
     return Segment(joint, is_parameter, saved, compiler, products)

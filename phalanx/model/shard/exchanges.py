@@ -13,6 +13,9 @@ from phalanx.program.shape import Partition
 
 FORWARD = {"sum": "all_reduce", "scatter": "reduce_scatter", "gather": "all_gather", "join": "all_gather",
            "stack": "all_gather"}  # fmt: skip
+# What a rank does alone: takes its own part, or multiplies.
+LOCAL_FORWARD = {"part": "shard"}
+LOCAL_BACKWARD = {"join": "shard", "stack": "shard", "scale": "scale"}
 BACKWARD = {"spread": "all_reduce", "scatter": "all_gather", "gather": "reduce_scatter", "part": "all_gather"}
 
 

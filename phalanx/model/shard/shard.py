@@ -19,7 +19,7 @@ from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks, Port, Template
 from phalanx.model.graph.sharded import Exchange, LocalParameter, Part, Sharded
-from phalanx.model.shard.exchanges import BACKWARD, FORWARD
+from phalanx.model.shard.exchanges import BACKWARD, FORWARD, LOCAL_BACKWARD, LOCAL_FORWARD
 from phalanx.model.shard.localise import Item, Localiser, Moved, Segment, Wire
 from phalanx.model.shard.outlines import Dims, Outlines
 from phalanx.model.shard.placement import TOKENS, WHOLE
@@ -253,7 +253,8 @@ class _Assembly:
         self.steps.append(
             Step(
                 "exchange", (source,), (target,), move.degree, moved.source.node.meta["unit"],
-                forward=FORWARD.get(move.kind, ""), backward=BACKWARD.get(move.kind, "") if differentiable else "",
+                forward=(FORWARD | LOCAL_FORWARD).get(move.kind, ""),
+                backward=(BACKWARD | LOCAL_BACKWARD).get(move.kind, "") if differentiable else "",
                 cells=move.cells, elements=self._elements(moved),
             )
         )  # fmt: skip

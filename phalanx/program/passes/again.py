@@ -12,9 +12,7 @@ Piece = tuple[Op, int]  # what is done with which step of a block
 
 def done_again(block: BlockSteps, portion: Sequence[int]) -> list[Piece]:
     """Before the backward of a portion: its forward, in forward order, where the plan computes anything again."""
-    if not block.again:
-        return []
-    return [(Op.A, i) if i in block.segments else (Op.CA, i) for i in portion if i in block.segments + block.sent_again]
+    return [(block.again_as(i), i) for i in portion if i in block.done_again] if block.again else []
 
 
 def gathered_again(block: BlockSteps, segment: int) -> list[Piece]:

@@ -26,3 +26,15 @@ def to_blocks(program: Program, blocks_of: Callable[[int], range]) -> Program:
 def at_their_grain(program: Program, shape: ModelShape) -> Program:
     """Without the blocks of later slices that have run with slice 0, where micro-batches are cut."""
     return tuple(it for it in program if not it.slice or it.block is None or it.block >= shape.num_whole_blocks)
+
+
+def add_inputs(program: Program) -> Program:
+    """Each micro-batch's inputs, or those of its half, before the first computation on them."""
+    lowered: list[Instruction] = []
+    seen: set[tuple[int | None, int | None]] = set()
+    for it in program:
+        if (it.micro_batch, it.half) not in seen:
+            seen.add((it.micro_batch, it.half))
+            lowered.append(Instruction(Op.INPUT, micro_batch=it.micro_batch, half=it.half))
+        lowered.append(it)
+    return tuple(lowered)

@@ -22,9 +22,7 @@ Runs = list[Run]
 
 
 def to_steps(program: Program, shape: ModelShape, plan: Plan) -> Program:
-    """Replaces each computation of a block by those of its steps. Nothing changes where blocks have no steps."""
-    if plan.tp == 1:
-        return program
+    """Replaces each computation of a block by those of its steps."""
     halves = range(plan.halves) if plan.halves > 1 else (None,)
     blocks = [BlockSteps.of(plan, shape, block) for block in range(shape.num_blocks)]
     lowered: list[Instruction] = []
@@ -61,22 +59,21 @@ def _steps_of(whole: Instruction, blocks: Sequence[BlockSteps]) -> Iterator[Inst
 
 def _pieces(op: Op, block: BlockSteps) -> list[Piece]:
     if op is Op.F:
-        wanted = block.segments + block.sent_forward
-        return [(Op.F if i in block.segments else Op.CF, i) for i in sorted(wanted)]
+        return [(block.forward(i), i) for i in sorted(block.segments + block.moved_forward)]
     if op is Op.W:
         return [(Op.W, i) for i in reversed(block.segments)]
     return list(_backward(op, block))
 
 
 def _backward(op: Op, block: BlockSteps) -> Iterator[Piece]:
-    sent = [(i, block.first_reader(i)) for i in reversed(block.sent_backward)]
+    moved = [(i, block.first_reader(i)) for i in reversed(block.moved_backward)]
     # Complete when the block's backward begins, so these travel behind what is computed again.
-    yield from ((Op.CB, i) for i, reader in sent if reader is None)
+    yield from ((block.backward(i), i) for i, reader in moved if reader is None)
     for portion in reversed(block.portions):
         yield from done_again(block, portion)
         for segment in (i for i in reversed(portion) if i in block.segments):
             yield from gathered_again(block, segment)
-            complete = [(Op.CB, i) for i, reader in sent if reader == segment]
+            complete = [(block.backward(i), i) for i, reader in moved if reader == segment]
             if op is Op.BW and not complete:
                 yield Op.BW, segment
                 continue

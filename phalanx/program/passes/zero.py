@@ -1,4 +1,4 @@
-"""ZeRO 3: a bucket's parameters are gathered before they are used and freed afterwards.
+"""ZeRO 3: a bucket's parameters are gathered before they are used, and live until their last use.
 
 What the next block needs is gathered before the current one starts, so that the transfer hides behind it. A block's use
 lasts over all its steps and halves, and where halves are interleaved it may begin before that of the one before ends.
@@ -31,7 +31,7 @@ class Use:
 def gather_per_micro_batch(program: Program, shape: ModelShape, split: bool) -> Program:
     """Parameters of the current and the next use's blocks are there, no others."""
     uses = _uses(program, shape, split)
-    needed = [set(use.buckets) for use in uses] + [set[int]()]
+    needed = [set(use.buckets) for use in uses]
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
     for k, use in enumerate(uses):
@@ -40,30 +40,23 @@ def gather_per_micro_batch(program: Program, shape: ModelShape, split: bool) -> 
         if k + 1 < len(uses):
             new = (bucket for bucket in uses[k + 1].buckets if bucket not in needed[k])
             gathers = _for_each(Op.GATHER, program[uses[k + 1].begin], new)
-            # Not before the block before has been freed, or three would be there at once.
+            # Not before the block before is done with, or three would be there at once.
             overlapped = k > 0 and uses[k - 1].end > use.begin
             (after[uses[k - 1].end] if overlapped else before[use.begin]).extend(gathers)
-        unused = (bucket for bucket in use.buckets if bucket not in needed[k + 1])
-        after[use.end] += _for_each(Op.FREE, program[use.end], unused)
     return insert(program, before, after)
 
 
 def gather_per_step(program: Program, shape: ModelShape, split: bool) -> Program:
-    """Each bucket is gathered once, one use ahead of its first, and freed after its last."""
+    """Each bucket is gathered once, one use ahead of its first."""
     uses = _uses(program, shape, split)
     first: dict[int, int] = {}
-    last: dict[int, int] = {}
     for k, use in enumerate(uses):
         for bucket in use.buckets:
             first.setdefault(bucket, k)
-            last[bucket] = k
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
-    after: defaultdict[int, list[Instruction]] = defaultdict(list)
     for bucket, k in first.items():
         before[uses[max(0, k - 1)].begin] += _for_each(Op.GATHER, program[uses[k].begin], [bucket])
-    for bucket, k in last.items():
-        after[uses[k].end] += _for_each(Op.FREE, program[uses[k].end], [bucket])
-    return insert(program, before, after)
+    return insert(program, before, {})
 
 
 def _uses(program: Program, shape: ModelShape, split: bool) -> list[Use]:

@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from phalanx.engine.redistribute import Arriving, Mover
 from phalanx.model.graph.sharded import Exchange
 from phalanx.model.shard.exchanges import BACKWARD, FORWARD, Move
 from phalanx.program.shape import Partition
-from phalanx.runtime.exchanges import Arriving, Mover
 
 
 @dataclass

@@ -8,70 +8,65 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.runtime.links import Group, Pending
+from phalanx.engine.inputs import Inputs
+from phalanx.engine.redistribute import Arriving
+from phalanx.runtime.links import Group
 from phalanx.runtime.loss_scale import LossScale
-from phalanx.runtime.micro_batch import MicroBatch, Place
 from phalanx.runtime.optimizer import Optimizer
+
+Place = tuple[int, int]  # micro-batch, half
 
 
 @dataclass
 class StepRun:
-    """One step on its way through a program."""
+    """One run of a program: its micro-batches, the values while it runs, and what it found."""
 
-    batches: list[MicroBatch]
+    inputs: dict[Place, Inputs]  # those that no instruction has taken yet
     lr: float
-    items: Tensor | None = None  # of the global batch
-    counting: Pending | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of this rank's pieces, once NORM has run
+    items: Tensor | None = None  # of the global batch
     norm: Tensor | None = None
     loss: Tensor | None = None  # per item
+    losses: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch, summed over its parts that ran here
     updated: Tensor | None = None
     stop: Callable[[], bool] = lambda: False  # whether this rank is asked to stop; all do if one is
     counts: tuple[float, ...] = ()  # about this rank's part of the batch
     counted: tuple[Tensor, ...] = ()  # how many ranks are asked to stop; and counts over all parts
-    places: Mapping[Place, int] = field(default_factory=dict)  # number of each part; empty where they are micro-batches
-
-    def batch(self, place: Place) -> MicroBatch:
-        return self.batches[self.places[place] if self.places else place[0]]
-
-    def slices(self, place: Place) -> list[MicroBatch]:
-        """All slices of a place's micro-batch, in order."""
-        micro_batch, _, half = place
-        found = (self.batches[number] for (m, _, h), number in self.places.items() if (m, h) == (micro_batch, half))
-        return list(found) or [self.batch(place)]
+    linked: Any = None  # the program as calls
+    values: list[Any] = field(default_factory=list[Any])  # per value of the table
+    position: int = 0
 
 
 class Totals:
-    """owned: the pieces that this rank, of all that hold them, answers for. count: the value that counts items.
-    counts: whether what this rank counts about its part of the batch is added up, once per part. speaks: whether its
-    loss is, which all ranks of a tensor-parallel group know."""
+    """owned: the pieces that this rank, of all that hold them, answers for. counts: whether what this rank counts about
+    its part of the batch is added up, once per part. speaks: whether its loss is, which all ranks of a tensor-parallel
+    group know."""
 
     def __init__(
-        self, optimizer: Optimizer, count: str, replicas: Group, world: Group, owned: Collection[str],
+        self, optimizer: Optimizer, replicas: Group, world: Group, owned: Collection[str],
         *, counts: bool = True, speaks: bool = True, loss_scale: LossScale | None = None,
     ) -> None:  # fmt: skip
-        self._optimizer, self._count, self._owned, self._counts = optimizer, count, set(owned), counts
+        self._optimizer, self._owned, self._counts = optimizer, set(owned), counts
         self._replicas, self._world, self._speaks, self._loss_scale = replicas, world, speaks, loss_scale
 
-    def count(self, step: StepRun) -> None:
-        step.items = total_items(step.batches, self._count)
-        step.counting = self._replicas.all_reduce(step.items)
+    def count(self, step: StepRun) -> Arriving:
+        items = total_items(step.inputs.values())
+        return Arriving(self._replicas.all_reduce(items), lambda: items)
 
-    def scale(self, step: StepRun) -> Tensor:
+    def scale(self, items: Tensor) -> Tensor:
         """The gradient of each summed loss."""
-        items = self._items(step)
         return items.reciprocal() if self._loss_scale is None else self._loss_scale.value / items
 
-    def norm(self, step: StepRun, gradients: dict[str, Tensor]) -> None:
-        items = self._items(step)
-        step.gradients = gradients
+    def norm(self, step: StepRun, items: Tensor, losses: Sequence[Tensor], gradients: dict[str, Tensor]) -> Tensor:
+        step.items, step.gradients = items, gradients
         owned = {name: gradient for name, gradient in gradients.items() if name in self._owned}
         square = self._optimizer.squared_norm(owned, items)
-        loss = total_loss(step.batches if self._speaks else (), items)
+        loss = total_loss(losses if self._speaks else (), items)
         counts = [float(step.stop()), *(count if self._counts else 0.0 for count in step.counts)]
         # Filled there, not copied there: a copy from ordinary memory would wait for the whole backward.
         sums = torch.stack([square, loss, *(torch.full_like(loss, count) for count in counts)])
@@ -79,6 +74,7 @@ class Totals:
         step.norm, step.loss, step.counted = sums[0].sqrt(), sums[1] / items, sums[2:].unbind()
         if self._loss_scale is not None:
             step.norm = step.norm / self._loss_scale.value
+        return step.norm
 
     def step(self, step: StepRun) -> None:
         assert step.norm is not None and step.loss is not None, "NORM comes before STEP"
@@ -89,21 +85,12 @@ class Totals:
             self._loss_scale.update(finite)
         step.gradients, step.updated = {}, finite
 
-    def _items(self, step: StepRun) -> Tensor:
-        if step.items is None:
-            step.items = total_items(step.batches, self._count)
-        if step.counting is not None:
-            step.counting.wait("the number of items")
-            step.counting = None
-        return step.items
 
-
-def total_items(batches: Sequence[MicroBatch], count: str) -> Tensor:
+def total_items(parts: Collection[Inputs] | Mapping[Place, Inputs]) -> Tensor:
     """How many items the losses of these micro-batches are sums over."""
-    return torch.stack([batch.values[count].double() for batch in batches]).sum()
+    return torch.stack([part.count() for part in (parts.values() if isinstance(parts, Mapping) else parts)]).sum()
 
 
-def total_loss(batches: Sequence[MicroBatch], like: Tensor) -> Tensor:
+def total_loss(losses: Sequence[Tensor], like: Tensor) -> Tensor:
     """The summed loss; zero on ranks that do not hold the last stage."""
-    losses = [batch.loss.double() for batch in batches if batch.loss is not None]
-    return torch.stack(losses).sum() if losses else torch.zeros_like(like)
+    return torch.stack([loss.double() for loss in losses]).sum() if losses else torch.zeros_like(like)

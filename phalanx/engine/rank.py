@@ -14,39 +14,34 @@ from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.data import Batches
+from phalanx.engine.compose import compose
+from phalanx.engine.compute import Compute
+from phalanx.engine.engine import Engine, Watch
+from phalanx.engine.evaluation import Evaluator
+from phalanx.engine.gradients import BucketGradients
+from phalanx.engine.inputs import Feeder, split
+from phalanx.engine.link import Parts
+from phalanx.engine.redistribute import Mover
+from phalanx.engine.step import Step
+from phalanx.engine.totals import Totals
+from phalanx.engine.trace import Tracer
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
-from phalanx.model.shard.shard import shard
-from phalanx.model.slice.slicing import Sliced, slice_model
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
-from phalanx.program.check import check
-from phalanx.program.lower import lower
+from phalanx.program.compile import compile_plan
+from phalanx.program.shape import Partition
 from phalanx.runtime import holdings
-from phalanx.runtime.accumulate import BucketGradients, Gradients
-from phalanx.runtime.anatomy import Anatomy
 from phalanx.runtime.buckets import BufferPool, Read
-from phalanx.runtime.compute import Compute
-from phalanx.runtime.engine import Engine, Watch
-from phalanx.runtime.evaluation import Evaluator
-from phalanx.runtime.exchanges import Exchanges
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.formation import Connections, Formation
 from phalanx.runtime.links import Links
 from phalanx.runtime.loss_scale import LossScale
-from phalanx.runtime.messages import Messages
-from phalanx.runtime.model_shape import bucket_names
 from phalanx.runtime.optimizer import Optimizer
 from phalanx.runtime.optimizer_choice import make_optimizer
 from phalanx.runtime.parameters import load_parameters
-from phalanx.runtime.step import Feeder, Step, split
-from phalanx.runtime.totals import Totals
-from phalanx.runtime.warm_up import WarmUp
-from phalanx.runtime.wires import Wires
 from phalanx.state.layout import Holding
-
-IN_FLIGHT = 2  # reductions under way at once where whole gradients are not to be kept (ZeRO 2 and 3)
 
 
 class Rank:
@@ -70,18 +65,17 @@ class Rank:
         links: Links | None = None,
     ) -> None:
         self.device, self.dtype = torch.device(seat.device), getattr(torch, config.dtype)
-        self._sliced = slice_model(captured, self.dtype) if plan.slices else None
-        captured = self._sliced.captured if self._sliced is not None else captured
-        self.captured = captured
+        self._composed = compose(captured, plan, Mesh.of(plan).coordinates(seat.rank)[2], self.dtype, trainable)
+        self.captured = captured = self._composed.captured
         self.seat, self.plan = seat, plan
         self._seed, self._buffers = config.seed, buffers
         self.compiler = Compiler(resolve_mode(config.compile, self.device))
-        self.formation = _formation(captured, plan, seat.rank, trainable, self.dtype, self._sliced)
-        self._anatomy = Anatomy.of(captured.blocks, self.formation.sharded)
+        unused = tuple(name for name in captured.shapes if name not in set(captured.blocks.parameters()))
+        self.formation = Formation(plan, self._composed.buckets, unused, seat.rank, self._composed.sharded)
+        self._graph = self._composed.graph
         if seat.world > 1:
             seat.slot.sits_at(self.formation.place)
-        programs = lower(plan, self.formation.shape)
-        self.peaks = check(plan, self.formation.shape, programs)[seat.rank]
+        self.compiled = compile_plan(plan, self.formation.shape)
         self.links, self._owns_links = links or Links(seat, timeout=config.timeout), links is None
         self.connections = Connections(self.formation, self.links)
         self.parameters = load_parameters(
@@ -93,13 +87,9 @@ class Rank:
         self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class), weights, config.clip)
         self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
         engine, feeder = self._engine(trainable, watches, trains=True)
-        self.step = Step(feeder, engine, programs[seat.rank], plan)
+        self.step = Step(feeder, engine, self.compiled.program(seat.rank), plan)
         size = split(split(config.batch_size, plan.dp)[0], plan.mb)[0]
         self._evaluator = Evaluator(*self._engine((), watches, trains=False), self.formation, self.connections, size)
-
-    @property
-    def _whole_wires(self) -> frozenset[str]:
-        return self._sliced.whole_wires if self._sliced is not None else frozenset()
 
     @property
     def keeps_masters(self) -> bool:
@@ -139,69 +129,54 @@ class Rank:
         """For training and for evaluation."""
         return self.step.engine, self._evaluator.engine
 
-    def warm_up(self, compute: Compute) -> WarmUp:
-        """What runs every segment of this rank once, with `compute`."""
-        shapes = {name: local.local_shape for name, local in self.formation.locals(self.captured.shapes).items()}
-        wires = Wires(self._anatomy, self.step.engine.compute, shapes, self.dtype)
-        return WarmUp(self._anatomy, compute, wires, shapes, self.dtype)
-
     def close(self) -> None:
         self.step.engine.settle()
         if self._owns_links:
             self.links.close()
 
     def _engine(self, trainable: Sequence[str], watches: Iterable[Watch], trains: bool) -> tuple[Engine, Feeder]:
-        formation, connections = self.formation, self.connections
-        anatomy = self._anatomy
+        formation, graph, plan = self.formation, self._graph, self.plan
         compute = Compute(
-            anatomy.segments, self.parameters.values, self._buffers, trainable=trainable, device=self.device,
-            compiler=self.compiler, recompute=trains and self.plan.recompute, dropout=trains, degrees=anatomy.degrees,
-            products=self.plan.adds_gradients,
+            graph.segments, self._buffers, trainable=trainable, device=self.device, compiler=self.compiler,
+            dropout=trains, products=plan.adds_gradients,
         )  # fmt: skip
-        shapes = {name: local.local_shape for name, local in formation.locals(self.captured.shapes).items()}
-        wires = Wires(anatomy, compute, shapes, self.dtype)
-        messages, warm_up = None, None
-        if self.plan.pp > 1:
-            messages = Messages(
-                wires, formation.first_blocks, self.seat.rank, connections.channel, self.device, self._whole_wires
-            )
-        if self.device.type == "cuda" and self.plan.pp * self.plan.tp > 1:
-            warm_up = WarmUp(anatomy, compute, wires, shapes, self.dtype)
-        exchanges = Exchanges(anatomy.parts, connections.exchange_group) if self.plan.tp > 1 else None
-        engine = Engine(
-            self.plan, formation.shape, anatomy, compute, self.parameters, exchanges=exchanges, messages=messages,
-            watches=watches, warm_up=warm_up, gradients=self._gradients() if trains else None,
-            totals=self._totals() if trains else None, whole=self._whole_wires,
+        shapes = self._composed.local_shapes()
+        own = [block for stage in formation.stages for block in plan.stage_blocks(stage)]
+        names = enumerate(formation.buckets.names)
+        parts = Parts(
+            plan, formation.shape, self.seat.rank, formation.pp_index, graph, compute,
+            Tracer(graph, formation.shape, compute, shapes, self.dtype, own), self.parameters, self._movers(),
+            self.connections.channel, self._gradients() if trains else {}, self._totals() if trains else None,
+            {name: bucket for bucket, own_names in names for name in own_names},
         )  # fmt: skip
+        engine = Engine(parts, watches=watches, warms_up=self.device.type == "cuda" and plan.pp * plan.tp > 1)
         return engine, Feeder(
-            self.captured, compute, seed=self._seed, dtype=self.dtype, parts=formation.portions(), sliced=self._sliced
+            self.captured,
+            compute,
+            seed=self._seed,
+            dtype=self.dtype,
+            degrees=formation.portions(),
+            sliced=self._composed.sliced,
         )
 
-    def _gradients(self) -> Gradients:
+    def _movers(self) -> dict[Partition, Mover]:
+        parts = (part for block in self._graph.parts for part in block)
+        cells = {part.exchange.cells for part in parts if part.exchange is not None}
+        return {own: Mover(self.connections.exchange_group(own)) for own in cells}
+
+    def _gradients(self) -> dict[int, BucketGradients]:
         pool = BufferPool()
         found: dict[int, BucketGradients] = {}
-        home: dict[str, int] = {}
         for index in self.parameters.held():
             shelf = self.parameters.bucket(index).trained
-            if shelf is None or index == self.formation.shape.num_buckets or self.connections.is_alone(index):
-                continue
-            found[index] = BucketGradients(shelf, self.connections.reduction(index, self.plan.zero > 0), pool)
-            home |= dict.fromkeys((place.name for place in shelf.layout.places), index)
-        return Gradients(found, home, IN_FLIGHT if self.plan.zero >= 2 else None)
+            if shelf is not None and index != self.formation.shape.num_buckets and not self.connections.is_alone(index):
+                found[index] = BucketGradients(shelf, self.connections.reduction(index, self.plan.zero > 0), pool)
+        return found
 
     def _totals(self) -> Totals:
         speaks = self.formation.speaks
         owned = {name for name, weight in self.parameters.trained.items() if self.formation.owns(weight)}
         return Totals(
-            self.optimizer, self.captured.blocks.count, self.connections.replicas, self.connections.world, owned,
+            self.optimizer, self.connections.replicas, self.connections.world, owned,
             counts=self.formation.is_first and speaks, speaks=speaks, loss_scale=self.loss_scale,
         )  # fmt: skip
-
-
-def _formation(
-    captured: Captured, plan: Plan, rank: int, trainable: Sequence[str], dtype: torch.dtype, sliced: Sliced | None
-) -> Formation:
-    blocks = captured.blocks
-    sharded = shard(captured, plan, Mesh.of(plan).coordinates(rank)[2], dtype) if plan.tp > 1 else None
-    unused = tuple(name for name in captured.shapes if name not in set(blocks.parameters()))
-    return Formation(plan, bucket_names(blocks, trainable, sharded, sliced), unused, rank, sharded)

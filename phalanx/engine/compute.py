@@ -1,0 +1,136 @@
+"""The functions of a rank's model: of every segment for every set of shapes, and of the prologue.
+
+It keeps what was traced and compiled, which survives a change of everything else. It runs nothing by itself and knows
+no program: `trace.py` asks it for segments, `link.py` makes calls of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from phalanx.model.graph import graphs
+from phalanx.model.graph.blocks import Block, Blocks, Port
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.graph.normalise import retarget, without_dropout
+from phalanx.model.ops import random
+from phalanx.model.segment import segments
+from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.joint import Outline, outline
+from phalanx.model.segment.segments import Segment
+
+
+class Compute:
+    """blocks: every segment is one of them. Parameters in `trainable` get gradients. products: gradients of parameters
+    will be added up, so that those which are products are better not multiplied by a segment."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        buffers: Mapping[str, Tensor],
+        *,
+        trainable: Collection[str],
+        device: torch.device,
+        compiler: Compiler,
+        dropout: bool = True,
+        products: bool = False,
+    ) -> None:
+        self.blocks, self.device, self.buffers = blocks, device, buffers
+        self._trainable, self._compiler, self._products = set(trainable), compiler, products
+        self.constants = {name: value.to(device) for name, value in blocks.constants.items()}
+        self._prologue = fx.GraphModule({}, _graph(blocks.prologue, device, dropout)).forward
+        self._count = fx.GraphModule({}, _only(_graph(blocks.prologue, device, dropout), self._count_place)).forward
+        self._templates = {key: _graph(t.text, device, dropout) for key, t in blocks.templates.items()}
+        self._segments: dict[tuple[object, ...], Segment] = {}
+        self._outlines: dict[tuple[object, ...], tuple[Outline, ...]] = {}
+        names = [name for block in blocks.blocks for name in block.names("dropout")] if dropout else []
+        self._site_names = list(dict.fromkeys(names))
+        self._sites = torch.tensor([random.site_hash(n) for n in self._site_names], dtype=torch.int64, device=device)
+
+    @property
+    def _count_place(self) -> int:
+        return self.blocks.values.index(self.blocks.count)
+
+    def prologue(self, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, Tensor]:
+        """Everything that follows from the inputs alone."""
+        with torch.no_grad():
+            return dict(zip(self.blocks.values, self._prologue(*self._arguments(inputs, dims)), strict=True))
+
+    def count(self, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> Tensor:
+        """The number of items that the loss of these inputs is a sum over, in float64."""
+        with torch.no_grad():
+            return self._count(*self._arguments(inputs, dims))[0].double()
+
+    def dropout_keys(self, keys: Tensor) -> dict[str, Tensor]:
+        """keys: of the samples."""
+        if not self._site_names:
+            return {}
+        with torch.no_grad():
+            rows = random.site_keys(keys, self._sites)
+        return dict(zip(self._site_names, rows.unbind(0), strict=True))
+
+    def segment(self, block: Block, arguments: Sequence[Tensor | int], wants: tuple[bool, ...]) -> Segment:
+        """The functions for these shapes, of tensors with or without contents. Blocks whose templates and shapes agree
+        share them. wants: per tensor argument, whether its gradient is wanted."""
+        key = (block.template, wants, _shapes(arguments))
+        if key not in self._segments:
+            is_parameter = [port.kind == "parameter" for port in tensor_ports(block)]
+            self._segments[key] = segments.build(
+                self._templates[block.template], arguments, is_parameter, wants, compiler=self._compiler,
+                products=self._products,
+            )  # fmt: skip
+        return self._segments[key]
+
+    def outlines(
+        self, block: Block, arguments: Sequence[Tensor | int], wants: tuple[bool, ...]
+    ) -> tuple[Outline, ...]:  # fmt: skip
+        """What the outputs of a segment look like, without its functions."""
+        key = (block.template, wants, _shapes(arguments))
+        if key not in self._outlines:
+            self._outlines[key] = outline(self._templates[block.template], arguments, wants)
+        return self._outlines[key]
+
+    def wants_gradient(self, port: Port, differentiable: Collection[str]) -> bool:
+        """differentiable: the activations to which a gradient flows."""
+        return port.name in (self._trainable if port.kind == "parameter" else differentiable) and port.kind in (
+            "parameter",
+            "wire",
+        )
+
+    @property
+    def num_segments(self) -> int:
+        """Distinct ones, traced so far."""
+        return len(self._segments)
+
+    def _arguments(self, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> list[Tensor | int]:
+        held = {"input": inputs, "buffer": self.buffers, "constant": self.constants}
+        return [
+            evaluate(port.name, dims) if port.kind == "size" else held[port.kind][port.name]
+            for port in self.blocks.prologue_ports
+        ]
+
+
+def tensor_ports(block: Block) -> list[Port]:
+    return [port for port in block.ports if port.kind != "size"]
+
+
+def _shapes(arguments: Sequence[Tensor | int]) -> tuple[object, ...]:
+    return tuple((a.shape, a.dtype, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
+
+
+def _graph(text: str, device: torch.device, dropout: bool) -> fx.Graph:
+    graph = graphs.load(text)
+    retarget(graph, device)
+    if not dropout:
+        without_dropout(graph)
+    return graph
+
+
+def _only(graph: fx.Graph, place: int) -> fx.Graph:
+    """The same graph with one of its outputs."""
+    output = graph.output_node()
+    output.args = ((output.args[0][place],),)  # pyright: ignore
+    graph.eliminate_dead_code()
+    return graph

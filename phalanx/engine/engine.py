@@ -1,0 +1,104 @@
+"""Runs a lowered program, and does nothing that it was not told to.
+
+A row of the program's table at a time: wait for what is on its way, run, drop what is freed. What a row means was
+settled when the program was linked (`link.py`); here is only the loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from phalanx.engine.inputs import Inputs
+from phalanx.engine.link import Linked, Parts, StandIn, extras_of, link
+from phalanx.engine.totals import Place, StepRun
+from phalanx.engine.warm_up import warm_up
+from phalanx.program.instructions import Instruction, Op, Program
+
+_MAX_LINKED = 16  # programs times shapes of their micro-batches that are remembered
+
+
+class Watch(Protocol):
+    """Told of every instruction before and after it runs (a board for the supervisor, a timeline); and of a
+    computation, in between, when it has everything that it waited for."""
+
+    def begin(self, instruction: Instruction) -> None: ...
+
+    def ready(self, instruction: Instruction) -> None: ...
+
+    def end(self, instruction: Instruction) -> None: ...
+
+
+class Engine:
+    """One rank's executor. warms_up: everything is run once before ranks depend on each other."""
+
+    def __init__(self, parts: Parts, *, watches: Iterable[Watch] = (), warms_up: bool = False) -> None:
+        self.parts, self.watches, self._warms_up = parts, list(watches), warms_up
+        self.executed: Counter[Op] = Counter()
+        self._linked: dict[tuple[object, ...], Linked] = {}
+        self._extras = extras_of(parts)
+        self._warm: set[object] = set()
+
+    @property
+    def compute(self):
+        return self.parts.compute
+
+    @property
+    def parameters(self):
+        return self.parts.parameters
+
+    def linked(self, program: Program, inputs: Mapping[Place, Inputs]) -> Linked:
+        """The program as calls, for micro-batches of these shapes."""
+        key = (id(program), *((place, part.shape_key) for place, part in inputs.items()))
+        if key not in self._linked:
+            if len(self._linked) >= _MAX_LINKED:
+                self._linked.pop(next(iter(self._linked)))
+            self._linked[key] = link(self.parts, program, inputs)
+        return self._linked[key]
+
+    def stand_in(self, functions: StandIn) -> None:
+        """From now on something else is called than the segments' functions."""
+        self.parts = replace(self.parts, stand_in=functions)
+        self._linked.clear()
+
+    def run(self, program: Program, step: StepRun, until: Op | None = None) -> None:
+        """Runs the instructions in order, to the end or to the first of a kind; a later call goes on from there."""
+        if step.linked is None:
+            step.linked = self.linked(program, step.inputs)
+            step.values = step.linked.fresh(self._extras)
+            if self._warms_up:
+                warm_up(step.linked, self.parts.compute, self._warm)
+            step.linked.calls.clear()  # they hold this step's micro-batches
+        rows = step.linked.rows
+        end = len(rows) if until is None else next(i for i, row in enumerate(rows) if row.instruction.op is until)
+        with torch.no_grad():
+            self._run(step, end)
+
+    def _run(self, step: StepRun, end: int) -> None:
+        values, watches = step.values, self.watches
+        for instruction, computes, waits, run, frees, releases in step.linked.rows[step.position : end]:
+            for watch in watches:
+                watch.begin(instruction)
+            for place, wait in waits:
+                values[place] = wait(values[place])
+            if computes:
+                for watch in watches:
+                    watch.ready(instruction)
+            run(values, step)
+            for place, release in releases:
+                release(values[place])
+            for place in frees:
+                values[place] = None
+            for watch in watches:
+                watch.end(instruction)
+            self.executed[instruction.op] += 1
+        step.position = end
+
+    def settle(self) -> None:
+        """Waits until nothing is on its way, in or out."""
+        self.parts.parameters.settle()
+        self.parts.sends.settle()

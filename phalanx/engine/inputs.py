@@ -1,0 +1,238 @@
+"""What follows from a micro-batch's samples alone: its inputs, what the prologue makes of them, dropout keys, and for
+slices the place where they begin and the past they attend to.
+
+Everything is made when it is first asked for, so that a rank makes only what its own segments read. `Feeder` turns
+batches into micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.compute import Compute
+from phalanx.errors import DataError, PlanError
+from phalanx.model.captured import Captured
+from phalanx.model.ops.past import Past, Slice
+from phalanx.model.ops.random import sample_keys
+from phalanx.model.slice.slicing import TOKENS, WHOLE_TOKENS, Sliced
+from phalanx.runtime.portion import Portion
+from phalanx.tasks.base import Batch
+
+Key = tuple[int, int, str, str]  # slice, tensor degree, kind and name of a port
+
+
+class _View:
+    """What units of one tensor degree see of a micro-batch."""
+
+    def __init__(self, compute: Compute, inputs: Mapping[str, Tensor], keys: Tensor, dims: dict[str, int]) -> None:
+        self._compute, self.inputs, self.keys, self.dims = compute, inputs, keys, dims
+        self._values: dict[str, Tensor] | None = None
+        self._dropout: dict[str, Tensor] | None = None
+        self.pasts: dict[str, Past] = {}
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        if self._values is None:
+            self._values = self._compute.prologue(self.inputs, self.dims)
+        return self._values
+
+    def dropout(self, name: str) -> Tensor:
+        if self._dropout is None:
+            self._dropout = self._compute.dropout_keys(self.keys)
+        return self._dropout.get(name, self.keys)  # in an evaluation the port is there, and nothing reads it
+
+
+class Inputs(dict[Key, Tensor]):
+    """One micro-batch, or half of one. Looked up by slice, degree, and kind and name of a port. edges: where its tokens
+    are cut; degrees: what units of smaller tensor degree see of its samples."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        inputs: Mapping[str, Tensor],
+        keys: Tensor,
+        dims: Callable[[Mapping[str, Tensor]], dict[str, int]],
+        degrees: Mapping[int, Portion],
+        sliced: Sliced | None = None,
+        edges: Sequence[int] = (),
+    ) -> None:
+        self._compute, self._inputs, self._keys, self._dims_of = compute, inputs, keys, dims
+        self._degrees, self._sliced, self._edges = degrees, sliced, edges
+        self._views: dict[int, _View] = {}
+        self._slices: dict[tuple[int, int, str], Slice] = {}
+
+    @property
+    def num_samples(self) -> int:
+        return self._keys.shape[0]
+
+    def count(self) -> Tensor:
+        """How many items its loss is a sum over."""
+        return self._compute.count(self._inputs, self._dims_of(self._inputs))
+
+    def dims(self, slice_: int, degree: int) -> dict[str, int]:
+        dims = self._view(degree).dims
+        if self._sliced is None:
+            return dims
+        start, stop = self._tokens(slice_)
+        return {**dims, TOKENS: stop - start, WHOLE_TOKENS: dims[TOKENS]}
+
+    @property
+    def shape_key(self) -> tuple[object, ...]:
+        """What tells micro-batches apart for which different functions are needed."""
+        return (*self._dims_of(self._inputs).values(), *self._edges)
+
+    def forget_past(self) -> None:
+        """As if none of its slices had been computed."""
+        self._slices.clear()
+        for key in [key for key in self if key[2] == "past"]:
+            del self[key]
+        for view in self._views.values():
+            view.pasts.clear()
+
+    def clear_past(self, degree: int, names: Iterable[str]) -> None:
+        """Keys and values of earlier slices, and their gradients, are not needed any more."""
+        for name in names:
+            self._view(degree).pasts[name].clear()
+
+    def past_bytes(self) -> int:
+        return sum(past.num_bytes for view in self._views.values() for past in view.pasts.values())
+
+    def __missing__(self, key: Key) -> Tensor:
+        slice_, degree, kind, name = key
+        found = self[key] = self._make(self._view(degree), slice_, degree, kind, name)
+        return found
+
+    def _make(self, view: _View, slice_: int, degree: int, kind: str, name: str) -> Tensor:
+        match kind:
+            case "dropout":
+                return view.dropout(name)
+            case "whole_value":
+                return view.values[name]
+            case "whole_input":
+                return view.inputs[name]
+            case "start":
+                return torch.tensor(self._tokens(slice_)[0])
+            case "past":
+                return self._slice(view, slice_, degree, name).handle
+            case "value":
+                return self._cut_value(view, slice_, name)
+            case _:
+                assert kind == "input", f"{kind} {name} does not follow from inputs"
+                return self._cut_input(view, slice_, name)
+
+    def _view(self, degree: int) -> _View:
+        degree = degree if degree in self._degrees else 0  # all samples
+        if degree not in self._views:
+            inputs, keys, portion = self._inputs, self._keys, self._degrees.get(degree)
+            if portion is not None:
+                rows = portion.of(keys.shape[0])
+                inputs, keys = {name: tensor[rows] for name, tensor in inputs.items()}, keys[rows]
+            self._views[degree] = _View(self._compute, inputs, keys, self._dims_of(inputs))
+        return self._views[degree]
+
+    def _tokens(self, slice_: int) -> tuple[int, int]:
+        edges = self._edges or (0, self._dims_of(self._inputs)[TOKENS])
+        return edges[slice_], edges[slice_ + 1]
+
+    def _slice(self, view: _View, slice_: int, degree: int, name: str) -> Slice:
+        if (slice_, degree, name) not in self._slices:
+            past = view.pasts.setdefault(name, Past(view.dims[TOKENS]))
+            self._slices[slice_, degree, name] = Slice(past, self._tokens(slice_)[0])
+        return self._slices[slice_, degree, name]
+
+    def _cut_input(self, view: _View, slice_: int, name: str) -> Tensor:
+        tensor = view.inputs[name]
+        return tensor if self._sliced is None else self._sliced.cut_input(name, tensor, *self._tokens(slice_))
+
+    def _cut_value(self, view: _View, slice_: int, name: str) -> Tensor:
+        value = view.values[name]
+        if self._sliced is None:
+            return value
+        return self._sliced.cut_value(name, value, view.keys.shape[0], *self._tokens(slice_))
+
+
+class Feeder:
+    """Turns batches into micro-batches: checked, moved to the device, with their dropout keys. degrees: what units of
+    smaller tensor degree see of a micro-batch. sliced: how its tokens are cut, where the model runs on slices."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        compute: Compute,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        degrees: Mapping[int, Portion],
+        sliced: Sliced | None = None,
+    ) -> None:
+        self.captured, self.compute, self._sliced = captured, compute, sliced
+        self._seed, self._dtype, self._degrees = seed, dtype, degrees
+
+    def __call__(
+        self, batch: Batch, first: int, sizes: Sequence[int], edges: Callable[[int, int], Sequence[int]] | None = None
+    ) -> list[Inputs]:
+        """Consecutive parts of the samples at stream positions from `first` on. edges: (number of the part, its tokens)
+        → where these are cut."""
+        require_inputs(self.captured, batch)
+        on_device = {name: self._move(tensor) for name, tensor in batch.items()}
+        keys = sample_keys(self._seed, first, sum(sizes), self.compute.device)
+        parts: list[Inputs] = []
+        begin = 0
+        for number, size in enumerate(sizes):
+            inputs = {name: tensor[begin : begin + size] for name, tensor in on_device.items()}
+            cut = edges(number, self.captured.dims(inputs)[TOKENS]) if edges is not None else ()
+            parts.append(
+                Inputs(
+                    self.compute, inputs, keys[begin : begin + size], self._dims, self._degrees, self._sliced, cut
+                )
+            )  # fmt: skip
+            begin += size
+        return parts
+
+    def _dims(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+        return self.captured.dims(dict(inputs))
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        if self.compute.device.type != "cuda" or tensor.device.type == "cuda":
+            return tensor
+        return tensor.contiguous().pin_memory().to(self.compute.device, non_blocking=True)
+
+
+def num_samples(batch: Mapping[str, Tensor]) -> int:
+    return next(iter(batch.values())).shape[0]
+
+
+def split(samples: int, parts: int) -> list[int]:
+    """Sizes of `parts` micro-batches, as even as possible, larger ones first."""
+    if parts > samples:
+        raise PlanError(
+            f"plan: mb={parts} cuts a batch of {samples} samples into more micro-batches than it has samples",
+            f"use mb={samples} or less, or a larger batch_size",
+        )
+    size, larger = divmod(samples, parts)
+    return [size + 1] * larger + [size] * (parts - larger)
+
+
+def require_inputs(captured: Captured, batch: Batch) -> None:
+    """The batch must be what the model was captured with: the same inputs, and the same sizes where they are fixed."""
+    expected = {spec.name: spec for spec in captured.inputs}
+    if set(batch) != set(expected):
+        raise DataError(
+            f"a batch holds {', '.join(sorted(batch))}, but the model was captured with {', '.join(sorted(expected))}",
+            "training and evaluation data must give the same inputs in every batch",
+        )
+    for name, tensor in batch.items():
+        dims = expected[name].dims
+        fits = tensor.dim() == len(dims) and all(
+            isinstance(dim, str) or dim == size for dim, size in zip(dims, tensor.shape, strict=True)
+        )
+        if not fits:
+            raise DataError(
+                f"input {name!r} has shape {list(tensor.shape)}, but the model was captured for "
+                f"[{', '.join(map(str, dims))}]",
+                "pad or cut samples to one size in the dataset or in collate",
+            )

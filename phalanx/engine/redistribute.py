@@ -1,0 +1,108 @@
+"""Activations re-placed between the ranks that split tensors, and their gradients on the way back: by a collective, or
+by what this rank can do alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.graph.sharded import Exchange
+from phalanx.model.shard.exchanges import BACKWARD, FORWARD
+from phalanx.runtime.links import Group
+from phalanx.runtime.pending import Pending
+
+Dims = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Something on its way: what is made of it when it is here."""
+
+    pending: Pending
+    finish: Callable[[], object]
+
+    def wait(self, what: str) -> object:
+        self.pending.wait(what)
+        return self.finish()
+
+
+class Mover:
+    """The exchanges over one group, by kind."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._count = group, len(group.ranks)
+        self.moved_bytes = 0  # of the whole tensors of all collectives so far
+
+    def forward(self, exchange: Exchange, dims: Dims) -> Callable[[Tensor], Tensor | Arriving]:
+        if exchange.kind in FORWARD:
+            return self._collective(FORWARD[exchange.kind], exchange, dims)
+        assert exchange.kind == "part", f"{exchange.kind} does nothing in the forward"
+        return lambda value: self._own_part(value, exchange)
+
+    def backward(self, exchange: Exchange, dims: Dims) -> Callable[[Tensor], Tensor | Arriving]:
+        if exchange.kind in BACKWARD:
+            return self._collective(BACKWARD[exchange.kind], exchange, dims)
+        match exchange.kind:
+            case "join":
+                return lambda gradient: self._own_part(gradient, exchange)
+            case "stack":
+                return lambda gradient: gradient[self._group.index].contiguous()
+            case _:
+                assert exchange.kind == "scale", f"{exchange.kind} does nothing in the backward"
+                return lambda gradient: gradient * exchange.factor
+
+    def _collective(self, name: str, exchange: Exchange, dims: Dims) -> Callable[[Tensor], Arriving]:
+        match name:
+            case "all_reduce":
+                return self._sum
+            case "reduce_scatter":
+                return lambda value: self._scatter(value, exchange)
+            case _:
+                return lambda value: self._gather(value, exchange, dims)
+
+    def _sum(self, value: Tensor) -> Arriving:
+        total = value.clone(memory_format=torch.contiguous_format)  # others may still read what is summed
+        self.moved_bytes += total.nbytes
+        return Arriving(self._group.all_reduce(total), lambda: total)
+
+    def _scatter(self, value: Tensor, exchange: Exchange) -> Arriving:
+        parts = self._parts(value, exchange.dim)
+        own = parts.new_empty(parts.shape[1:])
+        self.moved_bytes += parts.nbytes
+        return Arriving(self._group.reduce_scatter(own, parts), lambda: own)
+
+    def _gather(self, value: Tensor, exchange: Exchange, dims: Dims) -> Arriving:
+        value, dim = value.contiguous(), exchange.dim
+        found = value.new_empty(self._count, *value.shape)
+        pending = self._group.all_gather(found, value)
+        self.moved_bytes += found.nbytes
+        if exchange.kind == "stack":
+            return Arriving(pending, lambda: found)
+        size = evaluate(exchange.size, dims) if exchange.size else self._count * value.shape[dim]
+        return Arriving(pending, lambda: _joined(found, dim, size))
+
+    def _own_part(self, value: Tensor, exchange: Exchange) -> Tensor:
+        # A copy: a part of them all would keep them all.
+        return self._parts(value, exchange.dim)[self._group.index].clone()
+
+    def _parts(self, value: Tensor, dim: int) -> Tensor:
+        """[parts, …]: equal parts along a dim, the last ones padded with zeros."""
+        length = -(-value.shape[dim] // self._count)
+        missing = length * self._count - value.shape[dim]
+        if missing:
+            value = functional.pad(value, [0, 0] * (value.dim() - 1 - dim) + [0, missing])
+        divided = value.reshape(*value.shape[:dim], self._count, length, *value.shape[dim + 1 :])
+        return divided.movedim(dim, 0).contiguous()
+
+
+def _joined(parts: Tensor, dim: int, size: int) -> Tensor:
+    """Parts one after the other along a dim, without the padding at its end."""
+    moved = parts.movedim(0, dim)
+    whole = moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
+    return whole.narrow(dim, 0, size).contiguous()

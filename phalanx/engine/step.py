@@ -1,0 +1,99 @@
+"""One step on one rank: its part of the batch is cut into micro-batches, and the program is run on them.
+
+Nothing here reads a result from the device; `Outcome.read` does, whenever the caller wants it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.engine import Engine
+from phalanx.engine.inputs import Feeder, num_samples, split
+from phalanx.engine.totals import StepRun
+from phalanx.model.captured import Captured
+from phalanx.plan.plan import Plan
+from phalanx.program.instructions import Program
+from phalanx.tasks.base import Batch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step gave, perhaps still on its way from the device."""
+
+    values: Tensor  # loss, gradient norm, 1 if the update was made, ranks asked to stop, what was counted over all
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, step: StepRun) -> Outcome:
+        assert step.loss is not None and step.norm is not None and step.updated is not None
+        values = torch.stack([step.loss, step.norm, step.updated.double(), *step.counted])
+        if values.device.type != "cuda":
+            return cls(values, None)
+        on_host = torch.empty(values.shape, dtype=torch.float64, pin_memory=True)
+        on_host.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(on_host, arrived)
+
+    def read(self) -> tuple[float, float, bool]:
+        """Loss, gradient norm, and whether the update was made; waits for the device."""
+        if self.arrived is not None:
+            while not self.arrived.query():  # not synchronize(): a rank that waits for a dead one must be stoppable
+                time.sleep(1e-4)
+        loss, norm, updated = self.values[:3].tolist()
+        return loss, norm, bool(updated)
+
+    def stops(self) -> bool:
+        """Whether any rank was asked to stop by the end of this step; all ranks get the same answer."""
+        self.read()
+        return bool(self.values[3])
+
+    def counted(self) -> list[float]:
+        """The sums over all parts of the batch of what each rank was given to count."""
+        self.read()
+        return self.values[4:].tolist()
+
+
+class Step:
+    """The training step of a plan on this rank."""
+
+    def __init__(self, feeder: Feeder, engine: Engine, program: Program, plan: Plan) -> None:
+        self.feeder, self.engine, self.program, self._plan = feeder, engine, program, plan
+
+    def __call__(
+        self, batch: Batch, first: int, lr: float, counts: Sequence[float] = (), stop: Callable[[], bool] | None = None
+    ) -> Outcome:
+        """Trains on this rank's part of the samples, which stand at stream positions from `first` on.
+
+        counts: numbers about this part of the batch, to be summed over all parts. stop: whether this
+        rank is asked to stop, asked when the step ends.
+        """
+        step = self.begin(batch, first, lr)
+        step.counts, step.stop = tuple(counts), stop or step.stop
+        self.engine.run(self.program, step)
+        return Outcome.of(step)
+
+    def begin(self, batch: Batch, first: int, lr: float) -> StepRun:
+        plan = self._plan
+        sizes = [half for size in split(num_samples(batch), plan.mb) for half in split(size, plan.halves)]
+
+        def edges(number: int, tokens: int) -> Sequence[int]:
+            return plan.slice_bounds(number // plan.halves, tokens)
+
+        parts = self.feeder(batch, first, sizes, edges if plan.slices else None)
+        return StepRun({divmod(number, plan.halves): part for number, part in enumerate(parts)}, lr)
+
+
+def training_flops(captured: Captured, batch: Batch, sizes: Sequence[int]) -> float:
+    """Floating-point operations of one step: a backward costs twice its forward."""
+    total = 0
+    for size in set(sizes):
+        dims = captured.dims({name: tensor[:size] for name, tensor in batch.items()})
+        forward = sum(captured.blocks.flops(dims))
+        total += 3 * forward * list(sizes).count(size)
+    return float(total)

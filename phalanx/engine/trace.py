@@ -1,0 +1,224 @@
+"""Runs the model on tensors without contents, for one shape of micro-batch: what every activation looks like, and the
+functions of every segment of this rank.
+
+So both ends of a cut know what crosses it, and nobody has to announce anything. From the joint graphs of segments
+follows what a backward needs (`program/shape.py`), from which programs are bound to their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx.engine.compute import Compute, tensor_ports
+from phalanx.engine.graph import ExecutionGraph
+from phalanx.engine.inputs import Inputs
+from phalanx.model.graph.blocks import Block
+from phalanx.model.graph.expressions import evaluate
+from phalanx.model.graph.sharded import Part
+from phalanx.model.segment.footprint import total_bytes
+from phalanx.model.segment.joint import Outline
+from phalanx.model.segment.segments import Segment, storage
+from phalanx.program.shape import Backward, ModelShape, Step
+
+_RESIDENT = ("parameter", "buffer", "constant")
+
+
+@dataclass
+class Traced:
+    """One shape of micro-batch. segments: those of this rank, by their number. steps: of every block."""
+
+    outlines: dict[str, Outline] = field(default_factory=dict[str, Outline])
+    segments: dict[int, Segment] = field(default_factory=dict[int, Segment])
+    steps: list[tuple[Step, ...]] = field(default_factory=list[tuple[Step, ...]])
+
+    def shape(self, shape: ModelShape) -> ModelShape:
+        """The model's shape, with what is known of its backward."""
+        return replace(shape, steps=tuple(self.steps))
+
+
+class Tracer:
+    """shapes: of every parameter of the model as far as it would lie here, also of those that live on other stages.
+    own: the blocks of this rank; of the others only what they put out is looked at."""
+
+    def __init__(
+        self,
+        graph: ExecutionGraph,
+        shape: ModelShape,
+        compute: Compute,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        own: Collection[int],
+    ) -> None:
+        self._graph, self._shape, self._compute, self._own = graph, shape, compute, set(own)
+        self._mode = FakeTensorMode()
+        with self._mode:
+            self._parameters = {
+                name: torch.empty(size, dtype=dtype, device=compute.device) for name, size in shapes.items()
+            }
+        self._known: dict[tuple[int, ...], Traced] = {}
+
+    def __call__(self, inputs: Inputs, slice_: int = 0) -> Traced:
+        key = tuple(inputs.dims(slice_, 0).values())
+        if key not in self._known:
+            self._known[key] = _Walk(self, inputs, slice_).run()
+        return self._known[key]
+
+    # For a walk.
+
+    @property
+    def graph(self) -> ExecutionGraph:
+        return self._graph
+
+    @property
+    def compute(self) -> Compute:
+        return self._compute
+
+    def steps_of(self, block: int) -> tuple[Step, ...]:
+        return self._shape.steps_of(block)
+
+    def is_own(self, block: int) -> bool:
+        return block in self._own
+
+    def parameter(self, name: str) -> Tensor:
+        return self._parameters[name]
+
+    def empty(self, look: Outline) -> Tensor:
+        with self._mode:
+            return look.empty(self._compute.device)
+
+
+class _Walk:
+    """Through all blocks, in order."""
+
+    def __init__(self, tracer: Tracer, inputs: Inputs, slice_: int) -> None:
+        self._tracer, self._inputs, self._slice, self._found = tracer, inputs, slice_, Traced()
+        self._tensors: dict[str, Tensor] = {}  # activations, without contents
+        self._differentiable: set[str] = set()
+
+    def run(self) -> Traced:
+        for block, parts in enumerate(self._tracer.graph.parts):
+            steps = self._tracer.steps_of(block)
+            self._found.steps.append(tuple(self._part(block, *pair) for pair in zip(parts, steps, strict=True)))
+        return self._found
+
+    def _part(self, block: int, part: Part, step: Step) -> Step:
+        if part.exchange is not None:
+            exchange, dims = part.exchange, self._inputs.dims(self._slice, part.degree)
+            source = self._tensors[exchange.source]
+            shape = exchange.shape_after(source.shape, dims)
+            look = Outline(shape, source.dtype, exchange.source in self._differentiable)
+            self._put([exchange.target], [look])
+            return replace(step, sizes=(str(_bytes(look)),))
+        segment = self._tracer.graph.segment(part)
+        arguments = [self._argument(segment, place, part.degree) for place in range(len(segment.ports))]
+        wants = tuple(self._tracer.compute.wants_gradient(port, self._differentiable) for port in tensor_ports(segment))
+        if not self._tracer.is_own(block):
+            looks = self._tracer.compute.outlines(segment, arguments, wants)
+            self._put(segment.outputs, looks)
+            takes = tuple(w for w, look in zip(segment.outputs, looks, strict=True) if look.differentiable)
+            return replace(step, traced=Backward(takes, (), (), (), ()), sizes=tuple(str(_bytes(o)) for o in looks))
+        functions = self._tracer.compute.segment(segment, arguments, wants)
+        assert part.segment is not None
+        self._found.segments[part.segment] = functions
+        looks = [_look(node, d) for node, d in zip(functions.joint.outputs, functions.joint.differentiable)]
+        self._put(segment.outputs, looks)
+        return replace(step, **describe(segment, functions))  # pyright: ignore[reportArgumentType]
+
+    def _put(self, wires: Sequence[str], looks: Sequence[Outline]) -> None:
+        for wire, look in zip(wires, looks, strict=True):
+            self._found.outlines[wire] = look
+            self._tensors[wire] = self._tracer.empty(look)
+            if look.differentiable:
+                self._differentiable.add(wire)
+
+    def _argument(self, segment: Block, place: int, degree: int) -> Tensor | int:
+        port, compute = segment.ports[place], self._tracer.compute
+        match port.kind:
+            case "size":
+                return evaluate(port.name, self._inputs.dims(self._slice, degree))
+            case "parameter":
+                return self._tracer.parameter(port.name)
+            case "wire":
+                return self._tensors[port.name]
+            case "buffer":
+                return compute.buffers[port.name]
+            case "constant":
+                return compute.constants[port.name]
+            case _:
+                return self._inputs[self._slice, degree, port.kind, port.name]
+
+
+def describe(block: Block, segment: Segment) -> dict[str, object]:
+    """What its joint graph says of a segment, for the step that it is."""
+    joint, ports = segment.joint, tensor_ports(block)
+    wires = {i: port.name for i, port in enumerate(ports) if port.kind == "wire"}
+    places = {storage(node): block.outputs[i] for i, node in reversed(list(enumerate(joint.outputs)))}
+    places |= {storage(node): wires[i] for i, node in enumerate(joint.inputs) if i in wires}
+    held = {storage(node) for i, node in enumerate(joint.inputs) if ports[i].kind in _RESIDENT}
+    given = {storage(node) for i, node in enumerate(joint.inputs) if i not in wires and storage(node) not in held}
+
+    def of(nodes: Sequence[fx.Node]) -> tuple[tuple[str, ...], bool]:
+        """The activations whose memory these hold, and whether they hold the micro-batch's inputs."""
+        found = (places.get(storage(node)) for node in nodes)
+        return tuple(dict.fromkeys(n for n in found if n)), any(storage(node) in given for node in nodes)
+
+    def own(nodes: Sequence[fx.Node]) -> str:
+        return str(total_bytes(nodes, besides=(*joint.inputs, *joint.outputs, *joint.tangents)))
+
+    taken = [name for name, needed in zip(block.outputs, joint.differentiable, strict=True) if needed]
+    tangents = dict(zip(map(storage, joint.tangents), taken, strict=True))
+    reads, inputs = of(segment.saved)
+    w_nodes = [node for node in segment.w_saved if node not in joint.tangents]
+    w_reads, w_inputs = of(w_nodes)
+    trains = segment.trains
+    d_names = [wires[i] for i in segment.gives]
+    return {
+        "sizes": tuple(str(total_bytes([node])) for node in joint.outputs),
+        "traced": Backward(
+            tuple(taken), tuple(d_names), reads, w_reads if trains else (),
+            tuple(tangents[storage(node)] for node in segment.w_saved if node in joint.tangents) if trains else (),
+            inputs, w_inputs and trains, own(segment.saved_b), own(segment.saved_bw), own(segment.saved_w), trains,
+            d_parameters=str(total_bytes([node for node in segment.d_parameters if node is not None])),
+            same=_same_outputs(block, segment, wires), d_same=_same_gradients(segment, d_names, tangents),
+        ),
+    }  # fmt: skip
+
+
+def _same_outputs(block: Block, segment: Segment, wires: Mapping[int, str]) -> tuple[tuple[str, str], ...]:
+    known = {storage(node): wires[i] for i, node in enumerate(segment.joint.inputs) if i in wires}
+    found: list[tuple[str, str]] = []
+    for name, node in zip(block.outputs, segment.joint.outputs, strict=True):
+        if storage(node) in known:
+            found.append((name, known[storage(node)]))
+        known.setdefault(storage(node), name)
+    return tuple(found)
+
+
+def _same_gradients(
+    segment: Segment, names: Sequence[str], tangents: Mapping[int, str]
+) -> tuple[tuple[str, str], ...]:  # fmt: skip
+    known = dict(tangents)
+    found: list[tuple[str, str]] = []
+    for name, node in zip(names, segment.d_inputs, strict=True):
+        assert node is not None
+        if storage(node) in known:
+            found.append((name, known[storage(node)]))
+        known.setdefault(storage(node), name)
+    return tuple(found)
+
+
+def _look(node: fx.Node, differentiable: bool) -> Outline:
+    value: Tensor = node.meta["val"]
+    return Outline(tuple(value.shape), value.dtype, differentiable)
+
+
+def _bytes(look: Outline) -> int:
+    size = 1
+    for n in look.shape:
+        size *= n
+    return size * look.dtype.itemsize

@@ -1,0 +1,62 @@
+"""Every function of a program run once on zeros before ranks depend on each other, for each new shape.
+
+A message that is being received occupies the GPU until it arrives. Loading a kernel, which happens when it is first
+launched, waits for all that the GPU is doing; two ranks that load kernels while each waits for a message of the other
+would wait for ever. So all kernels are loaded, and all segments compiled, while nothing is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.compute import Compute
+from phalanx.engine.gradients import Sum
+from phalanx.engine.link import ComputeCall, Linked
+from phalanx.model.segment.segments import WeightCall
+
+Around = Callable[[ComputeCall, Callable[[], Any]], None]  # what is done with the running of a call
+
+
+def warm_up(linked: Linked, compute: Compute, done: set[object], around: Around | None = None) -> None:
+    """Runs those calls whose functions are not in `done`; forwards come first, as in the program."""
+    new = {call.call.function: call for call in linked.calls if call.call.function not in done}
+    with torch.no_grad():
+        for call in new.values():
+            _run(call, compute.device, around)
+    done.update(new)
+    for inputs in {id(call.inputs): call.inputs for call in new.values()}.values():
+        inputs.forget_past()
+    if new and compute.device.type == "cuda":
+        torch.cuda.synchronize(compute.device)
+
+
+def _run(call: ComputeCall, device: torch.device, around: Around | None) -> None:
+    function, arguments = call.call.function, arguments_of(call, device)
+
+    def run() -> None:
+        if not isinstance(call.call, WeightCall):
+            function(*arguments)
+            return
+        results = function(*arguments[: call.call.num_taken])
+        sums = Sum()
+        for _ in range(2):
+            gradients = call.call.gradients(arguments, results)
+            sums.add({str(i): gradient for i, gradient in enumerate(gradients) if gradient is not None})
+
+    run() if around is None else around(call, run)
+
+
+def arguments_of(call: ComputeCall, device: torch.device) -> list[Tensor]:
+    """Zeros, but for what comes from the micro-batch's inputs."""
+    found: list[Tensor] = []
+    for source, key in zip(call.call.arguments, call.keys, strict=True):
+        like = call.segment.like(source)
+        if key is not None:
+            found.append(call.inputs[key])
+        else:
+            found.append(torch.zeros(like.shape, dtype=like.dtype, device=device).as_strided(like.shape, like.stride()))
+    return found

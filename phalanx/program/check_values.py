@@ -1,0 +1,227 @@
+"""Rules about values on one rank: each is written before it is read, complete when it is taken, and freed once.
+
+Every row of a table is held against what its instruction means (`rules.py`), so that nothing can be left out of it or
+put into it; then the values are followed from row to row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from phalanx.plan.plan import Plan
+from phalanx.program.instructions import Instruction
+from phalanx.program.rules import Key, Rules, of_bucket
+from phalanx.program.shape import ModelShape
+from phalanx.program.values import RESIDENT, Row, Table
+
+MAX_BLOCKS = 2  # gathered at once where parameters are gathered for a micro-batch: those in use and the next ones
+
+
+class Broken(Exception):
+    """A rule is broken at a place: a position in a program, or its end where something is missing."""
+
+    def __init__(self, words: str, index: int, position: int | None = None) -> None:
+        super().__init__(words)
+        self.words, self.index, self.position = words, index, position
+
+
+@dataclass
+class _Meaning:
+    """What an instruction does, by the names of values."""
+
+    reads: set[Key] = field(default_factory=set[Key])
+    writes: set[Key] = field(default_factory=set[Key])
+    adds: set[Key] = field(default_factory=set[Key])
+    gives: list[Key] = field(default_factory=list[Key])
+    takes: set[Key] = field(default_factory=set[Key])
+    arrives: set[Key] = field(default_factory=set[Key])
+    sums: str = ""  # what it does with the sums of parameters' gradients: reduce, further or all
+
+
+class _Notes:
+    """A sink of the rules that only notes the names."""
+
+    def __init__(self) -> None:
+        self.found = _Meaning()
+        self._given: set[Key] = set()  # gradients that got anything: what comes to nothing is not sent on
+
+    def read(self, key: Key) -> Key:
+        self.found.reads.add(key)
+        return key
+
+    def write(
+        self, key: Key, size: str = "", memory: Key | None = None, arrives: bool = False, holds: tuple[Key, ...] = ()
+    ) -> Key:
+        (self.found.adds if key[0] in RESIDENT else self.found.writes).add(key)
+        self._given.add(key)
+        if arrives:
+            self.found.arrives.add(key)
+        return key
+
+    def add(self, key: Key, size: str = "") -> Key:
+        self.found.adds.add(key)
+        return key
+
+    def give(
+        self, key: Key, size: str, memory: Key | None = None, arrives: bool = False, holds: tuple[Key, ...] = ()
+    ) -> Key:
+        self.found.gives.append(key)
+        self._given.add(key)
+        if arrives:
+            self.found.arrives.add(key)
+        return key
+
+    def take(self, key: Key) -> Key | None:
+        self.found.takes.add(key)
+        return key if key in self._given else None
+
+    def reduce(self, bucket: int, micro_batch: int | None) -> None:
+        self.found.sums = "reduce"
+        self.found.reads.add(of_bucket("d_parameters", bucket))
+        self.found.writes.add(("reduced", str(bucket), micro_batch, None, None, None))
+        self.found.arrives |= self.found.writes
+
+    def reduce_further(self, bucket: int) -> None:
+        self.found.sums = "further"
+
+    def read_sums(self) -> None:
+        self.found.sums = "all"
+
+    def read_losses(self) -> None:
+        pass
+
+
+def check_values(plan: Plan, shape: ModelShape, index: int, table: Table) -> None:
+    """Raises Broken unless the table of the rank at this place of the pipeline is sound."""
+    _Follower(plan, shape, index, table).run()
+
+
+class _Follower:
+    def __init__(self, plan: Plan, shape: ModelShape, index: int, table: Table) -> None:
+        self._plan, self._index, self._table = plan, index, table
+        self._keys: list[Key] = [value[:6] for value in table.values]
+        program = tuple(row.instruction for row in table.rows)
+        self._notes = _Notes()
+        self._rules = Rules(plan, shape, program, index, self._notes)
+        self._meanings = [self._meaning(it) for it in program]
+        self._to_give = Counter(key for m in self._meanings for key in m.gives)
+        self._to_give.update(key for m in self._meanings for key in m.writes if key[0] == "gradient")
+        self._to_add: Counter[tuple[str, int | None]] = Counter()  # of each bucket and micro-batch
+        for it, meaning in zip(program, self._meanings):
+            self._to_add.update((_bucket(key), it.micro_batch) for key in meaning.adds if key[0] == "d_parameters")
+        self._written: set[int] = {i for i, value in enumerate(table.values) if value.kind in RESIDENT}
+        self._freed: set[int] = set()
+        self._pending: set[int] = set()
+        self._given: Counter[Key] = Counter()
+        self._added: Counter[tuple[str, int | None]] = Counter()
+        self._gathered: set[int] = set()
+
+    def _meaning(self, it: Instruction) -> _Meaning:
+        self._notes.found = _Meaning()
+        self._rules.apply(it)
+        return self._notes.found
+
+    def run(self) -> None:
+        for position, (row, meaning) in enumerate(zip(self._table.rows, self._meanings)):
+            for words in (*self._named(row, meaning), *self._follow(row, meaning)):
+                raise Broken(f"{words} at {row.instruction}", self._index, position)
+        kept = {i for i, value in enumerate(self._table.values) if value.kind in (*RESIDENT, "loss")}
+        left = self._written - self._freed - kept
+        if left:
+            raise Broken(f"never frees {self._name(min(left))}", self._index)
+
+    # Against what the instruction means.
+
+    def _named(self, row: Row, meaning: _Meaning) -> Iterator[str]:
+        keys = self._keys
+        reads, writes, adds = ([keys[i] for i in ids] for ids in (row.reads, row.writes, row.adds))
+        taken = {key for key in meaning.takes if self._to_give[key]}
+        given = set(meaning.gives)
+        made = {*writes, *adds}
+        yield from (f"does not read {_named(key)}" for key in (meaning.reads | taken).difference(reads))
+        yield from (f"does not write {_named(key)}" for key in meaning.writes.difference(writes))
+        yield from (f"adds nothing to {_named(key)}" for key in (meaning.adds | given).difference(made))
+        if not meaning.sums:
+            useful = meaning.reads | taken | given | meaning.adds
+            yield from (f"reads {_named(key)}, for which it has no use," for key in set(reads) - useful)
+            own = meaning.writes | meaning.adds | given | {keys[total] for total, _ in row.collects}
+            yield from (f"writes {_named(key)}, of which it makes nothing," for key in made - own)
+        for name in ("reads", "writes", "adds", "frees", "waits"):
+            ids = getattr(row, name)
+            if len(set(ids)) < len(ids):
+                yield f"{name} {self._name(next(i for i in ids if ids.count(i) > 1))} twice"
+        if len(set(writes)) < len(writes):
+            several = (key for key in writes if writes.count(key) > max(1, meaning.gives.count(key)))
+            yield from (f"writes {_named(key)} more than once" for key in several)
+
+    # From row to row.
+
+    def _follow(self, row: Row, meaning: _Meaning) -> Iterator[str]:
+        for i in row.waits:
+            self._pending.discard(i)
+        new = set(row.writes)
+        yield from (f"writes {self._name(i)} twice" for i in row.writes if i in self._written)
+        for i in dict.fromkeys((*row.reads, *row.adds, *row.writes)):
+            if i in self._freed:
+                yield f"uses {self._name(i)}, which was freed,"
+            if i not in self._written and i not in new:
+                yield f"uses {self._name(i)} before it is written"
+            if i in self._pending:
+                yield f"uses {self._name(i)} without waiting for it"
+        yield from self._incomplete(row, meaning)
+        self._written |= new
+        for key in (*meaning.gives, *(key for key in meaning.writes if key[0] == "gradient")):
+            self._given[key] += 1
+        for key in meaning.adds:
+            if key[0] == "d_parameters":
+                self._added[_bucket(key), row.instruction.micro_batch] += 1
+        self._pending.update(i for i in (*row.writes, *row.adds) if self._keys[i] in meaning.arrives)
+        if meaning.sums == "further":
+            self._pending.update(row.adds[-1:])
+        yield from self._too_many(row)
+        for i in row.frees:
+            if i in self._freed:
+                yield f"frees {self._name(i)} again"
+            if i not in self._written:
+                yield f"frees {self._name(i)}, which was never written,"
+        self._freed.update(row.frees)
+
+    def _incomplete(self, row: Row, meaning: _Meaning) -> Iterator[str]:
+        """Sums that are used before everything was added to them."""
+        for key in meaning.takes:
+            if self._given[key] < self._to_give[key]:
+                yield f"takes {_named(key)} before all of its {self._to_give[key]} parts are there"
+        if not meaning.sums:
+            return
+        it = row.instruction
+        wanted = {str(it.block)} if meaning.sums != "all" else {bucket for bucket, _ in self._to_add}
+        per_micro_batch = meaning.sums == "reduce" and self._plan.reduces == "micro-batch"
+        for bucket, micro_batch in self._to_add:
+            matters = bucket in wanted and (not per_micro_batch or micro_batch == it.micro_batch)
+            if matters and self._added[bucket, micro_batch] < self._to_add[bucket, micro_batch]:
+                yield f"comes before micro-batch {micro_batch} has added all its gradients to bucket {bucket}"
+
+    def _too_many(self, row: Row) -> Iterator[str]:
+        if self._plan.gathers != "micro-batch":
+            return
+        gathered = (i for i in row.writes if self._keys[i][0] == "gathered")
+        self._gathered.update(i for i in gathered if int(self._keys[i][1]) < self._rules.shape.num_blocks)
+        num_blocks = len(self._gathered)
+        if num_blocks > MAX_BLOCKS:
+            yield f"has the parameters of {num_blocks} blocks gathered, of which {MAX_BLOCKS} are allowed,"
+        self._gathered.difference_update(row.frees)
+
+    def _name(self, i: int) -> str:
+        return str(self._table.values[i])
+
+
+def _bucket(key: Key) -> str:
+    return key[1].partition("/")[0]
+
+
+def _named(key: Key) -> str:
+    kind, what, micro_batch, slice_, half, _ = key
+    place = "".join(f".{n}" for n in (micro_batch, slice_) if n is not None) + ("" if half is None else "ab"[half])
+    return f"{kind}({what}){place}"

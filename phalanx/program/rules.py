@@ -1,0 +1,364 @@
+"""What each instruction does with which values, by name: the meaning of a program, in one place.
+
+A rule knows nothing of order. It tells a *sink*: binding gives every name its life (`bind.py`), checking only notes the
+names (`check.py`). Exchanges that do nothing in a direction need no value of their own: under either name it is the
+same activation, or the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from phalanx.plan.plan import Plan
+from phalanx.program.holders import buckets_of, is_tied, reduced_of
+from phalanx.program.instructions import Instruction, Op, Program
+from phalanx.program.shape import COLLECTIVE, ModelShape, Step
+
+Key = tuple[str, str, int | None, int | None, int | None, int | None]  # kind, what, micro-batch, slice, half, stage
+Place = tuple[int | None, int | None, int | None, int | None, int | None]  # of a step, without what is done with it
+Id = TypeVar("Id")
+
+ITEMS: Key = ("items", "", None, None, None, None)
+NORM: Key = ("norm", "", None, None, None, None)
+
+
+class Sink(Protocol[Id]):
+    """What is told of the values. Whatever `arrives` is on its way when its instruction has run, and holds some of what
+    it was made of until it is here. `memory`: the value whose memory it shares."""
+
+    def read(self, key: Key) -> Id: ...
+
+    def write(
+        self, key: Key, size: str = "", memory: Id | None = None, arrives: bool = False, holds: tuple[Id, ...] = ()
+    ) -> Id:
+        """A value that was not there before, or a new version of it."""
+        ...
+
+    def add(self, key: Key, size: str = "") -> Id:
+        """To a sum that is there, or begins with this."""
+        ...
+
+    def give(
+        self, key: Key, size: str, memory: Id | None = None, arrives: bool = False, holds: tuple[Id, ...] = ()
+    ) -> Id:
+        """A contribution to the gradient of an activation."""
+        ...
+
+    def take(self, key: Key) -> Id | None:
+        """The gradient of an activation with all contributions; None: there is none, so it is zero."""
+        ...
+
+    def reduce(self, bucket: int, micro_batch: int | None) -> None:
+        """Starts the sum of a bucket's gradients over ranks."""
+        ...
+
+    def reduce_further(self, bucket: int) -> None:
+        """Starts its sum over more ranks."""
+        ...
+
+    def read_sums(self) -> None:
+        """All gradients of parameters, with everything that was added to them."""
+        ...
+
+    def read_losses(self) -> None: ...
+
+
+class Names:
+    """What is the same under several names: activations through exchanges that do nothing in the forward, gradients
+    through those that do nothing in the backward. Also how large each is, whether a gradient flows to it, and what
+    crosses between stages."""
+
+    def __init__(self, plan: Plan, shape: ModelShape) -> None:
+        self.activation: dict[str, str] = {}
+        self.gradient: dict[str, str] = {}
+        self.size: dict[str, str] = {}
+        self.differentiable: set[str] = set()
+        for block in range(shape.num_blocks):
+            for step in shape.steps_of(block):
+                self._add(step)
+        self._loss = self.activation.get(shape.loss, shape.loss)
+        self._d_loss = self.gradient.get(shape.loss, shape.loss)
+        self._whole = shape.whole_wires
+        self.whole_activations = {self.activation.get(wire, wire) for wire in shape.whole_wires}
+        self.whole_gradients = {self.gradient.get(wire, wire) for wire in shape.whole_wires}
+        self._cuts = [shape.crossing(plan.stage_blocks(stage)[0]) for stage in range(plan.num_stages)]
+
+    def _add(self, step: Step) -> None:
+        moves = step.kind == "exchange"
+        for wire in step.writes:
+            source = step.reads[0] if moves else wire
+            self.size[wire] = step.size(wire)
+            self.activation[wire] = self.activation.get(source, source) if moves and not step.forward else wire
+            self.gradient[wire] = self.gradient.get(source, source) if moves and not step.backward else wire
+            # What comes into the model from outside (in models made for tests) is differentiable.
+            flows = (source in self.differentiable or source not in self.size) if moves else wire in step.bw.takes
+            if flows:
+                self.differentiable.add(wire)
+
+    def is_loss(self, wire: str) -> bool:
+        return self.activation.get(wire, wire) == self._loss
+
+    def is_d_loss(self, wire: str) -> bool:
+        """Whether its gradient is that of the loss, which follows from the number of items."""
+        return self.gradient.get(wire, wire) == self._d_loss
+
+    def crossing(self, stage: int, slice_: int | None) -> tuple[str, ...]:
+        """The activations that a stage gets from the one before it; what belongs to the micro-batch with slice 0."""
+        wires = [wire for wire in self._cuts[stage] if not (slice_ and wire in self._whole)]
+        return _distinct(wires, self.activation)
+
+    def returning(self, stage: int, slice_: int | None) -> tuple[str, ...]:
+        """Those whose gradients it gives back."""
+        wires = [wire for wire in self._cuts[stage] if not (slice_ and wire in self._whole)]
+        return _distinct([wire for wire in wires if wire in self.differentiable], self.gradient)
+
+
+def _distinct(wires: list[str], same: dict[str, str]) -> tuple[str, ...]:
+    """One of each that are the same."""
+    return tuple({same.get(wire, wire): wire for wire in reversed(wires)}.values())[::-1]
+
+
+class Rules(Generic[Id]):
+    """The instructions of one rank's program. It is looked ahead only for which forwards are done again, and which
+    weight gradients are apart."""
+
+    def __init__(self, plan: Plan, shape: ModelShape, program: Program, pp_index: int, sink: Sink[Id]) -> None:
+        self.plan, self.shape, self.sink = plan, shape, sink
+        self.names = Names(plan, shape)
+        self.first_stage = _first_stages(plan, pp_index)
+        self.trained = [bucket for bucket in buckets_of(plan, shape, pp_index) if shape.trained[bucket]]
+        reduced = reduced_of(plan, shape, pp_index)
+        self.flat = {b for b in self.trained if b in reduced or is_tied(plan, shape, b)}
+        self._steps = [shape.steps_of(block) for block in range(shape.num_blocks)]
+        self._again: set[Place] = {place_of(it) for it in program if it.op is Op.A}
+        self._has_backward: set[Place] = {place_of(it) for it in program if it.op in (Op.B, Op.BW)}
+        self._apart: set[Place] = {place_of(it) for it in program if it.op is Op.W}
+        self._actions: dict[Op, Callable[[Instruction], None]] = {
+            Op.INPUT: self._input, Op.F: self._forward, Op.A: self._forward, Op.CF: self._exchange,
+            Op.CA: self._exchange, Op.LF: self._exchange, Op.LA: self._exchange, Op.CB: self._exchange_back,
+            Op.LB: self._exchange_back, Op.B: self._backward, Op.BW: self._backward, Op.W: self._weight,
+            Op.SEND_F: self._send_forward, Op.RECV_F: self._receive_forward, Op.SEND_B: self._send_backward,
+            Op.RECV_B: self._receive_backward, Op.GATHER: self._gather, Op.COUNT: self._count, Op.NORM: self._norm,
+            Op.STEP: self._optimize, Op.SHARE: self._share,
+            Op.REDUCE: lambda it: sink.reduce(_number(it.block), it.micro_batch),
+            Op.SUM: lambda it: sink.reduce_further(_number(it.block)),
+            Op.TIE: lambda it: sink.reduce_further(_number(it.block)),
+        }  # fmt: skip
+
+    def apply(self, it: Instruction) -> None:
+        self._actions[it.op](it)
+
+    # Through the model.
+
+    def _input(self, it: Instruction) -> None:
+        self.sink.write(self._inputs(it), self.shape.inputs)
+
+    def _forward(self, it: Instruction) -> None:
+        step, again, sink = self.step(it), it.op is Op.A, self.sink
+        sink.read(self._inputs(it))
+        self._read_parameters(it, step)
+        memory = {wire: sink.read(self.activation(it, wire)) for wire in step.reads}
+        if step.pasts:
+            sink.add(self._of_step("past", it), step.past_bytes)
+        same = dict(step.bw.same)
+        for wire in step.writes:
+            if not (again and self.names.is_loss(wire)):
+                base = memory.get(same.get(wire, ""))
+                memory[wire] = sink.write(self.activation(it, wire), step.size(wire), base)
+        if self._saves(it):
+            for kind, size in self._saved(step):
+                sink.write(self._of_step(kind, it), size)
+
+    def _exchange(self, it: Instruction) -> None:
+        step, sink = self.step(it), self.sink
+        source = sink.read(self.activation(it, step.reads[0]))
+        sink.write(
+            self.activation(it, step.writes[0]), step.size(step.writes[0]), arrives=step.forward in COLLECTIVE,
+            holds=(source,) if step.forward == "all_gather" else (),
+        )  # fmt: skip
+
+    def _exchange_back(self, it: Instruction) -> None:
+        step, sink = self.step(it), self.sink
+        gradient, source = self._take(it, step.writes[0]), step.reads[0]
+        if gradient is not None:
+            sink.give(
+                self.gradient(it, source), self.names.size.get(source, ""), arrives=step.backward in COLLECTIVE,
+                holds=(gradient,) if step.backward == "all_gather" else (),
+            )  # fmt: skip
+
+    def _backward(self, it: Instruction) -> None:
+        step, fused, sink = self.step(it), it.op is Op.BW, self.sink
+        bw = step.bw
+        if not bw.takes:
+            return
+        memory: dict[str, Id | None] = {}
+        for wire in bw.takes:
+            memory[wire] = self._take(it, wire)
+        self._read_parameters(it, step)
+        if bw.inputs or (fused and bw.w_inputs):
+            sink.read(self._inputs(it))
+        for wire in dict.fromkeys((*bw.reads, *(bw.w_reads if fused else ()))):
+            sink.read(self.activation(it, wire))
+        for kind, _ in self._saved(step):
+            sink.read(self._of_step(kind, it))
+        if step.pasts:
+            sink.read(self._of_step("past", it))
+            sink.add(self._of_step("d_past", it), step.past_bytes)
+        same = dict(bw.d_same)
+        for wire in bw.gives:
+            base = memory.get(same.get(wire, ""))
+            memory[wire] = sink.give(self.gradient(it, wire), self.names.size.get(wire, ""), memory=base)
+        if fused:
+            self._add_weight_gradients(it, step)
+        elif place_of(it) in self._apart and bw.trains and bw.saved_w != "0":
+            sink.write(self._of_step("saved_w", it), bw.saved_w)
+
+    def _weight(self, it: Instruction) -> None:
+        step, bw, sink = self.step(it), self.step(it).bw, self.sink
+        if not bw.takes or not bw.trains:
+            return
+        self._read_parameters(it, step)
+        if bw.w_inputs:
+            sink.read(self._inputs(it))
+        for wire in bw.w_reads:
+            sink.read(self.activation(it, wire))
+        for wire in bw.w_takes:
+            self._take(it, wire)
+        if bw.saved_bw != "0":
+            sink.read(self._of_step("saved_bw", it))
+        if bw.saved_w != "0":
+            sink.read(self._of_step("saved_w", it))
+        self._add_weight_gradients(it, step)
+
+    # Between stages.
+
+    def _send_forward(self, it: Instruction) -> None:
+        for wire in self.names.crossing(_number(it.stage) + 1, it.slice):
+            self.sink.read(self.activation(it, wire))
+
+    def _receive_forward(self, it: Instruction) -> None:
+        for wire in self.names.crossing(_number(it.stage), it.slice):
+            self.sink.write(self.activation(it, wire), self.names.size.get(wire, ""), arrives=True)
+
+    def _send_backward(self, it: Instruction) -> None:
+        for wire in self.names.returning(_number(it.stage), it.slice):
+            self.sink.take(self.gradient(it, wire))
+
+    def _receive_backward(self, it: Instruction) -> None:
+        for wire in self.names.returning(_number(it.stage) + 1, it.slice):
+            self.sink.write(self.gradient(it, wire), self.names.size.get(wire, ""), arrives=True)
+
+    # Parameters and the update.
+
+    def _gather(self, it: Instruction) -> None:
+        self.sink.read(of_bucket("parameters", it.block))
+        self.sink.write(of_bucket("gathered", it.block), arrives=True)
+
+    def _count(self, it: Instruction) -> None:
+        self.sink.write(ITEMS, arrives=self.plan.dp > 1)
+
+    def _norm(self, it: Instruction) -> None:
+        self.sink.read_losses()
+        self.sink.read(ITEMS)
+        self.sink.read_sums()
+        self.sink.write(NORM)
+
+    def _optimize(self, it: Instruction) -> None:
+        self.sink.read(NORM)
+        self.sink.read_sums()
+        for bucket in self.trained:
+            self.sink.add(of_bucket("state", bucket))
+            self.sink.add(of_bucket("parameters", bucket))
+
+    def _share(self, it: Instruction) -> None:
+        self.sink.write(of_bucket("parameters", it.block), arrives=True)
+
+    # Names.
+
+    def step(self, it: Instruction) -> Step:
+        return self._steps[_number(it.block)][it.step or 0]
+
+    def activation(self, it: Instruction, wire: str) -> Key:
+        """The loss is one too, and has a kind of its own."""
+        if self.names.is_loss(wire):
+            return "loss", "", it.micro_batch, it.slice, it.half, None
+        name = self.names.activation.get(wire, wire)
+        slice_ = None if name in self.names.whole_activations else it.slice
+        return "activation", name, it.micro_batch, slice_, it.half, self.first_stage.get(it.stage)
+
+    def gradient(self, it: Instruction, wire: str) -> Key:
+        name = self.names.gradient.get(wire, wire)
+        slice_ = None if name in self.names.whole_gradients else it.slice
+        return "gradient", name, it.micro_batch, slice_, it.half, self.first_stage.get(it.stage)
+
+    def _take(self, it: Instruction, wire: str) -> Id | None:
+        """The gradient of an activation; that of the loss follows from the number of items."""
+        if self.names.is_d_loss(wire):
+            return self.sink.read(ITEMS)
+        return self.sink.take(self.gradient(it, wire))
+
+    @staticmethod
+    def _inputs(it: Instruction) -> Key:
+        return "inputs", "", it.micro_batch, None, it.half, None
+
+    @staticmethod
+    def _of_step(kind: str, it: Instruction) -> Key:
+        """What is about a segment; the past belongs to all slices."""
+        slice_ = None if kind in ("past", "d_past") else it.slice
+        return kind, f"{it.block}:{it.step or 0}", it.micro_batch, slice_, it.half, it.stage
+
+    def _saves(self, it: Instruction) -> bool:
+        """Whether a forward leaves something for its backward: not where it is done again, or nothing comes back."""
+        place = place_of(it)
+        keeps = it.op is Op.A or place not in self._again
+        return keeps and place in self._has_backward and bool(self.step(it).bw.takes)
+
+    @staticmethod
+    def _saved(step: Step) -> list[tuple[str, str]]:
+        kinds = (("saved_b", step.bw.saved_b), ("saved_bw", step.bw.saved_bw))
+        return [(kind, size) for kind, size in kinds if size != "0"]
+
+    def _read_parameters(self, it: Instruction, step: Step) -> None:
+        for bucket in self.buckets(it, step):
+            self.sink.read(of_bucket("gathered" if self.plan.gathers else "parameters", bucket))
+
+    def buckets(self, it: Instruction, step: Step) -> tuple[int, ...]:
+        return self.shape.buckets(_number(it.block)) if step.buckets is None else step.buckets
+
+    def _add_weight_gradients(self, it: Instruction, step: Step) -> None:
+        for key in self.sums(it, step):
+            self.sink.add(key)
+
+    def sums(self, it: Instruction, step: Step) -> list[Key]:
+        """The flat buffers of buckets that are reduced, or else what the segment adds up by itself."""
+        if not step.bw.trains:
+            return []
+        found: list[Key] = []
+        for bucket in self.buckets(it, step):
+            if bucket in self.flat or (self.shape.trained[bucket] and bucket >= self.shape.num_blocks):
+                found.append(of_bucket("d_parameters", bucket))
+            elif self.shape.trained[bucket]:
+                found.append(("d_parameters", f"{bucket}/{it.step or 0}", None, None, None, None))
+        return found
+
+
+def of_bucket(kind: str, bucket: int | None) -> Key:
+    return kind, str(bucket), None, None, None, None
+
+
+def place_of(it: Instruction) -> Place:
+    return it.micro_batch, it.slice, it.half, it.block, it.step
+
+
+def _first_stages(plan: Plan, pp_index: int) -> dict[int | None, int]:
+    """Per stage of a rank the first of those that follow each other without leaving it."""
+    found: dict[int | None, int] = {}
+    for stage in plan.stages_of(pp_index):
+        found[stage] = found.get(stage - 1, stage)
+    return found
+
+
+def _number(value: int | None) -> int:
+    assert value is not None, "the instruction is not lowered"
+    return value
