@@ -21,8 +21,8 @@ from torch import Tensor
 from phalanx.config import RunConfig
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
+from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.rank import Rank
 
 OURS = "phalanx"

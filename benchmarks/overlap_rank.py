@@ -26,8 +26,8 @@ from phalanx.config import RunConfig
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
+from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.links import Links
 from phalanx.runtime.rank import Rank
 

@@ -18,8 +18,8 @@ from phalanx.config import RunConfig
 from phalanx.lab.timed import Durations, replace_compute
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
+from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.rank import Rank
 
 WARM_UP = 2

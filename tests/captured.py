@@ -21,11 +21,11 @@ from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.ops import random
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.zoo import zoo
+from phalanx.params.flat import Piece
 from phalanx.plan.complete import complete
 from phalanx.program.instructions import Op, Program
 from phalanx.program.lower import lower
 from phalanx.runtime.compute import Compute
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.micro_batch import MicroBatch
 from phalanx.runtime.rank import Rank
 from phalanx.runtime.totals import StepRun

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.segment.products import Gradient, Product
-from phalanx.runtime.buckets import BufferPool, Shelf
+from phalanx.params.buckets import BufferPool, FlatBuffer
 from phalanx.runtime.links import Group, Pending
 
 
@@ -65,9 +65,9 @@ class Reduction:
 class BucketGradients:
     """The gradients of one bucket whose sum is not this rank's alone."""
 
-    def __init__(self, shelf: Shelf, how: Reduction, pool: BufferPool) -> None:
-        self._shelf, self._how, self._pool = shelf, how, pool
-        self._dtype = wide(shelf.dtype)
+    def __init__(self, flat: FlatBuffer, how: Reduction, pool: BufferPool) -> None:
+        self._flat, self._how, self._pool = flat, how, pool
+        self._dtype = wide(flat.dtype)
         self._buffer: Tensor | None = None  # sums of this rank since the last reduction
         self._views: dict[str, Tensor] = {}
         self._added: set[str] = set()  # since the last reduction
@@ -101,7 +101,7 @@ class BucketGradients:
         buffer = self._close()
         self.collect()
         if self._how.sharded:
-            part = self._pool.take(self._shelf.layout.shard_size, self._dtype, self._shelf.device)
+            part = self._pool.take(self._flat.layout.shard_size, self._dtype, self._flat.device)
             self._moving = (buffer, part, self._how.zero.reduce_scatter(part, buffer))
         else:
             self._moving = (buffer, buffer, self._how.zero.all_reduce(buffer))
@@ -131,7 +131,7 @@ class BucketGradients:
 
     def take(self) -> dict[str, Tensor]:
         """What this rank's pieces get; absent what no loss depends on. Valid until `release`."""
-        pieces = self._shelf.cut(self._complete())
+        pieces = self._flat.cut(self._complete())
         # Another stage may have a gradient where this one has none; nobody knows, so zero stands for none there.
         found = pieces if len(self._how.tie.ranks) > 1 else {n: piece for n, piece in pieces.items() if n in self._seen}
         self._seen = set()
@@ -155,8 +155,8 @@ class BucketGradients:
 
     def _open(self) -> None:
         if self._buffer is None:
-            self._buffer = self._pool.take(self._shelf.layout.size, self._dtype, self._shelf.device)
-            self._views = self._shelf.views(self._buffer)
+            self._buffer = self._pool.take(self._flat.layout.size, self._dtype, self._flat.device)
+            self._views = self._flat.views(self._buffer)
 
     def _close(self) -> Tensor:
         """The sums of this rank, zero where nothing was added."""

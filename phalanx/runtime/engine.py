@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from phalanx.params.parameters import Parameters
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.shape import ModelShape
@@ -22,7 +23,6 @@ from phalanx.runtime.compute import Compute
 from phalanx.runtime.exchanges import Exchanges, add_gradient
 from phalanx.runtime.messages import Messages
 from phalanx.runtime.micro_batch import Arriving, MicroBatch, StageRun, place_of
-from phalanx.runtime.parameters import Parameters
 from phalanx.runtime.totals import StepRun, Totals
 from phalanx.runtime.warm_up import WarmUp
 

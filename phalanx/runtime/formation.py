@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.model.graph.sharded import Sharded
+from phalanx.params.buckets import Sharding
+from phalanx.params.parameters import Weight
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.holders import buckets_of, holders, is_tied
 from phalanx.program.shape import ModelShape, Partition
 from phalanx.runtime.accumulate import Reduction
-from phalanx.runtime.buckets import Sharding
 from phalanx.runtime.links import Channel, Direction, Flow, Group, Links
 from phalanx.runtime.model_shape import BucketNames
-from phalanx.runtime.parameters import Weight
-from phalanx.runtime.portion import Portion
+from phalanx.runtime.sample_shard import SampleShard
 from phalanx.state.local import Local
 
 
@@ -112,11 +112,11 @@ class Formation:
             return (tuple(range(self.plan.tp)),)
         return self.sharded.parameters[name].holders
 
-    def portions(self) -> dict[int, Portion]:
+    def sample_shards(self) -> dict[int, SampleShard]:
         """By tensor degree, the samples of a micro-batch that its units see here where those are not all."""
         tp = self.plan.tp
         parts = [part for block in self.sharded.parts for part in block] if self.sharded else []
-        return {d: Portion(self.tp_index // d, tp // d) for d in sorted({part.degree for part in parts}) if d < tp}
+        return {d: SampleShard(self.tp_index // d, tp // d) for d in sorted({part.degree for part in parts}) if d < tp}
 
     def sharding(self) -> Sharding:
         group = self.mesh.zero_group(self.rank)

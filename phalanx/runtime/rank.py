@@ -19,32 +19,31 @@ from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.shard.shard import shard
 from phalanx.model.slice.slicing import Sliced, slice_model
+from phalanx.params import state_shards
+from phalanx.params.buckets import BufferPool, Read
+from phalanx.params.flat import Piece
+from phalanx.params.loss_scale import LossScale
+from phalanx.params.optimizer import Optimizer, make_optimizer
+from phalanx.params.parameters import load_parameters
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.check import check
 from phalanx.program.lower import lower
-from phalanx.runtime import holdings
 from phalanx.runtime.accumulate import BucketGradients, Gradients
 from phalanx.runtime.anatomy import Anatomy
-from phalanx.runtime.buckets import BufferPool, Read
 from phalanx.runtime.compute import Compute
 from phalanx.runtime.engine import Engine, Watch
 from phalanx.runtime.evaluation import Evaluator
 from phalanx.runtime.exchanges import Exchanges
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.formation import Connections, Formation
 from phalanx.runtime.links import Links
-from phalanx.runtime.loss_scale import LossScale
 from phalanx.runtime.messages import Messages
 from phalanx.runtime.model_shape import bucket_names
-from phalanx.runtime.optimizer import Optimizer
-from phalanx.runtime.optimizer_choice import make_optimizer
-from phalanx.runtime.parameters import load_parameters
 from phalanx.runtime.step import Feeder, Step, split
 from phalanx.runtime.totals import Totals
 from phalanx.runtime.warm_up import WarmUp
 from phalanx.runtime.wires import Wires
-from phalanx.state.layout import Holding
+from phalanx.state.layout import StateShard
 
 IN_FLIGHT = 2  # reductions under way at once where whole gradients are not to be kept (ZeRO 2 and 3)
 
@@ -115,14 +114,14 @@ class Rank:
         """The mean loss over the first `samples` samples, in micro-batches of the size that training uses."""
         return self._evaluator(batches, samples)
 
-    def holdings(self) -> Iterator[tuple[Holding, Tensor]]:
+    def state_shards(self) -> Iterator[tuple[StateShard, Tensor]]:
         """Everything a checkpoint holds, as far as it lies here."""
         self.parameters.settle()
-        return holdings.of_checkpoint(self.formation, self.parameters, self.optimizer)
+        return state_shards.of_checkpoint(self.formation, self.parameters, self.optimizer)
 
-    def values(self) -> Iterator[tuple[Holding, Tensor]]:
+    def values(self) -> Iterator[tuple[StateShard, Tensor]]:
         """The parameters alone, by their own names, in the precision of training."""
-        return holdings.of_parameters(self.formation, self.parameters, exact=False)
+        return state_shards.of_parameters(self.formation, self.parameters, exact=False)
 
     def restore_optimizer(
         self, slots: Iterable[tuple[str, str]], read: Callable[[str, Piece], Tensor], scalars: Mapping[str, Any]
@@ -174,7 +173,12 @@ class Rank:
             totals=self._totals() if trains else None, whole=self._whole_wires,
         )  # fmt: skip
         return engine, Feeder(
-            self.captured, compute, seed=self._seed, dtype=self.dtype, parts=formation.portions(), sliced=self._sliced
+            self.captured,
+            compute,
+            seed=self._seed,
+            dtype=self.dtype,
+            parts=formation.sample_shards(),
+            sliced=self._sliced,
         )
 
     def _gradients(self) -> Gradients:
@@ -182,11 +186,11 @@ class Rank:
         found: dict[int, BucketGradients] = {}
         home: dict[str, int] = {}
         for index in self.parameters.held():
-            shelf = self.parameters.bucket(index).trained
-            if shelf is None or index == self.formation.shape.num_buckets or self.connections.is_alone(index):
+            flat = self.parameters.bucket(index).trained
+            if flat is None or index == self.formation.shape.num_buckets or self.connections.is_alone(index):
                 continue
-            found[index] = BucketGradients(shelf, self.connections.reduction(index, self.plan.zero > 0), pool)
-            home |= dict.fromkeys((place.name for place in shelf.layout.places), index)
+            found[index] = BucketGradients(flat, self.connections.reduction(index, self.plan.zero > 0), pool)
+            home |= dict.fromkeys((place.name for place in flat.layout.places), index)
         return Gradients(found, home, IN_FLIGHT if self.plan.zero >= 2 else None)
 
     def _totals(self) -> Totals:

@@ -22,7 +22,7 @@ from phalanx.program.instructions import Program
 from phalanx.runtime.compute import Compute
 from phalanx.runtime.engine import Engine
 from phalanx.runtime.micro_batch import MicroBatch, Place
-from phalanx.runtime.portion import Portion
+from phalanx.runtime.sample_shard import SampleShard
 from phalanx.runtime.totals import StepRun
 from phalanx.tasks.base import Batch
 
@@ -77,7 +77,7 @@ class Feeder:
         *,
         seed: int,
         dtype: torch.dtype,
-        parts: Mapping[int, Portion],
+        parts: Mapping[int, SampleShard],
         sliced: Sliced | None = None,
     ) -> None:
         self.captured, self.compute, self._sliced = captured, compute, sliced
@@ -121,8 +121,8 @@ class Feeder:
 
     def _micro_batch(self, inputs: dict[str, Tensor], keys: Tensor) -> MicroBatch:
         batch = self.compute.micro_batch(inputs, keys, self.captured.dims(inputs))
-        for degree, portion in self._parts.items():
-            rows = portion.of(keys.shape[0])
+        for degree, shard in self._parts.items():
+            rows = shard.of(keys.shape[0])
             fewer = {name: tensor[rows] for name, tensor in inputs.items()}
             batch.views[degree] = self.compute.micro_batch(fewer, keys[rows], self.captured.dims(fewer))
         return batch

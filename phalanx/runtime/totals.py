@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from phalanx.params.loss_scale import LossScale
+from phalanx.params.optimizer import Optimizer
 from phalanx.runtime.links import Group, Pending
-from phalanx.runtime.loss_scale import LossScale
 from phalanx.runtime.micro_batch import MicroBatch, Place
-from phalanx.runtime.optimizer import Optimizer
 
 
 @dataclass

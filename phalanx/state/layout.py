@@ -1,6 +1,6 @@
-"""Which elements of which named tensors lie on which rank: boxes, holdings and layouts.
+"""Which elements of which named tensors lie on which rank: boxes, state shards and layouts.
 
-A box is an axis-aligned part of a tensor; a holding is what one rank has of one tensor; a layout is what all ranks
+A box is an axis-aligned part of a tensor; a state shard is what one rank has of one tensor; a layout is what all ranks
 have. Values and where they come from are not known here. Pure arithmetic on tuples; no torch.
 """
 
@@ -97,7 +97,7 @@ def _in_row(rest: tuple[int, ...], index: int, start: int, stop: int) -> tuple[B
 
 
 @dataclass(frozen=True)
-class Holding:
+class StateShard:
     """What one rank holds of one logical tensor of this shape: the elements of `boxes`, which are disjoint.
 
     Its data is a flat tensor: the boxes in order, each row by row. Owners are counted once (norms, saving); what is not
@@ -121,40 +121,40 @@ class Holding:
 
 
 def take_boxes(tensor: Tensor, boxes: Sequence[Box]) -> Tensor:
-    """The elements of boxes of a whole tensor, one after the other, each row by row: the data of a holding."""
+    """The elements of boxes of a whole tensor, one after the other, each row by row: the data of a state shard."""
     import torch
 
     parts = [tensor[box.slices()].reshape(-1) for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat([tensor.new_empty(0), *parts])
 
 
-Layout = Mapping[int, Sequence[Holding]]
+Layout = Mapping[int, Sequence[StateShard]]
 """What each rank holds, by rank; a name at most once per rank."""
 
 
-def whole(name: str, tensor: Tensor) -> tuple[Holding, Tensor]:
-    """A tensor that this rank owns all of, as a holding and its data."""
+def whole(name: str, tensor: Tensor) -> tuple[StateShard, Tensor]:
+    """A tensor that this rank owns all of, as a state shard and its data."""
     shape = tuple(tensor.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Holding(name, shape, dtype, (Box.whole(shape),)), tensor.detach().reshape(-1)
+    return StateShard(name, shape, dtype, (Box.whole(shape),)), tensor.detach().reshape(-1)
 
 
 def check_layout(layout: Layout) -> None:
     """Asserts that the owned boxes of every name cover its tensor exactly once and that ranks agree on what it is."""
-    by_name: dict[str, list[Holding]] = {}
-    for rank, holdings in layout.items():
-        names = [holding.name for holding in holdings]
+    by_name: dict[str, list[StateShard]] = {}
+    for rank, shards in layout.items():
+        names = [shard.name for shard in shards]
         assert len(set(names)) == len(names), f"rank {rank} holds a name twice: {sorted(names)}"
-        for holding in holdings:
-            by_name.setdefault(holding.name, []).append(holding)
-    for name, holdings in by_name.items():
-        kinds = {(holding.shape, holding.dtype) for holding in holdings}
+        for shard in shards:
+            by_name.setdefault(shard.name, []).append(shard)
+    for name, shards in by_name.items():
+        kinds = {(shard.shape, shard.dtype) for shard in shards}
         assert len(kinds) == 1, f"ranks disagree on what {name} is: {sorted(kinds)}"
-        for holding in holdings:
-            outside = [box for box in holding.boxes if not Box.whole(holding.shape).contains(box)]
-            assert not outside, f"{outside} lie outside {name} of shape {holding.shape}"
-            check_disjoint(name, holding.boxes)
-        check_tiles(name, holdings[0].shape, [box for holding in holdings if holding.owned for box in holding.boxes])
+        for shard in shards:
+            outside = [box for box in shard.boxes if not Box.whole(shard.shape).contains(box)]
+            assert not outside, f"{outside} lie outside {name} of shape {shard.shape}"
+            check_disjoint(name, shard.boxes)
+        check_tiles(name, shards[0].shape, [box for shard in shards if shard.owned for box in shard.boxes])
 
 
 def check_tiles(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:

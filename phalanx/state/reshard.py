@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx.state.layout import Box, Holding, Layout
+from phalanx.state.layout import Box, Layout, StateShard
 
 if TYPE_CHECKING:
     import torch
@@ -66,31 +66,31 @@ def plan_moves(old: Layout, new: Layout) -> list[Move]:
     Of several ranks that could send, the one that sends least so far does, an owner before a replica. The result
     depends on nothing but the two layouts.
     """
-    sources: dict[str, list[tuple[int, Holding]]] = defaultdict(list)
+    sources: dict[str, list[tuple[int, StateShard]]] = defaultdict(list)
     for rank in sorted(old):
-        for holding in old[rank]:
-            sources[holding.name].append((rank, holding))
-    wanted = sorted(((holding.name, rank, holding) for rank in new for holding in new[rank]), key=lambda item: item[:2])
+        for shard in old[rank]:
+            sources[shard.name].append((rank, shard))
+    wanted = sorted(((shard.name, rank, shard) for rank in new for shard in new[rank]), key=lambda item: item[:2])
     sent: Counter[int] = Counter()
     return [
         move
-        for _, rank, holding in wanted
-        for box, start in holding.places()
-        for move in _moves_to(rank, holding, Place(box, start), sources[holding.name], sent)
+        for _, rank, shard in wanted
+        for box, start in shard.places()
+        for move in _moves_to(rank, shard, Place(box, start), sources[shard.name], sent)
     ]
 
 
 def _moves_to(
-    rank: int, wanted: Holding, put_to: Place, sources: Sequence[tuple[int, Holding]], sent: Counter[int]
+    rank: int, wanted: StateShard, put_to: Place, sources: Sequence[tuple[int, StateShard]], sent: Counter[int]
 ) -> Iterator[Move]:
     """Covers one box of a destination; `sent` counts the elements that each rank sends to others."""
     left = [put_to.held] if put_to.held.numel else []
     ordered = sorted(sources, key=lambda item: (item[0] != rank, sent[item[0]], not item[1].owned, item[0]))
-    for source, holding in ordered:
+    for source, shard in ordered:
         if not left:
             return
-        assert (holding.shape, holding.dtype) == (wanted.shape, wanted.dtype), f"{wanted.name} changes its kind"
-        for held, start in holding.places():
+        assert (shard.shape, shard.dtype) == (wanted.shape, wanted.dtype), f"{wanted.name} changes its kind"
+        for held, start in shard.places():
             common = [box for box in (part.intersect(held) for part in left) if box is not None]
             left = [rest for part in left for rest in part.without(held)]
             for box in common:
@@ -117,15 +117,15 @@ def reshard(
 
 def execute(
     moves: Iterable[Move],
-    holdings: Iterable[Holding],
+    shards: Iterable[StateShard],
     local: Mapping[str, Tensor],
     *,
     rank: int,
     transport: Transport,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Carries out one rank's part of planned moves; `holdings` is what this rank has afterwards."""
-    result = {holding.name: _empty(holding.numel, holding.dtype, device) for holding in holdings}
+    """Carries out one rank's part of planned moves; `shards` is what this rank has afterwards."""
+    result = {shard.name: _empty(shard.numel, shard.dtype, device) for shard in shards}
     outgoing, incoming = _messages(moves, rank)
     sends = [transport.send(peer, _pack(message, local, device)) for (peer, _), message in outgoing if peer != rank]
     arrivals: list[tuple[Pending, Tensor, list[Move]]] = []
@@ -145,9 +145,9 @@ def execute(
     return result
 
 
-def load(checkpoint: Checkpoint, holdings: Iterable[Holding], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def load(checkpoint: Checkpoint, shards: Iterable[StateShard], device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """The same state with files as the source: flat data by name, reading only the boxes that are held."""
-    return {item.name: checkpoint.read_flat(item.name, item.boxes).to(device) for item in holdings}
+    return {item.name: checkpoint.read_flat(item.name, item.boxes).to(device) for item in shards}
 
 
 def gather_tensors(
@@ -163,14 +163,14 @@ def gather_tensors(
 
     Every rank of the layout takes part: those that are not the root yield nothing and are driven by `serve_tensors`.
     """
-    by_name: dict[str, dict[int, Holding]] = {}
+    by_name: dict[str, dict[int, StateShard]] = {}
     for holder in sorted(layout):
-        for holding in layout[holder]:
-            by_name.setdefault(holding.name, {})[holder] = holding
-    for name, holdings in by_name.items():
-        any_of = next(iter(holdings.values()))
-        whole = Holding(name, any_of.shape, any_of.dtype, (Box.whole(any_of.shape),))
-        old, new = {holder: [holding] for holder, holding in holdings.items()}, {root: [whole]}
+        for shard in layout[holder]:
+            by_name.setdefault(shard.name, {})[holder] = shard
+    for name, shards in by_name.items():
+        any_of = next(iter(shards.values()))
+        whole = StateShard(name, any_of.shape, any_of.dtype, (Box.whole(any_of.shape),))
+        old, new = {holder: [shard] for holder, shard in shards.items()}, {root: [whole]}
         found = reshard(old, new, local, rank=rank, transport=transport, device=device)
         if rank == root:
             yield name, found[name].view(whole.shape)

@@ -17,9 +17,9 @@ from torch import Tensor
 from phalanx.config import RunConfig
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
+from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.rank import Rank
 from phalanx.runtime.step import num_samples
 from phalanx.state.layout import Box

@@ -13,17 +13,16 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.params import state_shards
+from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
-from phalanx.runtime import holdings
 from phalanx.runtime.formation import Connections
 from phalanx.runtime.links import Links
 from phalanx.runtime.micro_batch import MicroBatch
-from phalanx.runtime.optimizer import Optimizer
-from phalanx.runtime.optimizer_choice import make_optimizer
 from phalanx.runtime.totals import StepRun, Totals
-from phalanx.state.layout import Holding, check_layout, take_boxes
-from tests.runtime.sharded_cases import Model, Split, cases, parameters_of
+from phalanx.state.layout import StateShard, check_layout, take_boxes
+from tests.params.sharded_cases import Model, Split, cases, parameters_of
 
 WHOLE = Split((3, 4), 0, (), (0, 0), summed=True)
 COLUMNS = Split((3, 4), 1, (4,), (0, 1), summed=False)
@@ -40,15 +39,15 @@ MODEL = Model(
 def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(case: tuple[Model, Plan]) -> None:
     model, plan = case
     values = model.values()
-    layout: dict[int, list[Holding]] = {}
+    layout: dict[int, list[StateShard]] = {}
     for rank in range(plan.world):
         formation = model.formation(plan, rank)
-        found = list(holdings.of_parameters(formation, parameters_of(formation, model, values), exact=True))
-        layout[rank] = [holding for holding, _ in found]
-        for holding, data in found:
-            assert torch.equal(data, take_boxes(values[holding.name], holding.boxes))
+        found = list(state_shards.of_parameters(formation, parameters_of(formation, model, values), exact=True))
+        layout[rank] = [shard for shard, _ in found]
+        for shard, data in found:
+            assert torch.equal(data, take_boxes(values[shard.name], shard.boxes))
     check_layout(layout)
-    owned = {holding.name for held in layout.values() for holding in held if holding.owned}
+    owned = {shard.name for held in layout.values() for shard in held if shard.owned}
     assert owned == set(model.shapes)
 
 
@@ -57,7 +56,7 @@ def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(case: tup
 def test_state_and_counters_of_the_optimizer_are_owned_once_too(case: tuple[Model, Plan]) -> None:
     model, plan = case
     values = model.values()
-    layout: dict[int, list[Holding]] = {}
+    layout: dict[int, list[StateShard]] = {}
     for rank in range(plan.world):
         formation = model.formation(plan, rank)
         parameters = parameters_of(formation, model, values, dtype=torch.bfloat16)
@@ -67,9 +66,9 @@ def test_state_and_counters_of_the_optimizer_are_owned_once_too(case: tuple[Mode
         optimizer = Optimizer(make_optimizer(parameters.trained, RunConfig()), parameters.trained, clip=None)
         ones = {name: torch.ones_like(weight.exact) for name, weight in parameters.trained.items()}
         optimizer.step(ones, 0.1, torch.tensor(1.0), torch.tensor(True))
-        layout[rank] = [held for held, _ in holdings.of_checkpoint(formation, parameters, optimizer)]
+        layout[rank] = [held for held, _ in state_shards.of_checkpoint(formation, parameters, optimizer)]
     check_layout(layout)
-    owned = {holding.name for held in layout.values() for holding in held if holding.owned}
+    owned = {shard.name for held in layout.values() for shard in held if shard.owned}
     assert owned == {
         f"{kind}/{name}" for name in model.shapes
         for kind in ("master", "optimizer/exp_avg", "optimizer/exp_avg_sq", "optimizer/step")
@@ -84,7 +83,7 @@ def test_a_frozen_table_of_integers_that_zero_does_not_shard_is_owned_once() -> 
     for rank in range(plan.world):
         formation = model.formation(plan, rank)
         parameters = parameters_of(formation, model, values, frozen=["table"])
-        layout[rank] = [held for held, _ in holdings.of_parameters(formation, parameters, exact=True)]
+        layout[rank] = [held for held, _ in state_shards.of_parameters(formation, parameters, exact=True)]
         assert parameters.values["table"].dtype == torch.int64
     check_layout(layout)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from phalanx.launch.seat import Seat
 from phalanx.model.segment.products import Product
+from phalanx.params.buckets import BufferPool, FlatBuffer, Sharding
 from phalanx.runtime.accumulate import Accumulator, BucketGradients, Gradients, Reduction
-from phalanx.runtime.buckets import BufferPool, Sharding, Shelf
 from phalanx.runtime.links import Links
 from phalanx.state.local import Local
 
@@ -87,8 +87,8 @@ def summed(name: str, ranks: int, micro_batches: int) -> Tensor:
 
 
 def gradients_of(how: Reduction, sharding: Sharding | None = None, in_flight: int | None = None) -> Gradients:
-    shelf = Shelf(LOCALS, sharding or Sharding(), torch.float32, CPU)
-    bucket = BucketGradients(shelf, how, BufferPool())
+    flat = FlatBuffer(LOCALS, sharding or Sharding(), torch.float32, CPU)
+    bucket = BucketGradients(flat, how, BufferPool())
     return Gradients({7: bucket}, dict.fromkeys(SHAPES, 7), in_flight)
 
 
@@ -181,7 +181,7 @@ def test_no_more_reductions_are_under_way_than_allowed() -> None:
     log: list[str] = []
     buckets = {
         index: BucketGradients(
-            Shelf({f"w{index}": Local((4,))}, Sharding(), torch.float32, CPU),
+            FlatBuffer({f"w{index}": Local((4,))}, Sharding(), torch.float32, CPU),
             Reduction(ThreadGroup(Meeting(1), 0, log), ALONE, ALONE, sharded=True), BufferPool(),
         )
         for index in range(5)
@@ -197,8 +197,8 @@ def test_no_more_reductions_are_under_way_than_allowed() -> None:
 
 
 def test_many_small_gradients_of_a_bucket_are_summed_in_float32() -> None:
-    shelf = Shelf({"w": Local((1,))}, Sharding(), torch.bfloat16, CPU)
-    bucket = BucketGradients(shelf, Reduction(ALONE, ALONE, ALONE, sharded=False), BufferPool())
+    flat = FlatBuffer({"w": Local((1,))}, Sharding(), torch.bfloat16, CPU)
+    bucket = BucketGradients(flat, Reduction(ALONE, ALONE, ALONE, sharded=False), BufferPool())
     gradients = Gradients({0: bucket}, {"w": 0})
     for _ in range(1000):
         gradients.add(["w"], [torch.ones(1, dtype=torch.bfloat16)])
@@ -226,7 +226,7 @@ def test_two_uses_of_a_parameter_in_one_block_are_one_gradient() -> None:
 def test_memory_of_released_gradients_is_used_again() -> None:
     pool = BufferPool()
     bucket = BucketGradients(
-        Shelf(LOCALS, Sharding(), torch.float32, CPU), Reduction(ALONE, ALONE, ALONE, sharded=False), pool
+        FlatBuffer(LOCALS, Sharding(), torch.float32, CPU), Reduction(ALONE, ALONE, ALONE, sharded=False), pool
     )
     gradients = Gradients({7: bucket}, dict.fromkeys(SHAPES, 7))
     places: set[int] = set()

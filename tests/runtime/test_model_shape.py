@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from phalanx.plan.plan import Plan
 from phalanx.runtime.model_shape import bucket_names
-from tests.runtime.sharded_cases import Model, Split, blocks_of, cases
+from tests.params.sharded_cases import Model, Split, blocks_of, cases
 
 SPLIT = Split((4, 4), 0, (4,), (0, 1), summed=False)
 WHOLE = Split((4,), 0, (), (0, 0), summed=True)

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from phalanx.runtime.flat import Piece
+from phalanx.params.flat import Piece
+from phalanx.params.optimizer import Optimizer
+from phalanx.params.parameters import Parameters
 from phalanx.runtime.formation import Formation
-from phalanx.runtime.optimizer import Optimizer
-from phalanx.runtime.parameters import Parameters
 from phalanx.state.checkpoint import Checkpoint
-from phalanx.state.layout import Holding
+from phalanx.state.layout import StateShard
 from phalanx.state.local import Local
 
-Held = tuple[Holding, Tensor]  # with its data
+Held = tuple[StateShard, Tensor]  # with its data
 
 
 def of_parameters(formation: Formation, parameters: Parameters, *, exact: bool) -> Iterator[Held]:
@@ -47,4 +47,4 @@ def from_checkpoint(found: Checkpoint, key: str, piece: Piece) -> Tensor:
 
 def _described(key: str, piece: Piece, tensor: Tensor, owned: bool) -> Held:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Holding(key, piece.local.shape, dtype, piece.boxes(), owned), piece.packed(tensor)
+    return StateShard(key, piece.local.shape, dtype, piece.boxes(), owned), piece.packed(tensor)

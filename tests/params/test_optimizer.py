@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from phalanx.config import RunConfig
 from phalanx.errors import CheckpointError, ConfigError, PlanError
-from phalanx.runtime.flat import Piece
+from phalanx.params.flat import Piece
+from phalanx.params.lr_schedule import lr_factor
+from phalanx.params.optimizer import Optimizer, make_optimizer, squared_norm
+from phalanx.params.parameters import Weight, choose_trainable
 from phalanx.runtime.lanes import Lanes, divide
-from phalanx.runtime.optimizer import Optimizer, squared_norm
-from phalanx.runtime.optimizer_choice import make_optimizer
-from phalanx.runtime.parameters import Weight, choose_trainable
-from phalanx.runtime.schedule import lr_factor
 from phalanx.runtime.step import split
 from phalanx.state.local import Local
 

@@ -1,7 +1,7 @@
 """A bucket: parameters that are gathered and reduced together, in flat buffers of which this rank keeps all or a shard.
 
-Trained and frozen parameters lie on shelves of their own. What a rank updates — its *pieces* — is the shard of each
-trained shelf; without ZeRO that is everything. Which parameters share a bucket is decided in `model_shape.py`.
+Trained and frozen parameters lie on buffers of their own. What a rank updates — its *pieces* — is the shard of each
+trained flat; without ZeRO that is everything. Which parameters share a bucket is decided in `model_shape.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.runtime.flat import FlatLayout, Piece
+from phalanx.params.flat import FlatLayout, Piece
 from phalanx.runtime.links import Group, Pending
 from phalanx.state.local import Local
 
@@ -29,7 +29,7 @@ class Sharding:
     whole: bool = True
 
 
-class Shelf:
+class FlatBuffer:
     """Parameters side by side: `shard` is this rank's part; `buffer` all of them, None while only the shard is here."""
 
     def __init__(
@@ -83,19 +83,21 @@ class Shelf:
 class Bucket:
     """One bucket on this rank. `values` maps the names of parameters to tensors that can be computed with now."""
 
-    def __init__(self, trained: Shelf | None, frozen: Shelf | None, loose: Mapping[Piece, Tensor], zero: Group) -> None:
+    def __init__(
+        self, trained: FlatBuffer | None, frozen: FlatBuffer | None, loose: Mapping[Piece, Tensor], zero: Group
+    ) -> None:
         self.trained, self._zero = trained, zero
-        self.shelves = [shelf for shelf in (trained, frozen) if shelf is not None]
+        self.buffers = [flat for flat in (trained, frozen) if flat is not None]
         self._loose = dict(loose)  # parameters that are not numbers with a fraction: never sharded, never trained
-        self._arriving: list[tuple[Shelf, Tensor, Pending]] = []
+        self._arriving: list[tuple[FlatBuffer, Tensor, Pending]] = []
         self._lent: list[Tensor] = []
         self.masters: Tensor | None = None
 
     def resident(self) -> dict[str, Tensor]:
         """The parameters that are always here."""
         found = {piece.name: tensor for piece, tensor in self._loose.items()}
-        for shelf in self.shelves:
-            found |= shelf.views(shelf.buffer) if shelf.buffer is not None else {}
+        for flat in self.buffers:
+            found |= flat.views(flat.buffer) if flat.buffer is not None else {}
         return found
 
     def share(self) -> None:
@@ -109,18 +111,18 @@ class Bucket:
     def gather(self, pool: BufferPool) -> None:
         """Starts collecting the whole from all shards."""
         assert not self._lent, "gathered twice"
-        for shelf in self.shelves:
-            if shelf.buffer is None:
-                buffer = pool.take(shelf.layout.size, shelf.dtype, shelf.device)
+        for flat in self.buffers:
+            if flat.buffer is None:
+                buffer = pool.take(flat.layout.size, flat.dtype, flat.device)
                 self._lent.append(buffer)
-                self._arriving.append((shelf, buffer, self._zero.all_gather(buffer, shelf.shard)))
+                self._arriving.append((flat, buffer, self._zero.all_gather(buffer, flat.shard)))
 
     def arrive(self) -> dict[str, Tensor]:
         """Waits for what is on its way; the parameters that can be used from now on."""
         found: dict[str, Tensor] = {}
-        for shelf, buffer, pending in self._arriving:
+        for flat, buffer, pending in self._arriving:
             pending.wait("parameters")
-            found |= shelf.views(buffer)
+            found |= flat.views(buffer)
         self._arriving.clear()
         return found
 
@@ -134,7 +136,7 @@ class Bucket:
         for buffer in self._lent:
             pool.give(buffer)
         self._lent.clear()
-        return [place.name for shelf in self.shelves if shelf.buffer is None for place in shelf.layout.places]
+        return [place.name for flat in self.buffers if flat.buffer is None for place in flat.layout.places]
 
     def weights(self) -> Iterator[tuple[Piece, Tensor, Tensor]]:
         """Each piece that this rank updates: the tensor to update, and the values the model computes with."""
@@ -147,10 +149,10 @@ class Bucket:
 
     def kept(self) -> Iterator[tuple[Piece, Tensor, bool]]:
         """The pieces of frozen parameters, and whether they are this rank's shard."""
-        for shelf in self.shelves:
-            if shelf is not self.trained:
-                cut = shelf.cut(shelf.shard)
-                yield from ((piece, cut[piece.name], True) for piece, _ in shelf.pieces)
+        for flat in self.buffers:
+            if flat is not self.trained:
+                cut = flat.cut(flat.shard)
+                yield from ((piece, cut[piece.name], True) for piece, _ in flat.pieces)
         yield from ((piece, tensor, False) for piece, tensor in self._loose.items())
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, nearest
-from phalanx.runtime.buckets import Bucket, BufferPool, Read, Sharding, Shelf
-from phalanx.runtime.flat import Piece
+from phalanx.params.buckets import Bucket, BufferPool, FlatBuffer, Read, Sharding
+from phalanx.params.flat import Piece
 from phalanx.runtime.links import Group
 from phalanx.state.local import Local
 
@@ -117,12 +117,12 @@ def load_parameters(
         pieces = [Piece.whole(name, locals[name]) for name in names]
         loose = {piece: value.to(device) for piece in pieces if (value := _loose(piece, read, learns)) is not None}
         flat = {piece.name: piece.local for piece in pieces if piece not in loose}
-        trained = _shelf({n: local for n, local in flat.items() if n in learns}, sharding, dtype, device)
-        frozen = _shelf({n: local for n, local in flat.items() if n not in learns}, sharding, dtype, device)
+        trained = _flat_buffer({n: local for n, local in flat.items() if n in learns}, sharding, dtype, device)
+        frozen = _flat_buffer({n: local for n, local in flat.items() if n not in learns}, sharding, dtype, device)
         found[index] = Bucket(trained, frozen, loose, zero)
-        for shelf in found[index].shelves:
-            masters = shelf.fill(read, keeps_masters and shelf is trained)
-            if shelf is trained:
+        for flat in found[index].buffers:
+            masters = flat.fill(read, keeps_masters and flat is trained)
+            if flat is trained:
                 found[index].masters = masters
     return Parameters(found)
 
@@ -135,8 +135,10 @@ def _loose(piece: Piece, read: Read, learns: Collection[str]) -> Tensor | None:
     return None if value.is_floating_point() else value.reshape(piece.shape)
 
 
-def _shelf(tensors: Mapping[str, Local], sharding: Sharding, dtype: torch.dtype, device: torch.device) -> Shelf | None:
-    return Shelf(tensors, sharding, dtype, device) if tensors else None
+def _flat_buffer(
+    tensors: Mapping[str, Local], sharding: Sharding, dtype: torch.dtype, device: torch.device
+) -> FlatBuffer | None:
+    return FlatBuffer(tensors, sharding, dtype, device) if tensors else None
 
 
 def choose_trainable(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.runtime.links import Channel, Links
 from phalanx.runtime.pending import Pending
-from phalanx.state.layout import Holding
+from phalanx.state.layout import StateShard
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.reshard import gather_tensors
 
@@ -38,19 +38,19 @@ class _ToRoot:
         return self._channels[peer].recv(tensor)
 
 
-def whole_tensors(
-    pieces: Iterable[tuple[Holding, Tensor]], seat: Seat, device: torch.device
+def gather_full(
+    pieces: Iterable[tuple[StateShard, Tensor]], seat: Seat, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by its name on rank 0; the other ranks must exhaust it too, and get nothing."""
     held = list(pieces)
     if seat.world == 1:
-        yield from ((holding.name, data.view(holding.shape)) for holding, data in held)
+        yield from ((shard.name, data.view(shard.shape)) for shard, data in held)
         return
     meeting = StoreRendezvous(seat.store, seat.rank)
-    meeting.arrive("holdings", base64.b64encode(pickle.dumps([holding for holding, _ in held])).decode())
-    answers = meeting.wait_all("holdings", seat.world, _TIMEOUT)
+    meeting.arrive("shards", base64.b64encode(pickle.dumps([shard for shard, _ in held])).decode())
+    answers = meeting.wait_all("shards", seat.world, _TIMEOUT)
     layout = {rank: pickle.loads(base64.b64decode(answer)) for rank, answer in enumerate(answers)}
-    local = {holding.name: data for holding, data in held}
+    local = {shard.name: data for shard, data in held}
     with Links(seat, timeout=_TIMEOUT, name="whole") as links:
         to_root = _ToRoot(links, seat.rank, seat.world)
         yield from gather_tensors(layout, local, rank=seat.rank, transport=to_root, device=device)

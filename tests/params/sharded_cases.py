@@ -13,11 +13,11 @@ from torch import Tensor
 
 from phalanx.model.graph.blocks import Block, Blocks, Port
 from phalanx.model.graph.sharded import Exchange, LocalParameter, Part, Sharded
+from phalanx.params.parameters import Parameters, load_parameters
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import Partition
 from phalanx.runtime.formation import Formation
 from phalanx.runtime.model_shape import bucket_names
-from phalanx.runtime.parameters import Parameters, load_parameters
 from phalanx.state.local import Local
 
 CPU = torch.device("cpu")
