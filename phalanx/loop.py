@@ -274,7 +274,9 @@ class Loop:
     def _export(self) -> Path:
         """Rank 0 writes; the others hand it what they hold, one tensor at a time."""
         spec = self.run.spec
-        tensors = gather_full(self.rank.values(), self.seat, self.run.device)
+        tensors = gather_full(
+            self.rank.formation.state.all_parameters(), self.rank.values(), self.seat, self.run.device
+        )
         folder = self.folder / "export"
         if not self._is_heard:
             for _ in tensors:

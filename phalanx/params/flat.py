@@ -27,6 +27,15 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """How this rank's buckets are divided: `index` of `shards` parts; `whole`: all values are kept all the same."""
+
+    shards: int = 1
+    index: int = 0
+    whole: bool = True
+
+
+@dataclass(frozen=True)
 class Place:
     """A tensor's elements are [start, stop) of the buffer."""
 

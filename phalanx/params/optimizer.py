@@ -17,8 +17,11 @@ from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.errors import CheckpointError, ConfigError, nearest
+from phalanx.params.flat import Piece
 from phalanx.params.parameters import Weight
+from phalanx.params.state_facts import Slot
 from phalanx.runtime.lanes import Lanes
+from phalanx.state.local import Local
 
 _ELEMENT_WISE = (
     torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
@@ -167,7 +170,7 @@ def make_optimizer(
     weights: Mapping[str, Weight], config: RunConfig, optimizer_class: type[Any] | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of the run, for these pieces. `optimizer_class` stands before the one that `config` names."""
-    chosen = optimizer_class or _NAMED.get(config.optimizer) or _import(config.optimizer)
+    chosen = _chosen(config, optimizer_class)
     if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer {chosen!r} is not a torch optimizer", "give a subclass of torch.optim.Optimizer")
     if _needs_closure(chosen):
@@ -194,9 +197,31 @@ def make_optimizer(
         ) from error
 
 
+def optimizer_slots(
+    config: RunConfig, dtype: torch.dtype, device: torch.device, optimizer_class: type[Any] | None = None
+) -> tuple[Slot, ...] | None:
+    """What the optimizer of the run keeps for each parameter of this dtype, found by updating a small one; None for one
+    that is not known to keep as much for each of its elements."""
+    if _chosen(config, optimizer_class) not in _ELEMENT_WISE:
+        return None
+    value = torch.ones(2, 2, dtype=dtype, device=device)
+    weights = {"probe": Weight(Piece.whole("probe", Local((2, 2))), value, value, trained=True)}
+    optimizer = Optimizer(make_optimizer(weights, config, optimizer_class), weights, clip=None)
+    true = torch.tensor(True, device=device)
+    optimizer.step({"probe": torch.ones_like(value)}, config.lr, torch.ones((), device=device), true)
+    return tuple(
+        Slot(slot, str(tensor.dtype).removeprefix("torch."), is_counter=tensor.dim() == 0)
+        for slot, _, tensor in optimizer.tensors()
+    )
+
+
 def decays(shape: Sequence[int]) -> bool:
     """Matrices decay; biases, norms and other vectors do not."""
     return len(shape) >= 2
+
+
+def _chosen(config: RunConfig, optimizer_class: type[Any] | None) -> Any:
+    return optimizer_class or _NAMED.get(config.optimizer) or _import(config.optimizer)
 
 
 def _groups(weights: Mapping[str, Weight], weight_decay: float | None) -> list[dict[str, Any]]:

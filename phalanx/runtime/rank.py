@@ -23,8 +23,9 @@ from phalanx.params import state_shards
 from phalanx.params.buckets import BufferPool, Read
 from phalanx.params.flat import Piece
 from phalanx.params.loss_scale import LossScale
-from phalanx.params.optimizer import Optimizer, make_optimizer
-from phalanx.params.parameters import load_parameters
+from phalanx.params.optimizer import Optimizer, make_optimizer, optimizer_slots
+from phalanx.params.parameters import keeps_masters, load_parameters
+from phalanx.params.state_facts import state_facts
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.check import check
@@ -75,7 +76,7 @@ class Rank:
         self.seat, self.plan = seat, plan
         self._seed, self._buffers = config.seed, buffers
         self.compiler = Compiler(resolve_mode(config.compile, self.device))
-        self.formation = _formation(captured, plan, seat.rank, trainable, self.dtype, self._sliced)
+        self.formation = _formation(captured, config, plan, seat, trainable, self._sliced, optimizer_class)
         self._anatomy = Anatomy.of(captured.blocks, self.formation.sharded)
         if seat.world > 1:
             seat.slot.sits_at(self.formation.place)
@@ -84,10 +85,8 @@ class Rank:
         self.links, self._owns_links = links or Links(seat, timeout=config.timeout), links is None
         self.connections = Connections(self.formation, self.links)
         self.parameters = load_parameters(
-            self.formation.held(), self.formation.locals(captured.shapes), read, trainable=trainable, dtype=self.dtype,
-            master_weights=config.master_weights, device=self.device, sharding=self.formation.sharding(),
-            zero=self.connections.gather,
-        )  # fmt: skip
+            self.formation.state, seat.rank, read, device=self.device, zero=self.connections.gather
+        )
         weights = self.parameters.trained
         self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class), weights, config.clip)
         self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
@@ -117,11 +116,11 @@ class Rank:
     def state_shards(self) -> Iterator[tuple[StateShard, Tensor]]:
         """Everything a checkpoint holds, as far as it lies here."""
         self.parameters.settle()
-        return state_shards.of_checkpoint(self.formation, self.parameters, self.optimizer)
+        return state_shards.of_checkpoint(self.formation.state, self.seat.rank, self.parameters, self.optimizer)
 
     def values(self) -> Iterator[tuple[StateShard, Tensor]]:
         """The parameters alone, by their own names, in the precision of training."""
-        return state_shards.of_parameters(self.formation, self.parameters, exact=False)
+        return state_shards.of_parameters(self.formation.state, self.seat.rank, self.parameters)
 
     def restore_optimizer(
         self, slots: Iterable[tuple[str, str]], read: Callable[[str, Piece], Tensor], scalars: Mapping[str, Any]
@@ -140,7 +139,7 @@ class Rank:
 
     def warm_up(self, compute: Compute) -> WarmUp:
         """What runs every segment of this rank once, with `compute`."""
-        shapes = {name: local.local_shape for name, local in self.formation.locals(self.captured.shapes).items()}
+        shapes = self.formation.local_shapes()
         wires = Wires(self._anatomy, self.step.engine.compute, shapes, self.dtype)
         return WarmUp(self._anatomy, compute, wires, shapes, self.dtype)
 
@@ -157,7 +156,7 @@ class Rank:
             compiler=self.compiler, recompute=trains and self.plan.recompute, dropout=trains, degrees=anatomy.degrees,
             products=self.plan.adds_gradients,
         )  # fmt: skip
-        shapes = {name: local.local_shape for name, local in formation.locals(self.captured.shapes).items()}
+        shapes = formation.local_shapes()
         wires = Wires(anatomy, compute, shapes, self.dtype)
         messages, warm_up = None, None
         if self.plan.pp > 1:
@@ -195,7 +194,7 @@ class Rank:
 
     def _totals(self) -> Totals:
         speaks = self.formation.speaks
-        owned = {name for name, weight in self.parameters.trained.items() if self.formation.owns(weight)}
+        owned = self.formation.owned & self.parameters.trained.keys()
         return Totals(
             self.optimizer, self.captured.blocks.count, self.connections.replicas, self.connections.world, owned,
             counts=self.formation.is_first and speaks, speaks=speaks, loss_scale=self.loss_scale,
@@ -203,9 +202,17 @@ class Rank:
 
 
 def _formation(
-    captured: Captured, plan: Plan, rank: int, trainable: Sequence[str], dtype: torch.dtype, sliced: Sliced | None
-) -> Formation:
-    blocks = captured.blocks
-    sharded = shard(captured, plan, Mesh.of(plan).coordinates(rank)[2], dtype) if plan.tp > 1 else None
-    unused = tuple(name for name in captured.shapes if name not in set(blocks.parameters()))
-    return Formation(plan, bucket_names(blocks, trainable, sharded, sliced), unused, rank, sharded)
+    captured: Captured, config: RunConfig, plan: Plan, seat: Seat, trainable: Sequence[str], sliced: Sliced | None,
+    optimizer_class: type[Any] | None,
+) -> Formation:  # fmt: skip
+    dtype = getattr(torch, config.dtype)
+    sharded = shard(captured, plan, Mesh.of(plan).coordinates(seat.rank)[2], dtype) if plan.tp > 1 else None
+    buckets = bucket_names(captured.blocks, trainable, sharded, sliced)
+    masters = keeps_masters(dtype, config.master_weights)
+    facts = state_facts(
+        buckets.shape, buckets.names, captured.shapes, trainable=trainable, dtype=config.dtype,
+        integers=captured.integers, tp=plan.tp, masters=masters,
+        locals={name: each.locals for name, each in sharded.parameters.items()} if sharded else None,
+        slots=optimizer_slots(config, torch.float32 if masters else dtype, torch.device(seat.device), optimizer_class),
+    )  # fmt: skip
+    return Formation(plan, buckets.shape, facts, seat.rank, sharded)

@@ -1,17 +1,17 @@
-"""From one layout to another: which boxes must be copied between which ranks, and copying them.
+"""From one layout to another: carrying out the moves that `moves` plans, between ranks and from files.
 
-Planning is pure and the same on every rank, so nothing is negotiated: each rank knows what it sends and what it will
-receive. How bytes travel is a transport's work; that a source may be files is `checkpoint`'s.
+Planning is the same on every rank, so nothing is negotiated: each rank knows what it sends and what it will receive.
+How bytes travel is a transport's work; that a source may be files is `checkpoint`'s.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.state.layout import Box, Layout, StateShard
+from phalanx.state.moves import Move, plan_moves
 
 if TYPE_CHECKING:
     import torch
@@ -32,71 +32,6 @@ class Transport(Protocol):
     def send(self, peer: int, tensor: Tensor) -> Pending: ...
 
     def recv(self, peer: int, tensor: Tensor) -> Pending: ...
-
-
-@dataclass(frozen=True)
-class Place:
-    """A held box, and where its elements begin in the flat data of the rank that holds it."""
-
-    held: Box
-    start: int
-
-    def view(self, data: Tensor, box: Box) -> Tensor:
-        """The elements of `box`, which lies in the held one, as a tensor of its shape."""
-        held = data[self.start : self.start + self.held.numel].view(self.held.shape)
-        return held[box.relative_to(self.held).slices()]
-
-
-@dataclass(frozen=True)
-class Move:
-    """The elements of `box` of one tensor go from one rank's data to another's (or within one rank's)."""
-
-    name: str
-    dtype: str
-    source: int
-    destination: int
-    box: Box
-    taken_from: Place
-    put_to: Place
-
-
-def plan_moves(old: Layout, new: Layout) -> list[Move]:
-    """Every element of the new layout exactly once, from the rank itself where it has it, else from another.
-
-    Of several ranks that could send, the one that sends least so far does, an owner before a replica. The result
-    depends on nothing but the two layouts.
-    """
-    sources: dict[str, list[tuple[int, StateShard]]] = defaultdict(list)
-    for rank in sorted(old):
-        for shard in old[rank]:
-            sources[shard.name].append((rank, shard))
-    wanted = sorted(((shard.name, rank, shard) for rank in new for shard in new[rank]), key=lambda item: item[:2])
-    sent: Counter[int] = Counter()
-    return [
-        move
-        for _, rank, shard in wanted
-        for box, start in shard.places()
-        for move in _moves_to(rank, shard, Place(box, start), sources[shard.name], sent)
-    ]
-
-
-def _moves_to(
-    rank: int, wanted: StateShard, put_to: Place, sources: Sequence[tuple[int, StateShard]], sent: Counter[int]
-) -> Iterator[Move]:
-    """Covers one box of a destination; `sent` counts the elements that each rank sends to others."""
-    left = [put_to.held] if put_to.held.numel else []
-    ordered = sorted(sources, key=lambda item: (item[0] != rank, sent[item[0]], not item[1].owned, item[0]))
-    for source, shard in ordered:
-        if not left:
-            return
-        assert (shard.shape, shard.dtype) == (wanted.shape, wanted.dtype), f"{wanted.name} changes its kind"
-        for held, start in shard.places():
-            common = [box for box in (part.intersect(held) for part in left) if box is not None]
-            left = [rest for part in left for rest in part.without(held)]
-            for box in common:
-                sent[source] += box.numel * (source != rank)
-                yield Move(wanted.name, wanted.dtype, source, rank, box, Place(held, start), put_to)
-    assert not left, f"no rank holds {left} of {wanted.name}, which rank {rank} needs"
 
 
 def reshard(

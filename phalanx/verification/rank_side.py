@@ -102,7 +102,7 @@ def _owned(rank: Rank, tensors: Mapping[str, Tensor]) -> list[Owned]:
     found: list[Owned] = []
     for name, tensor in tensors.items():
         weight = rank.parameters.weights[name]
-        if rank.formation.owns(weight):
+        if name in rank.formation.owned:
             data = weight.piece.packed(tensor.detach()).cpu().clone()
             found.append(Owned(name, weight.piece.boxes(), data))
     return found

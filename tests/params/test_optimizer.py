@@ -70,7 +70,7 @@ def gradients(step: int, dtype: torch.dtype = torch.float32, scale: float = 3.0)
 def held(values: dict[str, Tensor]) -> dict[str, Weight]:
     """These tensors as a rank that keeps all of them holds them."""
     return {
-        name: Weight(Piece.whole(name, Local(tuple(value.shape))), value, value, trained=True, bucket=0)
+        name: Weight(Piece.whole(name, Local(tuple(value.shape))), value, value, trained=True)
         for name, value in values.items()
     }
 
@@ -181,7 +181,7 @@ def test_an_update_in_lanes_is_the_same_update(clip: float | None):
 def test_parameters_are_refreshed_from_float32_masters():
     exact = weights()["matrix"]
     copy = exact.bfloat16()
-    weight = Weight(Piece.whole("matrix", Local((4, 3))), exact, copy, trained=True, bucket=0)
+    weight = Weight(Piece.whole("matrix", Local((4, 3))), exact, copy, trained=True)
     inner = make_optimizer({"matrix": weight}, RunConfig(weight_decay=0))
     optimizer = Optimizer(inner, {"matrix": weight}, clip=None)
     for _ in range(20):
@@ -266,7 +266,7 @@ def test_an_optimizer_that_cannot_be_made_is_refused(options: Any, message: str,
 
 def held_piece(piece: Piece) -> dict[str, Weight]:
     values = torch.ones(piece.stop - piece.start)
-    return {piece.name: Weight(piece, values, values, trained=True, bucket=0)}
+    return {piece.name: Weight(piece, values, values, trained=True)}
 
 
 class OfWholeTensors(torch.optim.SGD):

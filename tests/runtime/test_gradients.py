@@ -6,7 +6,7 @@ Their groups really wait for each other, so a sum that a rank did not start, or 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from phalanx.launch.seat import Seat
 from phalanx.model.segment.products import Product
-from phalanx.params.buckets import BufferPool, FlatBuffer, Sharding
+from phalanx.params.buckets import BufferPool, FlatBuffer
+from phalanx.params.flat import FlatLayout, Sharding
 from phalanx.runtime.accumulate import Accumulator, BucketGradients, Gradients, Reduction
 from phalanx.runtime.links import Links
 from phalanx.state.local import Local
@@ -86,8 +87,12 @@ def summed(name: str, ranks: int, micro_batches: int) -> Tensor:
     return sum(gradient(name, rank, m) for rank in range(ranks) for m in range(micro_batches))
 
 
+def flat_buffer(locals: Mapping[str, Local], sharding: Sharding, dtype: torch.dtype = torch.float32) -> FlatBuffer:
+    return FlatBuffer(FlatLayout.of(locals, sharding.shards), sharding, dtype, CPU)
+
+
 def gradients_of(how: Reduction, sharding: Sharding | None = None, in_flight: int | None = None) -> Gradients:
-    flat = FlatBuffer(LOCALS, sharding or Sharding(), torch.float32, CPU)
+    flat = flat_buffer(LOCALS, sharding or Sharding())
     bucket = BucketGradients(flat, how, BufferPool())
     return Gradients({7: bucket}, dict.fromkeys(SHAPES, 7), in_flight)
 
@@ -181,7 +186,7 @@ def test_no_more_reductions_are_under_way_than_allowed() -> None:
     log: list[str] = []
     buckets = {
         index: BucketGradients(
-            FlatBuffer({f"w{index}": Local((4,))}, Sharding(), torch.float32, CPU),
+            flat_buffer({f"w{index}": Local((4,))}, Sharding()),
             Reduction(ThreadGroup(Meeting(1), 0, log), ALONE, ALONE, sharded=True), BufferPool(),
         )
         for index in range(5)
@@ -197,7 +202,7 @@ def test_no_more_reductions_are_under_way_than_allowed() -> None:
 
 
 def test_many_small_gradients_of_a_bucket_are_summed_in_float32() -> None:
-    flat = FlatBuffer({"w": Local((1,))}, Sharding(), torch.bfloat16, CPU)
+    flat = flat_buffer({"w": Local((1,))}, Sharding(), torch.bfloat16)
     bucket = BucketGradients(flat, Reduction(ALONE, ALONE, ALONE, sharded=False), BufferPool())
     gradients = Gradients({0: bucket}, {"w": 0})
     for _ in range(1000):
@@ -225,9 +230,7 @@ def test_two_uses_of_a_parameter_in_one_block_are_one_gradient() -> None:
 
 def test_memory_of_released_gradients_is_used_again() -> None:
     pool = BufferPool()
-    bucket = BucketGradients(
-        FlatBuffer(LOCALS, Sharding(), torch.float32, CPU), Reduction(ALONE, ALONE, ALONE, sharded=False), pool
-    )
+    bucket = BucketGradients(flat_buffer(LOCALS, Sharding()), Reduction(ALONE, ALONE, ALONE, sharded=False), pool)
     gradients = Gradients({7: bucket}, dict.fromkeys(SHAPES, 7))
     places: set[int] = set()
     for _ in range(3):

@@ -86,20 +86,18 @@ def parameters_from(formation: Formation, source: Checkpoint | Mapping[str, Tens
             return piece.read(source, f"{'master' if is_master else 'model'}/{name}")
         return piece.of(source[name])
 
-    return load_parameters(
-        formation.held(), formation.locals(model(1).shapes), read, trainable=list(VALUES), dtype=torch.bfloat16,
-        master_weights=True, device=CPU, sharding=formation.sharding(), zero=None,  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
+    zero = None
+    return load_parameters(formation.state, formation.rank, read, device=CPU, zero=zero)  # pyright: ignore[reportArgumentType]
 
 
 def save(folder: Path, plan: Plan) -> Checkpoint:
     board: dict[str, str] = {}
     savers: list[AsyncSaver] = []
     for rank in range(plan.world):
-        formation = model(plan.tp).formation(plan, rank)
+        formation = model(plan.tp).formation(plan, rank, dtype="bfloat16")
         parameters = parameters_from(formation, VALUES)
         saver = AsyncSaver(folder, 1, rank=rank, world=plan.world, rendezvous=LocalRendezvous(rank, board), timeout=20)
-        saver.save(1, state_shards.of_checkpoint(formation, parameters, train(parameters)), {})
+        saver.save(1, state_shards.of_checkpoint(formation.state, rank, parameters, train(parameters)), {})
         savers.append(saver)
     path, *_ = [saver.wait() for saver in savers]
     assert path is not None
@@ -128,7 +126,7 @@ def test_what_any_plan_saved_every_plan_goes_on_from(before: Plan, tmp_path: Pat
         assert found.shape(f"optimizer/step/{name}") == ()
     for plan in PLANS:
         for rank in range(plan.world):
-            parameters, optimizer = resumed(found, model(plan.tp).formation(plan, rank))
+            parameters, optimizer = resumed(found, model(plan.tp).formation(plan, rank, dtype="bfloat16"))
             for name, weight in parameters.trained.items():
                 state = optimizer.inner.state[weight.exact]
                 assert torch.equal(weight.exact.reshape(-1), weight.piece.of(VALUES[name]))
@@ -144,8 +142,9 @@ def test_whole_tensors_come_together_from_parts_for_export(plan: Plan) -> None:
     held = []
     for rank in range(plan.world):
         formation = model(plan.tp).formation(plan, rank)
-        held.append(list(state_shards.of_parameters(formation, parameters_from(formation, VALUES), exact=True)))
-    layout = {rank: [shard for shard, _ in pieces] for rank, pieces in enumerate(held)}
+        parameters = parameters_from(formation, VALUES)
+        held.append(list(state_shards.of_parameters(formation.state, rank, parameters)))
+    layout = model(plan.tp).formation(plan, 0).state.all_parameters()
 
     def body(rank: int) -> dict[str, Tensor]:
         local = {shard.name: data for shard, data in held[rank]}

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from phalanx.state import checkpoint
 from phalanx.state.layout import Box, StateShard, boxes_of_range, check_disjoint, check_layout
-from phalanx.state.reshard import gather_tensors, load, plan_moves, reshard, serve_tensors
+from phalanx.state.moves import plan_moves
+from phalanx.state.reshard import gather_tensors, load, reshard, serve_tensors
 from tests.state import state_workers
 from tests.state.state_workers import Mail, data_of, on_threads, random_case, same_bits
 
