@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from phalanx.params.flat import FlatLayout, Piece, Sharding
 from phalanx.params.state_facts import ParameterFacts, StateFacts
@@ -52,7 +52,16 @@ class Kept:
 
     def beside(self, key: str, dtype: str, shape: tuple[int, ...] = ()) -> StateShard:
         """A tensor of another shape, such as a counter, that every rank with a piece of the parameter keeps alike."""
-        return StateShard(key, shape, dtype, (Box.whole(shape),), self.owned and self.piece.has_first)
+        return StateShard(key, shape, dtype, _all_of(shape), self.owned and self._has_first)
+
+    @cached_property
+    def _has_first(self) -> bool:
+        return self.piece.has_first
+
+
+@cache
+def _all_of(shape: tuple[int, ...]) -> tuple[Box, ...]:
+    return (Box.whole(shape),)
 
 
 class StateLayout:

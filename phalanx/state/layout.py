@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add, sub
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Box:
 
     def __post_init__(self) -> None:
         assert len(self.offset) == len(self.shape), f"offset {self.offset} and shape {self.shape} differ in dims"
-        assert all(size >= 0 for size in self.offset + self.shape), f"negative size in {self}"
+        assert min(self.offset + self.shape, default=0) >= 0, f"negative size in {self}"
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
@@ -34,7 +35,7 @@ class Box:
 
     @property
     def end(self) -> tuple[int, ...]:
-        return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
+        return tuple(map(add, self.offset, self.shape))
 
     @property
     def numel(self) -> int:
@@ -50,8 +51,11 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The elements in both boxes; None when there are none."""
         offset = tuple(map(max, self.offset, other.offset))
-        shape = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
-        return Box(offset, shape) if all(size > 0 for size in shape) else None
+        shape = tuple(map(sub, map(min, self.end, other.end), offset))
+        if min(shape, default=1) <= 0:
+            return None
+        # Most often one box contains the other, which is then the common one: layouts have many boxes.
+        return next((box for box in (self, other) if box.shape == shape), None) or Box(offset, shape)
 
     def relative_to(self, other: Box) -> Box:
         """This box in the coordinates of `other`, which must not start after it in any dim."""
@@ -116,8 +120,12 @@ class StateShard:
 
     def places(self) -> tuple[tuple[Box, int], ...]:
         """Each box with where its elements begin in the data."""
-        starts = accumulate((box.numel for box in self.boxes), initial=0)
-        return tuple(zip(self.boxes, starts, strict=False))
+        return placed(self.boxes)
+
+
+def placed(boxes: Sequence[Box]) -> tuple[tuple[Box, int], ...]:
+    """Each box with where its elements begin in flat data that holds them all."""
+    return tuple(zip(boxes, accumulate((box.numel for box in boxes), initial=0), strict=False))
 
 
 def take_boxes(tensor: Tensor, boxes: Sequence[Box]) -> Tensor:
