@@ -102,7 +102,7 @@ class Rank:
     @property
     def keeps_masters(self) -> bool:
         """Whether what is updated is kept in higher precision than what is computed with."""
-        return any(weight.exact is not weight.copy for weight in self.parameters.weights.values())
+        return self.formation.facts.masters
 
     def part(self, first: int, samples: int) -> tuple[int, int]:
         """Where this rank's part of a global batch of `samples` at stream position `first` begins, and its length."""

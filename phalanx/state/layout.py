@@ -159,17 +159,22 @@ def check_layout(layout: Layout) -> None:
         kinds = {(shard.shape, shard.dtype) for shard in shards}
         assert len(kinds) == 1, f"ranks disagree on what {name} is: {sorted(kinds)}"
         for shard in shards:
-            outside = [box for box in shard.boxes if not Box.whole(shard.shape).contains(box)]
-            assert not outside, f"{outside} lie outside {name} of shape {shard.shape}"
+            check_inside(name, shard.shape, shard.boxes)
             check_disjoint(name, shard.boxes)
         check_tiles(name, shards[0].shape, [box for shard in shards if shard.owned for box in shard.boxes])
 
 
 def check_tiles(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
     """Asserts that the boxes cover a tensor exactly once."""
+    check_inside(name, shape, boxes)
     check_disjoint(name, boxes)
     held, needed = sum(box.numel for box in boxes), math.prod(shape)
     assert held == needed, f"owners hold {held} of the {needed} elements of {name}"
+
+
+def check_inside(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> None:
+    outside = [box for box in boxes if not Box.whole(shape).contains(box)]
+    assert not outside, f"{outside} lie outside {name} of shape {shape}"
 
 
 def check_disjoint(name: str, boxes: Iterable[Box]) -> None:

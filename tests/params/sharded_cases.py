@@ -147,6 +147,15 @@ def cases(draw: st.DrawFn) -> tuple[Model, Plan]:
 
 
 @st.composite
+def plans_of(draw: st.DrawFn, model: Model) -> Plan:
+    """A plan for a model of three or four blocks, without virtual stages."""
+    pp, dp, last = draw(st.integers(1, 3)), draw(st.integers(1, 4)), len(model.uses) - 2
+    stages = {1: (last + 2,), 2: (1, last + 1), 3: (1, 1, last)}[pp]
+    zero = draw(st.integers(0, 3)) if dp > 1 else 0
+    return Plan(pp=pp, dp=dp, tp=model.tp, zero=zero, stages=stages)
+
+
+@st.composite
 def varied_cases(draw: st.DrawFn) -> tuple[Model, Plan]:
     """Some of the parameters are frozen, some of those integers, and a rank may hold several stages."""
     model, plan = draw(cases())

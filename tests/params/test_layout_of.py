@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx.config import RunConfig
 from phalanx.launch.crew import Crew
@@ -20,10 +21,11 @@ from phalanx.params.optimizer import Optimizer, make_optimizer, optimizer_slots
 from phalanx.params.state_facts import ParameterFacts, Slot, StateFacts
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.state.layout import StateShard, check_layout, take_boxes
+from phalanx.state.layout import StateShard, check_disjoint, check_layout, take_boxes
+from phalanx.state.moves import Move, plan_moves
 from tests import captured
 from tests.params import keep_jobs
-from tests.params.sharded_cases import CPU, Model, parameters_of, varied_cases
+from tests.params.sharded_cases import CPU, Model, parameters_of, plans_of, varied_cases
 
 ADAM = (Slot("step", "float32", is_counter=True), Slot("exp_avg", "float32"), Slot("exp_avg_sq", "float32"))
 
@@ -91,6 +93,30 @@ def test_ranks_keep_what_the_layout_says(case: tuple[Model, Plan]) -> None:
         for shard, data in found:
             value = values[shard.name] if shard.name in model.integers else values[shard.name].bfloat16()
             assert torch.equal(data, take_boxes(value, shard.boxes))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_the_state_of_any_plan_moves_to_any_other_with_every_element_once_and_nothing_sent_that_is_there(
+    data: st.DataObject,
+) -> None:
+    model, plan = data.draw(varied_cases())
+    facts = model.facts("bfloat16", ADAM)
+    old, new = StateLayout(plan, facts).all_state(), StateLayout(data.draw(plans_of(model)), facts).all_state()
+    arriving: dict[tuple[int, str], list[Move]] = defaultdict(list)
+    for move in plan_moves(old, new):
+        arriving[move.destination, move.name].append(move)
+        assert move.taken_from.held.contains(move.box) and move.put_to.held.contains(move.box)
+        (source,) = (shard for shard in old[move.source] if shard.name == move.name)
+        assert move.taken_from.held in source.boxes
+        if move.source != move.destination:
+            own = [shard for shard in old.get(move.destination, ()) if shard.name == move.name]
+            assert not any(box.intersect(move.box) for shard in own for box in shard.boxes)
+    for rank, shards in new.items():
+        for shard in shards:
+            boxes = [move.box for move in arriving[rank, shard.name]]
+            check_disjoint(shard.name, boxes)
+            assert sum(box.numel for box in boxes) == shard.numel
 
 
 @settings(max_examples=50, deadline=None)

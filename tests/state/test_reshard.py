@@ -84,6 +84,21 @@ def test_replicas_share_the_sending() -> None:
     assert plan_moves(old, new)[0].source == 0, "an owner comes first"
 
 
+def test_where_boxes_of_ranks_overlap_each_element_still_comes_once_and_a_ranks_own_first() -> None:
+    def held(start: int, stop: int) -> list[StateShard]:
+        return [StateShard("w", (10,), "float32", (Box((start,), (stop - start,)),))]
+
+    moves = plan_moves({0: held(0, 6), 1: held(4, 10)}, {1: held(0, 10), 2: held(0, 10)})
+    spans = [(move.source, move.destination, move.box.offset[0], move.box.end[0]) for move in moves]
+    assert spans == [(1, 1, 4, 10), (0, 1, 0, 4), (1, 2, 4, 10), (0, 2, 0, 4)]
+
+
+def test_a_tensor_that_changes_its_kind_is_named() -> None:
+    old, new = (StateShard("w", (4,), dtype, (Box.whole((4,)),)) for dtype in ("float32", "bfloat16"))
+    with pytest.raises(AssertionError, match="w changes its kind"):
+        plan_moves({0: [old]}, {1: [new]})
+
+
 def test_a_tensor_that_no_rank_holds_is_named() -> None:
     wanted = StateShard("w", (4,), "float32", (Box.whole((4,)),))
     half = StateShard("w", (4,), "float32", (Box((0,), (2,)),))
