@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(old: str, new: str, repeats: int) -> dict[str, Any]:
-    plans = [_staged(Plan.parse(text)) for text in (old, new)]
+    plans = [staged(Plan.parse(text)) for text in (old, new)]
     facts = [decoder(plan.tp) for plan in plans]
     layouts, building = _timed(lambda: [StateLayout(p, f).all_state() for p, f in zip(plans, facts)], repeats)
     moves, planning = _timed(lambda: plan_moves(*layouts), repeats)
@@ -89,7 +89,7 @@ def _split(shape: tuple[int, ...], dim: int | None, tp: int) -> tuple[Local, ...
     return tuple(Local(shape, dim, (part,)) for part in pairwise(edges))
 
 
-def _staged(plan: Plan) -> Plan:
+def staged(plan: Plan) -> Plan:
     """With blocks shared out evenly."""
     edges = [(LAYERS + 2) * stage // plan.num_stages for stage in range(plan.num_stages + 1)]
     return replace(plan, stages=tuple(stop - start for start, stop in pairwise(edges)))
