@@ -20,8 +20,10 @@ from phalanx.state.layout import Box, Layout, StateShard
 
 
 def layout_of(plan: Plan, facts: StateFacts, rank: int) -> tuple[StateShard, ...]:
-    """Everything a rank must go on from, by its names in a checkpoint, as soon as every trained parameter that a block
-    uses has been updated once: before that an optimizer may keep nothing."""
+    """Everything a rank must go on from, by its names in a checkpoint.
+
+    An optimizer keeps nothing for a parameter before its first update. For one that a block uses but no loss depends on
+    (a detached one) that never comes, so of its slots a rank has fewer than stand here."""
     return StateLayout(plan, facts).state(rank)
 
 

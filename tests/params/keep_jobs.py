@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from phalanx.launch.seat import Seat
 from phalanx.params.gather_full import gather_full
@@ -10,6 +11,23 @@ from phalanx.state.layout import StateShard
 from tests.captured import Case
 
 Kept = tuple[str, list[StateShard], list[StateShard], dict[str, Tensor]]
+
+
+class Tabled(nn.Module):
+    """Has a table of integers and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.tensor([2, 0, 1, 3]), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embed(x[:, self.table])
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return nn.functional.mse_loss(self.head(x).squeeze(-1), y)
 
 
 def keep(seat: Seat, case: Case, plan: str, frozen: tuple[str, ...], options: dict[str, object]) -> Kept:

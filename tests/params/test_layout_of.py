@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.launch.crew import Crew
@@ -80,7 +81,7 @@ def test_ranks_keep_what_the_layout_says(case: tuple[Model, Plan]) -> None:
     for rank in range(plan.world):
         parameters = parameters_of(state, rank, values)
         trained = parameters.trained
-        saved: list[tuple[StateShard, torch.Tensor]] = []
+        saved: list[tuple[StateShard, Tensor]] = []
         if trained:
             optimizer = Optimizer(make_optimizer(trained, RunConfig()), trained, clip=None)
             ones = {n: torch.ones_like(w.exact) for n, w in trained.items() if n not in model.unused}
@@ -187,10 +188,28 @@ def test_real_ranks_keep_and_export_what_the_layout_of_the_plan_says(
     crew: Crew, text: str, options: dict[str, object]
 ) -> None:
     case = captured.named(captured.GPT2, samples=4)
+    full = _kept_as_planned(crew, case, text, FROZEN, options)
+    for name in FROZEN:
+        assert torch.equal(full[name], case.parameters[name])
+
+
+@pytest.mark.parametrize("text", ["dp=2,zero=3", "dp=4,zero=1,zero_degree=2"])
+def test_integers_are_kept_as_they_are_and_what_nothing_uses_is_kept_too(crew: Crew, text: str) -> None:
+    torch.manual_seed(0)
+    case = captured.own(keep_jobs.Tabled(), x=torch.randn(4, 4), y=torch.randn(4))
+    full = _kept_as_planned(crew, case, text, (), {})
+    assert full["table"].tolist() == [2, 0, 1, 3] and full["table"].dtype == torch.int64
+    assert torch.equal(full["unused"], case.parameters["unused"])
+
+
+def _kept_as_planned(
+    crew: Crew, case: captured.Case, text: str, frozen: tuple[str, ...], options: dict[str, object]
+) -> dict[str, Tensor]:
+    """What rank 0 exports, after all ranks kept what the layout says."""
     costs = case.blocks.flops(case.captured.dims(case.batch))
     world = Plan.parse(text).world
     plan = complete(text, world=world, batch_size=4, costs=costs).plan
-    found = crew.run(keep_jobs.keep, case, text, FROZEN, options, world=world)
+    found = crew.run(keep_jobs.keep, case, text, frozen, options, world=world)
     (facts,) = {facts for facts, *_ in found}
     state = StateLayout(plan, StateFacts.from_json(facts))
     check_layout(state.all_state())
@@ -199,5 +218,4 @@ def test_real_ranks_keep_and_export_what_the_layout_of_the_plan_says(
         assert saved == list(state.state(rank))
         assert exported == list(state.parameters(rank))
         assert full.keys() == (case.parameters.keys() if rank == 0 else set())
-    for name in FROZEN:
-        assert torch.equal(found[0][3][name], case.parameters[name])
+    return found[0][3]
