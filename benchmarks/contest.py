@@ -22,8 +22,8 @@ from phalanx.config import RunConfig
 from phalanx.engine.rank import Rank
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
+from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.runtime.flat import Piece
 
 OURS = "phalanx"
 CHECKED_STEPS = 4

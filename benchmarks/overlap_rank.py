@@ -27,8 +27,8 @@ from phalanx.engine.rank import Rank
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
+from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.links import Links
 
 TASK = "task"

@@ -19,8 +19,8 @@ from phalanx.engine.rank import Rank
 from phalanx.lab.timed import Durations, replace_compute
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
+from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.runtime.flat import Piece
 
 WARM_UP = 2
 

@@ -20,10 +20,10 @@ from phalanx.engine.rank import Rank
 from phalanx.lab.timed import Durations, replace_compute
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
+from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.links import Links
 from phalanx.runtime.measured import recording
 from phalanx.runtime.pending import Pending

@@ -21,12 +21,12 @@ from phalanx.engine.rank import Rank
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.model.slice.slicing import slice_model
+from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.profile.slice_run import SliceRun, layers
 from phalanx.profile.slices import Measurement, grid
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.links import Links
 from phalanx.runtime.measured import recording
 from phalanx.tasks.base import Batch

@@ -20,8 +20,8 @@ from phalanx.launch.seat import Seat
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.zoo import zoo
+from phalanx.params.flat import Piece
 from phalanx.plan.complete import complete
-from phalanx.runtime.flat import Piece
 
 LR, WARM_UP, HEAD = 0.0, 3, 64
 

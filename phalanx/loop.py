@@ -33,21 +33,21 @@ from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.progress import make_progress
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
+from phalanx.params.flat import Piece
+from phalanx.params.gather_full import gather_full
+from phalanx.params.lr_schedule import lr_factor
+from phalanx.params.state_shards import from_checkpoint
 from phalanx.prepare import Collate, Prepared, load_buffers, open_weights, prepare
 from phalanx.reporting import Reporter, StepFacts, header
 from phalanx.result import Summary
-from phalanx.runtime.flat import Piece
-from phalanx.runtime.holdings import from_checkpoint
 from phalanx.runtime.measured import writing
 from phalanx.runtime.memory import explain_out_of_memory, model_needs, step_needs
-from phalanx.runtime.schedule import lr_factor
 from phalanx.runtime.signals import StopRequest, stop_request
 from phalanx.runtime.watches import BoardWatch
-from phalanx.runtime.whole import whole_tensors
-from phalanx.state.async_saver import AsyncSaver
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.huggingface import export
 from phalanx.state.rendezvous import StoreRendezvous
+from phalanx.state.saving import AsyncSaver
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
 
@@ -195,7 +195,7 @@ class Loop:
         with reporter.paused(), self.seat.slot.within("save"):
             self.snapshot.optimizer = self.rank.optimizer.scalars()
             self.snapshot.loss_scale = self.rank.loss_scale.state() if self.rank.loss_scale else None
-            saver.save(self.snapshot.step, self.rank.holdings(), self.snapshot.to_json())
+            saver.save(self.snapshot.step, self.rank.state_shards(), self.snapshot.to_json())
 
     def _set_up(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Prepares the run and puts its state in place, fresh or as a checkpoint holds it; returns the header."""
@@ -275,7 +275,9 @@ class Loop:
     def _export(self) -> Path:
         """Rank 0 writes; the others hand it what they hold, one tensor at a time."""
         spec = self.run.spec
-        tensors = whole_tensors(self.rank.values(), self.seat, self.run.device)
+        tensors = gather_full(
+            self.rank.formation.state.all_parameters(), self.rank.values(), self.seat, self.run.device
+        )
         folder = self.folder / "export"
         if not self._is_heard:
             for _ in tensors:

@@ -29,11 +29,11 @@ from phalanx.model.weights.init_recipe import record
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.configure import override
 from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
+from phalanx.params.parameters import choose_trainable
 from phalanx.plan import fields
 from phalanx.plan.complete import complete, needed_ranks
 from phalanx.plan.micro_batches import require_evaluation
 from phalanx.plan.plan import Plan
-from phalanx.runtime.parameters import choose_trainable
 from phalanx.state.dcp import DcpWeights, is_dcp
 from phalanx.state.snapshot import Mark, digest
 from phalanx.tasks.base import Task

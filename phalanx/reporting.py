@@ -26,9 +26,9 @@ from phalanx.errors import PhalanxError
 from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
+from phalanx.params.optimizer import decays
 from phalanx.plan.plan import Plan
 from phalanx.prepare import Prepared
-from phalanx.runtime.optimizer_choice import decays
 from phalanx.state.snapshot import Snapshot
 
 

@@ -22,10 +22,10 @@ from phalanx.model.graph.blocks import Blocks
 from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.ops import random
 from phalanx.model.zoo import zoo
+from phalanx.params.flat import Piece
 from phalanx.plan.complete import complete
 from phalanx.program.instructions import Op, Program
 from phalanx.program.lower import lower
-from phalanx.runtime.flat import Piece
 from phalanx.tasks.custom import infer_inputs
 
 GPT2, LLAMA, NEO, GEMMA3 = "gpt2", "meta-llama/Llama-3.2-1B", "EleutherAI/gpt-neo-2.7B", "google/gemma-3-1b-it"

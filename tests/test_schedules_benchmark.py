@@ -20,10 +20,8 @@ from phalanx.program.timeline import Timeline
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = 8
-STEPS = tuple(
-    (Step("segment", (f"h{n}",) if n else (), (f"h{n + 1}",), 1, sizes=("50*batch",)),) for n in range(BLOCKS)
-)
-SHAPE = ModelShape(BLOCKS, (), (True,) * BLOCKS, (True,) * BLOCKS, STEPS)
+STEPS = [Step("segment", (f"h{n}",) if n else (), (f"h{n + 1}",), 1, sizes=("50*batch",)) for n in range(BLOCKS)]
+SHAPE = ModelShape(BLOCKS, (), (True,) * BLOCKS, (True,) * BLOCKS, tuple((step,) for step in STEPS))
 DIMS = {"batch": 1}
 ELEMENTS = (3, 1, 4, 1, 5, 9, 2, 6)
 

@@ -23,7 +23,7 @@ from phalanx.plan.plan import Plan
 from phalanx.program.costs import Costs
 from phalanx.program.from_facts import Device, bucket_costs
 from phalanx.program.shape import ModelShape
-from phalanx.runtime.portion import Portion
+from phalanx.runtime.sample_shard import SampleShard
 
 _CPU = torch.device("cpu")
 
@@ -105,7 +105,7 @@ class Described:
             for spec in captured.inputs
         }
         tp, degrees = self._plan.tp, {part.degree for chain in self._composed.graph.parts for part in chain}
-        portions = {degree: Portion(0, tp // degree) for degree in degrees if degree < tp}
+        portions = {degree: SampleShard(0, tp // degree) for degree in degrees if degree < tp}
         keys = torch.zeros(dims["batch"], dtype=torch.int64)
         edges = (0, dims[TOKENS]) if sliced is not None else ()
         return Inputs(self._compute, batch, keys, lambda own: captured.dims(dict(own)), portions, sliced, edges)

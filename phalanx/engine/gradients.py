@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.engine.redistribute import Arriving
 from phalanx.model.segment.products import Gradient, Product
-from phalanx.runtime.buckets import BufferPool, Shelf
+from phalanx.params.buckets import BufferPool, FlatBuffer
 from phalanx.runtime.links import Group
 
 Found = Mapping[str, Tensor | Product]  # gradients by the names of parameters
@@ -67,8 +67,8 @@ class FlatSum:
     """What was added to a bucket since its last reduction."""
 
     def __init__(self, bucket: BucketGradients) -> None:
-        self.buffer = bucket.take(bucket.shelf.layout.size)
-        self._views = bucket.shelf.views(self.buffer)
+        self.buffer = bucket.take(bucket.flat.layout.size)
+        self._views = bucket.flat.views(self.buffer)
         self.added: set[str] = set()
 
     def add(self, gradients: Found) -> None:
@@ -117,7 +117,7 @@ class Reduced:
 
     def pieces(self) -> dict[str, Tensor]:
         """What this rank's pieces get; absent what no loss depends on."""
-        pieces = self._bucket.shelf.cut(self._tensor)
+        pieces = self._bucket.flat.cut(self._tensor)
         # Another stage may have a gradient where this one has none; nobody knows, so zero stands for none there.
         tied = len(self._bucket.how.tie.ranks) > 1
         return pieces if tied else {name: piece for name, piece in pieces.items() if name in self._seen}
@@ -134,12 +134,12 @@ class Reduced:
 class BucketGradients:
     """How the gradients of one bucket are reduced whose sum is not this rank's alone."""
 
-    def __init__(self, shelf: Shelf, how: Reduction, pool: BufferPool) -> None:
-        self.shelf, self.how, self._pool = shelf, how, pool
-        self._dtype = wide(shelf.dtype)
+    def __init__(self, flat: FlatBuffer, how: Reduction, pool: BufferPool) -> None:
+        self.flat, self.how, self._pool = flat, how, pool
+        self._dtype = wide(flat.dtype)
 
     def take(self, size: int) -> Tensor:
-        return self._pool.take(size, self._dtype, self.shelf.device)
+        return self._pool.take(size, self._dtype, self.flat.device)
 
     def give(self, buffer: Tensor) -> None:
         self._pool.give(buffer)
@@ -152,7 +152,7 @@ class BucketGradients:
         buffer, how = added.close(), self.how
         if not how.sharded:
             return Arriving(how.zero.all_reduce(buffer), lambda: Reduced(self, buffer, added.added))
-        part = self.take(self.shelf.layout.shard_size)
+        part = self.take(self.flat.layout.shard_size)
 
         def finish() -> Reduced:
             self.give(buffer)

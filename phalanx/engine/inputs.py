@@ -18,7 +18,7 @@ from phalanx.model.captured import Captured
 from phalanx.model.ops.past import Past, Slice
 from phalanx.model.ops.random import sample_keys
 from phalanx.model.slice.slicing import TOKENS, WHOLE_TOKENS, Sliced
-from phalanx.runtime.portion import Portion
+from phalanx.runtime.sample_shard import SampleShard
 from phalanx.tasks.base import Batch
 
 Key = tuple[int, int, str, str]  # slice, tensor degree, kind and name of a port
@@ -55,7 +55,7 @@ class Inputs(dict[Key, Tensor]):
         inputs: Mapping[str, Tensor],
         keys: Tensor,
         dims: Callable[[Mapping[str, Tensor]], dict[str, int]],
-        degrees: Mapping[int, Portion],
+        degrees: Mapping[int, SampleShard],
         sliced: Sliced | None = None,
         edges: Sequence[int] = (),
     ) -> None:
@@ -126,9 +126,9 @@ class Inputs(dict[Key, Tensor]):
     def _view(self, degree: int) -> _View:
         degree = degree if degree in self._degrees else 0  # all samples
         if degree not in self._views:
-            inputs, keys, portion = self._inputs, self._keys, self._degrees.get(degree)
-            if portion is not None:
-                rows = portion.of(keys.shape[0])
+            inputs, keys, shard = self._inputs, self._keys, self._degrees.get(degree)
+            if shard is not None:
+                rows = shard.of(keys.shape[0])
                 inputs, keys = {name: tensor[rows] for name, tensor in inputs.items()}, keys[rows]
             self._views[degree] = _View(self._compute, inputs, keys, self._dims_of(inputs))
         return self._views[degree]
@@ -165,7 +165,7 @@ class Feeder:
         *,
         seed: int,
         dtype: torch.dtype,
-        degrees: Mapping[int, Portion],
+        degrees: Mapping[int, SampleShard],
         sliced: Sliced | None = None,
     ) -> None:
         self.captured, self.compute, self._sliced = captured, compute, sliced

@@ -24,6 +24,7 @@ from phalanx.engine.trace import Traced, Tracer
 from phalanx.model.graph.blocks import Block
 from phalanx.model.graph.sharded import Exchange
 from phalanx.model.segment.segments import Call, Segment, Source, WeightCall
+from phalanx.params.parameters import Parameters
 from phalanx.plan.plan import Plan
 from phalanx.program.bind import bind
 from phalanx.program.instructions import COMPUTE, Instruction, Op, Program
@@ -31,7 +32,6 @@ from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape, Partition
 from phalanx.program.values import Row, Table, Value
 from phalanx.runtime.links import Channel, Direction
-from phalanx.runtime.parameters import Parameters
 from phalanx.runtime.pending import Pending
 
 Values = list[Any]

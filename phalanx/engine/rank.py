@@ -28,20 +28,20 @@ from phalanx.engine.trace import Tracer
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
+from phalanx.params import state_shards
+from phalanx.params.buckets import BufferPool, Read
+from phalanx.params.flat import Piece
+from phalanx.params.loss_scale import LossScale
+from phalanx.params.optimizer import Optimizer, make_optimizer, optimizer_slots
+from phalanx.params.parameters import keeps_masters, load_parameters
+from phalanx.params.state_facts import state_facts
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import compile_plan
 from phalanx.program.shape import Partition
-from phalanx.runtime import holdings
-from phalanx.runtime.buckets import BufferPool, Read
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.formation import Connections, Formation
 from phalanx.runtime.links import Links
-from phalanx.runtime.loss_scale import LossScale
-from phalanx.runtime.optimizer import Optimizer
-from phalanx.runtime.optimizer_choice import make_optimizer
-from phalanx.runtime.parameters import load_parameters
-from phalanx.state.layout import Holding
+from phalanx.state.layout import StateShard
 
 
 class Rank:
@@ -70,8 +70,7 @@ class Rank:
         self.seat, self.plan = seat, plan
         self._seed, self._buffers = config.seed, buffers
         self.compiler = Compiler(resolve_mode(config.compile, self.device))
-        unused = tuple(name for name in captured.shapes if name not in set(captured.blocks.parameters()))
-        self.formation = Formation(plan, self._composed.buckets, unused, seat.rank, self._composed.sharded)
+        self.formation = self._formation(config, trainable, optimizer_class)
         self._graph = self._composed.graph
         if seat.world > 1:
             seat.slot.sits_at(self.formation.place)
@@ -79,10 +78,8 @@ class Rank:
         self.links, self._owns_links = links or Links(seat, timeout=config.timeout), links is None
         self.connections = Connections(self.formation, self.links)
         self.parameters = load_parameters(
-            self.formation.held(), self.formation.locals(captured.shapes), read, trainable=trainable, dtype=self.dtype,
-            master_weights=config.master_weights, device=self.device, sharding=self.formation.sharding(),
-            zero=self.connections.gather,
-        )  # fmt: skip
+            self.formation.state, seat.rank, read, device=self.device, zero=self.connections.gather
+        )
         weights = self.parameters.trained
         self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class), weights, config.clip)
         self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
@@ -94,7 +91,7 @@ class Rank:
     @property
     def keeps_masters(self) -> bool:
         """Whether what is updated is kept in higher precision than what is computed with."""
-        return any(weight.exact is not weight.copy for weight in self.parameters.weights.values())
+        return self.formation.facts.masters
 
     def part(self, first: int, samples: int) -> tuple[int, int]:
         """Where this rank's part of a global batch of `samples` at stream position `first` begins, and its length."""
@@ -105,14 +102,14 @@ class Rank:
         """The mean loss over the first `samples` samples, in micro-batches of the size that training uses."""
         return self._evaluator(batches, samples)
 
-    def holdings(self) -> Iterator[tuple[Holding, Tensor]]:
+    def state_shards(self) -> Iterator[tuple[StateShard, Tensor]]:
         """Everything a checkpoint holds, as far as it lies here."""
         self.parameters.settle()
-        return holdings.of_checkpoint(self.formation, self.parameters, self.optimizer)
+        return state_shards.of_checkpoint(self.formation.state, self.seat.rank, self.parameters, self.optimizer)
 
-    def values(self) -> Iterator[tuple[Holding, Tensor]]:
+    def values(self) -> Iterator[tuple[StateShard, Tensor]]:
         """The parameters alone, by their own names, in the precision of training."""
-        return holdings.of_parameters(self.formation, self.parameters, exact=False)
+        return state_shards.of_parameters(self.formation.state, self.seat.rank, self.parameters)
 
     def restore_optimizer(
         self, slots: Iterable[tuple[str, str]], read: Callable[[str, Piece], Tensor], scalars: Mapping[str, Any]
@@ -142,7 +139,7 @@ class Rank:
         )  # fmt: skip
         shapes = self._composed.local_shapes()
         own = [block for stage in formation.stages for block in plan.stage_blocks(stage)]
-        names = enumerate(formation.buckets.names)
+        names = enumerate(self._composed.buckets.names)
         parts = Parts(
             plan, formation.shape, self.seat.rank, formation.pp_index, graph, compute,
             Tracer(graph, formation.shape, compute, shapes, self.dtype, own), self.parameters, self._movers(),
@@ -155,7 +152,7 @@ class Rank:
             compute,
             seed=self._seed,
             dtype=self.dtype,
-            degrees=formation.portions(),
+            degrees=formation.sample_shards(),
             sliced=self._composed.sliced,
         )
 
@@ -168,15 +165,28 @@ class Rank:
         pool = BufferPool()
         found: dict[int, BucketGradients] = {}
         for index in self.parameters.held():
-            shelf = self.parameters.bucket(index).trained
-            if shelf is not None and index != self.formation.shape.num_buckets and not self.connections.is_alone(index):
-                found[index] = BucketGradients(shelf, self.connections.reduction(index, self.plan.zero > 0), pool)
+            flat = self.parameters.bucket(index).trained
+            if flat is not None and index != self.formation.shape.num_buckets and not self.connections.is_alone(index):
+                found[index] = BucketGradients(flat, self.connections.reduction(index, self.plan.zero > 0), pool)
         return found
 
     def _totals(self) -> Totals:
         speaks = self.formation.speaks
-        owned = {name for name, weight in self.parameters.trained.items() if self.formation.owns(weight)}
+        owned = self.formation.owned & self.parameters.trained.keys()
         return Totals(
             self.optimizer, self.connections.replicas, self.connections.world, owned,
             counts=self.formation.is_first and speaks, speaks=speaks, loss_scale=self.loss_scale,
         )  # fmt: skip
+
+    def _formation(
+        self, config: RunConfig, trainable: Sequence[str], optimizer_class: type[Any] | None
+    ) -> Formation:  # fmt: skip
+        buckets, sharded, captured = self._composed.buckets, self._composed.sharded, self.captured
+        masters = keeps_masters(self.dtype, config.master_weights)
+        facts = state_facts(
+            buckets.shape, buckets.names, captured.shapes, trainable=trainable, dtype=config.dtype,
+            integers=captured.integers, tp=self.plan.tp, masters=masters,
+            locals={name: each.locals for name, each in sharded.parameters.items()} if sharded else None,
+            slots=optimizer_slots(config, torch.float32 if masters else self.dtype, self.device, optimizer_class),
+        )  # fmt: skip
+        return Formation(self.plan, buckets.shape, facts, self.seat.rank, sharded)

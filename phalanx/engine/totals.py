@@ -15,9 +15,9 @@ from torch import Tensor
 
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.redistribute import Arriving
+from phalanx.params.loss_scale import LossScale
+from phalanx.params.optimizer import Optimizer
 from phalanx.runtime.links import Group
-from phalanx.runtime.loss_scale import LossScale
-from phalanx.runtime.optimizer import Optimizer
 
 Place = tuple[int, int]  # micro-batch, half
 

@@ -63,8 +63,13 @@ def _describe(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
         "shapes": {name: tuple(p.shape) for name, p in parameters.items()},
         "aliases": tied_names(model),
         "trainable": tuple(name for name, p in parameters.items() if p.requires_grad),
+        "integers": {n: _dtype_name(p.dtype) for n, p in parameters.items() if not p.is_floating_point()},
         "buffers": {n: b.double() if widen and b.is_floating_point() else b for n, b in model.named_buffers()},
     }
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _capture_tiny(spec: ModelSpec, inputs: tuple[Input, ...]) -> Captured:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ class Captured:
     trainable: tuple[str, ...]  # parameters that require gradients
     buffers: dict[str, Tensor]
     notes: tuple[str, ...]  # what could not be done the fast way, for the user
+    integers: dict[str, str] = field(default_factory=dict)  # the dtypes of parameters that are tables of integers
 
     def dims(self, batch: dict[str, Tensor]) -> dict[str, int]:
         """The dynamic dims of a concrete batch."""

@@ -5,37 +5,32 @@ Everything follows from the plan and the rank's number, so all ranks agree witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from phalanx.engine.compose import BucketNames
 from phalanx.engine.gradients import Reduction
 from phalanx.model.graph.sharded import Sharded
+from phalanx.params.layout_of import StateLayout
+from phalanx.params.state_facts import StateFacts
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
-from phalanx.program.holders import buckets_of, holders, is_tied
+from phalanx.program.holders import holders, is_tied
 from phalanx.program.shape import ModelShape, Partition
-from phalanx.runtime.buckets import Sharding
 from phalanx.runtime.links import Channel, Direction, Flow, Group, Links
-from phalanx.runtime.parameters import Weight
-from phalanx.runtime.portion import Portion
-from phalanx.state.local import Local
+from phalanx.runtime.sample_shard import SampleShard
 
 
 @dataclass(frozen=True)
 class Formation:
-    """unused: parameters that no block uses; the ranks of the first stage keep them. sharded: the model as this rank's
-    tensor-parallel group splits it, where the plan has one."""
+    """shape: of the program. facts: about the state of the model. sharded: the model as this rank's tensor-parallel
+    group splits it, where the plan has one."""
 
     plan: Plan
-    buckets: BucketNames
-    unused: tuple[str, ...]
+    shape: ModelShape
+    facts: StateFacts
     rank: int
     sharded: Sharded | None = None
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.buckets.shape
 
     @property
     def mesh(self) -> Mesh:
@@ -81,46 +76,30 @@ class Formation:
         replica = f", replica {self.dp_index}" if self.plan.dp > 1 else ""
         return stages + replica + (f", tensor part {self.tp_index}" if self.plan.tp > 1 else "")
 
-    def held(self) -> dict[int, tuple[str, ...]]:
-        """The names of the parameters in each bucket that this rank holds."""
-        found = {bucket: self.buckets.names[bucket] for bucket in buckets_of(self.plan, self.shape, self.pp_index)}
-        if self.unused and self.is_first:
-            found[self.shape.num_buckets] = self.unused
-        return found
+    @cached_property
+    def state(self) -> StateLayout:
+        """What every rank keeps of the model's state."""
+        return StateLayout(self.plan, self.facts)
 
-    def locals(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Local]:
-        """What of each parameter of the model lies here."""
-        split = self.sharded.parameters if self.sharded else {}
-        return {name: split[name].local if name in split else Local(shape) for name, shape in shapes.items()}
+    def local_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of what lies here of each parameter of the model."""
+        return {each.name: each.local(self.tp_index).local_shape for each in self.facts.parameters}
 
-    def owns(self, weight: Weight) -> bool:
-        """Whether this rank, of all that hold a piece, is the one that counts."""
-        bucket, mesh = weight.bucket, self.mesh
-        here = bucket == self.shape.num_buckets or self.pp_index == holders(self.plan, self.shape, bucket)[0]
-        replicas = mesh.replica_group(self.rank) if weight.sharded else mesh.dp_group(self.rank)
-        keepers = self.cell(self._keepers(weight.piece.name), self.rank)
-        return here and self.rank == replicas[0] and self.rank == min(keepers)
+    @cached_property
+    def owned(self) -> frozenset[str]:
+        """The parameters of which this rank, of all that hold the same piece, is the one that counts."""
+        return self.state.owned(self.rank)
 
     def cell(self, cells: Partition, rank: int) -> tuple[int, ...]:
         """The ranks in one cell of its tensor-parallel group with `rank`, in the cell's order."""
         index = self.mesh.coordinates(rank)[2]
         return self.mesh.beside(rank, next((cell for cell in cells if index in cell), (index,)))
 
-    def _keepers(self, name: str) -> Partition:
-        """Who of the tensor-parallel group keeps the same part of a parameter."""
-        if self.sharded is None or name not in self.sharded.parameters:
-            return (tuple(range(self.plan.tp)),)
-        return self.sharded.parameters[name].holders
-
-    def portions(self) -> dict[int, Portion]:
+    def sample_shards(self) -> dict[int, SampleShard]:
         """By tensor degree, the samples of a micro-batch that its units see here where those are not all."""
         tp = self.plan.tp
         parts = [part for block in self.sharded.parts for part in block] if self.sharded else []
-        return {d: Portion(self.tp_index // d, tp // d) for d in sorted({part.degree for part in parts}) if d < tp}
-
-    def sharding(self) -> Sharding:
-        group = self.mesh.zero_group(self.rank)
-        return Sharding(len(group), group.index(self.rank), whole=self.plan.zero < 3)
+        return {d: SampleShard(self.tp_index // d, tp // d) for d in sorted({part.degree for part in parts}) if d < tp}
 
     def tie_ranks(self, bucket: int, rank: int) -> tuple[int, ...]:
         """The ranks of a pipeline that hold a bucket."""

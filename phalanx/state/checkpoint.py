@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CheckpointError
-from phalanx.state.folders import STATE_FILE, fault, find, latest, offer_instead
+from phalanx.state.folders import FORMAT, STATE_FILE, StoredTensor, fault, find, latest, offer_instead, piece_key
 from phalanx.state.layout import Box
 from phalanx.state.saving import save
-from phalanx.state.stored import FORMAT, StoredTensor, piece_key
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from phalanx.state.shards import TensorFile
+    from phalanx.state.tensor_files import TensorFile
 
 __all__ = ["Checkpoint", "find", "latest", "open", "save"]
 
@@ -51,7 +50,7 @@ class Checkpoint:
         return self.read_flat(name, (box,)).view(box.shape)
 
     def read_flat(self, name: str, boxes: Sequence[Box]) -> Tensor:
-        """The elements of several boxes one after the other, each row by row: the data of a holding."""
+        """The elements of several boxes one after the other, each row by row: the data of a state shard."""
         import torch
 
         stored = self._stored(name)
@@ -84,7 +83,7 @@ class Checkpoint:
         return self._tensors[name]
 
     def _file(self, file: str) -> TensorFile:
-        from phalanx.state.shards import TensorFile
+        from phalanx.state.tensor_files import TensorFile
 
         if file not in self._files:
             self._files[file] = TensorFile(self.path / file)

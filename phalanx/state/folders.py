@@ -1,7 +1,8 @@
-"""The folders that checkpoints live in: their names, when one is complete, which are kept, how one takes its place.
+"""The folders that checkpoints live in: their names, when one is complete, which are kept, how one takes its place, and
+how a checkpoint's index describes its tensors: what each is, and which file holds which box of it.
 
-A checkpoint appears whole or not at all, and one that was complete stays complete until a newer one is. What the files
-hold is not known here.
+A checkpoint appears whole or not at all, and one that was complete stays complete until a newer one is. What the
+tensors mean is not known here; the files that hold them are `tensor_files`' work.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.state.layout import Box
+
 if TYPE_CHECKING:
-    from phalanx.state.shards import WrittenFile
+    from phalanx.state.tensor_files import WrittenFile
 
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
+FORMAT = 2
+"""1: each tensor whole in one file. 2: each tensor as boxes in any number of files."""
 
 # A name that starts with a dot is never a checkpoint, except one set aside while another takes its place.
 _WRITING, _REPLACED, _DELETED = ".writing", ".replaced", ".deleted"
@@ -59,7 +65,7 @@ def begin(folder: Path, step: int) -> Path:
 
 def mark_complete(partial: Path, files: Iterable[WrittenFile], record: dict[str, Any]) -> None:
     """Writes what the checkpoint says of itself and, last, the marker with every file's size and checksum."""
-    from phalanx.state.shards import checksum, sync_folder
+    from phalanx.state.tensor_files import checksum, sync_folder
 
     state = partial / STATE_FILE
     write_json(state, record)
@@ -74,7 +80,7 @@ def put_in_place(partial: Path, final: Path, keep: int) -> None:
 
     One already there steps aside first and is found there if we die.
     """
-    from phalanx.state.shards import sync_folder
+    from phalanx.state.tensor_files import sync_folder
 
     aside = final.parent / f".{final.name}{_REPLACED}"
     if final.exists():
@@ -153,8 +159,47 @@ def _file_fault(path: Path, expected: dict[str, Any], contents: bool) -> str | N
     if size != expected["size"]:
         return f"{path.name} has {size} bytes instead of {expected['size']}"
     if contents:
-        from phalanx.state.shards import checksum
+        from phalanx.state.tensor_files import checksum
 
         if checksum(path, expected["start"]) != expected["sha256"]:
             return f"{path.name} is corrupt (its checksum does not match)"
     return None
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """One box of a tensor, and the file that holds it."""
+
+    file: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor and the pieces that make it up, without overlap."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[StoredPiece, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        pieces = [{"file": piece.file, "offset": piece.box.offset, "shape": piece.box.shape} for piece in self.pieces]
+        return {"shape": self.shape, "dtype": self.dtype, "pieces": pieces}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> StoredTensor:
+        """Reads an entry of any format so far."""
+        shape = tuple(entry["shape"])
+        if "file" in entry:
+            return cls(shape, entry["dtype"], (StoredPiece(entry["file"], Box.whole(shape)),))
+        pieces = (
+            StoredPiece(piece["file"], Box(tuple(piece["offset"]), tuple(piece["shape"]))) for piece in entry["pieces"]
+        )
+        return cls(shape, entry["dtype"], tuple(pieces))
+
+
+def piece_key(name: str, shape: tuple[int, ...], box: Box) -> str:
+    """What a box is called in its file: the tensor's own name when it is all of it, else `name[0:4, 2:6]`."""
+    if box == Box.whole(shape):
+        return name
+    return f"{name}[{', '.join(f'{a}:{b}' for a, b in zip(box.offset, box.end, strict=True))}]"

@@ -10,21 +10,27 @@ import copy
 import itertools
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from phalanx.errors import ConfigError
 from phalanx.model.weights.weights import INDEX_FILE, WEIGHTS_FILE, tied_names
-from phalanx.state.disk_names import DiskNames
-from phalanx.state.shards import ShardWriter, WrittenFile, header_room, sync_folder
+from phalanx.state.tensor_files import ShardWriter, WrittenFile, header_room, sync_folder
 
 SHARD_BYTES = 5_000_000_000
 GENERATION_FILE = "generation_config.json"
+
+Shapes = Mapping[str, tuple[int, ...]]
+Group = tuple[str, ...]
 
 
 def export(
@@ -161,3 +167,67 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     os.rename(partial, folder)
     sync_folder(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+class DiskNames:
+    """Turns a stream of a model's tensors into a stream of tensors as they are called and shaped on disk.
+
+    transformers stores some architectures in another form than it holds them (experts apart, older names) and undoes
+    that when loading. It converts whole state dicts; here the smallest groups of tensors that convert alike are found,
+    without their values, so that an export can stream.
+    """
+
+    def __init__(self, model: PreTrainedModel, shapes: Shapes) -> None:
+        self._model = model
+        self._shapes = shapes
+        self.stored = self._converted_shapes(tuple(shapes))
+        self._group_of = {name: group for group in self._groups() for name in group}
+
+    def convert(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields stored tensors as soon as the tensors they are made from have come by."""
+        waiting: dict[Group, dict[str, Tensor]] = defaultdict(dict)
+        for name, tensor in tensors:
+            group = self._group_of[name]
+            waiting[group][name] = tensor
+            if len(waiting[group]) == len(group):
+                yield from revert_weight_conversion(self._model, waiting.pop(group)).items()
+        assert not waiting, f"tensors never came: {sorted(set().union(*waiting) - set().union(*waiting.values()))}"
+
+    def _groups(self) -> list[Group]:
+        """One tensor alone where that converts as the whole model does, else a layer, else all that is left."""
+        names = tuple(self._shapes)
+        if self.stored == dict(self._shapes):
+            return [(name,) for name in names]
+        groups: list[Group] = []
+        left = names
+        for part_of in (str, _layer, lambda name: ""):
+            for group in _grouped(left, part_of):
+                if self._converts_alike(group):
+                    groups.append(group)
+            settled = set().union(*groups)
+            left = tuple(name for name in names if name not in settled)
+        return groups if not left else [names]
+
+    def _converts_alike(self, group: Group) -> bool:
+        try:
+            converted = self._converted_shapes(group)
+        except Exception:
+            return False  # a conversion that misses its other tensors may fail in any way
+        return all(self.stored.get(key) == shape for key, shape in converted.items())
+
+    def _converted_shapes(self, group: Group) -> dict[str, tuple[int, ...]]:
+        on_meta = {name: torch.empty(self._shapes[name], device="meta") for name in group}
+        return {key: tuple(tensor.shape) for key, tensor in revert_weight_conversion(self._model, on_meta).items()}
+
+
+def _layer(name: str) -> str:
+    """The part of a name up to its first number: `model.layers.3`."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return found[0] if found else ""
+
+
+def _grouped(names: Group, part_of: Callable[[str], str]) -> list[Group]:
+    parts: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        parts[part_of(name)].append(name)
+    return [tuple(group) for group in parts.values()]

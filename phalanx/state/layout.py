@@ -1,6 +1,6 @@
-"""Which elements of which named tensors lie on which rank: boxes, holdings and layouts.
+"""Which elements of which named tensors lie on which rank: boxes, state shards and layouts.
 
-A box is an axis-aligned part of a tensor; a holding is what one rank has of one tensor; a layout is what all ranks
+A box is an axis-aligned part of a tensor; a state shard is what one rank has of one tensor; a layout is what all ranks
 have. Values and where they come from are not known here. Pure arithmetic on tuples; no torch.
 """
 
@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add, sub
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Box:
 
     def __post_init__(self) -> None:
         assert len(self.offset) == len(self.shape), f"offset {self.offset} and shape {self.shape} differ in dims"
-        assert all(size >= 0 for size in self.offset + self.shape), f"negative size in {self}"
+        assert min(self.offset + self.shape, default=0) >= 0, f"negative size in {self}"
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
@@ -34,7 +35,7 @@ class Box:
 
     @property
     def end(self) -> tuple[int, ...]:
-        return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
+        return tuple(map(add, self.offset, self.shape))
 
     @property
     def numel(self) -> int:
@@ -50,8 +51,11 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The elements in both boxes; None when there are none."""
         offset = tuple(map(max, self.offset, other.offset))
-        shape = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
-        return Box(offset, shape) if all(size > 0 for size in shape) else None
+        shape = tuple(map(sub, map(min, self.end, other.end), offset))
+        if min(shape, default=1) <= 0:
+            return None
+        # Most often one box contains the other, which is then the common one: layouts have many boxes.
+        return next((box for box in (self, other) if box.shape == shape), None) or Box(offset, shape)
 
     def relative_to(self, other: Box) -> Box:
         """This box in the coordinates of `other`, which must not start after it in any dim."""
@@ -97,7 +101,7 @@ def _in_row(rest: tuple[int, ...], index: int, start: int, stop: int) -> tuple[B
 
 
 @dataclass(frozen=True)
-class Holding:
+class StateShard:
     """What one rank holds of one logical tensor of this shape: the elements of `boxes`, which are disjoint.
 
     Its data is a flat tensor: the boxes in order, each row by row. Owners are counted once (norms, saving); what is not
@@ -116,52 +120,61 @@ class Holding:
 
     def places(self) -> tuple[tuple[Box, int], ...]:
         """Each box with where its elements begin in the data."""
-        starts = accumulate((box.numel for box in self.boxes), initial=0)
-        return tuple(zip(self.boxes, starts, strict=False))
+        return placed(self.boxes)
+
+
+def placed(boxes: Sequence[Box]) -> tuple[tuple[Box, int], ...]:
+    """Each box with where its elements begin in flat data that holds them all."""
+    return tuple(zip(boxes, accumulate((box.numel for box in boxes), initial=0), strict=False))
 
 
 def take_boxes(tensor: Tensor, boxes: Sequence[Box]) -> Tensor:
-    """The elements of boxes of a whole tensor, one after the other, each row by row: the data of a holding."""
+    """The elements of boxes of a whole tensor, one after the other, each row by row: the data of a state shard."""
     import torch
 
     parts = [tensor[box.slices()].reshape(-1) for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat([tensor.new_empty(0), *parts])
 
 
-Layout = Mapping[int, Sequence[Holding]]
+Layout = Mapping[int, Sequence[StateShard]]
 """What each rank holds, by rank; a name at most once per rank."""
 
 
-def whole(name: str, tensor: Tensor) -> tuple[Holding, Tensor]:
-    """A tensor that this rank owns all of, as a holding and its data."""
+def whole(name: str, tensor: Tensor) -> tuple[StateShard, Tensor]:
+    """A tensor that this rank owns all of, as a state shard and its data."""
     shape = tuple(tensor.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Holding(name, shape, dtype, (Box.whole(shape),)), tensor.detach().reshape(-1)
+    return StateShard(name, shape, dtype, (Box.whole(shape),)), tensor.detach().reshape(-1)
 
 
 def check_layout(layout: Layout) -> None:
     """Asserts that the owned boxes of every name cover its tensor exactly once and that ranks agree on what it is."""
-    by_name: dict[str, list[Holding]] = {}
-    for rank, holdings in layout.items():
-        names = [holding.name for holding in holdings]
+    by_name: dict[str, list[StateShard]] = {}
+    for rank, shards in layout.items():
+        names = [shard.name for shard in shards]
         assert len(set(names)) == len(names), f"rank {rank} holds a name twice: {sorted(names)}"
-        for holding in holdings:
-            by_name.setdefault(holding.name, []).append(holding)
-    for name, holdings in by_name.items():
-        kinds = {(holding.shape, holding.dtype) for holding in holdings}
+        for shard in shards:
+            by_name.setdefault(shard.name, []).append(shard)
+    for name, shards in by_name.items():
+        kinds = {(shard.shape, shard.dtype) for shard in shards}
         assert len(kinds) == 1, f"ranks disagree on what {name} is: {sorted(kinds)}"
-        for holding in holdings:
-            outside = [box for box in holding.boxes if not Box.whole(holding.shape).contains(box)]
-            assert not outside, f"{outside} lie outside {name} of shape {holding.shape}"
-            check_disjoint(name, holding.boxes)
-        check_tiles(name, holdings[0].shape, [box for holding in holdings if holding.owned for box in holding.boxes])
+        for shard in shards:
+            check_inside(name, shard.shape, shard.boxes)
+            check_disjoint(name, shard.boxes)
+        check_tiles(name, shards[0].shape, [box for shard in shards if shard.owned for box in shard.boxes])
 
 
 def check_tiles(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
     """Asserts that the boxes cover a tensor exactly once."""
+    check_inside(name, shape, boxes)
     check_disjoint(name, boxes)
     held, needed = sum(box.numel for box in boxes), math.prod(shape)
     assert held == needed, f"owners hold {held} of the {needed} elements of {name}"
+
+
+def check_inside(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> None:
+    outside = [box for box in boxes if not Box.whole(shape).contains(box)]
+    assert not outside, f"{outside} lie outside {name} of shape {shape}"
 
 
 def check_disjoint(name: str, boxes: Iterable[Box]) -> None:

@@ -26,7 +26,7 @@ class Local:
     """`ranges` of dim `dim` of a tensor of this shape; all of it where there are none.
 
     The local tensor is the ranges joined along `dim`. Its elements, counted row by row, are what ranks divide further
-    (ZeRO). A holding describes the same elements box by box, and there each section comes as one box: row by row,
+    (ZeRO). A state shard describes the same elements box by box, and there each section comes as one box: row by row,
     fused columns would be as many boxes as they have rows. `packed` and `unpacked` go from one order to the other.
     """
 
@@ -55,7 +55,7 @@ class Local:
         return found if not self.ranges else tuple(whole for box in found for _, whole in self._sections(box))
 
     def packed(self, elements: Tensor, start: int = 0) -> Tensor:
-        """Elements of the local tensor from `start` on, flat, as the data of a holding with their boxes."""
+        """Elements of the local tensor from `start` on, flat, as the data of a state shard with their boxes."""
         if self._in_order:
             return elements
         data = elements.new_empty(elements.numel())

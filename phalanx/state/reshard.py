@@ -1,17 +1,17 @@
-"""From one layout to another: which boxes must be copied between which ranks, and copying them.
+"""From one layout to another: carrying out the moves that `moves` plans, between ranks and from files.
 
-Planning is pure and the same on every rank, so nothing is negotiated: each rank knows what it sends and what it will
-receive. How bytes travel is a transport's work; that a source may be files is `checkpoint`'s.
+Planning is the same on every rank, so nothing is negotiated: each rank knows what it sends and what it will receive.
+How bytes travel is a transport's work; that a source may be files is `checkpoint`'s.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx.state.layout import Box, Holding, Layout
+from phalanx.state.layout import Box, Layout, StateShard
+from phalanx.state.moves import Move, plan_moves
 
 if TYPE_CHECKING:
     import torch
@@ -34,71 +34,6 @@ class Transport(Protocol):
     def recv(self, peer: int, tensor: Tensor) -> Pending: ...
 
 
-@dataclass(frozen=True)
-class Place:
-    """A held box, and where its elements begin in the flat data of the rank that holds it."""
-
-    held: Box
-    start: int
-
-    def view(self, data: Tensor, box: Box) -> Tensor:
-        """The elements of `box`, which lies in the held one, as a tensor of its shape."""
-        held = data[self.start : self.start + self.held.numel].view(self.held.shape)
-        return held[box.relative_to(self.held).slices()]
-
-
-@dataclass(frozen=True)
-class Move:
-    """The elements of `box` of one tensor go from one rank's data to another's (or within one rank's)."""
-
-    name: str
-    dtype: str
-    source: int
-    destination: int
-    box: Box
-    taken_from: Place
-    put_to: Place
-
-
-def plan_moves(old: Layout, new: Layout) -> list[Move]:
-    """Every element of the new layout exactly once, from the rank itself where it has it, else from another.
-
-    Of several ranks that could send, the one that sends least so far does, an owner before a replica. The result
-    depends on nothing but the two layouts.
-    """
-    sources: dict[str, list[tuple[int, Holding]]] = defaultdict(list)
-    for rank in sorted(old):
-        for holding in old[rank]:
-            sources[holding.name].append((rank, holding))
-    wanted = sorted(((holding.name, rank, holding) for rank in new for holding in new[rank]), key=lambda item: item[:2])
-    sent: Counter[int] = Counter()
-    return [
-        move
-        for _, rank, holding in wanted
-        for box, start in holding.places()
-        for move in _moves_to(rank, holding, Place(box, start), sources[holding.name], sent)
-    ]
-
-
-def _moves_to(
-    rank: int, wanted: Holding, put_to: Place, sources: Sequence[tuple[int, Holding]], sent: Counter[int]
-) -> Iterator[Move]:
-    """Covers one box of a destination; `sent` counts the elements that each rank sends to others."""
-    left = [put_to.held] if put_to.held.numel else []
-    ordered = sorted(sources, key=lambda item: (item[0] != rank, sent[item[0]], not item[1].owned, item[0]))
-    for source, holding in ordered:
-        if not left:
-            return
-        assert (holding.shape, holding.dtype) == (wanted.shape, wanted.dtype), f"{wanted.name} changes its kind"
-        for held, start in holding.places():
-            common = [box for box in (part.intersect(held) for part in left) if box is not None]
-            left = [rest for part in left for rest in part.without(held)]
-            for box in common:
-                sent[source] += box.numel * (source != rank)
-                yield Move(wanted.name, wanted.dtype, source, rank, box, Place(held, start), put_to)
-    assert not left, f"no rank holds {left} of {wanted.name}, which rank {rank} needs"
-
-
 def reshard(
     old: Layout,
     new: Layout,
@@ -117,15 +52,15 @@ def reshard(
 
 def execute(
     moves: Iterable[Move],
-    holdings: Iterable[Holding],
+    shards: Iterable[StateShard],
     local: Mapping[str, Tensor],
     *,
     rank: int,
     transport: Transport,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Carries out one rank's part of planned moves; `holdings` is what this rank has afterwards."""
-    result = {holding.name: _empty(holding.numel, holding.dtype, device) for holding in holdings}
+    """Carries out one rank's part of planned moves; `shards` is what this rank has afterwards."""
+    result = {shard.name: _empty(shard.numel, shard.dtype, device) for shard in shards}
     outgoing, incoming = _messages(moves, rank)
     sends = [transport.send(peer, _pack(message, local, device)) for (peer, _), message in outgoing if peer != rank]
     arrivals: list[tuple[Pending, Tensor, list[Move]]] = []
@@ -145,9 +80,9 @@ def execute(
     return result
 
 
-def load(checkpoint: Checkpoint, holdings: Iterable[Holding], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def load(checkpoint: Checkpoint, shards: Iterable[StateShard], device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """The same state with files as the source: flat data by name, reading only the boxes that are held."""
-    return {item.name: checkpoint.read_flat(item.name, item.boxes).to(device) for item in holdings}
+    return {item.name: checkpoint.read_flat(item.name, item.boxes).to(device) for item in shards}
 
 
 def gather_tensors(
@@ -163,14 +98,14 @@ def gather_tensors(
 
     Every rank of the layout takes part: those that are not the root yield nothing and are driven by `serve_tensors`.
     """
-    by_name: dict[str, dict[int, Holding]] = {}
+    by_name: dict[str, dict[int, StateShard]] = {}
     for holder in sorted(layout):
-        for holding in layout[holder]:
-            by_name.setdefault(holding.name, {})[holder] = holding
-    for name, holdings in by_name.items():
-        any_of = next(iter(holdings.values()))
-        whole = Holding(name, any_of.shape, any_of.dtype, (Box.whole(any_of.shape),))
-        old, new = {holder: [holding] for holder, holding in holdings.items()}, {root: [whole]}
+        for shard in layout[holder]:
+            by_name.setdefault(shard.name, {})[holder] = shard
+    for name, shards in by_name.items():
+        any_of = next(iter(shards.values()))
+        whole = StateShard(name, any_of.shape, any_of.dtype, (Box.whole(any_of.shape),))
+        old, new = {holder: [shard] for holder, shard in shards.items()}, {root: [whole]}
         found = reshard(old, new, local, rank=rank, transport=transport, device=device)
         if rank == root:
             yield name, found[name].view(whole.shape)

@@ -1,13 +1,15 @@
 """Writes a checkpoint: every rank the boxes it owns into files of its own, one rank the last act that makes it whole.
 
-The ranks must share the file system of the checkpoint folder, which is checked. Copies and threads are `async_saver`'s
-work, the order of renames is `folders`'.
+`save` does it while the caller waits; `AsyncSaver` behind training's back: a snapshot now, the writing in a thread. The
+ranks must share the file system of the checkpoint folder, which is checked. The order of renames is `folders`' work.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,20 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CheckpointError
 from phalanx.state import folders
-from phalanx.state.layout import Holding, check_tiles, whole
-from phalanx.state.meeting import Meeting
-from phalanx.state.stored import FORMAT, StoredPiece, StoredTensor, piece_key
+from phalanx.state.folders import FORMAT, StoredPiece, StoredTensor, piece_key
+from phalanx.state.layout import StateShard, check_tiles, whole
+from phalanx.state.rendezvous import TIMEOUT, LocalRendezvous, Meeting, Rendezvous
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from phalanx.state.shards import ShardWriter, WrittenFile
+    from phalanx.state.tensor_files import ShardWriter, WrittenFile
 
 SHARD_BYTES = 2 << 30
 PHASES = ("begin", "write", "finish")
+_SHARE = "the checkpoint folder must be on a file system that all ranks share"
 
-Pieces = Iterable[tuple["Holding | str", "Tensor"]]
-"""Holdings with their flat data; a name alone says that the tensor is whole and owned by this rank."""
+Pieces = Iterable[tuple["StateShard | str", "Tensor"]]
+"""State shards with their flat data; a name alone says that the tensor is whole and owned by this rank."""
 
 
 def save(
@@ -59,26 +62,26 @@ def save(
     return final
 
 
-def owned_pieces(pieces: Pieces) -> Iterable[tuple[Holding, Tensor]]:
+def owned_pieces(pieces: Pieces) -> Iterable[tuple[StateShard, Tensor]]:
     """What is this rank's to write; replicas are left to their owners."""
     for item, tensor in pieces:
-        holding, data = whole(item, tensor) if isinstance(item, str) else (item, tensor)
-        assert tuple(data.shape) == (holding.numel,), f"{holding.name}: data of shape {tuple(data.shape)} for {holding}"
-        if holding.owned:
-            yield holding, data
+        shard, data = whole(item, tensor) if isinstance(item, str) else (item, tensor)
+        assert tuple(data.shape) == (shard.numel,), f"{shard.name}: data of shape {tuple(data.shape)} for {shard}"
+        if shard.owned:
+            yield shard, data
 
 
 def _write_own(partial: Path, pieces: Pieces, state: dict[str, Any], meeting: Meeting) -> None:
-    from phalanx.state.shards import ShardWriter, sync_folder
+    from phalanx.state.tensor_files import ShardWriter, sync_folder
 
     if not partial.is_dir():
         raise FileNotFoundError(f"rank {meeting.rank} does not see the folder that rank 0 made; {_SHARE}")
     prefix = "tensors" if meeting.world == 1 else f"rank-{meeting.rank:05}"
     index: dict[str, StoredTensor] = {}
     with ShardWriter(partial, SHARD_BYTES, prefix=prefix) as writer:
-        for holding, data in owned_pieces(pieces):
-            assert holding.name not in index, f"{holding.name} is saved twice"
-            index[holding.name] = _write_holding(writer, holding, data)
+        for shard, data in owned_pieces(pieces):
+            assert shard.name not in index, f"{shard.name} is saved twice"
+            index[shard.name] = _write_shard(writer, shard, data)
         files = writer.close()
     record = {
         "files": [asdict(file) for file in files],
@@ -89,14 +92,14 @@ def _write_own(partial: Path, pieces: Pieces, state: dict[str, Any], meeting: Me
     sync_folder(partial)
 
 
-def _write_holding(writer: ShardWriter, holding: Holding, data: Tensor) -> StoredTensor:
-    assert str(data.dtype) == f"torch.{holding.dtype}", f"{holding.name} is {data.dtype}, not {holding.dtype}"
+def _write_shard(writer: ShardWriter, shard: StateShard, data: Tensor) -> StoredTensor:
+    assert str(data.dtype) == f"torch.{shard.dtype}", f"{shard.name} is {data.dtype}, not {shard.dtype}"
     stored = []
-    for box, start in holding.places():
+    for box, start in shard.places():
         if box.numel:
             values = data[start : start + box.numel].view(box.shape)
-            stored.append(StoredPiece(writer.add(piece_key(holding.name, holding.shape, box), values), box))
-    return StoredTensor(holding.shape, holding.dtype, tuple(stored))
+            stored.append(StoredPiece(writer.add(piece_key(shard.name, shard.shape, box), values), box))
+    return StoredTensor(shard.shape, shard.dtype, tuple(stored))
 
 
 def _finish(partial: Path, final: Path, step: int, keep: int, world: int) -> None:
@@ -119,7 +122,7 @@ def _read_index(partial: Path, rank: int) -> dict[str, Any]:
 
 
 def _merge_indices(records: Sequence[dict[str, Any]]) -> tuple[dict[str, StoredTensor], list[WrittenFile]]:
-    from phalanx.state.shards import WrittenFile
+    from phalanx.state.tensor_files import WrittenFile
 
     tensors: dict[str, StoredTensor] = {}
     files: list[WrittenFile] = []
@@ -149,8 +152,106 @@ def _joined(name: str, one: StoredTensor, other: StoredTensor) -> StoredTensor:
     return StoredTensor(one.shape, one.dtype, one.pieces + other.pieces)
 
 
-_SHARE = "the checkpoint folder must be on a file system that all ranks share"
-
-
 def _index_file(partial: Path, rank: int) -> Path:
     return partial / f"index-{rank:05}.json"
+
+
+class AsyncSaver:
+    """Saves into one folder, keeping the `keep` newest checkpoints. `last` is the newest one this saver completed.
+
+    With several ranks each has a saver, all save the same steps in the same order, and `rendezvous` joins them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        rendezvous: Rendezvous | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        assert world == 1 or rendezvous is not None, "several ranks need a rendezvous"
+        self._folder, self._keep = folder, keep
+        self._rank, self._world = rank, world
+        self._rendezvous = rendezvous or LocalRendezvous(rank)
+        self._timeout = timeout
+        self._meetings: list[Meeting] = []
+        self._num_saves = 0
+        self._given_up = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.last: Path | None = None
+
+    def save(self, step: int, pieces: Pieces, state: dict[str, Any]) -> None:
+        """Copies what this rank owns to the CPU, after which the caller may change it, and starts writing.
+
+        Waits for the save before, whose error it raises.
+        """
+        self.wait()
+        meeting = self._next_meeting()
+        try:
+            snapshot = _snapshot(pieces)
+            kept = copy.deepcopy(state)
+        except BaseException as error:
+            for phase in PHASES:
+                meeting.fail(phase, error)
+            raise
+        # Not a daemon: a program that ends normally finishes its last checkpoint.
+        self._thread = threading.Thread(
+            target=self._write, args=(step, snapshot, kept, meeting), name=f"checkpoint-{step}"
+        )
+        self._thread.start()
+
+    def wait(self) -> Path | None:
+        """Returns the newest completed checkpoint once nothing is being written; raises what went wrong since."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self.last
+
+    def give_up(self) -> None:
+        """Stops waiting for other ranks, because they are known to be gone; `wait` then raises soon."""
+        self._given_up.set()
+
+    def _next_meeting(self) -> Meeting:
+        key = f"checkpoint/{self._num_saves}"
+        self._num_saves += 1
+        meeting = Meeting(self._rank, self._world, self._rendezvous, self._timeout, key, self._given_up)
+        self._meetings.append(meeting)
+        # Whoever takes part in the save before this one has ended those before it.
+        for old in self._meetings[:-2]:
+            for phase in PHASES:
+                old.forget(phase)
+        del self._meetings[:-2]
+        return meeting
+
+    def _write(
+        self, step: int, snapshot: list[tuple[StateShard, Tensor]], state: dict[str, Any], meeting: Meeting
+    ) -> None:
+        try:
+            self.last = save(self._folder, step, snapshot, state, self._keep, meeting=meeting)
+        except BaseException as error:
+            self._error = error
+
+
+def _snapshot(pieces: Pieces) -> list[tuple[StateShard, Tensor]]:
+    """Copies in memory of their own; from a GPU through pinned memory, all copies in flight together."""
+    import torch
+
+    copies: list[tuple[StateShard, Tensor]] = []
+    devices: set[torch.device] = set()
+    for shard, data in owned_pieces(pieces):
+        if data.is_cuda:
+            devices.add(data.device)
+            target = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+            copies.append((shard, target.copy_(data.detach(), non_blocking=True)))
+        else:
+            copies.append((shard, data.detach().to("cpu", copy=True)))
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return copies

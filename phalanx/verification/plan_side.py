@@ -50,7 +50,8 @@ def prepare(case: Case) -> tuple[ModelSpec, Captured, dict[str, Tensor]]:
 
 def initial_values(spec: ModelSpec, captured: Captured, case: Case) -> dict[str, Tensor]:
     weights = _weights(spec, case)
-    values = {name: weights.read(name, dtype=case.torch_dtype) for name in captured.shapes}
+    integers = captured.integers
+    values = {n: weights.read(n, dtype=None if n in integers else case.torch_dtype) for n in captured.shapes}
     if isinstance(weights, SeededWeights):
         for name, value in values.items():
             generator = torch.Generator().manual_seed(random.site_hash(name))
@@ -134,17 +135,17 @@ def _implied(plan: Plan, case: Case, captured: Captured) -> dict[str, Any]:
 def _kept(plan: Plan, buckets: BucketNames, captured: Captured, views: Sequence[Sharded]) -> list[int]:
     """Elements of parameters on all replicas of each rank of the pipeline: whole on each, or once per ZeRO group; split
     between tensor-parallel ranks as far as they can be."""
-    copies = plan.dp // plan.shards if plan.zero == 3 else plan.dp
+    once = set() if plan.zero < 3 else captured.shapes.keys() - captured.integers.keys()
+    copies = {name: plan.dp // plan.shards if name in once else plan.dp for name in captured.shapes}
     used = set(captured.blocks.parameters())
     found: list[int] = []
     for pp_index in range(plan.pp):
         names = [name for bucket in buckets_of(plan, buckets.shape, pp_index) for name in buckets.names[bucket]]
         names += [name for name in captured.shapes if name not in used and plan.pp_index(0) == pp_index]
         if views:
-            elements = sum(view.parameters[name].local.numel for view in views for name in names)
+            found.append(sum(copies[name] * view.parameters[name].local.numel for view in views for name in names))
         else:
-            elements = sum(math.prod(captured.shapes[name]) for name in names)
-        found.append(copies * elements)
+            found.append(sum(copies[name] * math.prod(captured.shapes[name]) for name in names))
     return found
 
 

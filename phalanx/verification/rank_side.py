@@ -18,9 +18,9 @@ from phalanx.engine.inputs import num_samples
 from phalanx.engine.rank import Rank
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
+from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
-from phalanx.runtime.flat import Piece
 from phalanx.state.layout import Box
 from phalanx.verification.case import Case
 
@@ -101,7 +101,7 @@ def _owned(rank: Rank, tensors: Mapping[str, Tensor]) -> list[Owned]:
     found: list[Owned] = []
     for name, tensor in tensors.items():
         weight = rank.parameters.weights[name]
-        if rank.formation.owns(weight):
+        if name in rank.formation.owned:
             data = weight.piece.packed(tensor.detach()).cpu().clone()
             found.append(Owned(name, weight.piece.boxes(), data))
     return found

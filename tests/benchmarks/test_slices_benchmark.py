@@ -102,7 +102,8 @@ def test_what_ends_a_step_is_found_again_in_a_timeline() -> None:
 def test_memory_is_what_is_kept_and_what_the_slice_at_work_needs() -> None:
     gradients, message, kept, working = 4 * 10, 100 * TOKENS, 1000 * TOKENS, 3000 * TOKENS
     found = known().memory(plan_of(8), TOKENS)
-    assert found[3] == gradients + message + kept + working
+    # With the input of the next micro-batch, the gradient that goes back, and the losses of seven.
+    assert found[3] == gradients + 2 * message + kept + working + 7 * 4
     assert found[0] == pytest.approx(gradients + 4 * kept + working, abs=2 * message)
     sliced = known().memory(plan_of(8, ",slices=4"), TOKENS)
     assert sliced[0] == pytest.approx(gradients + (7 * kept + working) / 4, abs=message)

@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.program.instructions import COMPUTE, EXCHANGES, LOCAL_EXCHANGES, RECEIVES, SENDS, Instruction, Op, from_text, to_text
+from phalanx.program.instructions import (
+    COMPUTE,
+    EXCHANGES,
+    LOCAL_EXCHANGES,
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Op,
+    from_text,
+    to_text,
+)
 
 number = st.integers(0, 99)
 half = st.sampled_from([None, 0, 1])

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.engine.totals import StepRun, Totals
+from phalanx.params import state_shards
+from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
-from phalanx.runtime import holdings
 from phalanx.runtime.formation import Connections
 from phalanx.runtime.links import Links
-from phalanx.runtime.optimizer import Optimizer
-from phalanx.runtime.optimizer_choice import make_optimizer
-from phalanx.state.layout import Holding, check_layout, take_boxes
-from tests.runtime.sharded_cases import Model, Split, cases, parameters_of
+from phalanx.state.layout import StateShard, check_layout, take_boxes
+from tests.params.sharded_cases import Model, Split, cases, parameters_of
 
 WHOLE = Split((3, 4), 0, (), (0, 0), summed=True)
 COLUMNS = Split((3, 4), 1, (4,), (0, 1), summed=False)
@@ -39,15 +38,16 @@ MODEL = Model(
 def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(case: tuple[Model, Plan]) -> None:
     model, plan = case
     values = model.values()
-    layout: dict[int, list[Holding]] = {}
+    layout: dict[int, list[StateShard]] = {}
     for rank in range(plan.world):
         formation = model.formation(plan, rank)
-        found = list(holdings.of_parameters(formation, parameters_of(formation, model, values), exact=True))
-        layout[rank] = [holding for holding, _ in found]
-        for holding, data in found:
-            assert torch.equal(data, take_boxes(values[holding.name], holding.boxes))
+        parameters = parameters_of(formation.state, rank, values)
+        found = list(state_shards.of_parameters(formation.state, rank, parameters))
+        layout[rank] = [shard for shard, _ in found]
+        for shard, data in found:
+            assert torch.equal(data, take_boxes(values[shard.name], shard.boxes))
     check_layout(layout)
-    owned = {holding.name for held in layout.values() for holding in held if holding.owned}
+    owned = {shard.name for held in layout.values() for shard in held if shard.owned}
     assert owned == set(model.shapes)
 
 
@@ -56,19 +56,19 @@ def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(case: tup
 def test_state_and_counters_of_the_optimizer_are_owned_once_too(case: tuple[Model, Plan]) -> None:
     model, plan = case
     values = model.values()
-    layout: dict[int, list[Holding]] = {}
+    layout: dict[int, list[StateShard]] = {}
     for rank in range(plan.world):
-        formation = model.formation(plan, rank)
-        parameters = parameters_of(formation, model, values, dtype=torch.bfloat16)
+        formation = model.formation(plan, rank, dtype="bfloat16")
+        parameters = parameters_of(formation.state, rank, values)
         if not parameters.trained:
             layout[rank] = []
             continue
         optimizer = Optimizer(make_optimizer(parameters.trained, RunConfig()), parameters.trained, clip=None)
         ones = {name: torch.ones_like(weight.exact) for name, weight in parameters.trained.items()}
         optimizer.step(ones, 0.1, torch.tensor(1.0), torch.tensor(True))
-        layout[rank] = [held for held, _ in holdings.of_checkpoint(formation, parameters, optimizer)]
+        layout[rank] = [held for held, _ in state_shards.of_checkpoint(formation.state, rank, parameters, optimizer)]
     check_layout(layout)
-    owned = {holding.name for held in layout.values() for holding in held if holding.owned}
+    owned = {shard.name for held in layout.values() for shard in held if shard.owned}
     assert owned == {
         f"{kind}/{name}" for name in model.shapes
         for kind in ("master", "optimizer/exp_avg", "optimizer/exp_avg_sq", "optimizer/step")
@@ -76,14 +76,14 @@ def test_state_and_counters_of_the_optimizer_are_owned_once_too(case: tuple[Mode
 
 
 def test_a_frozen_table_of_integers_that_zero_does_not_shard_is_owned_once() -> None:
-    model = Model((("a", "table"),), {"a": WHOLE, "table": WHOLE}, 2)
-    values = {**model.values(), "table": torch.arange(12).view(3, 4)}
+    model = Model((("a", "table"),), {"a": WHOLE, "table": WHOLE}, 2, integers=("table",))
+    values = model.values()
     plan = Plan(dp=2, tp=2, zero=1, stages=(1,))
     layout = {}
     for rank in range(plan.world):
         formation = model.formation(plan, rank)
-        parameters = parameters_of(formation, model, values, frozen=["table"])
-        layout[rank] = [held for held, _ in holdings.of_parameters(formation, parameters, exact=True)]
+        parameters = parameters_of(formation.state, rank, values)
+        layout[rank] = [held for held, _ in state_shards.of_parameters(formation.state, rank, parameters)]
         assert parameters.values["table"].dtype == torch.int64
     check_layout(layout)
 
@@ -91,7 +91,7 @@ def test_a_frozen_table_of_integers_that_zero_does_not_shard_is_owned_once() -> 
 def test_a_rank_keeps_and_computes_with_its_part_of_every_tensor() -> None:
     values = MODEL.values()
     formation = MODEL.formation(Plan(tp=2, stages=(3,)), rank=1)
-    parameters = parameters_of(formation, MODEL, values)
+    parameters = parameters_of(formation.state, 1, values)
     assert parameters.resident_elements == 3 * 2 + 3 * 4 + 3 * 6 + 3 * 2
     assert torch.equal(parameters.values["embed"], values["embed"][:, 2:])
     assert torch.equal(parameters.values["qkv"], values["qkv"].view(3, 3, 4)[:, :, 2:].reshape(3, 6))
@@ -213,9 +213,9 @@ def test_the_norm_counts_every_gradient_once_and_the_loss_of_one_rank_of_a_tenso
     gradients = {name: torch.randn(value.shape, dtype=torch.float64) for name, value in values.items()}
     for rank in range(2):
         formation = MODEL.formation(plan, rank)
-        weights = parameters_of(formation, MODEL, values).trained
+        weights = parameters_of(formation.state, rank, values).trained
         optimizer = Optimizer(make_optimizer(weights, RunConfig()), weights, clip=None)
-        owned = {name for name, weight in weights.items() if formation.owns(weight)}
+        owned = formation.owned & weights.keys()
         totals = Totals(optimizer, cast(Any, world), cast(Any, world), owned, speaks=formation.speaks)
         step, own = StepRun({}, lr=0.1), {name: weight.piece.of(gradients[name]) for name, weight in weights.items()}
         totals.norm(step, torch.tensor(4.0, dtype=torch.float64), [torch.tensor(8.0)], own)

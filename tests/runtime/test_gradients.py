@@ -6,7 +6,7 @@ Their groups really wait for each other, so a sum that a rank did not start, or 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from phalanx.engine.gradients import BucketGradients, Reduced, Reduction, Sum, together
 from phalanx.launch.seat import Seat
 from phalanx.model.segment.products import Product
-from phalanx.runtime.buckets import BufferPool, Sharding, Shelf
+from phalanx.params.buckets import BufferPool, FlatBuffer
+from phalanx.params.flat import FlatLayout, Sharding
 from phalanx.runtime.links import Links
 from phalanx.state.local import Local
 
@@ -86,8 +87,12 @@ def summed(name: str, ranks: int, micro_batches: int) -> Tensor:
     return sum(gradient(name, rank, m) for rank in range(ranks) for m in range(micro_batches))
 
 
+def flat_buffer(locals: Mapping[str, Local], sharding: Sharding, dtype: torch.dtype = torch.float32) -> FlatBuffer:
+    return FlatBuffer(FlatLayout.of(locals, sharding.shards), sharding, dtype, CPU)
+
+
 def bucket_of(how: Reduction, sharding: Sharding | None = None) -> BucketGradients:
-    return BucketGradients(Shelf(LOCALS, sharding or Sharding(), torch.float32, CPU), how, BufferPool())
+    return BucketGradients(flat_buffer(LOCALS, sharding or Sharding()), how, BufferPool())
 
 
 def add_all(bucket: BucketGradients, rank: int, micro_batches: int, reduce: str) -> Reduced:
@@ -183,8 +188,8 @@ def test_a_tied_bucket_is_summed_between_stages_and_zero_stands_for_none() -> No
 
 
 def test_many_small_gradients_of_a_bucket_are_summed_in_float32() -> None:
-    shelf = Shelf({"w": Local((1,))}, Sharding(), torch.bfloat16, CPU)
-    bucket = BucketGradients(shelf, Reduction(ALONE, ALONE, ALONE, sharded=False), BufferPool())
+    flat = flat_buffer({"w": Local((1,))}, Sharding(), torch.bfloat16)
+    bucket = BucketGradients(flat, Reduction(ALONE, ALONE, ALONE, sharded=False), BufferPool())
     added = bucket.open()
     for _ in range(1000):
         added.add({"w": torch.ones(1, dtype=torch.bfloat16)})
@@ -210,9 +215,7 @@ def test_two_uses_of_a_parameter_in_one_block_are_one_gradient() -> None:
 
 def test_memory_of_released_gradients_is_used_again() -> None:
     pool = BufferPool()
-    bucket = BucketGradients(
-        Shelf(LOCALS, Sharding(), torch.float32, CPU), Reduction(ALONE, ALONE, ALONE, sharded=False), pool
-    )
+    bucket = BucketGradients(flat_buffer(LOCALS, Sharding()), Reduction(ALONE, ALONE, ALONE, sharded=False), pool)
     places: set[int] = set()
     for _ in range(3):
         added = bucket.open()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
 from phalanx.engine.compose import bucket_names
 from phalanx.plan.plan import Plan
-from tests.runtime.sharded_cases import Model, Split, blocks_of, cases
+from tests.params.sharded_cases import Model, Split, blocks_of, cases
 
 SPLIT = Split((4, 4), 0, (4,), (0, 1), summed=False)
 WHOLE = Split((4,), 0, (), (0, 0), summed=True)
@@ -37,7 +39,8 @@ def test_parameters_that_need_a_sum_of_their_own_get_a_bucket_of_their_own() -> 
 @given(cases())
 def test_every_rank_sees_the_same_buckets_and_every_parameter_is_in_one(case: tuple[Model, Plan]) -> None:
     model, plan = case
-    found = [model.formation(plan, rank).buckets for rank in range(plan.world)]
+    views = [model.sharded(index) if plan.tp > 1 else None for index in range(plan.tp)]
+    found = [bucket_names(model.blocks, model.trainable, view) for view in views]
     assert all(other == found[0] for other in found)
     assert sorted(name for group in found[0].names for name in group) == sorted(model.splits)
     for bucket, group in enumerate(found[0].names):
@@ -59,7 +62,7 @@ def test_a_parameter_that_sharding_lost_is_noticed() -> None:
 def test_gradients_of_different_parts_are_never_summed() -> None:
     model = Model((("w",),), {"w": SPLIT}, 2)
     sharded = model.sharded(0)
-    wrong = type(sharded.parameters["w"])(sharded.parameters["w"].local, ((0,), (1,)), ((0, 1),))
+    wrong = replace(sharded.parameters["w"], sums=((0, 1),))
     broken = type(sharded)(sharded.blocks, sharded.parts, sharded.steps, {"w": wrong}, ())
     with pytest.raises(AssertionError, match=r"w is summed over .* which keep different parts of it"):
         bucket_names(model.blocks, ["w"], broken)

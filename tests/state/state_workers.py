@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.state.async_saver import AsyncSaver
-from phalanx.state.layout import Box, Holding, Layout, boxes_of_range
+from phalanx.state.layout import Box, Layout, StateShard, boxes_of_range
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.reshard import reshard
+from phalanx.state.saving import AsyncSaver
 
 DTYPES = ("float32", "bfloat16", "int64")
 Kinds = dict[str, tuple[tuple[int, ...], str]]
@@ -35,21 +35,21 @@ def random_kinds(rng: random.Random) -> Kinds:
     }
 
 
-def random_layout(rng: random.Random, kinds: Kinds, world: int) -> dict[int, list[Holding]]:
+def random_layout(rng: random.Random, kinds: Kinds, world: int) -> dict[int, list[StateShard]]:
     """Each tensor cut into flat ranges or grid cells that random ranks own; others may hold replicas."""
-    layout: dict[int, list[Holding]] = {rank: [] for rank in range(world)}
+    layout: dict[int, list[StateShard]] = {rank: [] for rank in range(world)}
     for name, (shape, dtype) in kinds.items():
         owners: dict[int, list[Box]] = {rng.randrange(world): []}
         for cell in random_cells(rng, shape):
             owners.setdefault(rng.randrange(world), []).extend(cell)
         for rank in range(world):
             if rank in owners:
-                layout[rank].append(Holding(name, shape, dtype, tuple(owners[rank])))
+                layout[rank].append(StateShard(name, shape, dtype, tuple(owners[rank])))
             elif rng.random() < 0.5:
                 copied = [box for boxes in owners.values() for box in boxes if rng.random() < 0.7]
-                layout[rank].append(Holding(name, shape, dtype, tuple(copied), owned=False))
-    for holdings in layout.values():
-        rng.shuffle(holdings)
+                layout[rank].append(StateShard(name, shape, dtype, tuple(copied), owned=False))
+    for shards in layout.values():
+        rng.shuffle(shards)
     return layout
 
 
@@ -84,12 +84,12 @@ def values_of(kinds: Kinds) -> dict[str, Tensor]:
     return values
 
 
-def data_of(holdings: list[Holding], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def data_of(shards: list[StateShard], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
-        holding.name: torch.cat(
-            [values[holding.name].new_empty(0), *(values[holding.name][b.slices()].reshape(-1) for b in holding.boxes)]
+        shard.name: torch.cat(
+            [values[shard.name].new_empty(0), *(values[shard.name][b.slices()].reshape(-1) for b in shard.boxes)]
         )
-        for holding in holdings
+        for shard in shards
     }
 
 
@@ -186,7 +186,7 @@ def reshard_in_a_process(rank: int, world: int, store_file: str, num_seeds: int)
 
 def random_case(
     rng: random.Random, world: int
-) -> tuple[dict[int, list[Holding]], dict[int, list[Holding]], dict[str, Tensor]]:
+) -> tuple[dict[int, list[StateShard]], dict[int, list[StateShard]], dict[str, Tensor]]:
     kinds = random_kinds(rng)
     return random_layout(rng, kinds, world), random_layout(rng, kinds, world), values_of(kinds)
 
@@ -203,16 +203,16 @@ def layout_of_thirds(world: int) -> Layout:
     cuts = [size * rank // world for rank in range(world + 1)]
     return {
         rank: [
-            Holding(name, SHAPE, "float32", boxes_of_range(SHAPE, cuts[rank], cuts[rank + 1]))
+            StateShard(name, SHAPE, "float32", boxes_of_range(SHAPE, cuts[rank], cuts[rank + 1]))
             for name in ("model/a", "model/b")
         ]
         for rank in range(world)
     }
 
 
-def pieces_of(rank: int, world: int, step: int) -> Iterator[tuple[Holding, Tensor]]:
-    for holding in layout_of_thirds(world)[rank]:
-        yield holding, data_of([holding], {holding.name: state_of(step)})[holding.name]
+def pieces_of(rank: int, world: int, step: int) -> Iterator[tuple[StateShard, Tensor]]:
+    for shard in layout_of_thirds(world)[rank]:
+        yield shard, data_of([shard], {shard.name: state_of(step)})[shard.name]
 
 
 def save_in_a_process(rank: int, world: int, port: int, folder: Path, victim: int, moment: str, report: Path) -> None:
@@ -240,7 +240,7 @@ def _die_at(moment: str) -> None:
     """Makes this process die by SIGKILL when it comes to a function of the saving modules."""
     from phalanx.state import folders, saving
 
-    owner, name = {"write": (saving, "_write_holding"), "index": (folders, "write_json"), "rename": (os, "rename")}[
+    owner, name = {"write": (saving, "_write_shard"), "index": (folders, "write_json"), "rename": (os, "rename")}[
         moment
     ]
     setattr(owner, name, lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL))

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.model.weights.weights import SafetensorsWeights, tied_names
-from phalanx.state.disk_names import DiskNames
-from phalanx.state.huggingface import export
-from phalanx.state.layout import Holding, boxes_of_range
+from phalanx.state.huggingface import DiskNames, export
+from phalanx.state.layout import StateShard, boxes_of_range
 from phalanx.state.reshard import gather_tensors, serve_tensors
 from tests import tiny_models
 from tests.state.state_workers import Mail, data_of, on_threads
@@ -185,12 +184,12 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_model_that_no_rank_holds_whole_is_exported_by_one_of_them(tmp_path: Path, architecture: str) -> None:
     model, world, mail = shake(tiny_models.build(architecture)), 3, Mail()
     values = dict(parameters(model))
-    layout: dict[int, list[Holding]] = {rank: [] for rank in range(world)}
+    layout: dict[int, list[StateShard]] = {rank: [] for rank in range(world)}
     for name, value in values.items():
         cuts = [value.numel() * rank // world for rank in range(world + 1)]
         for rank in range(world):
             boxes = boxes_of_range(tuple(value.shape), cuts[rank], cuts[rank + 1])
-            layout[rank].append(Holding(name, tuple(value.shape), "float32", boxes))
+            layout[rank].append(StateShard(name, tuple(value.shape), "float32", boxes))
 
     def body(rank: int) -> None:
         local = data_of(layout[rank], values)

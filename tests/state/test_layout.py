@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.state.layout import Box, Holding, boxes_of_range, check_layout, whole
+from phalanx.state.layout import Box, StateShard, boxes_of_range, check_layout, whole
 
 
 def boxes(dims: int) -> st.SearchStrategy[Box]:
@@ -88,21 +88,21 @@ def test_a_flat_range_is_a_few_boxes_in_order(drawn: tuple[tuple[int, ...], int,
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
-def test_the_data_of_a_holding_is_its_boxes_one_after_the_other() -> None:
-    holding = Holding("w", (4, 4), "float32", boxes_of_range((4, 4), 3, 10))
-    assert holding.numel == 7
-    assert [start for _, start in holding.places()] == [0, 1, 5]
+def test_the_data_of_a_state_shard_is_its_boxes_one_after_the_other() -> None:
+    shard = StateShard("w", (4, 4), "float32", boxes_of_range((4, 4), 3, 10))
+    assert shard.numel == 7
+    assert [start for _, start in shard.places()] == [0, 1, 5]
 
 
 def test_a_whole_tensor_is_one_owned_box() -> None:
     tensor = torch.arange(6).view(2, 3).t()
-    holding, data = whole("w", tensor)
-    assert holding == Holding("w", (3, 2), "int64", (Box.whole((3, 2)),), owned=True)
+    shard, data = whole("w", tensor)
+    assert shard == StateShard("w", (3, 2), "int64", (Box.whole((3, 2)),), owned=True)
     assert data.tolist() == [0, 3, 1, 4, 2, 5]
 
 
-def held(*boxes: Box, owned: bool = True, shape: tuple[int, ...] = (4, 2), dtype: str = "float32") -> Holding:
-    return Holding("w", shape, dtype, boxes, owned)
+def held(*boxes: Box, owned: bool = True, shape: tuple[int, ...] = (4, 2), dtype: str = "float32") -> StateShard:
+    return StateShard("w", shape, dtype, boxes, owned)
 
 
 TOP, BOTTOM, ALL = Box((0, 0), (2, 2)), Box((2, 0), (2, 2)), Box.whole((4, 2))
@@ -125,6 +125,6 @@ def test_owners_that_cover_a_tensor_once_and_any_replicas_are_a_layout() -> None
         ({0: [held(Box((), ()), shape=())], 1: [held(Box((), ()), shape=())]}, "w is held twice"),
     ],
 )
-def test_what_is_not_a_layout_is_said(layout: dict[int, list[Holding]], said: str) -> None:
+def test_what_is_not_a_layout_is_said(layout: dict[int, list[StateShard]], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         check_layout(layout)

@@ -14,21 +14,20 @@ import torch
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.params import state_shards
+from phalanx.params.flat import Piece
+from phalanx.params.optimizer import Optimizer, make_optimizer
+from phalanx.params.parameters import Parameters, load_parameters
 from phalanx.plan.plan import Plan
-from phalanx.runtime import holdings
-from phalanx.runtime.flat import Piece
 from phalanx.runtime.formation import Formation
-from phalanx.runtime.optimizer import Optimizer
-from phalanx.runtime.optimizer_choice import make_optimizer
-from phalanx.runtime.parameters import Parameters, load_parameters
 from phalanx.state import checkpoint
-from phalanx.state.async_saver import AsyncSaver
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.layout import Box
 from phalanx.state.local import Local
 from phalanx.state.rendezvous import LocalRendezvous
 from phalanx.state.reshard import gather_tensors
-from tests.runtime.sharded_cases import CPU, Model, Split
+from phalanx.state.saving import AsyncSaver
+from tests.params.sharded_cases import CPU, Model, Split
 from tests.state.state_workers import Mail, on_threads
 
 USES = (("embed",), ("norm", "qkv", "kv", "out"), ("embed", "head.bias"))
@@ -87,20 +86,18 @@ def parameters_from(formation: Formation, source: Checkpoint | Mapping[str, Tens
             return piece.read(source, f"{'master' if is_master else 'model'}/{name}")
         return piece.of(source[name])
 
-    return load_parameters(
-        formation.held(), formation.locals(model(1).shapes), read, trainable=list(VALUES), dtype=torch.bfloat16,
-        master_weights=True, device=CPU, sharding=formation.sharding(), zero=None,  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
+    zero = None
+    return load_parameters(formation.state, formation.rank, read, device=CPU, zero=zero)  # pyright: ignore[reportArgumentType]
 
 
 def save(folder: Path, plan: Plan) -> Checkpoint:
     board: dict[str, str] = {}
     savers: list[AsyncSaver] = []
     for rank in range(plan.world):
-        formation = model(plan.tp).formation(plan, rank)
+        formation = model(plan.tp).formation(plan, rank, dtype="bfloat16")
         parameters = parameters_from(formation, VALUES)
         saver = AsyncSaver(folder, 1, rank=rank, world=plan.world, rendezvous=LocalRendezvous(rank, board), timeout=20)
-        saver.save(1, holdings.of_checkpoint(formation, parameters, train(parameters)), {})
+        saver.save(1, state_shards.of_checkpoint(formation.state, rank, parameters, train(parameters)), {})
         savers.append(saver)
     path, *_ = [saver.wait() for saver in savers]
     assert path is not None
@@ -112,7 +109,7 @@ def resumed(found: Checkpoint, formation: Formation) -> tuple[Parameters, Optimi
     weights = parameters.trained
     optimizer = Optimizer(make_optimizer(weights, RunConfig()), weights, clip=None)
     slots = [name.split("/", 2) for name in found.names() if name.startswith("optimizer/")]
-    stored = partial(holdings.from_checkpoint, found)
+    stored = partial(state_shards.from_checkpoint, found)
     optimizer.load(
         [(slot, name) for _, slot, name in slots],
         lambda slot, name: stored(f"optimizer/{slot}/{name}", weights[name].piece), {},
@@ -129,7 +126,7 @@ def test_what_any_plan_saved_every_plan_goes_on_from(before: Plan, tmp_path: Pat
         assert found.shape(f"optimizer/step/{name}") == ()
     for plan in PLANS:
         for rank in range(plan.world):
-            parameters, optimizer = resumed(found, model(plan.tp).formation(plan, rank))
+            parameters, optimizer = resumed(found, model(plan.tp).formation(plan, rank, dtype="bfloat16"))
             for name, weight in parameters.trained.items():
                 state = optimizer.inner.state[weight.exact]
                 assert torch.equal(weight.exact.reshape(-1), weight.piece.of(VALUES[name]))
@@ -145,11 +142,12 @@ def test_whole_tensors_come_together_from_parts_for_export(plan: Plan) -> None:
     held = []
     for rank in range(plan.world):
         formation = model(plan.tp).formation(plan, rank)
-        held.append(list(holdings.of_parameters(formation, parameters_from(formation, VALUES), exact=True)))
-    layout = {rank: [holding for holding, _ in pieces] for rank, pieces in enumerate(held)}
+        parameters = parameters_from(formation, VALUES)
+        held.append(list(state_shards.of_parameters(formation.state, rank, parameters)))
+    layout = model(plan.tp).formation(plan, 0).state.all_parameters()
 
     def body(rank: int) -> dict[str, Tensor]:
-        local = {holding.name: data for holding, data in held[rank]}
+        local = {shard.name: data for shard, data in held[rank]}
         return dict(gather_tensors(layout, local, rank=rank, transport=mail.seat(rank)))
 
     whole, *nothing = on_threads(plan.world, body)

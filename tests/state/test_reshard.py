@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.state import checkpoint
-from phalanx.state.layout import Box, Holding, boxes_of_range, check_disjoint, check_layout
-from phalanx.state.reshard import gather_tensors, load, plan_moves, reshard, serve_tensors
+from phalanx.state.layout import Box, StateShard, boxes_of_range, check_disjoint, check_layout
+from phalanx.state.moves import plan_moves
+from phalanx.state.reshard import gather_tensors, load, reshard, serve_tensors
 from tests.state import state_workers
 from tests.state.state_workers import Mail, data_of, on_threads, random_case, same_bits
 
@@ -27,11 +28,11 @@ def test_every_element_of_the_new_layout_moves_exactly_once(rng: random.Random, 
     check_layout(old)
     check_layout(new)
     moves = plan_moves(old, new)
-    for rank, holdings in new.items():
-        for holding in holdings:
-            arriving = [move for move in moves if (move.destination, move.name) == (rank, holding.name)]
-            assert sum(move.box.numel for move in arriving) == holding.numel
-            check_disjoint(holding.name, [move.box for move in arriving])
+    for rank, shards in new.items():
+        for shard in shards:
+            arriving = [move for move in moves if (move.destination, move.name) == (rank, shard.name)]
+            assert sum(move.box.numel for move in arriving) == shard.numel
+            check_disjoint(shard.name, [move.box for move in arriving])
             assert all(move.put_to.held.contains(move.box) for move in arriving)
     assert all(move.taken_from.held.contains(move.box) for move in moves)
 
@@ -43,7 +44,7 @@ def test_what_a_rank_has_already_is_not_sent_to_it(rng: random.Random, world: in
     for move in plan_moves(old, new):
         if move.source != move.destination:
             own = [h for h in old[move.destination] if h.name == move.name]
-            assert not any(box.intersect(move.box) for holding in own for box in holding.boxes)
+            assert not any(box.intersect(move.box) for shard in own for box in shard.boxes)
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,8 +72,8 @@ def test_the_plan_of_moves_does_not_depend_on_the_order_of_ranks(rng: random.Ran
 
 
 def test_replicas_share_the_sending() -> None:
-    def held(i: int, owned: bool) -> Holding:
-        return Holding(f"t{i}", (10,), "float32", (Box.whole((10,)),), owned)
+    def held(i: int, owned: bool) -> StateShard:
+        return StateShard(f"t{i}", (10,), "float32", (Box.whole((10,)),), owned)
 
     old = {rank: [held(i, rank == 0) for i in range(8)] for rank in range(4)}
     new = {rank: [held(i, rank == 4) for i in range(8)] for rank in (4, 5)}
@@ -83,9 +84,24 @@ def test_replicas_share_the_sending() -> None:
     assert plan_moves(old, new)[0].source == 0, "an owner comes first"
 
 
+def test_where_boxes_of_ranks_overlap_each_element_still_comes_once_and_a_ranks_own_first() -> None:
+    def held(start: int, stop: int) -> list[StateShard]:
+        return [StateShard("w", (10,), "float32", (Box((start,), (stop - start,)),))]
+
+    moves = plan_moves({0: held(0, 6), 1: held(4, 10)}, {1: held(0, 10), 2: held(0, 10)})
+    spans = [(move.source, move.destination, move.box.offset[0], move.box.end[0]) for move in moves]
+    assert spans == [(1, 1, 4, 10), (0, 1, 0, 4), (1, 2, 4, 10), (0, 2, 0, 4)]
+
+
+def test_a_tensor_that_changes_its_kind_is_named() -> None:
+    old, new = (StateShard("w", (4,), dtype, (Box.whole((4,)),)) for dtype in ("float32", "bfloat16"))
+    with pytest.raises(AssertionError, match="w changes its kind"):
+        plan_moves({0: [old]}, {1: [new]})
+
+
 def test_a_tensor_that_no_rank_holds_is_named() -> None:
-    wanted = Holding("w", (4,), "float32", (Box.whole((4,)),))
-    half = Holding("w", (4,), "float32", (Box((0,), (2,)),))
+    wanted = StateShard("w", (4,), "float32", (Box.whole((4,)),))
+    half = StateShard("w", (4,), "float32", (Box((0,), (2,)),))
     with pytest.raises(AssertionError, match=r"no rank holds .* of w, which rank 1 needs"):
         plan_moves({0: [half]}, {1: [wanted]})
 
@@ -108,8 +124,8 @@ def test_a_checkpoint_is_read_into_any_layout(tmp_path: Path) -> None:
     for seed in range(20):
         _, new, values = random_case(random.Random(seed), 3)
         opened = checkpoint.open(checkpoint.save(tmp_path, seed, values.items(), {}, keep=1))
-        for holdings in new.values():
-            assert same_bits(load(opened, holdings), data_of(holdings, values))
+        for shards in new.values():
+            assert same_bits(load(opened, shards), data_of(shards, values))
 
 
 @pytest.mark.parametrize("root", [0, 2])
@@ -119,13 +135,13 @@ def test_the_root_gets_whole_tensors_one_at_a_time(root: int) -> None:
     cuts = [0, 4, 4, 15]
     layout = {
         rank: [
-            Holding(name, (5, 3), "float32", boxes_of_range((5, 3), cuts[rank], cuts[rank + 1]))
+            StateShard(name, (5, 3), "float32", boxes_of_range((5, 3), cuts[rank], cuts[rank + 1]))
             for name in values
             if name != "c" or rank == 0
         ]
         for rank in range(world)
     }
-    layout[0][-1] = Holding("c", (5, 3), "float32", (Box.whole((5, 3)),))
+    layout[0][-1] = StateShard("c", (5, 3), "float32", (Box.whole((5, 3)),))
     mail = Mail()
 
     def body(rank: int) -> list[tuple[str, Tensor]]:

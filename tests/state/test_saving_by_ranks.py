@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from phalanx.errors import CheckpointError
 from phalanx.state import checkpoint, folders, saving
-from phalanx.state.async_saver import AsyncSaver
-from phalanx.state.layout import Box, Holding
+from phalanx.state.layout import Box, StateShard
 from phalanx.state.rendezvous import LocalRendezvous, MissingRanks, Rendezvous, StoreRendezvous
+from phalanx.state.saving import AsyncSaver
 from tests.state import state_workers
 from tests.state.state_workers import SHAPE, data_of, on_threads, pieces_of, random_case, same_bits, state_of
 
@@ -66,12 +66,12 @@ def test_any_layout_is_saved_and_read_by_boxes_bit_for_bit(tmp_path: Path) -> No
         ranks = savers(tmp_path, 3, keep=1)
         for rank, saver in enumerate(ranks):
             data = data_of(old[rank], values)
-            saver.save(seed, [(holding, data[holding.name]) for holding in old[rank]], {})
+            saver.save(seed, [(shard, data[shard.name]) for shard in old[rank]], {})
         opened = checkpoint.open(next(path for path in [saver.wait() for saver in ranks] if path))
         assert sorted(opened.names()) == sorted(values)
-        for holding in (holding for holdings in new.values() for holding in holdings):
-            found = opened.read_flat(holding.name, holding.boxes)
-            assert same_bits({holding.name: found}, data_of([holding], values))
+        for shard in (shard for shards in new.values() for shard in shards):
+            found = opened.read_flat(shard.name, shard.boxes)
+            assert same_bits({shard.name: found}, data_of([shard], values))
         assert same_bits({name: opened.read(name) for name in values}, values)
 
 
@@ -96,13 +96,13 @@ def test_replicas_are_left_to_their_owner(tmp_path: Path) -> None:
     box = Box.whole(SHAPE)
     ranks = savers(tmp_path, 2)
     for rank, saver in enumerate(ranks):
-        saver.save(1, [(Holding("w", SHAPE, "float32", (box,), owned=rank == 1), state_of(rank).reshape(-1))], {})
+        saver.save(1, [(StateShard("w", SHAPE, "float32", (box,), owned=rank == 1), state_of(rank).reshape(-1))], {})
     path = ranks[0].wait()
     assert path is not None and torch.equal(checkpoint.open(path).read("w"), state_of(1))
 
 
 def test_what_no_rank_or_two_ranks_own_is_not_saved(tmp_path: Path) -> None:
-    half = Holding("w", (4,), "float32", (Box((0,), (2,)),))
+    half = StateShard("w", (4,), "float32", (Box((0,), (2,)),))
     for world, said in ((1, "owners hold 2 of the 4 elements of w"), (2, "w is held twice")):
         ranks = savers(tmp_path, world)
         for saver in ranks:

@@ -64,12 +64,25 @@ class Part:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """What of a parameter lies here. holders: cells of tp indices that keep the same part; sums: cells over which its
-    gradient must be summed."""
+    """locals: what of a parameter lies at each tp index; `index` is this rank's. sums: cells of tp indices over which
+    its gradient must be summed."""
 
-    local: Local
-    holders: Partition
+    locals: tuple[Local, ...]
+    index: int
     sums: Partition
+
+    @property
+    def local(self) -> Local:
+        """What lies here."""
+        return self.locals[self.index]
+
+    @property
+    def holders(self) -> Partition:
+        """Cells of tp indices that keep the same part."""
+        found: dict[Local, tuple[int, ...]] = {}
+        for index, local in enumerate(self.locals):
+            found[local] = (*found.get(local, ()), index)
+        return tuple(found.values())
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,13 @@ def local_parameter(shape: tuple[int, ...], cut: Cut, tp: int, index: int) -> Lo
     degree = degrees.pop()
     if cut.cuts:
         ranges = [cut.cuts[rank % degree] for rank in range(tp)]
-        same = _cells(ranges)
-        return LocalParameter(Local(shape, cut.dim, ranges[index]), same, _proper(same, tp))
+        locals = tuple(Local(shape, cut.dim, each) for each in ranges)
+        return LocalParameter(locals, index, _proper(_cells(ranges), tp))
     everyone: Partition = (tuple(range(tp)),)
     summands = {use.is_heavy or use.by_tokens for use in cut.uses}
     assert len(summands) <= 1, "a whole parameter is used both where ranks agree and where they differ"
     sums = everyone if True in summands else _cells([rank % degree for rank in range(tp)])
-    return LocalParameter(Local(shape), everyone, _proper(sums, tp))
+    return LocalParameter((Local(shape),) * tp, index, _proper(sums, tp))
 
 
 def _cells(keys: Iterable[object]) -> Partition:

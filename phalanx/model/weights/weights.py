@@ -20,7 +20,7 @@ from phalanx.model.weights.init_recipe import Recipe
 from phalanx.model.weights.key_map import Source, match
 from phalanx.model.weights.pieces import Assembly
 from phalanx.state.layout import Box
-from phalanx.state.shards import TensorFile
+from phalanx.state.tensor_files import TensorFile
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -69,7 +69,7 @@ class Weights(ABC):
         return values.to(device=device, dtype=dtype).contiguous()
 
     def read_flat(self, name: str, boxes: Sequence[Box]) -> Tensor:
-        """The elements of several boxes one after the other, each row by row: the data of a holding."""
+        """The elements of several boxes one after the other, each row by row: the data of a state shard."""
         parts = [values.reshape(-1) for values in self._inside(name, boxes)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

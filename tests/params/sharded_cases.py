@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
@@ -14,10 +14,12 @@ from torch import Tensor
 from phalanx.engine.compose import bucket_names
 from phalanx.model.graph.blocks import Block, Blocks, Port
 from phalanx.model.graph.sharded import Exchange, LocalParameter, Part, Sharded
+from phalanx.params.layout_of import StateLayout
+from phalanx.params.parameters import Parameters, load_parameters
+from phalanx.params.state_facts import Slot, StateFacts, state_facts
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import Partition, Step
 from phalanx.runtime.formation import Formation
-from phalanx.runtime.parameters import Parameters, load_parameters
 from phalanx.state.local import Local
 
 CPU = torch.device("cpu")
@@ -46,11 +48,15 @@ class Split:
     def at(self, tp_index: int) -> LocalParameter:
         parts = max(self.keeper) + 1
         holders = tuple(tuple(i for i, part in enumerate(self.keeper) if part == cell) for cell in range(parts))
+        return LocalParameter(tuple(map(self._local, self.keeper)), tp_index, holders if self.summed else ())
+
+    def _local(self, part: int) -> Local:
+        parts = max(self.keeper) + 1
         ranges: list[tuple[int, int]] = []
         for number, size in enumerate(self.sections):
-            begin, part = sum(self.sections[:number]), self.keeper[tp_index]
+            begin = sum(self.sections[:number])
             ranges.append((begin + size * part // parts, begin + size * (part + 1) // parts))
-        return LocalParameter(Local(self.shape, self.dim, tuple(ranges)), holders, holders if self.summed else ())
+        return Local(self.shape, self.dim, tuple(ranges))
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class Model:
     splits: Mapping[str, Split]
     tp: int
     unused: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ()  # which are frozen, too
 
     @property
     def blocks(self) -> Blocks:
@@ -79,24 +87,35 @@ class Model:
         steps = tuple(tuple(Step("exchange" if p.exchange else "segment", (), (), 2) for p in chain) for chain in parts)
         return Sharded(blocks_of(*halves), parts, steps, local, ())
 
-    def formation(self, plan: Plan, rank: int, *cells: Partition) -> Formation:
+    @property
+    def trainable(self) -> list[str]:
+        return [name for name in self.shapes if name not in (*self.frozen, *self.integers)]
+
+    def facts(self, dtype: str = "float32", slots: tuple[Slot, ...] = ()) -> StateFacts:
+        sharded = self.sharded(0) if self.tp > 1 else None
+        buckets = bucket_names(self.blocks, self.trainable, sharded)
+        locals = {name: each.locals for name, each in sharded.parameters.items()} if sharded else None
+        return state_facts(
+            buckets.shape, buckets.names, self.shapes, trainable=self.trainable, dtype=dtype, locals=locals,
+            integers=dict.fromkeys(self.integers, "int64"), tp=self.tp, masters=dtype == "bfloat16", slots=slots,
+        )  # fmt: skip
+
+    def formation(self, plan: Plan, rank: int, *cells: Partition, dtype: str = "float32") -> Formation:
         sharded = self.sharded(rank % self.tp, *cells) if self.tp > 1 else None
-        return Formation(plan, bucket_names(self.blocks, self.shapes, sharded), self.unused, rank, sharded)
+        shape = bucket_names(self.blocks, self.trainable, sharded).shape
+        return Formation(plan, shape, self.facts(dtype), rank, sharded)
 
     def values(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(3)
-        return {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
+        found = {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
+        return found | {name: (100 * found[name]).long() for name in self.integers}
 
 
-def parameters_of(
-    formation: Formation, model: Model, values: Mapping[str, Tensor], *, frozen: Sequence[str] = (),
-    dtype: torch.dtype = torch.float32,
-) -> Parameters:  # fmt: skip
+def parameters_of(state: StateLayout, rank: int, values: Mapping[str, Tensor]) -> Parameters:
     """What a rank would keep, without the groups over which it would gather it."""
     return load_parameters(
-        formation.held(), formation.locals(model.shapes), lambda name, is_master, piece: piece.of(values[name]),
-        trainable=[name for name in model.shapes if name not in frozen], dtype=dtype, master_weights=True,
-        device=CPU, sharding=formation.sharding(), zero=None,  # pyright: ignore[reportArgumentType]
+        state, rank, lambda name, is_master, piece: piece.of(values[name]), device=CPU,
+        zero=None,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
 
 
@@ -126,3 +145,32 @@ def cases(draw: st.DrawFn) -> tuple[Model, Plan]:
     stages = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}[pp]
     degree = draw(st.sampled_from(degrees)) if zero else 0
     return Model(uses, found, tp, unused), Plan(pp=pp, dp=dp, tp=tp, zero=zero, zero_degree=degree, stages=stages)
+
+
+@st.composite
+def plans_of(draw: st.DrawFn, model: Model) -> Plan:
+    """A plan for a model of three or four blocks, without virtual stages."""
+    pp, dp, last = draw(st.integers(1, 3)), draw(st.integers(1, 4)), len(model.uses) - 2
+    stages = {1: (last + 2,), 2: (1, last + 1), 3: (1, 1, last)}[pp]
+    zero = draw(st.integers(0, 3)) if dp > 1 else 0
+    return Plan(pp=pp, dp=dp, tp=model.tp, zero=zero, stages=stages)
+
+
+@st.composite
+def varied_cases(draw: st.DrawFn) -> tuple[Model, Plan]:
+    """Some of the parameters are frozen, some of those integers, and a rank may hold several stages."""
+    model, plan = draw(cases())
+    kinds = {name: draw(st.sampled_from(["trained", "trained", "frozen", "integer"])) for name in model.shapes}
+    model = replace(
+        model,
+        frozen=tuple(name for name, kind in kinds.items() if kind == "frozen"),
+        integers=tuple(name for name, kind in kinds.items() if kind == "integer"),
+    )
+    if draw(st.booleans()):
+        uses = (*model.uses, ("last", "tied"))
+        model = replace(model, uses=uses, splits={**model.splits, "last": draw(splits(plan.tp))})
+        turns = {1: [("1f1b", 1)], 2: [("interleaved", 2), ("zb-v", 2)], 3: [("1f1b", 1)]}[plan.pp]
+        schedule, v = draw(st.sampled_from(turns))
+        stages = {1: (4,), 2: (1, 1, 1, 1), 3: (1, 1, 2)}[plan.pp]
+        plan = replace(plan, schedule=schedule, v=v, stages=stages, mb=2 * plan.pp)
+    return model, plan

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, nearest
-from phalanx.runtime.buckets import Bucket, BufferPool, Read, Sharding, Shelf
-from phalanx.runtime.flat import Piece
+from phalanx.params.buckets import Bucket, BufferPool, FlatBuffer, Read
+from phalanx.params.flat import Piece
+from phalanx.params.layout_of import StateLayout
 from phalanx.runtime.links import Group
-from phalanx.state.local import Local
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,6 @@ class Weight:
     exact: Tensor  # in the highest precision there is
     copy: Tensor  # in the precision of training; the same tensor unless there are masters
     trained: bool
-    bucket: int
-    sharded: bool = True  # by ZeRO, where there is any
 
     @property
     def key(self) -> str:
@@ -47,12 +45,12 @@ class Parameters:
         self._gathered: set[int] = set()
         self.peak_gathered = 0
         self.weights: dict[str, Weight] = {}
-        for index, bucket in buckets.items():
+        for bucket in buckets.values():
             self.values |= bucket.resident()
             for piece, exact, copy in bucket.weights():
-                self.weights[piece.name] = Weight(piece, exact, copy, True, index)
-            for piece, tensor, sharded in bucket.kept():
-                self.weights[piece.name] = Weight(piece, tensor, tensor, False, index, sharded)
+                self.weights[piece.name] = Weight(piece, exact, copy, trained=True)
+            for piece, tensor in bucket.kept():
+                self.weights[piece.name] = Weight(piece, tensor, tensor, trained=False)
 
     @property
     def trained(self) -> dict[str, Weight]:
@@ -97,46 +95,33 @@ class Parameters:
         self.ready(self._buckets)
 
 
-def load_parameters(
-    held: Mapping[int, Sequence[str]],
-    locals: Mapping[str, Local],
-    read: Read,
-    *,
-    trainable: Collection[str],
-    dtype: torch.dtype,
-    master_weights: bool,
-    device: torch.device,
-    sharding: Sharding,
-    zero: Group,
-) -> Parameters:
-    """Reads one parameter at a time. held: the names of each bucket that this rank keeps; locals: what of each."""
-    keeps_masters = master_weights and dtype in (torch.bfloat16, torch.float16)
-    learns = set(trainable)
+def load_parameters(state: StateLayout, rank: int, read: Read, *, device: torch.device, zero: Group) -> Parameters:
+    """What a rank keeps, read one parameter at a time. zero: the ranks that together hold all shards."""
+    sharding, dtype = state.sharding(rank), getattr(torch, state.facts.dtype)
+    tables = {each.name: getattr(torch, each.integer) for each in state.facts.parameters if not each.sharded}
     found: dict[int, Bucket] = {}
-    for index, names in held.items():
-        pieces = [Piece.whole(name, locals[name]) for name in names]
-        loose = {piece: value.to(device) for piece in pieces if (value := _loose(piece, read, learns)) is not None}
-        flat = {piece.name: piece.local for piece in pieces if piece not in loose}
-        trained = _shelf({n: local for n, local in flat.items() if n in learns}, sharding, dtype, device)
-        frozen = _shelf({n: local for n, local in flat.items() if n not in learns}, sharding, dtype, device)
-        found[index] = Bucket(trained, frozen, loose, zero)
-        for shelf in found[index].shelves:
-            masters = shelf.fill(read, keeps_masters and shelf is trained)
-            if shelf is trained:
-                found[index].masters = masters
+    for index, layout in state.buckets(rank).items():
+        unsharded = {piece: _read_table(piece, read, tables[piece.name]).to(device) for piece in layout.unsharded}
+        trained = FlatBuffer(layout.trained, sharding, dtype, device) if layout.trained else None
+        frozen = FlatBuffer(layout.frozen, sharding, dtype, device) if layout.frozen else None
+        found[index] = Bucket(trained, frozen, unsharded, zero)
+        if trained is not None:
+            found[index].masters = trained.fill(read, state.facts.masters)
+        if frozen is not None:
+            frozen.fill(read, False)
     return Parameters(found)
 
 
-def _loose(piece: Piece, read: Read, learns: Collection[str]) -> Tensor | None:
+def keeps_masters(dtype: torch.dtype, master_weights: bool) -> bool:
+    """Whether trained parameters are kept in float32 besides. master_weights: whether the user wants that."""
+    return master_weights and dtype in (torch.bfloat16, torch.float16)
+
+
+def _read_table(piece: Piece, read: Read, dtype: torch.dtype) -> Tensor:
     """Integer parameters exist (tables of quantised modules); they are not trained and keep their type."""
-    if piece.name in learns or not piece.local.numel:
-        return None
-    value = read(piece.name, False, piece)
-    return None if value.is_floating_point() else value.reshape(piece.shape)
-
-
-def _shelf(tensors: Mapping[str, Local], sharding: Sharding, dtype: torch.dtype, device: torch.device) -> Shelf | None:
-    return Shelf(tensors, sharding, dtype, device) if tensors else None
+    if not piece.local.numel:
+        return torch.empty(piece.shape, dtype=dtype)
+    return read(piece.name, False, piece).reshape(piece.shape).to(dtype)
 
 
 def choose_trainable(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -12,8 +10,7 @@ from torch import Tensor
 
 from phalanx.runtime.links import Channel, Links
 from phalanx.runtime.pending import Pending
-from phalanx.state.layout import Holding
-from phalanx.state.rendezvous import StoreRendezvous
+from phalanx.state.layout import Layout, StateShard
 from phalanx.state.reshard import gather_tensors
 
 if TYPE_CHECKING:
@@ -38,19 +35,21 @@ class _ToRoot:
         return self._channels[peer].recv(tensor)
 
 
-def whole_tensors(
-    pieces: Iterable[tuple[Holding, Tensor]], seat: Seat, device: torch.device
+def gather_full(
+    layout: Layout, pieces: Iterable[tuple[StateShard, Tensor]], seat: Seat, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by its name on rank 0; the other ranks must exhaust it too, and get nothing."""
+    """Every tensor by its name on rank 0; the other ranks must exhaust it too, and get nothing.
+
+    layout: what all ranks hold, which each of them works out for itself; pieces: what this one does.
+    """
     held = list(pieces)
+    assert [shard for shard, _ in held] == list(layout[seat.rank]), (
+        "this rank holds something else than the layout says"
+    )
     if seat.world == 1:
-        yield from ((holding.name, data.view(holding.shape)) for holding, data in held)
+        yield from ((shard.name, data.view(shard.shape)) for shard, data in held)
         return
-    meeting = StoreRendezvous(seat.store, seat.rank)
-    meeting.arrive("holdings", base64.b64encode(pickle.dumps([holding for holding, _ in held])).decode())
-    answers = meeting.wait_all("holdings", seat.world, _TIMEOUT)
-    layout = {rank: pickle.loads(base64.b64decode(answer)) for rank, answer in enumerate(answers)}
-    local = {holding.name: data for holding, data in held}
+    local = {shard.name: data for shard, data in held}
     with Links(seat, timeout=_TIMEOUT, name="whole") as links:
         to_root = _ToRoot(links, seat.rank, seat.world)
         yield from gather_tensors(layout, local, rank=seat.rank, transport=to_root, device=device)

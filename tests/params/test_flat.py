@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.runtime.flat import ALIGNMENT, FlatLayout, Piece
+from phalanx.params.flat import ALIGNMENT, FlatLayout, Piece
 from phalanx.state.local import Local
 
 tensor_sets = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), max_size=6).map(

@@ -12,8 +12,8 @@ import torch
 from phalanx.launch.crew import Crew
 from phalanx.model.capture import capture
 from phalanx.model.zoo.zoo import resolve
+from phalanx.params.loss_scale import INITIAL, LossScale
 from phalanx.plan.complete import complete
-from phalanx.runtime.loss_scale import INITIAL, LossScale
 from phalanx.tasks.custom import infer_inputs
 from tests.run_helpers import shared_captures, short_run
 from tests.runtime import rank_jobs

@@ -27,6 +27,15 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """How this rank's buckets are divided: `index` of `shards` parts; `whole`: all values are kept all the same."""
+
+    shards: int = 1
+    index: int = 0
+    whole: bool = True
+
+
+@dataclass(frozen=True)
 class Place:
     """A tensor's elements are [start, stop) of the buffer."""
 
@@ -73,15 +82,15 @@ class Piece:
         return any(not any(box.offset) for box in self.boxes())
 
     def boxes(self) -> tuple[Box, ...]:
-        """Where its elements lie in the logical tensor, as boxes of a holding."""
+        """Where its elements lie in the logical tensor, as boxes of a state shard."""
         return self.local.boxes(self.start, self.stop)
 
     def packed(self, elements: Tensor) -> Tensor:
-        """Its elements as the data of a holding with its boxes."""
+        """Its elements as the data of a state shard with its boxes."""
         return self.local.packed(elements.reshape(-1), self.start)
 
     def unpacked(self, data: Tensor) -> Tensor:
-        """Its elements from the data of a holding."""
+        """Its elements from the data of a state shard."""
         return self.local.unpacked(data, self.start)
 
     def read(self, source: Source, key: str) -> Tensor:

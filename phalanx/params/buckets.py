@@ -1,48 +1,37 @@
 """A bucket: parameters that are gathered and reduced together, in flat buffers of which this rank keeps all or a shard.
 
-Trained and frozen parameters lie on shelves of their own. What a rank updates — its *pieces* — is the shard of each
-trained shelf; without ZeRO that is everything. Which parameters share a bucket is decided in `model_shape.py`.
+Trained and frozen parameters lie in buffers of their own. What a rank updates — its *pieces* — is the shard of each
+trained buffer; without ZeRO that is everything. Which parameters share a bucket is decided in `model_shape.py`, where
+they lie in it in `layout_of.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from phalanx.runtime.flat import FlatLayout, Piece
+from phalanx.params.flat import FlatLayout, Piece, Sharding
 from phalanx.runtime.links import Group, Pending
-from phalanx.state.local import Local
 
 Read = Callable[[str, bool, Piece], Tensor]
 """(name, whether a master weight is wanted, which piece) → its elements in order, in any shape."""
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How this rank's buckets are divided: `index` of `shards` parts; `whole`: all values are kept all the same."""
+class FlatBuffer:
+    """Parameters side by side: `shard` is this rank's part; `full` all of them, None while only the shard is here."""
 
-    shards: int = 1
-    index: int = 0
-    whole: bool = True
-
-
-class Shelf:
-    """Parameters side by side: `shard` is this rank's part; `buffer` all of them, None while only the shard is here."""
-
-    def __init__(
-        self, tensors: Mapping[str, Local], sharding: Sharding, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.layout = FlatLayout.of(tensors, sharding.shards)
+    def __init__(self, layout: FlatLayout, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
+        assert layout.shards == sharding.shards, f"{layout.shards} shards are not {sharding.shards}"
+        self.layout = layout
         self.dtype, self.device = dtype, device
         self.pieces = self.layout.pieces(sharding.index)
-        self.buffer: Tensor | None = None
+        self.full: Tensor | None = None
         size, begin = self.layout.shard_size, sharding.index * self.layout.shard_size
         if sharding.whole:
-            self.buffer = torch.zeros(self.layout.size, dtype=dtype, device=device)
-            self.shard = self.buffer[begin : begin + size]
+            self.full = torch.zeros(self.layout.size, dtype=dtype, device=device)
+            self.shard = self.full[begin : begin + size]
         else:
             self.shard = torch.zeros(size, dtype=dtype, device=device)
 
@@ -59,7 +48,7 @@ class Shelf:
     def fill(self, read: Read, is_master: bool) -> Tensor | None:
         """Takes the values in; returns the shard in float32 if they become masters."""
         master = torch.zeros_like(self.shard, dtype=torch.float32) if is_master else None
-        if self.buffer is None:
+        if self.full is None:
             for piece, offset in self.pieces:
                 self._take(read(piece.name, is_master, piece).reshape(-1), offset, master)
             return master
@@ -68,7 +57,7 @@ class Shelf:
             if place.start == place.stop:
                 continue  # an uneven split may leave this rank nothing, of which there is nothing to read
             values = read(place.name, is_master, Piece.whole(place.name, place.local)).reshape(-1)
-            self.buffer[place.start : place.stop].copy_(values)
+            self.full[place.start : place.stop].copy_(values)
             if place.name in offsets and master is not None:
                 piece, offset = offsets[place.name]
                 self._take(values[piece.start : piece.stop], offset, master)
@@ -83,44 +72,44 @@ class Shelf:
 class Bucket:
     """One bucket on this rank. `values` maps the names of parameters to tensors that can be computed with now."""
 
-    def __init__(self, trained: Shelf | None, frozen: Shelf | None, loose: Mapping[Piece, Tensor], zero: Group) -> None:
+    def __init__(
+        self, trained: FlatBuffer | None, frozen: FlatBuffer | None, unsharded: Mapping[Piece, Tensor], zero: Group
+    ) -> None:
         self.trained, self._zero = trained, zero
-        self.shelves = [shelf for shelf in (trained, frozen) if shelf is not None]
-        self._loose = dict(loose)  # parameters that are not numbers with a fraction: never sharded, never trained
-        self._arriving: list[tuple[Shelf, Tensor, Pending]] = []
+        self.buffers = [flat for flat in (trained, frozen) if flat is not None]
+        self._unsharded = dict(unsharded)  # tables of integers, never trained
+        self._arriving: list[tuple[FlatBuffer, Tensor, Pending]] = []
         self._lent: list[Tensor] = []
         self.masters: Tensor | None = None
 
     def resident(self) -> dict[str, Tensor]:
         """The parameters that are always here."""
-        found = {piece.name: tensor for piece, tensor in self._loose.items()}
-        for shelf in self.shelves:
-            found |= shelf.views(shelf.buffer) if shelf.buffer is not None else {}
+        found = {piece.name: tensor for piece, tensor in self._unsharded.items()}
+        for flat in self.buffers:
+            found |= flat.views(flat.full) if flat.full is not None else {}
         return found
 
     def share(self) -> None:
         """Starts giving the updated shard to the ranks that did not update it, and taking theirs."""
-        if self.trained is not None and self.trained.buffer is not None:
+        if self.trained is not None and self.trained.full is not None:
             source = self.trained.shard.clone()  # a collective must not read what it writes
-            self._arriving.append(
-                (self.trained, self.trained.buffer, self._zero.all_gather(self.trained.buffer, source))
-            )
+            self._arriving.append((self.trained, self.trained.full, self._zero.all_gather(self.trained.full, source)))
 
     def gather(self, pool: BufferPool) -> None:
         """Starts collecting the whole from all shards."""
         assert not self._lent, "gathered twice"
-        for shelf in self.shelves:
-            if shelf.buffer is None:
-                buffer = pool.take(shelf.layout.size, shelf.dtype, shelf.device)
+        for flat in self.buffers:
+            if flat.full is None:
+                buffer = pool.take(flat.layout.size, flat.dtype, flat.device)
                 self._lent.append(buffer)
-                self._arriving.append((shelf, buffer, self._zero.all_gather(buffer, shelf.shard)))
+                self._arriving.append((flat, buffer, self._zero.all_gather(buffer, flat.shard)))
 
     def arrive(self) -> dict[str, Tensor]:
         """Waits for what is on its way; the parameters that can be used from now on."""
         found: dict[str, Tensor] = {}
-        for shelf, buffer, pending in self._arriving:
+        for flat, buffer, pending in self._arriving:
             pending.wait("parameters")
-            found |= shelf.views(buffer)
+            found |= flat.views(buffer)
         self._arriving.clear()
         return found
 
@@ -134,7 +123,7 @@ class Bucket:
         for buffer in self._lent:
             pool.give(buffer)
         self._lent.clear()
-        return [place.name for shelf in self.shelves if shelf.buffer is None for place in shelf.layout.places]
+        return [place.name for flat in self.buffers if flat.full is None for place in flat.layout.places]
 
     def weights(self) -> Iterator[tuple[Piece, Tensor, Tensor]]:
         """Each piece that this rank updates: the tensor to update, and the values the model computes with."""
@@ -145,13 +134,13 @@ class Bucket:
         for piece, _ in self.trained.pieces:
             yield piece, updated[piece.name], copies[piece.name]
 
-    def kept(self) -> Iterator[tuple[Piece, Tensor, bool]]:
-        """The pieces of frozen parameters, and whether they are this rank's shard."""
-        for shelf in self.shelves:
-            if shelf is not self.trained:
-                cut = shelf.cut(shelf.shard)
-                yield from ((piece, cut[piece.name], True) for piece, _ in shelf.pieces)
-        yield from ((piece, tensor, False) for piece, tensor in self._loose.items())
+    def kept(self) -> Iterator[tuple[Piece, Tensor]]:
+        """The pieces of frozen parameters."""
+        for flat in self.buffers:
+            if flat is not self.trained:
+                cut = flat.cut(flat.shard)
+                yield from ((piece, cut[piece.name]) for piece, _ in flat.pieces)
+        yield from ((piece, tensor) for piece, tensor in self._unsharded.items() if tensor.numel())
 
 
 class BufferPool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Portion:
+class SampleShard:
     """The samples of a micro-batch that a unit of smaller tensor degree sees on this rank."""
 
     index: int

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
 from phalanx.errors import CheckpointError, ConfigError, PlanError
-from phalanx.runtime.flat import Piece
+from phalanx.params.flat import Piece
+from phalanx.params.lr_schedule import lr_factor
+from phalanx.params.optimizer import Optimizer, make_optimizer, squared_norm
+from phalanx.params.parameters import Weight, choose_trainable
 from phalanx.runtime.lanes import Lanes, divide
-from phalanx.runtime.optimizer import Optimizer, squared_norm
-from phalanx.runtime.optimizer_choice import make_optimizer
-from phalanx.runtime.parameters import Weight, choose_trainable
-from phalanx.runtime.schedule import lr_factor
 from phalanx.state.local import Local
 
 LENGTHS = st.integers(1, 500).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total)))
@@ -71,7 +70,7 @@ def gradients(step: int, dtype: torch.dtype = torch.float32, scale: float = 3.0)
 def held(values: dict[str, Tensor]) -> dict[str, Weight]:
     """These tensors as a rank that keeps all of them holds them."""
     return {
-        name: Weight(Piece.whole(name, Local(tuple(value.shape))), value, value, trained=True, bucket=0)
+        name: Weight(Piece.whole(name, Local(tuple(value.shape))), value, value, trained=True)
         for name, value in values.items()
     }
 
@@ -182,7 +181,7 @@ def test_an_update_in_lanes_is_the_same_update(clip: float | None):
 def test_parameters_are_refreshed_from_float32_masters():
     exact = weights()["matrix"]
     copy = exact.bfloat16()
-    weight = Weight(Piece.whole("matrix", Local((4, 3))), exact, copy, trained=True, bucket=0)
+    weight = Weight(Piece.whole("matrix", Local((4, 3))), exact, copy, trained=True)
     inner = make_optimizer({"matrix": weight}, RunConfig(weight_decay=0))
     optimizer = Optimizer(inner, {"matrix": weight}, clip=None)
     for _ in range(20):
@@ -267,7 +266,7 @@ def test_an_optimizer_that_cannot_be_made_is_refused(options: Any, message: str,
 
 def held_piece(piece: Piece) -> dict[str, Weight]:
     values = torch.ones(piece.stop - piece.start)
-    return {piece.name: Weight(piece, values, values, trained=True, bucket=0)}
+    return {piece.name: Weight(piece, values, values, trained=True)}
 
 
 class OfWholeTensors(torch.optim.SGD):

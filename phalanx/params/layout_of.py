@@ -1,0 +1,169 @@
+"""Which rank keeps what of the model's state under a plan: a pure function of the plan, facts about the model and the
+rank's number. No torch, nothing is communicated.
+
+Everything that lies on a device follows from here: ranks make their buffers by it, and what they save, export or will
+move is described by it, so every rank knows what all others keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from phalanx.params.flat import FlatLayout, Piece, Sharding
+from phalanx.params.state_facts import ParameterFacts, StateFacts
+from phalanx.plan.mesh import Mesh
+from phalanx.plan.plan import Plan
+from phalanx.program.holders import buckets_of
+from phalanx.state.layout import Box, Layout, StateShard
+
+
+def layout_of(plan: Plan, facts: StateFacts, rank: int) -> tuple[StateShard, ...]:
+    """Everything a rank must go on from, by its names in a checkpoint.
+
+    An optimizer keeps nothing for a parameter before its first update. For one that a block uses but no loss depends on
+    (a detached one) that never comes, so of its slots a rank has fewer than stand here."""
+    return StateLayout(plan, facts).state(rank)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """How what ranks with the same tp index keep of a bucket lies in flat buffers, and what lies beside them."""
+
+    trained: FlatLayout | None
+    frozen: FlatLayout | None
+    unsharded: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A piece of a parameter that a rank keeps. owned: of all that keep it, this rank is the one that counts."""
+
+    facts: ParameterFacts
+    piece: Piece
+    owned: bool
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        return self.piece.boxes()
+
+    def shard(self, key: str, dtype: str) -> StateShard:
+        """A tensor as large as the parameter."""
+        return StateShard(key, self.facts.shape, dtype, self.boxes, self.owned)
+
+    def beside(self, key: str, dtype: str, shape: tuple[int, ...] = ()) -> StateShard:
+        """A tensor of another shape, such as a counter, that every rank with a piece of the parameter keeps alike."""
+        return StateShard(key, shape, dtype, _all_of(shape), self.owned and self._has_first)
+
+    @cached_property
+    def _has_first(self) -> bool:
+        return self.piece.has_first
+
+
+@cache
+def _all_of(shape: tuple[int, ...]) -> tuple[Box, ...]:
+    return (Box.whole(shape),)
+
+
+class StateLayout:
+    """What every rank keeps under a plan. Ranks that keep the same share what was worked out for one of them."""
+
+    def __init__(self, plan: Plan, facts: StateFacts) -> None:
+        assert facts.tp == plan.tp, f"the facts are of tp={facts.tp}, the plan has tp={plan.tp}"
+        self.plan, self.facts, self._mesh = plan, facts, Mesh.of(plan)
+        self._kept: dict[tuple[int, int, int, bool, bool], tuple[Kept, ...]] = {}
+        self._buckets: dict[tuple[int, int], BucketLayout] = {}
+
+    @cached_property
+    def _held(self) -> tuple[tuple[int, ...], ...]:
+        """The buckets at each place of the pipeline; the first stage's keeps what no block uses."""
+        unused = (self.facts.num_buckets,) if self.facts.num_buckets in self.facts.buckets else ()
+        return tuple(
+            buckets_of(self.plan, self.facts.shape, pp_index) + (unused if self.plan.pp_index(0) == pp_index else ())
+            for pp_index in range(self.plan.pp)
+        )
+
+    @cached_property
+    def _owner(self) -> dict[int, int]:
+        """Of the places of the pipeline that hold a bucket, the one that counts: the first."""
+        return {bucket: pp_index for pp_index in reversed(range(self.plan.pp)) for bucket in self._held[pp_index]}
+
+    def sharding(self, rank: int) -> Sharding:
+        """How a rank's buckets are divided."""
+        group = self._mesh.zero_group(rank)
+        return Sharding(len(group), group.index(rank), whole=self.plan.zero < 3)
+
+    def buckets(self, rank: int) -> dict[int, BucketLayout]:
+        """The buckets that a rank keeps."""
+        pp_index, _, tp_index = self._mesh.coordinates(rank)
+        return {bucket: self._bucket(bucket, tp_index) for bucket in self._held[pp_index]}
+
+    def kept(self, rank: int) -> Iterator[Kept]:
+        """The pieces that a rank keeps; those of which it has no element are left out."""
+        pp_index, _, tp_index = self._mesh.coordinates(rank)
+        shard = self.sharding(rank).index
+        first, only = rank == self._mesh.replica_group(rank)[0], rank == self._mesh.dp_group(rank)[0]
+        for bucket in self._held[pp_index]:
+            here = self._owner[bucket] == pp_index
+            key = (bucket, tp_index, shard, here and first, here and only)
+            if key not in self._kept:
+                self._kept[key] = tuple(self._pieces(*key))
+            yield from self._kept[key]
+
+    def owned(self, rank: int) -> frozenset[str]:
+        """The parameters whose pieces on a rank are the ones that count."""
+        return frozenset(kept.facts.name for kept in self.kept(rank) if kept.owned)
+
+    def parameters(self, rank: int) -> tuple[StateShard, ...]:
+        """The parameters alone, by their own names, in the precision of training."""
+        return tuple(kept.shard(kept.facts.name, kept.facts.integer or self.facts.dtype) for kept in self.kept(rank))
+
+    def state(self, rank: int) -> tuple[StateShard, ...]:
+        """Everything to go on from, by its names in a checkpoint."""
+        assert self.facts.slots is not None, "the optimizer's state is not laid out as its parameters are"
+        return (*(self.exact(kept) for kept in self.kept(rank)), *self._slots(rank))
+
+    def exact(self, kept: Kept) -> StateShard:
+        """A parameter in the highest precision there is."""
+        if kept.facts.trained and self.facts.masters:
+            return kept.shard(f"master/{kept.facts.name}", "float32")
+        return kept.shard(f"model/{kept.facts.name}", kept.facts.integer or self.facts.dtype)
+
+    def all_parameters(self) -> Layout:
+        return {rank: self.parameters(rank) for rank in self._mesh.world}
+
+    def all_state(self) -> Layout:
+        return {rank: self.state(rank) for rank in self._mesh.world}
+
+    def _slots(self, rank: int) -> Iterator[StateShard]:
+        """What no block uses never gets a gradient, and so no state of the optimizer."""
+        for kept in self.kept(rank):
+            if kept.facts.trained and kept.facts.bucket < self.facts.num_buckets:
+                for slot in self.facts.slots or ():
+                    make = kept.beside if slot.is_counter else kept.shard
+                    yield make(f"optimizer/{slot.name}/{kept.facts.name}", slot.dtype)
+
+    def _bucket(self, bucket: int, tp_index: int) -> BucketLayout:
+        key = (bucket, tp_index)
+        if key not in self._buckets:
+            parameters = self.facts.buckets[bucket]
+            trained = {each.name: each.local(tp_index) for each in parameters if each.trained}
+            frozen = {each.name: each.local(tp_index) for each in parameters if each.sharded and not each.trained}
+            self._buckets[key] = BucketLayout(
+                FlatLayout.of(trained, self.plan.shards) if trained else None,
+                FlatLayout.of(frozen, self.plan.shards) if frozen else None,
+                tuple(Piece.whole(each.name, each.local(tp_index)) for each in parameters if not each.sharded),
+            )
+        return self._buckets[key]
+
+    def _pieces(self, bucket: int, tp_index: int, shard: int, owns_sharded: bool, owns_rest: bool) -> Iterator[Kept]:
+        layout = self._bucket(bucket, tp_index)
+        facts = {each.name: each for each in self.facts.buckets[bucket]}
+        for flat in (layout.trained, layout.frozen):
+            for piece, _ in flat.pieces(shard) if flat else ():
+                keeps = facts[piece.name].keeper(tp_index) == tp_index
+                yield Kept(facts[piece.name], piece, owns_sharded and keeps)
+        for piece in layout.unsharded:
+            if piece.local.numel:
+                yield Kept(facts[piece.name], piece, owns_rest and facts[piece.name].keeper(tp_index) == tp_index)

@@ -1,0 +1,196 @@
+"""From one layout to another: which boxes must be copied between which ranks. Pure, and the same on every rank.
+
+Ranks that hold the same boxes are handled together and boxes of a tensor are found by where they begin, so planning
+takes little more time than going through both layouts. Copying is `reshard`'s work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from heapq import heapify, heapreplace
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx.state.layout import Box, Layout, StateShard, placed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Place(NamedTuple):
+    """A held box, and where its elements begin in the flat data of the rank that holds it."""
+
+    held: Box
+    start: int
+
+    def view(self, data: Tensor, box: Box) -> Tensor:
+        """The elements of `box`, which lies in the held one, as a tensor of its shape."""
+        held = data[self.start : self.start + self.held.numel].view(self.held.shape)
+        return held[box.relative_to(self.held).slices()]
+
+
+class Move(NamedTuple):
+    """The elements of `box` of one tensor go from one rank's data to another's (or within one rank's)."""
+
+    name: str
+    dtype: str
+    source: int
+    destination: int
+    box: Box
+    taken_from: Place
+    put_to: Place
+
+
+Boxes = tuple[Box, ...]
+Held = list[tuple[int, Boxes]]  # the boxes of one tensor on each rank
+Part = tuple[int, Box, int]  # the number of a source, the box that it gives, and its elements
+
+
+def plan_moves(old: Layout, new: Layout) -> list[Move]:
+    """Every element of the new layout exactly once, from the rank itself where it has it, else from another.
+
+    Of several ranks that could send, the one that sends least so far does, an owner before a replica. The result
+    depends on nothing but the two layouts.
+    """
+    sources, wanted = _by_name(old), _by_name(new)
+    sent = Counter[int]()
+    known: dict[tuple[tuple[int, int], ...], _Sources] = {}  # by the identity of the boxes on each rank
+    moves: list[Move] = []
+    for name in sorted(wanted):
+        held = sources.get(name, [])
+        key = tuple((rank, id(shard.boxes)) for rank, shard in held)
+        if key not in known:  # a parameter and its averages lie in the same boxes
+            known[key] = _Sources([(rank, shard.boxes) for rank, shard in held])
+        _check_kind(name, [*held, *wanted[name]])
+        moves += _moves_of(known[key], {rank for rank, shard in held if not shard.owned}, wanted[name], sent)
+    return moves
+
+
+Shards = list[tuple[int, StateShard]]
+
+
+def _by_name(layout: Layout) -> dict[str, Shards]:
+    found: dict[str, Shards] = defaultdict(list)
+    for rank in sorted(layout):
+        for shard in layout[rank]:
+            found[shard.name].append((rank, shard))
+    return found
+
+
+def _check_kind(name: str, shards: Shards) -> None:
+    shape, dtype = shards[0][1].shape, shards[0][1].dtype
+    for _, shard in shards:
+        assert shard.dtype == dtype and shard.shape == shape, f"{name} changes its kind"
+
+
+def _moves_of(sources: _Sources, replicas: set[int], wanted: Shards, sent: Counter[int]) -> Iterator[Move]:
+    """Covers what every destination wants of one tensor; `sent` counts the elements that each rank sends to others."""
+    senders = _Senders(sources, replicas, sent)
+    for rank, shard in wanted:
+        for put_to, parts in sources.cover(shard.boxes):
+            if parts is None:
+                parts = _chosen(sources, senders, rank, shard.name, put_to.held)
+            for number, box, numel in parts:
+                places = sources.places[number]
+                sender = rank
+                if rank not in places:
+                    sender = senders.next(number)
+                    sent[sender] += numel
+                yield Move(shard.name, shard.dtype, sender, rank, box, places[sender], put_to)
+
+
+def _chosen(sources: _Sources, senders: _Senders, rank: int, name: str, box: Box) -> Iterator[Part]:
+    """Of sources that overlap each other the rank's own first, then those whose next sender has sent least."""
+    left = [box]
+    found = sources.overlaps(box)
+    for number, common, _ in sorted(found, key=lambda it: (rank not in sources.places[it[0]], *senders.order(it[0]))):
+        for part in (each.intersect(common) for each in left):
+            if part is not None:
+                yield number, part, part.numel
+        left = [rest for each in left for rest in each.without(common)]
+    assert not left, f"no rank holds {left} of {name}, which rank {rank} needs"
+
+
+class _Senders:
+    """Who of the ranks that hold a source's box sends next: the one that has sent least, an owner before a replica."""
+
+    def __init__(self, sources: _Sources, replicas: set[int], sent: Counter[int]) -> None:
+        self._sources, self._replicas, self._sent = sources, replicas, sent
+        self._queues: dict[int, list[tuple[int, bool, int]]] = {}  # heaps of (sent so far, whether a replica, rank)
+
+    def next(self, number: int) -> int:
+        places = self._sources.places[number]
+        return self.order(number)[2] if len(places) > 1 else next(iter(places))
+
+    def order(self, number: int) -> tuple[int, bool, int]:
+        """Counts only grow, so the first in the heap that is up to date has sent least."""
+        sent, queue = self._sent, self._queues.get(number)
+        if queue is None:
+            queue = [(sent[rank], rank in self._replicas, rank) for rank in self._sources.places[number]]
+            heapify(queue)
+            self._queues[number] = queue
+        while queue[0][0] != sent[queue[0][2]]:
+            _, replica, rank = queue[0]
+            heapreplace(queue, (sent[rank], replica, rank))
+        return queue[0]
+
+
+class _Sources:
+    """The distinct boxes of one tensor that ranks hold, in order along the dim in which most of them differ."""
+
+    def __init__(self, held: Held) -> None:
+        by_box: dict[Box, dict[int, Place]] = {}
+        seen: dict[int, list[tuple[dict[int, Place], Place]]] = {}  # ranks that hold the same share their boxes
+        for rank, boxes in held:
+            if id(boxes) not in seen:
+                seen[id(boxes)] = [(by_box.setdefault(place.held, {}), place) for place in _places(boxes)]
+            for places, place in seen[id(boxes)]:
+                places[rank] = place
+        dims = range(len(next(iter(by_box)).shape) if by_box else 0)
+        self._dim = max(dims, key=lambda dim: len({box.offset[dim] for box in by_box}), default=None)
+        self._boxes = sorted(by_box, key=lambda box: (self._begin(box), box.offset))
+        self.places = [by_box[box] for box in self._boxes]
+        self._begins = [self._begin(box) for box in self._boxes]
+        self._reach = list(accumulate(map(self._end, self._boxes), max))
+        self._covers: dict[int, list[tuple[Place, list[Part] | None]]] = {}
+
+    def cover(self, boxes: Boxes) -> list[tuple[Place, list[Part] | None]]:
+        """What each box is made of; None where that depends on who wants it, or where something is missing."""
+        if id(boxes) not in self._covers:
+            found = [(place, self.overlaps(place.held)) for place in _places(boxes)]
+            self._covers[id(boxes)] = [
+                (place, parts if self._is_disjoint and sum(part[2] for part in parts) == place.held.numel else None)
+                for place, parts in found
+            ]
+        return self._covers[id(boxes)]
+
+    def overlaps(self, box: Box) -> list[Part]:
+        """The sources that hold some of a box, and what of it."""
+        first = bisect_right(self._reach, self._begin(box))
+        last = bisect_left(self._begins, self._end(box))
+        found = ((number, self._boxes[number].intersect(box)) for number in range(first, last))
+        return [(number, common, common.numel) for number, common in found if common is not None]
+
+    @cached_property
+    def _is_disjoint(self) -> bool:
+        """Whether no two sources overlap, so that what covers a box does not depend on who wants it."""
+        reached: list[Box] = []
+        for box in self._boxes:
+            reached = [other for other in reached if self._end(other) > self._begin(box)]
+            if any(other.intersect(box) for other in reached):
+                return False
+            reached.append(box)
+        return True
+
+    def _begin(self, box: Box) -> int:
+        return box.offset[self._dim] if self._dim is not None else 0
+
+    def _end(self, box: Box) -> int:
+        return box.offset[self._dim] + box.shape[self._dim] if self._dim is not None else 1
+
+
+def _places(boxes: Boxes) -> list[Place]:
+    return [Place(box, start) for box, start in placed(boxes) if box.numel]
