@@ -22,13 +22,13 @@ from contest_setting import Setting
 from overlap_silence import Communication, silent
 from torch import Tensor
 
+from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.runtime.flat import Piece
-from phalanx.runtime.links import Links
 from phalanx.runtime.rank import Rank
 
 TASK = "task"

@@ -13,9 +13,9 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group
 from phalanx.program.shape import Partition
 from phalanx.runtime.exchanges import Exchanges
-from phalanx.runtime.links import Group
 from phalanx.runtime.rank import Rank
 
 

@@ -15,6 +15,8 @@ import torch
 from contest_setting import Setting
 from torch import Tensor
 
+from phalanx.comm.links import Links
+from phalanx.comm.pending import Pending
 from phalanx.config import RunConfig
 from phalanx.lab.timed import Durations, replace_compute
 from phalanx.launch.seat import Seat
@@ -23,9 +25,7 @@ from phalanx.plan.plan import Plan
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
 from phalanx.runtime.flat import Piece
-from phalanx.runtime.links import Links
 from phalanx.runtime.measured import recording
-from phalanx.runtime.pending import Pending
 from phalanx.runtime.rank import Rank
 
 LR = 1e-3

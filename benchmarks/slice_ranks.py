@@ -16,6 +16,7 @@ from contest_setting import LR, Setting
 from schedule_ranks import measure_link
 from torch import Tensor
 
+from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
@@ -26,7 +27,6 @@ from phalanx.profile.slices import Measurement, grid
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
 from phalanx.runtime.flat import Piece
-from phalanx.runtime.links import Links
 from phalanx.runtime.measured import recording
 from phalanx.runtime.rank import Rank
 from phalanx.tasks.base import Batch

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.errors import PhalanxError, RankError
+from phalanx.errors import LinkError, PhalanxError, RankError
 from phalanx.launch.board import Sight
 from phalanx.launch.rank_main import Failed
 
@@ -30,8 +30,6 @@ class Trouble:
 
     @property
     def is_consequence(self) -> bool:
-        from phalanx.runtime.pending import LinkError
-
         return self.failed is not None and isinstance(self.failed.error, LinkError)
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group, Pending
 from phalanx.model.segment.products import Gradient, Product
 from phalanx.runtime.buckets import BufferPool, Shelf
-from phalanx.runtime.links import Group, Pending
 
 
 class Accumulator:

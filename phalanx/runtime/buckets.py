@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group, Pending
 from phalanx.runtime.flat import FlatLayout, Piece
-from phalanx.runtime.links import Group, Pending
 from phalanx.state.local import Local
 
 Read = Callable[[str, bool, Piece], Tensor]

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from phalanx.comm.links import Group, Pending
 from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.sharded import Exchange, Part
 from phalanx.model.shard.exchanges import BACKWARD, FORWARD
 from phalanx.program.shape import Partition
-from phalanx.runtime.links import Group, Pending
 from phalanx.runtime.micro_batch import MicroBatch, StageRun
 
 

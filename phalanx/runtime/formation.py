@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.comm.links import Channel, Direction, Flow, Group, Links
 from phalanx.model.graph.sharded import Sharded
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
@@ -15,7 +16,6 @@ from phalanx.program.holders import buckets_of, holders, is_tied
 from phalanx.program.shape import ModelShape, Partition
 from phalanx.runtime.accumulate import Reduction
 from phalanx.runtime.buckets import Sharding
-from phalanx.runtime.links import Channel, Direction, Flow, Group, Links
 from phalanx.runtime.model_shape import BucketNames
 from phalanx.runtime.parameters import Weight
 from phalanx.runtime.portion import Portion

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Channel, Direction, Pending
 from phalanx.model.segment.joint import Outline
 from phalanx.program.instructions import Instruction, Op
-from phalanx.runtime.links import Channel, Direction, Pending
 from phalanx.runtime.micro_batch import MicroBatch, Place, StageRun, place_of
 from phalanx.runtime.wires import Wires
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group
 from phalanx.errors import ConfigError, nearest
 from phalanx.runtime.buckets import Bucket, BufferPool, Read, Sharding, Shelf
 from phalanx.runtime.flat import Piece
-from phalanx.runtime.links import Group
 from phalanx.state.local import Local
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.data import Batches
 from phalanx.launch.seat import Seat
@@ -33,7 +34,6 @@ from phalanx.runtime.evaluation import Evaluator
 from phalanx.runtime.exchanges import Exchanges
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.formation import Connections, Formation
-from phalanx.runtime.links import Links
 from phalanx.runtime.loss_scale import LossScale
 from phalanx.runtime.messages import Messages
 from phalanx.runtime.model_shape import bucket_names

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from phalanx.runtime.links import Group, Pending
+from phalanx.comm.links import Group, Pending
 from phalanx.runtime.loss_scale import LossScale
 from phalanx.runtime.micro_batch import MicroBatch, Place
 from phalanx.runtime.optimizer import Optimizer

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phalanx.runtime.links import Channel, Links
-from phalanx.runtime.pending import Pending
+from phalanx.comm.links import Channel, Links
+from phalanx.comm.pending import Pending
 from phalanx.state.layout import Holding
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.reshard import gather_tensors

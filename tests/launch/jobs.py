@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from phalanx.comm.links import Links
 from phalanx.errors import ConfigError, RankError
 from phalanx.launch.seat import Seat
-from phalanx.runtime.links import Links
 
-LIGHT = ("phalanx.runtime.links",)  # what ranks of these tests need imported
+LIGHT = ("phalanx.comm.links",)  # what ranks of these tests need imported
 
 
 def describe(seat: Seat, *arguments: Any) -> tuple[Any, ...]:

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.runtime import holdings
 from phalanx.runtime.formation import Connections
-from phalanx.runtime.links import Links
 from phalanx.runtime.micro_batch import MicroBatch
 from phalanx.runtime.optimizer import Optimizer
 from phalanx.runtime.optimizer_choice import make_optimizer

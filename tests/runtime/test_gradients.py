@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Links
 from phalanx.launch.seat import Seat
 from phalanx.model.segment.products import Product
 from phalanx.runtime.accumulate import Accumulator, BucketGradients, Gradients, Reduction
 from phalanx.runtime.buckets import BufferPool, Sharding, Shelf
-from phalanx.runtime.links import Links
 from phalanx.state.local import Local
 
 CPU = torch.device("cpu")

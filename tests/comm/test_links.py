@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from phalanx.comm.links import Links
+from phalanx.comm.pending import cause, open_sockets, opened_since, shut
 from phalanx.errors import RankError
 from phalanx.launch.crew import Crew
 from phalanx.launch.seat import Seat
-from phalanx.runtime.links import Links
-from phalanx.runtime.pending import cause
-from phalanx.runtime.sockets import open_sockets, opened_since, shut
 from tests.launch import jobs
 
 
