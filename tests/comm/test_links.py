@@ -69,6 +69,11 @@ def test_a_wait_that_takes_too_long_says_who_waited_for_what_and_what_the_others
     assert "timeout" in caught.value.hint
 
 
+def test_a_wait_takes_no_processor_time(crew: Crew):
+    spent = crew.run(jobs.waits_for_a_late_rank, 1.0, world=2)[1]
+    assert all(seconds < 0.01 for seconds in spent.values()), spent  # asking every 0.1 ms would take three times that
+
+
 def test_a_rank_that_never_joins_a_group_is_named(crew: Crew):
     with pytest.raises(RankError, match="rank 0 could not connect to rank 1: no answer for 1 s"):
         crew.run(jobs.never_connected, world=2)
