@@ -24,7 +24,9 @@ from phalanx.config import RunConfig
 from phalanx.errors import PhalanxError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
+from phalanx.launch.board import BoardWatch
 from phalanx.launch.seat import Seat
+from phalanx.launch.signals import StopRequest, stop_request
 from phalanx.model.zoo.zoo import Model, build
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.progress import make_progress
@@ -39,9 +41,7 @@ from phalanx.runtime.measured import writing
 from phalanx.runtime.memory import explain_out_of_memory, model_needs, step_needs
 from phalanx.runtime.rank import Rank
 from phalanx.runtime.schedule import lr_factor
-from phalanx.runtime.signals import StopRequest, stop_request
 from phalanx.runtime.step import Outcome, split, training_flops
-from phalanx.runtime.watches import BoardWatch
 from phalanx.runtime.whole import whole_tensors
 from phalanx.state.async_saver import AsyncSaver
 from phalanx.state.checkpoint import Checkpoint
