@@ -23,7 +23,7 @@ from torch import Tensor
 
 from phalanx.comm.pending import Pending, Sockets, cause, is_lost_connection, open_sockets, opened_since, shut
 from phalanx.errors import LinkError
-from phalanx.launch.deadline import Late, within
+from phalanx.launch.alarm import Late, within
 from phalanx.launch.seat import Seat
 
 Direction = Literal["f", "b"]

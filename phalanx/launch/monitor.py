@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.errors import LinkError, PhalanxError
+from phalanx.launch.alarm import Late, within
 from phalanx.launch.board import Sight, SilenceWatch
-from phalanx.launch.deadline import Late, within
 from phalanx.launch.seat import Seat
 
 _TICK_SECONDS = 1.0
