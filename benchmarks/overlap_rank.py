@@ -22,6 +22,7 @@ from contest_setting import Setting
 from overlap_silence import Communication, silent
 from torch import Tensor
 
+from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.engine.rank import Rank
 from phalanx.launch.join import join, run_joined
@@ -29,7 +30,6 @@ from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.runtime.links import Links
 
 TASK = "task"
 KINDS = ("step", "compute", "communication")

@@ -13,8 +13,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group
 from phalanx.engine.rank import Rank
-from phalanx.runtime.links import Group
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,10 @@ import torch
 from contest_setting import Setting
 from torch import Tensor
 
+from phalanx.comm.links import Links
+from phalanx.comm.pending import Pending
 from phalanx.config import RunConfig
+from phalanx.engine.measured import recording
 from phalanx.engine.rank import Rank
 from phalanx.lab.timed import Durations, replace_compute
 from phalanx.launch.seat import Seat
@@ -24,9 +27,6 @@ from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
-from phalanx.runtime.links import Links
-from phalanx.runtime.measured import recording
-from phalanx.runtime.pending import Pending
 
 LR = 1e-3
 WARM_UP, GROUPS, ROUND_TRIPS, SMALL = 2, 9, 5, 64

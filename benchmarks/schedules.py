@@ -34,6 +34,7 @@ from shared_gpu import rank_environment, shared_gpu
 
 from phalanx.engine.compose import bucket_names
 from phalanx.engine.describe import Described
+from phalanx.engine.measured import merge
 from phalanx.launch.crew import Crew
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
@@ -45,7 +46,6 @@ from phalanx.program.instructions import Op
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
 from phalanx.program.timeline import Timeline
-from phalanx.runtime.measured import merge
 
 SCHEDULES = {"gpipe": "", FUSED: "", "eager-1f1b": "", "interleaved": ",v=2", SPLIT: "", "zb-v": ""}
 HEADERS = [

@@ -16,7 +16,9 @@ from contest_setting import LR, Setting
 from schedule_ranks import measure_link
 from torch import Tensor
 
+from phalanx.comm.links import Links
 from phalanx.config import RunConfig
+from phalanx.engine.measured import recording
 from phalanx.engine.rank import Rank
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
@@ -27,8 +29,6 @@ from phalanx.profile.slice_run import SliceRun, layers
 from phalanx.profile.slices import Measurement, grid
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
-from phalanx.runtime.links import Links
-from phalanx.runtime.measured import recording
 from phalanx.tasks.base import Batch
 
 WARM_UP, RECORDED, GRADIENT_BYTES = 1, 3, 4

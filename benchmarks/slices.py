@@ -33,6 +33,7 @@ from slice_ranks import Case, Effort, Facts, Seen, median_of, profile, run_case
 from slice_simulation import BlockTimes, Known, ends_of, planned
 
 from phalanx.engine.compose import bucket_names
+from phalanx.engine.measured import merge
 from phalanx.launch.crew import Crew
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import ModelFacts
@@ -42,7 +43,6 @@ from phalanx.plan.plan import Plan
 from phalanx.profile.slices import Fit, fit
 from phalanx.program.from_facts import shape_of_facts
 from phalanx.program.instructions import Op
-from phalanx.runtime.measured import merge
 
 WHOLE, PLANNED, EAGER, ALL_FIRST = "whole", "planned", "eager", "gpipe"
 HEADERS = [

@@ -47,6 +47,10 @@ class RankError(PhalanxError):
     """A rank failed, died or stopped answering, and the job it belonged to is over."""
 
 
+class LinkError(RankError):
+    """This rank is sound, but what it waited for did not come: the cause usually lies with another rank."""
+
+
 class VerifyError(PhalanxError):
     """A verification could not be carried out (a failed comparison is a report, not an error)."""
 

@@ -22,12 +22,16 @@ from torch import Tensor, nn
 from phalanx.callbacks import Hear
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
+from phalanx.engine.measured import writing
+from phalanx.engine.out_of_memory import explain_out_of_memory, model_needs, step_needs
 from phalanx.engine.rank import Rank
 from phalanx.engine.step import Outcome, training_flops
 from phalanx.errors import PhalanxError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
+from phalanx.launch.board import BoardWatch
 from phalanx.launch.seat import Seat
+from phalanx.launch.signals import StopRequest, stop_request
 from phalanx.model.zoo.zoo import Model, build
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.progress import make_progress
@@ -40,10 +44,6 @@ from phalanx.params.state_shards import from_checkpoint
 from phalanx.prepare import Collate, Prepared, load_buffers, open_weights, prepare
 from phalanx.reporting import Reporter, StepFacts, header
 from phalanx.result import Summary
-from phalanx.runtime.measured import writing
-from phalanx.runtime.memory import explain_out_of_memory, model_needs, step_needs
-from phalanx.runtime.signals import StopRequest, stop_request
-from phalanx.runtime.watches import BoardWatch
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.huggingface import export
 from phalanx.state.rendezvous import StoreRendezvous

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.cli.main import main
+from phalanx.engine import rank
 from phalanx.engine.engine import Engine
 from phalanx.errors import CheckpointError, ConfigError, DataError, ModelError, PhalanxError, PlanError
 from phalanx.model import capture
-from phalanx.runtime import rank
 from phalanx.state import checkpoint
 from tests.run_helpers import padded_samples, shared_captures, short_run
 

@@ -12,6 +12,7 @@ import torch
 from phalanx.engine.compose import compose
 from phalanx.engine.compute import Compute
 from phalanx.engine.inputs import Inputs
+from phalanx.engine.sample_shard import SampleShard
 from phalanx.engine.trace import Tracer
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import DTYPE_BYTES
@@ -23,7 +24,6 @@ from phalanx.plan.plan import Plan
 from phalanx.program.costs import Costs
 from phalanx.program.from_facts import Device, bucket_costs
 from phalanx.program.shape import ModelShape
-from phalanx.runtime.sample_shard import SampleShard
 
 _CPU = torch.device("cpu")
 

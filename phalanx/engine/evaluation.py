@@ -9,11 +9,11 @@ from torch import Tensor
 
 from phalanx.data import Batches
 from phalanx.engine.engine import Engine
+from phalanx.engine.formation import Connections, Formation
 from phalanx.engine.inputs import Feeder, Inputs
 from phalanx.engine.totals import StepRun, total_items, total_loss
 from phalanx.program.compile import compile_forward
 from phalanx.program.instructions import Program
-from phalanx.runtime.formation import Connections, Formation
 
 
 class Evaluator:

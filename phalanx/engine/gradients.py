@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group
 from phalanx.engine.redistribute import Arriving
 from phalanx.model.segment.products import Gradient, Product
 from phalanx.params.buckets import BufferPool, FlatBuffer
-from phalanx.runtime.links import Group
 
 Found = Mapping[str, Tensor | Product]  # gradients by the names of parameters
 

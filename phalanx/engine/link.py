@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Channel, Direction
+from phalanx.comm.pending import Pending
 from phalanx.engine.compute import Compute, tensor_ports
 from phalanx.engine.gradients import BucketGradients, Reduced, Sum, together
 from phalanx.engine.graph import ExecutionGraph
@@ -31,8 +33,6 @@ from phalanx.program.instructions import COMPUTE, Instruction, Op, Program
 from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape, Partition
 from phalanx.program.values import Row, Table, Value
-from phalanx.runtime.links import Channel, Direction
-from phalanx.runtime.pending import Pending
 
 Values = list[Any]
 Run = Callable[[Values, StepRun], None]

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.data import Batches
 from phalanx.engine.compose import compose
 from phalanx.engine.compute import Compute
 from phalanx.engine.engine import Engine, Watch
 from phalanx.engine.evaluation import Evaluator
+from phalanx.engine.formation import Connections, Formation
 from phalanx.engine.gradients import BucketGradients
 from phalanx.engine.inputs import Feeder, split
 from phalanx.engine.link import Parts
@@ -39,8 +41,6 @@ from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import compile_plan
 from phalanx.program.shape import Partition
-from phalanx.runtime.formation import Connections, Formation
-from phalanx.runtime.links import Links
 from phalanx.state.layout import StateShard
 
 

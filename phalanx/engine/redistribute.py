@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from phalanx.comm.links import Group
+from phalanx.comm.pending import Pending
 from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.sharded import Exchange
 from phalanx.model.shard.exchanges import BACKWARD, FORWARD
-from phalanx.runtime.links import Group
-from phalanx.runtime.pending import Pending
 
 Dims = Mapping[str, int]
 

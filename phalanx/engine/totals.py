@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.redistribute import Arriving
 from phalanx.params.loss_scale import LossScale
 from phalanx.params.optimizer import Optimizer
-from phalanx.runtime.links import Group
 
 Place = tuple[int, int]  # micro-batch, half
 

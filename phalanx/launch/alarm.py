@@ -1,6 +1,7 @@
 """The alarm of one rank: rung once when the job cannot go on, so that everything that waits lets go.
 
 A rank's heartbeat shows the supervisor that it lives and rings the alarm when the board says that the job is over.
+Calls that nothing can make let go are made on a thread of their own (`within`), which is abandoned.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from phalanx.launch.board import Board, Slot
 
 BEAT_SECONDS = 0.25
+T = TypeVar("T")
 
 
 class Alarm:
@@ -67,3 +70,34 @@ def heartbeat(board: Board, slot: Slot, alarm: Alarm) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+class Late(Exception):
+    """The call had not come back when its time was over, or was no longer wanted."""
+
+
+def within(seconds: float, call: Callable[[], T], *, unless: Callable[[], bool] | None = None) -> T:
+    """The result of `call`, made on a thread of its own that is abandoned when it takes longer.
+
+    `unless` is asked every tenth of a second and ends the wait early.
+    """
+    ended = threading.Event()
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["result"] = call()
+        except BaseException as error:
+            outcome["error"] = error
+        ended.set()
+
+    threading.Thread(target=run, name="phalanx-deadline", daemon=True).start()
+    slices = max(1, round(seconds / 0.1))
+    for _ in range(slices):
+        if ended.wait(seconds / slices) or (unless is not None and unless()):
+            break
+    if not ended.is_set():
+        raise Late
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["result"]

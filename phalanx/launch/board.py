@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +139,26 @@ class Board:
         self._memory[0] = 0
         for slot in self.slots:
             slot.clear()
+
+
+class BoardWatch:
+    """Looks on while an engine runs: writes each instruction on the board before it begins."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._texts: dict[Hashable, str] = {}
+
+    def begin(self, instruction: Hashable) -> None:
+        text = self._texts.get(instruction)
+        if text is None:
+            text = self._texts[instruction] = str(instruction)
+        self._slot.at(text)
+
+    def ready(self, instruction: Hashable) -> None:
+        pass
+
+    def end(self, instruction: Hashable) -> None:
+        pass
 
 
 class SilenceWatch:

@@ -1,7 +1,8 @@
 """Joining what another launcher started: this process takes its seat among ranks that nobody of ours supervises.
 
-Each rank then watches out for itself (monitor.py): it shows the others that it lives, and a rank that fails tells them
-why before it leaves.
+The environment says where torchrun, MPI or SLURM put the process; one that is half set is an error, because a rank that
+guesses wrong waits for ever. Each rank then watches out for itself (monitor.py): it shows the others that it lives, and
+a rank that fails tells them why before it leaves.
 """
 
 from __future__ import annotations
@@ -10,20 +11,38 @@ import dataclasses
 import functools
 import itertools
 import os
+import re
 import time
+import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from phalanx.errors import ConfigError, PhalanxError, RankError
 from phalanx.launch.board import Board
 from phalanx.launch.monitor import Monitor, Notice
-from phalanx.launch.place import Place, find_place
 from phalanx.launch.seat import Seat, local_device
 
 _MEET_SECONDS = 120.0
 # A script may train several times. All ranks count alike, so that the keys of one job never meet another's.
 _jobs = itertools.count()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launcher put this process, and where its ranks meet."""
+
+    launcher: str
+    rank: int
+    world: int
+    local_rank: int
+    node: int
+    host: str
+    port: int
+    store_exists: bool  # the launcher hosts the store; else rank 0 does
+    attempt: str  # tells this start of the job from earlier ones that used the same store
+    one_machine: bool
 
 
 def join(device: str = "auto", *, variables: Mapping[str, str] | None = None) -> Seat | None:
@@ -103,3 +122,110 @@ def _reach(place: Place) -> Any:
             f"in {time.monotonic() - began:.0f} s",
             "rank 0 must run, and its host and port be reachable; MASTER_ADDR and MASTER_PORT say where",
         ) from None
+
+
+def find_place(variables: Mapping[str, str]) -> Place | None:
+    """None when no launcher started this process."""
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        return _torchrun(variables)
+    if "OMPI_COMM_WORLD_RANK" in variables or "OMPI_COMM_WORLD_SIZE" in variables:
+        return _mpi(variables, "Open MPI", *(f"OMPI_COMM_WORLD_{part}" for part in _MPI_PARTS))
+    # srun sets PMI_* too; what it says of nodes is better.
+    if "SLURM_PROCID" in variables and "SLURM_STEP_NODELIST" in variables:
+        return _slurm(variables)
+    if "PMI_RANK" in variables or "PMI_SIZE" in variables:
+        return _mpi(variables, "MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return None
+
+
+_MPI_PARTS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+
+
+def _torchrun(variables: Mapping[str, str]) -> Place:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    hint = "start with torchrun, set all of them by hand, or unset RANK and WORLD_SIZE for ranks of our own"
+    rank, world, local_rank, port = _numbers(variables, "torchrun", names, hint, also=("MASTER_ADDR",))
+    _check_rank("RANK", rank, "WORLD_SIZE", world)
+    run = f"{variables.get('TORCHELASTIC_RUN_ID', '')}/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    local_world = int(variables.get("LOCAL_WORLD_SIZE", "0"))
+    return Place(
+        "torchrun", rank, world, local_rank, int(variables.get("GROUP_RANK", "0")), variables["MASTER_ADDR"], port,
+        store_exists=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True", attempt=run,
+        one_machine=local_world == world,
+    )  # fmt: skip
+
+
+def _mpi(
+    variables: Mapping[str, str], launcher: str, rank_name: str, size_name: str, local_name: str, local_size_name: str
+) -> Place:
+    names = (rank_name, size_name, local_name, local_size_name)
+    rank, world, local_rank, local_world = _numbers(variables, launcher, names, "start with mpirun or mpiexec")
+    _check_rank(rank_name, rank, size_name, world)
+    host, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    if local_world == world:
+        # All ranks of one machine are children of one process, whose number tells this job from others.
+        host, port = host or "127.0.0.1", port or str(_port(f"mpi.{os.getppid()}"))
+    if not host or not port:
+        raise ConfigError(
+            f"an {launcher} job on several machines ({local_world} of {world} ranks are here) does not say where its "
+            "ranks meet: MASTER_ADDR or MASTER_PORT is missing",
+            "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 …",
+        )
+    return Place(
+        launcher, rank, world, local_rank, rank // local_world, host,
+        _number("MASTER_PORT", port), store_exists=False, attempt="", one_machine=local_world == world,
+    )  # fmt: skip
+
+
+def _slurm(variables: Mapping[str, str]) -> Place | None:
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
+    names = ("SLURM_PROCID", tasks, "SLURM_LOCALID", "SLURM_NODEID")
+    rank, world, local_rank, node = _numbers(variables, "SLURM", names, "start with srun", also=("SLURM_JOB_ID",))
+    if world == 1:
+        return None  # an interactive shell, or a step that leaves the ranks of its machine to us
+    _check_rank("SLURM_PROCID", rank, tasks, world)
+    job = f"{variables['SLURM_JOB_ID']}.{variables.get('SLURM_STEP_ID', '0')}"
+    hosts = variables["SLURM_STEP_NODELIST"]
+    return Place(
+        "SLURM", rank, world, local_rank, node, variables.get("MASTER_ADDR") or first_host(hosts),
+        _number("MASTER_PORT", variables.get("MASTER_PORT") or str(_port(job))), store_exists=False,
+        attempt=f"{job}/{variables.get('SLURM_RESTART_COUNT', '0')}",
+        one_machine="," not in hosts and "[" not in hosts,
+    )  # fmt: skip
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list: 'gpu[07-09,12],cpu3' → 'gpu07'."""
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^\[,]*)", nodes)
+    if found is None:
+        raise ConfigError(f"SLURM_STEP_NODELIST = {nodes!r} names no host", "start with srun")
+    return "".join(part or "" for part in found.groups())
+
+
+def _port(job: str) -> int:
+    """A port below those that the system hands out by itself, the same for all ranks of a job."""
+    return 20000 + zlib.crc32(job.encode()) % 12000
+
+
+def _numbers(
+    variables: Mapping[str, str], launcher: str, names: tuple[str, ...], hint: str, also: tuple[str, ...] = ()
+) -> list[int]:
+    needed = (*names, *also)
+    missing = [name for name in needed if not variables.get(name)]
+    if missing:
+        present = [name for name in needed if name in variables and name not in missing]
+        raise ConfigError(
+            f"the environment looks like {launcher}'s ({', '.join(present)} set) but lacks {', '.join(missing)}", hint
+        )
+    return [_number(name, variables[name]) for name in names]
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"environment variable {name} = {text!r} is not a number", "numbers start at 0")
+    return int(text)
+
+
+def _check_rank(rank_name: str, rank: int, world_name: str, world: int) -> None:
+    if rank >= world:
+        raise ConfigError(f"{rank_name} = {rank} is not below {world_name} = {world}", "ranks are numbered from 0")

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import LinkError, PhalanxError
+from phalanx.launch.alarm import Late, within
 from phalanx.launch.board import Sight, SilenceWatch
-from phalanx.launch.deadline import Late, within
 from phalanx.launch.seat import Seat
 
 _TICK_SECONDS = 1.0
@@ -80,8 +80,6 @@ class Monitor:
 
     def tell(self, error: Exception) -> Notice:
         """Tell the others why this rank cannot go on, unless one told first; the notice that counts."""
-        from phalanx.runtime.pending import LinkError
-
         if isinstance(error, LinkError):
             self._seat.alarm.wait(_SEARCH_SECONDS)
         notice = self._post(_notice(self._seat, error))
@@ -157,8 +155,6 @@ class Monitor:
 
 
 def _notice(seat: Seat, error: Exception) -> Notice:
-    from phalanx.runtime.pending import LinkError
-
     message = error.message if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
     hint = error.hint if isinstance(error, PhalanxError) else "PHALANX_DEBUG=1 shows the traceback"
     if not isinstance(error, LinkError):

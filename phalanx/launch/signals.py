@@ -1,14 +1,43 @@
-"""Signals to a process that supervises ranks: noted, so that the supervisor can pass them on.
+"""Ctrl-C and SIGTERM as a wish to stop, to a rank and to a process that supervises ranks.
 
-Saying what will happen is the ranks' business (runtime/signals.py); here nothing is printed.
+A rank's first signal lets the step finish and be saved, the second means it. A supervisor only notes signals and passes
+them on: saying what will happen is the ranks' business.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """`signal` is what asked the run to stop, None as long as nothing has."""
+
+    signal: signal.Signals | None = None
+
+
+@contextmanager
+def stop_request(say: bool = True) -> Iterator[StopRequest]:
+    """Within it the first signal is noted and, with `say`, answered; a second one acts as it would have without us."""
+    request = StopRequest()
+    before: dict[signal.Signals, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        request.signal = signal.Signals(number)
+        _restore(before)
+        # A handler may run in the middle of a print, so it must not print itself.
+        if say:
+            os.write(2, f"\n{request.signal.name}: finishing this step and saving; once more stops at once\n".encode())
+
+    with _handled_by(note, before):
+        yield request
 
 
 class Wish:
@@ -22,16 +51,24 @@ class Wish:
 def wishes() -> Iterator[Wish]:
     """Within it SIGINT and SIGTERM are noted instead of acting."""
     wish = Wish()
+    with _handled_by(lambda number, frame: wish.signals.append(number), {}):
+        yield wish
+
+
+@contextmanager
+def _handled_by(handler: Any, before: dict[signal.Signals, Any]) -> Iterator[None]:
+    """Within it `handler` is called for signals; `before` gets what was called until then."""
     # Only the main thread may set handlers; elsewhere whoever started the thread decides what signals do.
     if threading.current_thread() is not threading.main_thread():
-        yield wish
+        yield
         return
-    before = {
-        number: signal.signal(number, lambda number, frame: wish.signals.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    before.update({number: signal.signal(number, handler) for number in _SIGNALS})
     try:
-        yield wish
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _restore(before)
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -1,22 +1,43 @@
-"""Watching one job: who is done, who left, who is in trouble, and when it is over.
+"""Watching one job: who is done, who left, who is in trouble, when it is over, and one error that says why.
 
 The first trouble ends the job: everyone is told, gets a moment to say what happened there, and the verdict is drawn.
+When one rank fails, the others fail too a moment later because they waited for it; only the first cause is worth a
+user's attention.
 """
 
 from __future__ import annotations
 
+import copy
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import RankError
-from phalanx.launch.board import Board, SilenceWatch
+from phalanx.errors import LinkError, PhalanxError, RankError
+from phalanx.launch.board import Board, Sight, SilenceWatch
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Done, Event, Failed, Left
-from phalanx.launch.verdict import Trouble, died, stalled, verdict
 
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
 _FOLLOW_SECONDS = 10.0  # for ranks to follow one that left because of a signal; saving does not count
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One rank's: `failed` if it could still say so itself, else `cause`. `sight` is what it was doing."""
+
+    rank: int
+    sight: Sight
+    cause: str = ""
+    hint: str = ""
+    failed: Failed | None = None
+    output: Sequence[str] = ()  # the last lines it wrote that nobody has seen
+
+    @property
+    def is_consequence(self) -> bool:
+        return self.failed is not None and isinstance(self.failed.error, LinkError)
 
 
 class Watch:
@@ -54,9 +75,9 @@ class Watch:
         for rank in self._expected():
             process, sight = self._processes.alive[rank], self._sight(rank)
             if process.code is not None:
-                self._add(died(rank, sight, process.code, self._output(rank)))
+                self._add(_died(rank, sight, process.code, self._output(rank)))
             elif (seconds := self._silence[rank].silent_for(sight, stopped=process.stopped)) is not None:
-                self._add(stalled(rank, sight, seconds, self._output(rank)))
+                self._add(_stalled(rank, sight, seconds, self._output(rank)))
 
     def over(self) -> bool:
         """Whether nothing more is to be expected."""
@@ -70,7 +91,7 @@ class Watch:
     def conclude(self) -> None:
         """Raise what the job ended with, if that is not success."""
         if self._troubles:
-            raise verdict(list(self._troubles.values()), self._sights)
+            raise _verdict(list(self._troubles.values()), self._sights)
         if self._left:
             code = self._left[min(self._left)].code
             raise KeyboardInterrupt if code is None else SystemExit(code)
@@ -92,3 +113,67 @@ class Watch:
 
     def _output(self, rank: int) -> list[str]:
         return self._processes.alive[rank].last_output()
+
+
+def _died(rank: int, sight: Sight, code: int, output: Sequence[str]) -> Trouble:
+    """A rank whose process ended in the middle of a job."""
+    if code >= 0:
+        return Trouble(rank, sight, f"left with exit code {code}", output=output)
+    name = signal.Signals(-code).name
+    hint = "the kernel does that when memory runs out (dmesg says so)" if name == "SIGKILL" else ""
+    return Trouble(rank, sight, f"was killed by signal {name}", hint, output=output)
+
+
+def _stalled(rank: int, sight: Sight, seconds: float, output: Sequence[str]) -> Trouble:
+    hint = "it was stopped, or a call keeps all its threads waiting"
+    return Trouble(rank, sight, f"stopped answering for {seconds:.0f} s", hint, output=output)
+
+
+def _verdict(troubles: Sequence[Trouble], sights: Mapping[int, Sight]) -> PhalanxError:
+    """The error to raise. `troubles` are in the order in which they were noticed."""
+    silent = [trouble for trouble in troubles if trouble.failed is None]
+    spoken = [trouble for trouble in troubles if trouble.failed is not None and not trouble.is_consequence]
+    if not silent and spoken:
+        first = min(spoken, key=lambda trouble: trouble.rank)
+        assert first.failed is not None
+        if first.failed.error is not None and not isinstance(first.failed.error, RankError):
+            return _users_mistake(first, first.failed)
+    # Whoever was silent did not fail because of others; a consequence counts only where nothing else is known.
+    return _rank_error((silent or spoken or troubles)[0], sights)
+
+
+def _users_mistake(trouble: Trouble, failed: Failed) -> PhalanxError:
+    """The same error that this process would have raised had it looked itself."""
+    assert failed.error is not None
+    error = copy.copy(failed.error)
+    if trouble.rank > 0:
+        error.message = f"rank {trouble.rank}: {error.message}"
+        error.args = (f"{error.message}\n  → {error.hint}" if error.hint else error.message,)
+    if _debug():
+        error.add_note(failed.traceback)
+    return error
+
+
+def _rank_error(trouble: Trouble, sights: Mapping[int, Sight]) -> RankError:
+    sight = trouble.sight
+    name = f"rank {trouble.rank} ({sight.place})" if sight.place else f"rank {trouble.rank}"
+    hint, text = trouble.hint, f"{name} {trouble.cause} {sight.where()}"
+    if trouble.failed is not None:
+        error = trouble.failed.error
+        hint = error.hint if error else "" if _debug() else "PHALANX_DEBUG=1 shows the traceback"
+        text = error.message if trouble.is_consequence and error else (
+            f"{name} failed {sight.where()}: {error.message if error else trouble.failed.text}"
+        )  # fmt: skip
+    lines = [text]
+    if trouble.is_consequence:
+        others = (f"rank {rank} was {other.where()}" for rank, other in sights.items() if rank != trouble.rank)
+        lines += [f"  meanwhile {other}" for other in others]
+    elif trouble.output:
+        lines += [f"  the last it wrote (rank {trouble.rank}):", *(f"    {line}" for line in trouble.output)]
+    if trouble.failed is not None and _debug():
+        lines.append(trouble.failed.traceback.rstrip())
+    return RankError("\n".join(lines), hint)
+
+
+def _debug() -> bool:
+    return os.environ.get("PHALANX_DEBUG", "0") not in ("", "0")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group, Pending
 from phalanx.params.flat import FlatLayout, Piece, Sharding
-from phalanx.runtime.links import Group, Pending
 
 Read = Callable[[str, bool, Piece], Tensor]
 """(name, whether a master weight is wanted, which piece) → its elements in order, in any shape."""

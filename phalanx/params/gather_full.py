@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phalanx.runtime.links import Channel, Links
-from phalanx.runtime.pending import Pending
+from phalanx.comm.links import Channel, Links
+from phalanx.comm.pending import Pending
 from phalanx.state.layout import Layout, StateShard
 from phalanx.state.reshard import gather_tensors
 

@@ -20,7 +20,7 @@ from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.params.flat import Piece
 from phalanx.params.parameters import Weight
 from phalanx.params.state_facts import Slot
-from phalanx.runtime.lanes import Lanes
+from phalanx.params.streams import Streams
 from phalanx.state.local import Local
 
 _ELEMENT_WISE = (
@@ -30,7 +30,7 @@ _ELEMENT_WISE = (
 _NAMED: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 _GROUP = "group."
 _PLAIN = bool | int | float | str | None
-_LANES = 2  # more of them gain nothing
+_NUM_STREAMS = 2  # more of them gain nothing
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping equals it
 
 
@@ -50,7 +50,7 @@ class Optimizer:
         # A step of torch's own Adam is one of each weight that has a gradient, so it can be made in parts.
         divisible = self._skips_on_device and type(inner) in (torch.optim.Adam, torch.optim.AdamW)
         device = next((weight.exact.device for weight in weights.values()), torch.device("cpu"))
-        self._lanes = Lanes(device, _LANES if divisible and device.type == "cuda" else 1)
+        self._streams = Streams(device, _NUM_STREAMS if divisible and device.type == "cuda" else 1)
 
     def step(
         self, gradients: Mapping[str, Tensor], lr: float, norm: Tensor, finite: Tensor, loss_scale: Tensor | None = None
@@ -72,7 +72,7 @@ class Optimizer:
 
     def squared_norm(self, gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The squared norm of these gradients as one vector; zero, on the device of `like`, if there are none."""
-        squares = self._lanes.run(lambda part: squared_norm(list(part.values())), gradients)
+        squares = self._streams.run(lambda part: squared_norm(list(part.values())), gradients)
         return torch.stack(squares).sum() if squares else torch.zeros_like(like)
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -136,7 +136,7 @@ class Optimizer:
             _divide(gradients, divisor)  # their scale is float32, too coarse here
         elif divisor is not None:
             inner.grad_scale = divisor.float()
-        self._lanes.run(self._update, gradients)
+        self._streams.run(self._update, gradients)
 
     def _update(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group
 from phalanx.errors import ConfigError, nearest
 from phalanx.params.buckets import Bucket, BufferPool, FlatBuffer, Read
 from phalanx.params.flat import Piece
 from phalanx.params.layout_of import StateLayout
-from phalanx.runtime.links import Group
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from overlap_figures import figures
 from overlap_rank import KINDS, Seen, Task, measure
 from overlap_silence import Collective, SilentGroup
 
+from phalanx.comm.links import Group
 from phalanx.errors import PhalanxError
 from phalanx.lab.gpu import PROVEN
 from phalanx.launch.crew import Crew
-from phalanx.runtime.links import Group
 
 FEW = ("oases", "default_checkpoint", "optim_comm_checkpoint", "oases, pairs")  # of the modes
 TINY = Size(layers=2, width=64, vocabulary=64, samples=4, tokens=8)

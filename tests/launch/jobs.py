@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from phalanx.comm.links import Links
 from phalanx.errors import ConfigError, RankError
 from phalanx.launch.seat import Seat
-from phalanx.runtime.links import Links
 
-LIGHT = ("phalanx.runtime.links",)  # what ranks of these tests need imported
+LIGHT = ("phalanx.comm.links",)  # what ranks of these tests need imported
 
 
 def describe(seat: Seat, *arguments: Any) -> tuple[Any, ...]:
@@ -113,6 +113,23 @@ def wait_too_long(seat: Seat) -> None:
         links.channel(1, "f", "out")
         seat.slot.at("F0.3")
         time.sleep(30)
+
+
+def waits_for_a_late_rank(seat: Seat, seconds: float) -> dict[str, float]:
+    """Processor time of this rank's thread while it waits for rank 0, which is late, by what it waits for."""
+    value, spent = torch.ones(4), {}
+    with Links(seat, timeout=30) as links:
+        group = links.group((0, 1))
+        channel = links.channel(1 - seat.rank, "f", "out" if seat.rank == 0 else "in")
+        for kind in ("message", "collective"):
+            group.barrier().wait()
+            began = time.thread_time()
+            if seat.rank == 0:
+                time.sleep(seconds)
+            message = channel.send if seat.rank == 0 else channel.recv
+            (message(value) if kind == "message" else group.all_reduce(value)).wait()
+            spent[kind] = time.thread_time() - began
+    return spent
 
 
 def never_connected(seat: Seat) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.engine.compose import bucket_names
+from phalanx.engine.formation import Formation
 from phalanx.model.graph.blocks import Block, Blocks, Port
 from phalanx.model.graph.sharded import Exchange, LocalParameter, Part, Sharded
 from phalanx.params.layout_of import StateLayout
@@ -19,7 +20,6 @@ from phalanx.params.parameters import Parameters, load_parameters
 from phalanx.params.state_facts import Slot, StateFacts, state_facts
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import Partition, Step
-from phalanx.runtime.formation import Formation
 from phalanx.state.local import Local
 
 CPU = torch.device("cpu")

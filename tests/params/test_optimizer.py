@@ -18,7 +18,7 @@ from phalanx.params.flat import Piece
 from phalanx.params.lr_schedule import lr_factor
 from phalanx.params.optimizer import Optimizer, make_optimizer, squared_norm
 from phalanx.params.parameters import Weight, choose_trainable
-from phalanx.runtime.lanes import Lanes, divide
+from phalanx.params.streams import Streams, divide
 from phalanx.state.local import Local
 
 LENGTHS = st.integers(1, 500).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total)))
@@ -153,7 +153,7 @@ def test_the_norm_is_that_of_all_gradients_as_one_vector():
 
 
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 4))
-def test_lanes_share_all_tensors_about_equally(sizes: list[int], count: int):
+def test_streams_share_all_tensors_about_equally(sizes: list[int], count: int):
     tensors = {f"t{i}": torch.zeros(size) for i, size in enumerate(sizes)}
     parts = divide(tensors, count)
     assert all(parts) and len(parts) <= count
@@ -164,10 +164,10 @@ def test_lanes_share_all_tensors_about_equally(sizes: list[int], count: int):
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_an_update_in_lanes_is_the_same_update(clip: float | None):
+def test_an_update_on_several_streams_is_the_same_update(clip: float | None):
     together, apart = weights(), weights()
     first, second = made(together, clip, lr=0.1), made(apart, clip, lr=0.1)
-    second._lanes = Lanes(torch.device("cpu"), 2)
+    second._streams = Streams(torch.device("cpu"), 2)
     for step in range(3):
         found = gradients(step)
         one, two = (optimizer.squared_norm(found, torch.zeros(())) for optimizer in (first, second))

@@ -95,7 +95,9 @@ def test_what_an_exchange_does_alone_is_an_instruction_of_its_own() -> None:
 
 
 def test_units_are_computed_again_directly_before_their_backward() -> None:
-    text = to_text(it for it in lowered("overlap=optim_comm_checkpoint,stages=1") if it.op in (Op.A, Op.B, Op.W, Op.BW, Op.CB))
+    text = to_text(
+        it for it in lowered("overlap=optim_comm_checkpoint,stages=1") if it.op in (Op.A, Op.B, Op.W, Op.BW, Op.CB)
+    )
     assert text == (
         "A0.0/0:8 BW0.0/0:8 A0.0/0:4 A0.0/0:6 B0.0/0:6 CB0.0/0:5 W0.0/0:6 BW0.0/0:4 "
         "A0.0/0:0 A0.0/0:2 B0.0/0:2 CB0.0/0:1 W0.0/0:2 BW0.0/0:0"

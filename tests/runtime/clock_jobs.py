@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import torch
 
+from phalanx.comm.links import Links
+from phalanx.engine import measured
 from phalanx.launch.seat import Seat
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import from_text
 from phalanx.program.shape import ModelShape
 from phalanx.program.timeline import Timeline
-from phalanx.runtime import measured
-from phalanx.runtime.links import Links
 
 
 def gather_from_another_machine(seat: Seat, ahead: float) -> Timeline | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from phalanx.comm.links import Links
 from phalanx.launch.seat import Seat
 from phalanx.program.instructions import EXCHANGES, Instruction
-from phalanx.runtime.links import Links
 from tests.captured import Case
 
 

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from phalanx.comm.links import Links
 from phalanx.config import RunConfig
+from phalanx.engine.formation import Connections
 from phalanx.engine.totals import StepRun, Totals
 from phalanx.params import state_shards
 from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
-from phalanx.runtime.formation import Connections
-from phalanx.runtime.links import Links
 from phalanx.state.layout import StateShard, check_layout, take_boxes
 from tests.params.sharded_cases import Model, Split, cases, parameters_of
 

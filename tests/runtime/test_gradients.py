@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Links
 from phalanx.engine.gradients import BucketGradients, Reduced, Reduction, Sum, together
 from phalanx.launch.seat import Seat
 from phalanx.model.segment.products import Product
 from phalanx.params.buckets import BufferPool, FlatBuffer
 from phalanx.params.flat import FlatLayout, Sharding
-from phalanx.runtime.links import Links
 from phalanx.state.local import Local
 
 CPU = torch.device("cpu")

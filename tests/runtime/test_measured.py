@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from phalanx.cli.main import main
+from phalanx.engine.measured import Recorder, merge
 from phalanx.errors import ConfigError
 from phalanx.launch.crew import Crew
 from phalanx.plan.plan import Plan
@@ -18,7 +19,6 @@ from phalanx.program.instructions import SENDS, Op, from_text
 from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from phalanx.program.timeline import Event, Timeline
-from phalanx.runtime.measured import Recorder, merge
 from tests.run_helpers import shared_captures, short_run
 from tests.runtime.clock_jobs import gather_from_another_machine
 
@@ -108,7 +108,7 @@ def test_resources_have_the_simulators_names() -> None:
 def test_what_a_computation_waited_is_not_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((1.0, 5.0, 7.0))
     recorder = Recorder(Plan(stages=(4,)), SHAPE, 0, torch.device("cpu"))
-    monkeypatch.setattr("phalanx.runtime.measured.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("phalanx.engine.measured.time.perf_counter", lambda: next(times))
     (forward,) = from_text("F0.0/0")
     recorder.begin(forward)
     recorder.ready(forward)
@@ -129,7 +129,7 @@ def test_merged_parts_begin_at_zero_and_keep_each_ranks_memory() -> None:
 
 
 def test_the_clock_of_another_machine_is_compared_with_that_of_rank_0() -> None:
-    with Crew(2, device="cpu", preload=("phalanx.runtime.measured",)) as crew:
+    with Crew(2, device="cpu", preload=("phalanx.engine.measured",)) as crew:
         timeline, nothing = crew.run(gather_from_another_machine, 1000.0)
     assert nothing is None
     assert [(event.rank, str(event.instruction)) for event in timeline.events] == [

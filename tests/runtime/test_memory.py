@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from phalanx.engine.out_of_memory import explain_out_of_memory
 from phalanx.errors import PhalanxError
-from phalanx.runtime.memory import explain_out_of_memory
 
 
 def wrapped(message: str) -> RuntimeError:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.engine.formation import Formation
 from phalanx.params import state_shards
 from phalanx.params.flat import Piece
 from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.params.parameters import Parameters, load_parameters
 from phalanx.plan.plan import Plan
-from phalanx.runtime.formation import Formation
 from phalanx.state import checkpoint
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.layout import Box

@@ -1,26 +1,29 @@
 """Communication that was started and not yet awaited: the one place where a rank waits for others.
 
-A wait knows what it waits for and from whom, ends at a deadline, and lets go when the alarm rings.
+A wait blocks in the backend; it knows what it waits for and from whom, ends at a deadline, and lets go when the alarm
+rings. Between CPU ranks nothing but shutting gloo's sockets makes a blocked wait let go, so they are found here, too.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from phalanx.errors import RankError
+from phalanx.errors import LinkError
 
 if TYPE_CHECKING:
     from phalanx.launch.seat import Seat
 
-
-class LinkError(RankError):
-    """This rank is sound, but what it waited for did not come: the cause usually lies with another rank."""
+Sockets = dict[int, int]  # file descriptor → inode, which tells a descriptor from a later one of the same number
 
 
 class Pending:
@@ -88,3 +91,35 @@ def cause(error: BaseException) -> str:
 def is_lost_connection(error: BaseException) -> bool:
     """Whether an error of starting an operation says that the other side is gone, and not that we did wrong."""
     return any(sign in str(error) for sign in ("gloo/transport", "onnection", "Broken pipe", "remote process exited"))
+
+
+def open_sockets() -> Sockets:
+    """Every socket this process has open."""
+    found: Sockets = {}
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found
+
+
+def opened_since(before: Sockets) -> Sockets:
+    return {number: inode for number, inode in open_sockets().items() if before.get(number) != inode}
+
+
+def shut(sockets: Sockets, *, spare_port: int) -> None:
+    """End the connections of these sockets that still exist; whoever waits on either end gets an error.
+
+    Connections from or to `spare_port` stay: the store's, which others may open on other threads at any time.
+    """
+    for number, inode in sockets.items():
+        with suppress(OSError):
+            if os.fstat(number).st_ino != inode:
+                continue
+            with socket.socket(fileno=os.dup(number)) as one:
+                if one.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                peer = one.getpeername()  # raises for a listening socket, which must be left alone
+                if spare_port not in (peer[1], one.getsockname()[1]):
+                    one.shutdown(socket.SHUT_RDWR)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from phalanx.comm.links import Group
 from phalanx.launch.seat import Seat
 from phalanx.observe.metrics import peak_memory
 from phalanx.plan.plan import Plan
@@ -23,7 +24,6 @@ from phalanx.program.groups import group_of
 from phalanx.program.instructions import COLLECTIVES, RECEIVES, SENDS, Instruction
 from phalanx.program.shape import ModelShape
 from phalanx.program.timeline import COMPUTE, Event, Timeline, channel_name, group_name
-from phalanx.runtime.links import Group
 from phalanx.state.rendezvous import StoreRendezvous
 
 if TYPE_CHECKING:

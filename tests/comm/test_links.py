@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from phalanx.comm.links import Links
+from phalanx.comm.pending import cause, open_sockets, opened_since, shut
 from phalanx.errors import RankError
 from phalanx.launch.crew import Crew
 from phalanx.launch.seat import Seat
-from phalanx.runtime.links import Links
-from phalanx.runtime.pending import cause
-from phalanx.runtime.sockets import open_sockets, opened_since, shut
 from tests.launch import jobs
 
 
@@ -68,6 +67,11 @@ def test_a_wait_that_takes_too_long_says_who_waited_for_what_and_what_the_others
     assert message.startswith("rank 1 (stage 1) waited 1 s for RF1.3 from rank 0\n"), message
     assert "meanwhile rank 0 was in step 7 at F0.3" in message
     assert "timeout" in caught.value.hint
+
+
+def test_a_wait_takes_no_processor_time(crew: Crew):
+    spent = crew.run(jobs.waits_for_a_late_rank, 1.0, world=2)[1]
+    assert all(seconds < 0.01 for seconds in spent.values()), spent
 
 
 def test_a_rank_that_never_joins_a_group_is_named(crew: Crew):

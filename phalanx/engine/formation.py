@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from phalanx.comm.links import Channel, Direction, Flow, Group, Links
 from phalanx.engine.gradients import Reduction
+from phalanx.engine.sample_shard import SampleShard
 from phalanx.model.graph.sharded import Sharded
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.state_facts import StateFacts
@@ -17,8 +19,6 @@ from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.holders import holders, is_tied
 from phalanx.program.shape import ModelShape, Partition
-from phalanx.runtime.links import Channel, Direction, Flow, Group, Links
-from phalanx.runtime.sample_shard import SampleShard
 
 
 @dataclass(frozen=True)

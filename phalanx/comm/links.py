@@ -1,8 +1,8 @@
 """Links between ranks: groups for collectives and one-way channels for messages between neighbours.
 
-With backends.py the only place that touches torch.distributed. A group is made from (store, generation, ranks), never
-from process-wide defaults; everything is asynchronous and returns a Pending. Order is all that matches messages: there
-are no tags and no headers, so both sides must know the shapes.
+The only place that touches torch.distributed. A group is made from (store, generation, ranks), never from process-wide
+defaults; everything is asynchronous and returns a Pending. Order is all that matches messages: there are no tags and no
+headers, so both sides must know the shapes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.launch.deadline import Late, within
+from phalanx.comm.pending import Pending, Sockets, cause, is_lost_connection, open_sockets, opened_since, shut
+from phalanx.errors import LinkError
+from phalanx.launch.alarm import Late, within
 from phalanx.launch.seat import Seat
-from phalanx.runtime.backends import abort_nccl, make_gloo, make_nccl
-from phalanx.runtime.pending import LinkError, Pending, cause, is_lost_connection
-from phalanx.runtime.sockets import Sockets, open_sockets, opened_since, shut
 
 Direction = Literal["f", "b"]
 Flow = tuple[int, int, Direction]  # sender, receiver, direction
@@ -152,8 +151,8 @@ class Links:
 
         def make() -> Any:
             if self.device.type == "cuda":
-                return make_nccl(store, index, ranks, name, self.timeout, self.device, one_way)
-            return make_gloo(store, index, len(ranks), self.timeout, self.seat.address)
+                return _make_nccl(store, index, ranks, name, self.timeout, self.device, one_way)
+            return _make_gloo(store, index, len(ranks), self.timeout, self.seat.address)
 
         before, began, seconds = open_sockets(), time.monotonic(), self.timeout.total_seconds()
         try:
@@ -179,7 +178,7 @@ class Links:
             shut(self._sockets, spare_port=self.seat.store_port)
         if self.device.type == "cuda":
             with suppress(Late, RuntimeError):
-                within(2.0, lambda: abort_nccl(self._backends()))
+                within(2.0, lambda: _abort_nccl(self._backends()))
 
 
 class Group:
@@ -281,3 +280,42 @@ class Channel:
 def _named(ranks: Iterable[int]) -> str:
     numbers = [str(rank) for rank in ranks]
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+def _make_gloo(store: Any, index: int, size: int, timeout: timedelta, address: str) -> Any:
+    """A gloo communicator that listens on `address`."""
+    if not address:
+        return dist.ProcessGroupGloo(store, index, size, timeout)
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name it otherwise
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, index, size, options)
+
+
+def _make_nccl(
+    store: Any, index: int, ranks: tuple[int, ...], name: str, timeout: timedelta, device: torch.device, one_way: bool
+) -> Any:
+    """An NCCL communicator, connected. one_way: messages from the first of two ranks to the second; NCCL connects those
+    at the first of them and makes both ranks wait for it, which a receive posted ahead must not."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout, options.global_ranks_in_group, options.group_name = timeout, list(ranks), name
+    options.is_high_priority_stream = True  # else its kernels wait for processors until a whole product is computed
+    with torch.cuda.device(device):
+        backend: Any = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+        backend.eager_connect_single_device(device)  # else the first use connects, without a deadline
+        if one_way:
+            token = torch.zeros(1, device=device)
+            first = backend.send([token], 1, 0) if index == 0 else backend.recv([token], 0, 0)
+            first.wait()
+            torch.cuda.current_stream(device).synchronize()
+    return backend
+
+
+def _abort_nccl(backends: list[Any]) -> None:
+    """Give up everything these communicators have under way."""
+    if not backends:
+        return
+    backends[0]._group_start()  # one at a time, each would wait for the others' kernels
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()
