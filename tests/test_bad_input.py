@@ -17,15 +17,9 @@ from phalanx.model import capture
 from phalanx.runtime import rank
 from phalanx.runtime.engine import Engine
 from phalanx.state import checkpoint
-from tests.run_helpers import padded_samples, shared_captures, short_run
+from tests.run_helpers import padded_samples, short_run
 
 MODEL, DATA = "phalanx-demo", "synthetic:8"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with shared_captures(tmp_path_factory):
-        yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,9 @@ from phalanx.prepare import open_weights
 from phalanx.runtime.schedule import lr_factor
 from phalanx.state import checkpoint
 from phalanx.trainer import Trainer
-from tests.run_helpers import SHORT, NoDecay, padded_samples, records, shared_captures, short_config, short_run
+from tests.run_helpers import SHORT, NoDecay, padded_samples, records, short_config, short_run
 
 LLAMA, GPT2 = "phalanx-demo", "gpt2"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with shared_captures(tmp_path_factory):
-        yield
 
 
 EXACT = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,9 @@ from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.state import checkpoint
 from phalanx.trainer import Trainer
-from tests.run_helpers import losses, padded_samples, records, shared_captures, short_config, short_run
+from tests.run_helpers import losses, padded_samples, records, short_config, short_run
 
 LLAMA, GPT2 = "phalanx-demo", "gpt2"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with shared_captures(tmp_path_factory):
-        yield
 
 
 class Crash:

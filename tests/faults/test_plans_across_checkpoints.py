@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx.launch.crew import Crew
 from phalanx.state import checkpoint
 from tests.faults.ranks import fit
-from tests.run_helpers import losses, shared_captures, short_run
+from tests.run_helpers import losses, short_run
 
 # Dropout, clipping, warm-up, weight decay, and batches that end inside an epoch of 13 samples.
 OPTIONS = {
@@ -37,12 +37,6 @@ PAIRS = [
     ("pp=2,mb=4,schedule=zb-v", "dp=3,zero=3,gather=step"),
     ("pp=2,v=2,mb=4,schedule=interleaved", "pp=2,dp=2,zero=1"),
 ]
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with shared_captures(tmp_path_factory), Crew(4, threads_per_rank=1, device="cpu") as crew:
-        yield crew
 
 
 def undisturbed(out: Path, model: str, **options: Any) -> dict[int, float]:

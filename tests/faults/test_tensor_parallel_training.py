@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,10 @@ from phalanx.launch.crew import Crew
 from phalanx.state import checkpoint
 from tests.faults.ranks import fit
 from tests.faults.test_plans_across_checkpoints import DATA, OPTIONS, relay, require_same, stored, undisturbed
-from tests.run_helpers import losses, records, shared_captures
+from tests.run_helpers import losses, records
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 RELAY = ("tp=2", "pp=2", "tp=2,dp=2,zero=1", "", "tp=4,degrees=2:1,sequence=yes", "tp=2,dp=2,zero=3,overlap=oases")
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with shared_captures(tmp_path_factory), Crew(4, threads_per_rank=1, device="cpu") as crew:
-        yield crew
 
 
 @pytest.mark.parametrize("model", ["gpt2", pytest.param(LLAMA, marks=pytest.mark.long)])
