@@ -35,8 +35,8 @@ class Crash:
     ("model", "options"),
     [
         (GPT2, {"plan": "mb=3"}),
-        (LLAMA, {"dtype": "bfloat16"}),
-        (LLAMA, {"dtype": "float16"}),
+        (LLAMA, {"dtype": "bfloat16", "seq_len": 8}),
+        (LLAMA, {"dtype": "float16", "seq_len": 8}),
         (GPT2, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}),
         (GPT2, {"optimizer": "torch.optim.NAdam"}),
     ],

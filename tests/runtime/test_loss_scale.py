@@ -13,7 +13,7 @@ from phalanx.model.zoo.zoo import resolve
 from phalanx.plan.complete import complete
 from phalanx.runtime.loss_scale import INITIAL, LossScale
 from phalanx.tasks.custom import infer_inputs
-from tests.run_helpers import short_run
+from tests.run_helpers import HALF, short_run
 from tests.runtime import rank_jobs
 
 GOOD, OVERFLOW = torch.tensor(True), torch.tensor(False)
@@ -44,7 +44,8 @@ def test_its_state_comes_back() -> None:
 
 
 def test_a_tiny_model_learns_in_float16(tmp_path: Path) -> None:
-    result = short_run("phalanx-demo", "synthetic:4", tmp_path, dtype="float16", steps=20, lr=1e-2, export=False)
+    options = {**HALF, "dtype": "float16", "steps": 20, "lr": 1e-2, "export": False}
+    result = short_run("phalanx-demo", "synthetic:4", tmp_path, **options)
     assert all(map(math.isfinite, result.losses))
     assert result.losses[-1] < 0.8 * result.losses[0]
     assert result.skipped < 5
