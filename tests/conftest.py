@@ -26,33 +26,34 @@ settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")
 
 FOLDER = Path(__file__).parent
-# Those whose tests take longest come first, so that both workers are busy to the end.
+# Folders whose tests take longest come first, so that both workers are busy to the end.
 LONGEST_FIRST = ("parity", "faults", "launch", "lab", "benchmarks", "verification", "runtime", "model")
-WORK_HARD = ("parity", "faults", "lab", "benchmarks", "gpu")
-# A module that has one of these starts processes, captures models or trains, or its tests may.
-WORKS_HARD = {
+# No test of these folders is light, nor of a module that has one of these names: they stand for other processes,
+# captures and training.
+HEAVY_FOLDERS = ("parity", "faults", "lab", "benchmarks", "gpu")
+HEAVY_NAMES = {
     "subprocess", "multiprocessing", "Crew", "PlainProcess", "capture", "captured", "main", "short_run", "train", "fit",
 }  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
-        if _folder(item) not in WORK_HARD and not WORKS_HARD & vars(item.module).keys():  # pyright: ignore
+        if _folder(item) not in HEAVY_FOLDERS and not HEAVY_NAMES & vars(item.module).keys():
             item.add_marker("light")
     items.sort(key=_order)
 
 
-def _folder(item: pytest.Item) -> str:
+def _folder(item: pytest.Function) -> str:
     return item.path.relative_to(FOLDER).parts[0]
 
 
-def _order(item: pytest.Item) -> tuple[int, str]:
-    """Cases of one architecture stand together, so that one worker runs them from one capture."""
+def _order(item: pytest.Function) -> tuple[int, str]:
+    """Parity's cases of one architecture stand together, so that one worker runs them from one capture."""
     folder = _folder(item)
     if folder not in LONGEST_FIRST:
         return len(LONGEST_FIRST), ""
-    cases: dict[str, str] = item.callspec.params if folder == "parity" and hasattr(item, "callspec") else {}  # pyright: ignore
-    return LONGEST_FIRST.index(folder), cases.get("name", "")
+    case = item.callspec.params if folder == "parity" and hasattr(item, "callspec") else {}
+    return LONGEST_FIRST.index(folder), str(case.get("name", ""))
 
 
 @pytest.fixture(scope="session", autouse=True)
