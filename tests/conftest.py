@@ -29,10 +29,11 @@ FOLDER = Path(__file__).parent
 # Folders whose tests take longest come first, so that both workers are busy to the end.
 LONGEST_FIRST = ("parity", "faults", "launch", "lab", "benchmarks", "verification", "runtime", "model")
 # No test of these folders is light, nor of a module that has one of these names: they stand for other processes,
-# captures and training.
+# training, captured, traced and built models.
 HEAVY_FOLDERS = ("parity", "faults", "lab", "benchmarks", "gpu")
 HEAVY_NAMES = {
-    "subprocess", "multiprocessing", "Crew", "PlainProcess", "capture", "captured", "main", "short_run", "train", "fit",
+    "subprocess", "multiprocessing", "Crew", "PlainProcess", "main", "train", "fit", "short_run",
+    "capture", "captured", "named", "capture_model", "traced", "build",
 }  # fmt: skip
 
 
