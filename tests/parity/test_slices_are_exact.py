@@ -44,6 +44,7 @@ QUICK = {
     "tp=2,mb=2,slices=3,overlap=oases": a.LLAMA,
     "pp=2,dp=2,zero=3,mb=2,slices=1-2-1,recompute=yes": a.PHI3,
 }
+CUBE = "pp=2,tp=2,dp=2,zero=1,mb=2,slices=3-2"
 SLICED = [*a.DECODERS, *a.TWO_STACKS]
 
 
@@ -71,9 +72,8 @@ def test_slices_of_packed_documents_are_exact(name: str, plain_process: PlainPro
     require_exact(Case(name, plan, tiny=True, dropout=0.1, documents=True), plain_process, crew)
 
 
-@pytest.mark.parametrize("plan", ["pp=2,tp=2,dp=2,zero=1,mb=2,slices=3-2"])
-def test_slices_beside_three_kinds_of_parallelism_are_exact(plan: str, plain_process: PlainProcess, crew: Crew) -> None:
-    require_exact(Case(a.LLAMA, plan, tiny=True, dropout=0.1), plain_process, crew)
+def test_slices_beside_three_kinds_of_parallelism_are_exact(plain_process: PlainProcess, crew: Crew) -> None:
+    require_exact(Case(a.LLAMA, CUBE, tiny=True, dropout=0.1), plain_process, crew)
 
 
 @long
