@@ -24,8 +24,8 @@ MODEL, DATA = "phalanx-demo", "synthetic:8"
 
 @pytest.fixture
 def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These mistakes must be found before the model is captured."""
-    monkeypatch.setattr(capture, "_capture", lambda *arguments: pytest.fail("captured before the mistake was found"))
+    """These mistakes must be found before the model is captured, or an earlier capture of it read."""
+    monkeypatch.setattr(capture, "_read", lambda path: pytest.fail("captured before the mistake was found"))
 
 
 @pytest.mark.usefixtures("no_capture")
@@ -110,7 +110,7 @@ def test_an_error_that_is_not_about_memory_is_left_as_it_is(tmp_path: Path, monk
 
 
 @pytest.fixture(scope="module")
-def earlier(tmp_path_factory: pytest.TempPathFactory, _captures: None) -> Path:
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with the checkpoints of steps 1 and 2; copied where a test changes it."""
     folder = tmp_path_factory.mktemp("earlier")
     short_run(MODEL, DATA, folder, steps=2, checkpoint_every=1, export=False)
