@@ -37,7 +37,6 @@ PLANS = [
 QUICK = {
     "pp=2,dp=2,zero=1,mb=2,slices=3-2": a.WHISPER,
     "pp=2,mb=3,slices=3-2-1/1-1": a.LLAMA_70B,
-    "pp=2,mb=2,slices=5-3-1,schedule=gpipe": a.QWEN2,
     "pp=2,mb=2,slices=4,schedule=zb-h1": a.QWEN3,
     "pp=4,mb=3,slices=3-2,schedule=eager-1f1b": a.OPT,
     "mb=2,slices=7": a.GEMMA2,
