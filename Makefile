@@ -8,10 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One thread per test process: more of them than cores makes small tensor operations many times slower.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A worker takes a part of the tests as they stand, so that neighbours share what they made, and of another's when idle.
+BOTH := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo check light test test-all lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,11 +32,17 @@ demo: $(STAMP) ## train a small language model on Python's standard library; the
 	rm -rf runs/demo
 	$(BIN)/phalanx train --model phalanx-demo --data stdlib --steps 250 --seq-len 128 --batch-size 8 --lr 2e-3 --warmup-steps 10 --out runs/demo
 
+check: $(STAMP) ## for the inner loop: lint, types and the tests that need no other process, side by side
+	$(MAKE) --no-print-directory --jobs 2 --output-sync lint light
+
+light: $(STAMP)
+	$(PYTEST) -q -m "light and not long"
+
 test: lint $(VENV)/triton ## lint, types and every test that is not marked long
-	$(PYTEST) -m "not long"
+	$(PYTEST) $(BOTH) -m "not long"
 
 test-all: lint $(VENV)/triton ## the same with the long tests
-	$(PYTEST)
+	$(PYTEST) $(BOTH)
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check

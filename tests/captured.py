@@ -118,7 +118,7 @@ def named(name: str, *, samples=3, tokens=9, padding=False, dropout: float | Non
     task = tasks.get(spec.task)
     batch = _double(task.synthetic(spec.config, batch=samples, tokens=tokens, seed=1, padding=padding))
     inputs = task.inputs(spec.config, padding=padding)
-    captured = capture(spec, inputs, dtype=DOUBLE, dropout=dropout, check=False, use_cache=False)
+    captured = capture(spec, inputs, dtype=DOUBLE, dropout=dropout, check=False)
     torch.manual_seed(0)
     model = reference.plain(spec, DOUBLE, dropout)
     with torch.no_grad():

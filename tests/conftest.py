@@ -1,9 +1,102 @@
-"""Settings that hold for every test."""
+"""What holds for every test, and what all tests of a process share: captures, a pool of ranks, a plain process.
+
+A fixture here is made when the first test asks for it, so that tests of plans and programs import no torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from phalanx.launch.crew import Crew
+    from phalanx.verification.plain_side import PlainProcess
 
 # A busy machine must not fail a test: what is too slow is caught by pytest's timeout, not per example.
 settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")
+
+FOLDER = Path(__file__).parent
+# Folders whose tests take longest come first, so that both workers are busy to the end.
+LONGEST_FIRST = ("parity", "faults", "launch", "lab", "benchmarks", "verification", "runtime", "model")
+# No test of these folders is light, nor of a module that has one of these names: they stand for other processes,
+# training, captured, traced and built models.
+HEAVY_FOLDERS = ("parity", "faults", "lab", "benchmarks", "gpu")
+HEAVY_NAMES = {
+    "subprocess", "multiprocessing", "Crew", "PlainProcess", "main", "train", "fit", "short_run",
+    "capture", "captured", "named", "capture_model", "traced", "build",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    for item in items:
+        if _folder(item) not in HEAVY_FOLDERS and not HEAVY_NAMES & vars(item.module).keys():
+            item.add_marker("light")
+    items.sort(key=_order)
+
+
+def _folder(item: pytest.Function) -> str:
+    return item.path.relative_to(FOLDER).parts[0]
+
+
+def _order(item: pytest.Function) -> tuple[int, str]:
+    """Parity's cases of one architecture stand together, so that one worker runs them from one capture."""
+    folder = _folder(item)
+    if folder not in LONGEST_FIRST:
+        return len(LONGEST_FIRST), ""
+    case = item.callspec.params if folder == "parity" and hasattr(item, "callspec") else {}
+    return LONGEST_FIRST.index(folder), str(case.get("name", ""))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """All processes of a test run keep captures in one folder, and nothing from an earlier run is trusted.
+
+    They are not checked against the plain model again: tests/model and tests/parity do that.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "phalanx-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_CACHE", str(folder))
+        if "torch" in sys.modules:  # else no test of this run captures anything
+            patch.setattr("phalanx.model.capture.self_check", lambda *arguments: None)
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def crew() -> Iterator[Crew]:
+    """Eight warm ranks, of which a test uses (and starts) as many as it needs, with `world` or by its plan."""
+    from phalanx.launch.crew import Crew
+
+    with Crew(8, threads_per_rank=1, device="cpu") as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def lent_ranks(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A training in this process gets its ranks from the pool instead of starting some; how many it asked for."""
+    asked: list[int] = []
+
+    def lent(size: int, device: str) -> contextlib.AbstractContextManager[SimpleNamespace]:
+        asked.append(size)
+        return contextlib.nullcontext(SimpleNamespace(run=partial(crew.run, world=size)))
+
+    monkeypatch.setattr("phalanx.trainer.Crew", lent)
+    return asked
+
+
+@pytest.fixture(scope="session")
+def plain_process() -> Iterator[PlainProcess]:
+    from phalanx.verification.plain_side import PlainProcess
+
+    with PlainProcess() as process:
+        yield process

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import phalanx
 from phalanx.config import RunConfig
-from phalanx.model import capture
 from phalanx.observe.runlog import read_log
 
 SHORT = {"tiny": True, "seq_len": 16, "batch_size": 4, "steps": 3, "progress": "off", "log_every": 1}
+# For half precision, whose products many CPUs compute a hundred times slower than others.
+HALF = {"seq_len": 8, "batch_size": 2}
 
 
 def short_run(model: Any, data: Any, out: Path, **options: Any) -> Any:
@@ -51,17 +48,6 @@ def padded_samples(count: int, vocabulary: int, length: int = 12) -> list[dict[s
         ids = torch.where(mask == 1, ids, 0)
         samples.append({"input_ids": ids, "labels": torch.where(mask == 1, ids, -100), "attention_mask": mask})
     return samples
-
-
-@contextmanager
-def shared_captures(factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Within it all test processes of this run keep captures in one folder, and captures are not checked again."""
-    base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "phalanx-cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PHALANX_CACHE", str(folder))
-        patch.setattr(capture, "self_check", lambda *arguments: None)  # tests/model does that
-        yield folder
 
 
 class NoDecay(torch.optim.Optimizer):

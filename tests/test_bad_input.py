@@ -17,21 +17,15 @@ from phalanx.engine.engine import Engine
 from phalanx.errors import CheckpointError, ConfigError, DataError, ModelError, PhalanxError, PlanError
 from phalanx.model import capture
 from phalanx.state import checkpoint
-from tests.run_helpers import padded_samples, shared_captures, short_run
+from tests.run_helpers import padded_samples, short_run
 
 MODEL, DATA = "phalanx-demo", "synthetic:8"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with shared_captures(tmp_path_factory):
-        yield
-
-
 @pytest.fixture
 def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These mistakes must be found before the model is captured."""
-    monkeypatch.setattr(capture, "_capture", lambda *arguments: pytest.fail("captured before the mistake was found"))
+    """These mistakes must be found before the model is captured, or an earlier capture of it read."""
+    monkeypatch.setattr(capture, "_read", lambda path: pytest.fail("captured before the mistake was found"))
 
 
 @pytest.mark.usefixtures("no_capture")
@@ -116,7 +110,7 @@ def test_an_error_that_is_not_about_memory_is_left_as_it_is(tmp_path: Path, monk
 
 
 @pytest.fixture(scope="module")
-def earlier(tmp_path_factory: pytest.TempPathFactory, _captures: None) -> Path:
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with the checkpoints of steps 1 and 2; copied where a test changes it."""
     folder = tmp_path_factory.mktemp("earlier")
     short_run(MODEL, DATA, folder, steps=2, checkpoint_every=1, export=False)

@@ -14,7 +14,6 @@ import re
 import runpy
 import shlex
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,15 +175,6 @@ def test_the_guide_names_every_flag_that_is_not_its_options_name():
         assert f"`{name}` as `{flag}`" in text
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Captures and token streams are made once for all pages and examples, and never where the user keeps theirs."""
-    from tests.run_helpers import shared_captures
-
-    with shared_captures(tmp_path_factory):
-        yield
-
-
 def run(block: Block) -> None:
     """In this process, because starting Python and torch costs more than these commands do."""
     if block.language == "python":
@@ -201,7 +191,7 @@ def run(block: Block) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/guide.md"])
-def test_what_is_marked_as_running_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: None):
+def test_what_is_marked_as_running_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     marked = [block for block in blocks(ROOT / name) if block.runs]
     assert marked
@@ -217,7 +207,7 @@ def test_every_mark_stands_before_a_block():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_every_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: None, capsys: Any):
+def test_every_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(example)])
     runpy.run_path(str(example), run_name="__main__")

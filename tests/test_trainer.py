@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,9 @@ from phalanx.params.lr_schedule import lr_factor
 from phalanx.prepare import open_weights
 from phalanx.state import checkpoint
 from phalanx.trainer import Trainer
-from tests.run_helpers import SHORT, NoDecay, padded_samples, records, shared_captures, short_config, short_run
+from tests.run_helpers import HALF, SHORT, NoDecay, padded_samples, records, short_config, short_run
 
 LLAMA, GPT2 = "phalanx-demo", "gpt2"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with shared_captures(tmp_path_factory):
-        yield
 
 
 EXACT = {
@@ -142,7 +135,7 @@ def test_a_tiny_model_overfits(model: str, tmp_path: Path):
 
 
 def test_bfloat16_keeps_float32_masters_of_which_the_parameters_are_copies(tmp_path: Path):
-    options = short_config(tmp_path, dtype="bfloat16", steps=20, lr=1e-2, freeze=("*norm*",))
+    options = short_config(tmp_path, dtype="bfloat16", steps=20, lr=1e-2, freeze=("*norm*",), **HALF)
     trainer = Trainer(LLAMA, "synthetic:4", options)
     result = trainer.fit()
     parameters = trainer.loop.rank.parameters
@@ -163,7 +156,7 @@ def test_bfloat16_keeps_float32_masters_of_which_the_parameters_are_copies(tmp_p
 
 
 def test_bfloat16_without_masters_keeps_everything_in_bfloat16(tmp_path: Path):
-    options = short_config(tmp_path, dtype="bfloat16", master_weights=False, steps=10, lr=1e-2)
+    options = short_config(tmp_path, dtype="bfloat16", master_weights=False, steps=10, lr=1e-2, **HALF)
     trainer = Trainer(LLAMA, "synthetic:4", options)
     result = trainer.fit()
     rank = trainer.loop.rank

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,9 @@ from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.state import checkpoint
 from phalanx.trainer import Trainer
-from tests.run_helpers import losses, padded_samples, records, shared_captures, short_config, short_run
+from tests.run_helpers import losses, padded_samples, records, short_config, short_run
 
 LLAMA, GPT2 = "phalanx-demo", "gpt2"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with shared_captures(tmp_path_factory):
-        yield
 
 
 class Crash:
@@ -42,8 +35,8 @@ class Crash:
     ("model", "options"),
     [
         (GPT2, {"plan": "mb=3"}),
-        (LLAMA, {"dtype": "bfloat16"}),
-        (LLAMA, {"dtype": "float16"}),
+        (LLAMA, {"dtype": "bfloat16", "seq_len": 8}),
+        (LLAMA, {"dtype": "float16", "seq_len": 8}),
         (GPT2, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}),
         (GPT2, {"optimizer": "torch.optim.NAdam"}),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.engine.inputs import Inputs
 from phalanx.model.ops.past import Past
-from tests.run_helpers import losses, records, shared_captures, short_run
+from tests.run_helpers import losses, records, short_run
 
 # Dropout, clipping, warm-up, and batches that end inside an epoch of 7 samples; 5-3-1 does not divide 16 tokens.
 OPTIONS = {
@@ -26,12 +25,6 @@ LINE = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with shared_captures(tmp_path_factory):
-        yield
-
-
 def run_whole(out: Path, **options: Any) -> None:
     short_run("gpt2", "synthetic:7", out, **OPTIONS, **options)
 
@@ -40,6 +33,7 @@ def evaluations(folder: Path) -> dict[int, float]:
     return {record["step"]: record["eval_loss"] for record in records(folder, "step") if "eval_loss" in record}
 
 
+@pytest.mark.usefixtures("lent_ranks")
 def test_a_run_on_slices_that_goes_on_without_them_has_the_losses_of_one_that_never_had_them(tmp_path: Path) -> None:
     run_whole(tmp_path / "whole", steps=4)
     assert main([*LINE.split(), "--out", str(tmp_path / "cut")]) == 0
@@ -51,6 +45,7 @@ def test_a_run_on_slices_that_goes_on_without_them_has_the_losses_of_one_that_ne
     assert losses(tmp_path / "cut") == pytest.approx(expected, rel=1e-9, abs=0.0)
 
 
+@pytest.mark.usefixtures("lent_ranks")
 def test_the_evaluation_of_a_run_on_slices_is_that_of_a_run_without(tmp_path: Path) -> None:
     run_whole(tmp_path / "whole", steps=2, eval_data="synthetic:6", eval_samples=5, eval_every=1)
     evaluated = "--eval-data synthetic:6 --eval-samples 5 --eval-every 1"

@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import math
 import wave
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import transformers
 
-from tests.run_helpers import shared_captures, short_run
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with shared_captures(tmp_path_factory):
-        yield
+from tests.run_helpers import short_run
 
 
 def write_lines(path: Path, *records: dict[str, object]) -> Path:

@@ -54,13 +54,15 @@ def test_a_rival_that_fails_is_shown_as_such() -> None:
     ("plan", "shape", "rivals"),
     [("pp=2,mb=2,schedule=zb-h1", "gpt2", {"torch": pipeline}), ("dp=2,zero=3", "llama", FSDP2_RESHARD)],
 )
-def test_both_sides_of_a_contest_train_alike(plan: str, shape: str, rivals: dict) -> None:
+def test_both_sides_of_a_contest_train_alike(
+    plan: str, shape: str, rivals: dict, crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setting = Setting(shape, TINY, "float32", True)
     captured = setting.capture()
     costs = captured.blocks.flops(captured.dims(setting.batch()))
     completed = complete(plan, world=2, batch_size=TINY.samples, costs=costs).plan
     contest = Contest(setting, completed, rivals, rounds=1, steps=1)
-    with Crew(2, threads_per_rank=1, device="cpu", environment=lambda _: {"GLOO_SOCKET_IFNAME": "lo"}) as crew:
-        found = combine(crew.run(compete, contest, captured), "float32")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    found = combine(crew.run(compete, contest, captured, world=2), "float32")
     assert len(set(found["losses"])) == len(found["losses"]), "every step changes the loss"
     assert set(found["ratios"]) == set(rivals)

@@ -51,14 +51,13 @@ def result(**more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[Seen]:
+def measured(crew: Crew) -> list[Seen]:
     setting = Setting("llama", TINY, "float32", masters=True)
     captured = setting.capture()
     plans = {mode: plan for mode, plan in overlap._plans(setting, captured).items() if mode in FEW}
     task = Task(setting, plans, (0.0, 1e9), 2, 1, "cpu", "off")
-    with Crew(2, threads_per_rank=1, device="cpu") as crew:
-        found = crew.run(measure, task, captured)
-        unfit = crew.run(measure, replace(task, wanted=(1e9, 2e9)), captured)
+    found = crew.run(measure, task, captured, world=2)
+    unfit = crew.run(measure, replace(task, wanted=(1e9, 2e9)), captured, world=2)
     assert [one.seconds for one in unfit] == [{}, {}], "nothing is timed where the calibration is not as wanted"
     return found
 

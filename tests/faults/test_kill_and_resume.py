@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from phalanx.state import checkpoint
-from tests.run_helpers import losses, records, shared_captures, short_run
+from tests.run_helpers import losses, records, short_run
 
 # Dropout (GPT-2 has it), accumulation, and batches that end inside an epoch.
 OPTIONS = {
@@ -26,11 +26,9 @@ OPTIONS = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with shared_captures(tmp_path_factory) as folder:
-        # The capture is made here once, unchecked, instead of in every process.
-        short_run("gpt2", "synthetic:7", tmp_path_factory.mktemp("first"), steps=1, export=False)
-        yield folder
+def captured_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The capture is made here, unchecked, instead of in every process."""
+    short_run("gpt2", "synthetic:7", tmp_path_factory.mktemp("first"), steps=1, export=False)
 
 
 def started(out: Path, **options: object) -> subprocess.Popen[str]:

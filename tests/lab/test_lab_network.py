@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from phalanx.lab.disturb import SlowLink
 from phalanx.lab.run import Lab
 from tests.lab.labs import is_gone, namespaces_of, needs_namespaces, python, start_cli, wait_for
-from tests.run_helpers import SHORT, losses, records, shared_captures, short_run
+from tests.run_helpers import SHORT, losses, records, short_run
 
 pytestmark = needs_namespaces
 
@@ -23,12 +22,11 @@ DATA = "synthetic:7"
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, float]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Step → loss of one rank; makes the capture that the ranks in labs use."""
     out = tmp_path_factory.mktemp("alone")
-    with shared_captures(tmp_path_factory):
-        short_run("gpt2", DATA, out, **{**OPTIONS, "plan": "mb=2"})
-        yield losses(out)
+    short_run("gpt2", DATA, out, **{**OPTIONS, "plan": "mb=2"})
+    return losses(out)
 
 
 def train(out: Path, **options: object) -> list[str]:

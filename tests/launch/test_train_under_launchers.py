@@ -3,7 +3,6 @@ the ranks there are."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from phalanx.cli.main import main
 from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.crew import Crew
 from tests.faults.ranks import fit
-from tests.run_helpers import SHORT, losses, records, shared_captures, short_run
+from tests.run_helpers import SHORT, losses, records, short_run
 
 ROOT = Path(__file__).parents[2]
 DATA = "synthetic:7"
@@ -32,11 +30,9 @@ PLAN = "pp=2,mb=2"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with shared_captures(tmp_path_factory), Crew(2, threads_per_rank=1, device="cpu") as crew:
-        # The capture is made here once, unchecked, instead of by the ranks.
-        short_run("gpt2", DATA, tmp_path_factory.mktemp("first"), **{**OPTIONS, "steps": 2})
-        yield crew
+def captured_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The capture is made here, unchecked, instead of by the ranks."""
+    short_run("gpt2", DATA, tmp_path_factory.mktemp("first"), **{**OPTIONS, "steps": 2})
 
 
 def local(crew: Crew, out: Path, steps: int) -> dict[int, float]:
@@ -165,20 +161,13 @@ def test_without_plan_and_ranks_a_cpu_is_one_rank(tmp_path: Path, monkeypatch: p
     assert "ranks" not in records(tmp_path, "start")[0]["header"]
 
 
-def test_a_number_of_ranks_alone_makes_a_plan(crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[int] = []
-
-    def lent(size: int, device: str) -> contextlib.AbstractContextManager[Crew]:
-        asked.append(size)
-        return contextlib.nullcontext(crew)
-
-    monkeypatch.setattr(trainer, "Crew", lent)
+def test_a_number_of_ranks_alone_makes_a_plan(lent_ranks: list[int], tmp_path: Path):
     result = short_run("gpt2", DATA, tmp_path, **OPTIONS, ranks=2)
     header = records(tmp_path, "start")[0]["header"]
     assert json.loads((tmp_path / "plan.json").read_text())["pp"] == 2
     assert header["ranks"] == "2 (2 in a pipeline × 1 replicas)"
     assert "pp 2: all ranks in one pipeline" in header["stages"]
-    assert asked == [2] and list(result.losses) == list(losses(tmp_path).values())
+    assert lent_ranks == [2] and list(result.losses) == list(losses(tmp_path).values())
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from phalanx import tasks
 from phalanx.errors import CaptureError
 from phalanx.model import capture, selfcheck
 from phalanx.model.graph import graphs, serialise
+from phalanx.model.graph.blocks import Blocks
 from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.zoo import zoo
 from phalanx.tasks.base import Input
@@ -27,11 +28,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "captures"
 
 
+@pytest.fixture(scope="module")
+def blocks() -> Blocks:
+    return captured.named(captured.GPT2).blocks
+
+
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def quick(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Captures give what was captured before, and are counted."""
     made: list[str] = []
-    blocks = captured.named(captured.GPT2).blocks
     monkeypatch.setattr(capture, "_capture", lambda spec, *rest: made.append(spec.name) or (blocks, ["a note"]))
     return made
 
@@ -149,6 +154,15 @@ def test_the_self_check_passes_a_right_capture_and_names_what_a_wrong_one_gets_w
     wrong = dataclasses.replace(right, blocks=dataclasses.replace(right.blocks, templates=templates))
     with pytest.raises(CaptureError, match="'gpt2-tiny' disagrees with the model: the loss is off by"):
         selfcheck.self_check(spec, lambda *_: wrong, notes)
+
+
+@pytest.mark.usefixtures("cache", "quick")
+def test_a_new_capture_is_checked_once_and_one_from_the_cache_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(capture, "self_check", lambda spec, *rest: checked.append(spec.name))
+    for _ in range(2):
+        capture.capture(*gpt2())
+    assert checked == ["gpt2-tiny"]
 
 
 def test_what_cannot_be_checked_is_said() -> None:

@@ -87,6 +87,7 @@ MIXES: dict[str, Mix] = {
     "divided by the number of samples": lambda x: x / x.shape[0],
     "centred and multiplied": lambda x: (x - x.mean(0)) @ torch.ones(WIDTH, WIDTH),
 }
+EQUAL_TOO = ("centred", "batch norm", "rolled", "divided by the number of samples")
 APART: dict[str, Mix] = {
     "nothing": lambda x: x,
     "centred": lambda x: x - x.mean(1, keepdim=True),
@@ -123,7 +124,9 @@ def test_neither_the_loss_nor_zeros_hide_it(module: nn.Module, tmp_path: Path):
         train(module, points(), tmp_path)
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EQUAL_TOO else (pytest.mark.long,)) for name in MIXES]
+)
 def test_equal_samples_do_not_hide_it(name: str, tmp_path: Path):
     with pytest.raises(PlanError, match="depend on each other"):
         train(Net(MIXES[name]), [{"x": torch.zeros(WIDTH), "y": torch.ones(())}] * 8, tmp_path)
@@ -140,8 +143,13 @@ def test_it_is_refused_in_half_precision_and_from_a_factory(tmp_path: Path):
         train(lambda: Net(batch_norm), points(), tmp_path, dtype="bfloat16")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("name", APART)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in APART),
+        *(pytest.param(name, "bfloat16", marks=() if name == "narrow" else (pytest.mark.long,)) for name in APART),
+    ],
+)
 def test_a_module_that_keeps_samples_apart_is_trained(name: str, dtype: str, tmp_path: Path):
     assert train(Net(APART[name]), points(), tmp_path, dtype=dtype).steps == 1
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from phalanx.launch.crew import Crew
@@ -15,16 +13,10 @@ from phalanx.model.zoo.zoo import resolve
 from phalanx.params.loss_scale import INITIAL, LossScale
 from phalanx.plan.complete import complete
 from phalanx.tasks.custom import infer_inputs
-from tests.run_helpers import shared_captures, short_run
+from tests.run_helpers import HALF, short_run
 from tests.runtime import rank_jobs
 
 GOOD, OVERFLOW = torch.tensor(True), torch.tensor(False)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with shared_captures(tmp_path_factory):
-        yield
 
 
 def values(scale: LossScale, *outcomes: torch.Tensor) -> list[float]:
@@ -52,21 +44,21 @@ def test_its_state_comes_back() -> None:
 
 
 def test_a_tiny_model_learns_in_float16(tmp_path: Path) -> None:
-    result = short_run("phalanx-demo", "synthetic:4", tmp_path, dtype="float16", steps=20, lr=1e-2, export=False)
+    options = {**HALF, "dtype": "float16", "steps": 20, "lr": 1e-2, "export": False}
+    result = short_run("phalanx-demo", "synthetic:4", tmp_path, **options)
     assert all(map(math.isfinite, result.losses))
     assert result.losses[-1] < 0.8 * result.losses[0]
     assert result.skipped < 5
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_both() -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_both(crew: Crew) -> None:
     torch.manual_seed(0)
     module = rank_jobs.Stack()
     inputs = infer_inputs({"x": torch.ones(4, 4), "y": torch.ones(4)})
     captured = capture(resolve(module), inputs, dtype=torch.float16, check=False, use_cache=False)
     plan = complete("pp=2,mb=1", world=2, batch_size=4, costs=[1.0] * 4).plan
     initial = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    with Crew(2, threads_per_rank=1, device="cpu") as crew:
-        first, last = crew.run(rank_jobs.half_steps, captured, plan, initial, (1.0, 3e4, 1.0))
+    first, last = crew.run(rank_jobs.half_steps, captured, plan, initial, (1.0, 3e4, 1.0), world=2)
     # The large input meets the weights of the first stage only.
     assert [step.finite_here for step in first] == [True, False, True]
     assert [step.finite_here for step in last] == [True, True, True]

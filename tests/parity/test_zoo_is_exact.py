@@ -13,17 +13,12 @@ from phalanx.model.zoo import zoo_table
 from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case
-from tests.parity.architectures import ARCHITECTURES
-
-_TASKS = {name: entry.task for name in ARCHITECTURES if (entry := zoo_table.lookup(name))}
-TAKES_PADDING = [n for n in ARCHITECTURES if _TASKS[n] not in ("image-classification",)]
-TAKES_DOCUMENTS = [n for n in ARCHITECTURES if _TASKS[n] == "causal-lm"]
+from tests.parity.architectures import ARCHITECTURES, DECODERS, GPT2, LLAMA, QWEN3_MOE, TAKES_PADDING, WHISPER, rows
 
 
 def in_turn(names: list[str], turn: int) -> list[object]:
     """Every third one; the others are long."""
-    marks = {name: () if n % 3 == turn else (pytest.mark.long,) for n, name in enumerate(ARCHITECTURES)}
-    return [pytest.param(name, marks=marks[name]) for name in names]
+    return rows(names, ARCHITECTURES[turn::3])
 
 
 def require_exact(case: Case, process: PlainProcess) -> None:
@@ -47,11 +42,11 @@ def test_training_on_padded_samples_without_dropout_is_exact(name: str, plain_pr
     require_exact(Case(name, "mb=3,schedule=gpipe", tiny=True, dropout=0.0, padding=True), plain_process)
 
 
-@pytest.mark.parametrize("name", in_turn(TAKES_DOCUMENTS, 2))
+@pytest.mark.parametrize("name", in_turn(DECODERS, 2))
 def test_training_on_packed_documents_with_recomputation_is_exact(name: str, plain_process: PlainProcess) -> None:
     require_exact(Case(name, "recompute=yes", tiny=True, dropout=0.1, documents=True), plain_process)
 
 
-@pytest.mark.parametrize("name", ["gpt2-xl", "meta-llama/Llama-3.2-1B", "openai/whisper-small", "Qwen/Qwen3-30B-A3B"])
+@pytest.mark.parametrize("name", rows([GPT2, LLAMA, WHISPER, QWEN3_MOE], [GPT2, WHISPER, QWEN3_MOE]))
 def test_compiled_functions_are_exact(name: str, plain_process: PlainProcess) -> None:
     require_exact(Case(name, "mb=2", tiny=True, dropout=0.1, compile="aot_eager", steps=1), plain_process)

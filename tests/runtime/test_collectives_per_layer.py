@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -47,18 +46,12 @@ EXPECTED: dict[str, tuple[Counts, Counts, int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with Crew(2, threads_per_rank=1, device="cpu") as crew:
-        yield crew
-
-
 def counted(sent: list[Sent], ops: tuple[str, ...]) -> Counts:
     return dict(Counter(each.kind for each in sent if each.op in ops))
 
 
 @pytest.mark.parametrize("plan", EXPECTED)
-@pytest.mark.parametrize("name", [captured.GPT2, captured.LLAMA])
+@pytest.mark.parametrize("name", [pytest.param(captured.GPT2, marks=pytest.mark.long), captured.LLAMA])
 def test_every_layer_takes_the_published_number_of_collectives(name: str, plan: str, crew: Crew) -> None:
     case = captured.named(name, samples=SAMPLES, tokens=TOKENS)
     forward, backward, size = EXPECTED[plan]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,12 +12,6 @@ from tests import captured
 from tests.runtime import rank_jobs
 
 SAMPLES, COUNTS = 7, (7, 5, 4, 1)  # in micro-batches of two: a short last one, one replica without its last, one alone
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with Crew(4, threads_per_rank=1, device="cpu") as crew:
-        yield crew
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,25 +18,18 @@ from phalanx.program.instructions import SENDS, Op, from_text
 from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from phalanx.program.timeline import Event, Timeline
-from tests.run_helpers import shared_captures, short_run
+from tests.run_helpers import short_run
 from tests.runtime.clock_jobs import gather_from_another_machine
 
 PLAN = "pp=2,mb=2,schedule=zb-h1"
 SHAPE = ModelShape(4, (), (True,) * 4, (True,) * 4)
 
 
-@pytest.fixture(autouse=True)
-def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with shared_captures(tmp_path_factory):
-        yield
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The timeline of a run on two ranks."""
     out = tmp_path_factory.mktemp("measured")
-    with shared_captures(tmp_path_factory):
-        short_run("gpt2", "synthetic", out, plan=PLAN, timeline_step=2, device="cpu", export=False)
+    short_run("gpt2", "synthetic", out, plan=PLAN, timeline_step=2, device="cpu", export=False)
     return out / "timeline.json"
 
 

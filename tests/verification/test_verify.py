@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from phalanx.engine.engine import Engine
 from phalanx.engine.gradients import Sum
 from phalanx.engine.totals import StepRun
 from phalanx.errors import ConfigError, PlanError, VerifyError
-from phalanx.program.instructions import Instruction, Op
+from phalanx.program.instructions import Op, Program
 from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case
@@ -47,37 +46,33 @@ class Failing(Net):
 BATCHES = tuple({"x": torch.ones(n, 6) / n, "labels": torch.arange(n) % 3} for n in (5, 4))
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[PlainProcess]:
-    with PlainProcess() as plain:
-        yield plain
-
-
-def test_a_module_of_ones_own_is_verified_on_batches_of_ones_own(process: PlainProcess) -> None:
-    report = verify_case(Case(Net(), "mb=2,schedule=zb-h1", data=BATCHES), process)
+def test_a_module_of_ones_own_is_verified_on_batches_of_ones_own(plain_process: PlainProcess) -> None:
+    report = verify_case(Case(Net(), "mb=2,schedule=zb-h1", data=BATCHES), plain_process)
     assert report.ok, f"\n{report}"
 
 
-def test_an_error_in_the_runtime_is_found_and_named(process: PlainProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_runtime_is_found_and_named(
+    plain_process: PlainProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add = Sum.add
 
     def wrong(self: Sum, gradients: dict[str, torch.Tensor]) -> None:
         add(self, {name: gradient * (1 + 1e-6) for name, gradient in gradients.items()})
 
     monkeypatch.setattr(Sum, "add", wrong)
-    report = verify_case(Case(Net(), data=BATCHES, steps=1), process)
+    report = verify_case(Case(Net(), data=BATCHES, steps=1), plain_process)
     assert not report.ok
     assert any("gradient" in failure and "1.00e-06" in failure for failure in report.failures)
 
 
-def test_a_backward_that_was_left_out_is_found(process: PlainProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_that_was_left_out_is_found(plain_process: PlainProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Engine.run
 
-    def forgetful(self: Engine, program: Sequence[Instruction], step: StepRun) -> None:
-        run(self, [it for it in program if (it.op, it.micro_batch) != (Op.BW, 1)], step)
+    def forgetful(self: Engine, program: Program, step: StepRun, until: Op | None = None) -> None:
+        run(self, tuple(it for it in program if (it.op, it.micro_batch) != (Op.BW, 1)), step, until)
 
     monkeypatch.setattr(Engine, "run", forgetful)
-    report = verify_case(Case(Net(), "mb=2", data=BATCHES, steps=1), process)
+    report = verify_case(Case(Net(), "mb=2", data=BATCHES, steps=1), plain_process)
     facts = {fact.name: fact for fact in report.facts}
     instructions = facts["instructions"]
     assert instructions.implied[0]["BW"] == 2 * instructions.measured[0]["BW"] > 0
@@ -85,20 +80,20 @@ def test_a_backward_that_was_left_out_is_found(process: PlainProcess, monkeypatc
     assert any("gradient" in failure for failure in report.failures)
 
 
-def test_what_the_plain_model_says_when_it_fails_is_shown(process: PlainProcess) -> None:
+def test_what_the_plain_model_says_when_it_fails_is_shown(plain_process: PlainProcess) -> None:
     from phalanx.verification.plan_side import prepare
 
     _, _, initial = prepare(Case(Net(), data=BATCHES))
     with pytest.raises(VerifyError, match=r"the plain model failed:\n(.|\n)*this module never works"):
-        process.run(Case(Failing(), data=BATCHES), initial, ())
+        plain_process.run(Case(Failing(), data=BATCHES), initial, ())
 
 
-def test_a_model_that_cannot_be_handed_over_is_refused(process: PlainProcess) -> None:
+def test_a_model_that_cannot_be_handed_over_is_refused(plain_process: PlainProcess) -> None:
     class Local(Net):
         pass
 
     with pytest.raises(VerifyError, match="cannot be handed to the plain process"):
-        verify_case(Case(Local(), data=BATCHES, steps=1), process)
+        verify_case(Case(Local(), data=BATCHES, steps=1), plain_process)
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
@@ -178,9 +173,9 @@ def test_settings_without_meaning_are_refused(options: dict[str, object], messag
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_refused(process: PlainProcess) -> None:
+def test_a_device_that_is_not_there_is_refused(plain_process: PlainProcess) -> None:
     with pytest.raises(ConfigError, match="no CUDA device can be used"):
-        verify_case(Case(Net(), data=BATCHES, device="cuda"), process)
+        verify_case(Case(Net(), data=BATCHES, device="cuda"), plain_process)
 
 
 def test_a_plan_that_does_not_exist_is_refused() -> None:
