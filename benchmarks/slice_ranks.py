@@ -21,8 +21,8 @@ from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.model.slice.slicing import slice_model
 from phalanx.plan.plan import Plan
+from phalanx.profile.slice_fit import Measurement, grid
 from phalanx.profile.slice_run import SliceRun, layers
-from phalanx.profile.slices import Measurement, grid
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
 from phalanx.runtime.flat import Piece

@@ -39,7 +39,7 @@ from phalanx.model.facts.measure import footprints, measure
 from phalanx.model.slice.slicing import slice_model
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.profile.slices import Fit, fit
+from phalanx.profile.slice_fit import Fit, fit
 from phalanx.program.instructions import Op
 from phalanx.runtime.measured import merge
 from phalanx.runtime.model_shape import bucket_names

@@ -18,8 +18,7 @@ from phalanx.model.facts.facts import ModelFacts
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from phalanx.profile.slice_report import SliceReport
-    from phalanx.profile.slices import Fit
+    from phalanx.profile.slice_fit import Fit, SliceReport
 
 STAGES = 4
 DEVICES = ("auto", "cpu", "cuda")
@@ -67,7 +66,7 @@ def find_slices(
         from phalanx.cli.inspect import capture_model
         from phalanx.launch.seat import local_device
         from phalanx.model.slice.slicing import slice_model
-        from phalanx.profile.slice_report import report
+        from phalanx.profile.slice_fit import report
         from phalanx.profile.slice_run import SliceRun, layers
 
         spec, captured = capture_model(model, task, facts.dtype, tiny)

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from phalanx.errors import PlanError
 from phalanx.plan import fields
-from phalanx.plan.divisors import divisors, listed
 from phalanx.plan.plan import Plan
+from phalanx.plan.rules import divisors, listed
 
 MICRO_BATCHES_PER_RANK = 4  # of a pipeline: 1F1B then idles less than 20 %, and micro-batches do not get tiny
 

@@ -23,8 +23,8 @@ from slice_simulation import BlockTimes, Ends, Known
 from phalanx.model.facts.facts import BlockFacts, ModelFacts, TensorFacts, UnitFacts
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.plan.slices import ModelledTimes
-from phalanx.profile.slices import Measurement
+from phalanx.plan.slice_search import ModelledTimes
+from phalanx.profile.slice_fit import Measurement
 from phalanx.program.costs import Link
 from phalanx.program.instructions import Op
 from phalanx.program.lower import lower

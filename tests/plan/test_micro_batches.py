@@ -10,7 +10,7 @@ from phalanx.errors import PlanError
 from phalanx.plan.complete import complete
 from phalanx.plan.micro_batches import bubble, require_evaluation
 from phalanx.plan.plan import Plan
-from phalanx.plan.tensor import OVERLAPS
+from phalanx.plan.rules import OVERLAPS
 
 COSTS = [1.0] * 8
 

@@ -13,7 +13,7 @@ from phalanx.observe.program_bars import bars_of, lanes_of
 from phalanx.observe.program_svg import svg
 from phalanx.observe.program_text import chart
 from phalanx.plan.plan import Plan
-from phalanx.plan.tensor import OVERLAPS
+from phalanx.plan.rules import OVERLAPS
 from phalanx.program.costs import Costs, Link, uniform
 from phalanx.program.instructions import COMPUTE, EXCHANGES, Op, from_text
 from phalanx.program.lower import lower

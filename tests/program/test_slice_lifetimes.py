@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.slicing import SCHEDULES
-from phalanx.plan.tensor import OVERLAPS
+from phalanx.plan.rules import OVERLAPS, SLICED_SCHEDULES
 from phalanx.program.check import check
 from phalanx.program.lifetimes import Leaving, drops, stays
 from phalanx.program.lower import lower, lower_forward
@@ -33,7 +32,7 @@ def leaving_with_memory(plan: Plan, num_encoder: int) -> Leaving:
 
 
 @settings(max_examples=30, deadline=None)
-@given(sliced(tensor_cases(SCHEDULES)))
+@given(sliced(tensor_cases(SLICED_SCHEDULES)))
 def test_every_program_with_slices_has_what_it_reads_and_leaves_nothing_behind(case: Case) -> None:
     plan, shape = case
     for program in lower(plan, shape)[:: plan.tp]:

@@ -1,7 +1,8 @@
 """How long a slice takes with so much past before it: measured over a grid, then fitted by a model with four numbers.
 
 The fit says how far it is from what was measured, and the device's smallest efficient slice: below it a shorter slice
-no longer gets cheaper. How a slice is run is the caller's knowledge; where to cut is for `plan/slices.py`.
+no longer gets cheaper. A report adds what would be planned, with equal stages and free messages, so that a step is what
+`plan/slice_search.py` adds up. How a slice is run is the caller's knowledge (`slice_run.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import PlanError
-from phalanx.plan.slices import ModelledTimes, Slicing, Times, plan_slices
+from phalanx.plan.fields import write_slicings
+from phalanx.plan.slice_search import ModelledTimes, Slicing, Times, plan_slices
 
 SHORTEST = 8  # tokens
 REPEATS = 5
@@ -149,3 +151,56 @@ def _crossing(height: float, per_token: float, per_pair: float, longest: float) 
     height = max(height, 0.0)
     climb = per_token + math.sqrt(per_token**2 + 2 * per_pair * height)
     return min(2 * height / climb, longest) if climb else longest
+
+
+RUNS = 3
+DEPTHS = (2, 4, 8, 16, 32, 64)  # stages for which it is shown what would be planned
+NUM_LENGTHS, NUM_GRAINS = 128, 128  # the shortest slice that is measured, and the unit of cuts, are so small a part
+
+Run = Callable[[int, int], float]  # tokens, past → seconds
+
+
+@dataclass(frozen=True)
+class Depth:
+    """What would be planned for so many stages. speed_up: over a step without slices."""
+
+    stages: int
+    lengths: tuple[int, ...]
+    speed_up: float
+
+    @property
+    def text(self) -> str:
+        """As a plan has it; '' where slices do not help."""
+        return f"slices={write_slicings((self.lengths,))}" if len(self.lengths) > 1 else ""
+
+
+@dataclass(frozen=True)
+class SliceReport:
+    """fit: of one layer. fit_of_two: of two layers of one stage, None where the model has only one."""
+
+    tokens: int
+    measurements: tuple[Measurement, ...]
+    fit: Fit
+    fit_of_two: Fit | None
+    depths: tuple[Depth, ...]
+
+    def depth(self, stages: int) -> Depth:
+        return next(depth for depth in self.depths if depth.stages == stages)
+
+
+def report(run: Run, run_two: Run | None, tokens: int, stages: int) -> SliceReport:
+    """Measures slices of sequences of `tokens` tokens, of one layer and of two."""
+    shortest = max(SHORTEST, tokens // NUM_LENGTHS)
+    measurements = measure(run, tokens, shortest, RUNS)
+    found = fit(measurements)
+    two = fit(measure(run_two, tokens, shortest, RUNS)) if run_two else None
+    return SliceReport(tokens, measurements, found, two, depths_of(found.times, tokens, {*DEPTHS, stages}))
+
+
+def depths_of(times: ModelledTimes, tokens: int, depths: Iterable[int]) -> tuple[Depth, ...]:
+    """Lengths are relative, so tokens beyond the last whole grain are shared by all slices."""
+    grain = max(1, tokens // NUM_GRAINS)
+    table = times.table(tokens // grain * grain, grain)
+    whole = float(table[-1, 0])
+    planned = planned_by_depth(table, sorted(depths), grain)
+    return tuple(Depth(k, slicing.lengths, k * whole / slicing.seconds) for k, slicing in planned.items())
