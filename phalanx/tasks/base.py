@@ -1,7 +1,7 @@
 """What a task is: the inputs a model is called with, and how samples become such inputs.
 
-Tasks know HuggingFace configurations and tokenizers, never files, plans or devices. Each task is final and lives in a
-file of its own; the two kinds at the end say which text data a task can learn from.
+Tasks know HuggingFace configurations and tokenizers, never files, plans or devices. Each task is final;
+the two kinds at the end say which text data a task can learn from.
 """
 
 from __future__ import annotations
