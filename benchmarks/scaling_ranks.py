@@ -15,7 +15,7 @@ from contest_setting import LR, Setting
 from torch import Tensor
 
 from phalanx.config import RunConfig
-from phalanx.lab.timed import Durations, replace_compute
+from phalanx.lab.rehearsal import Durations, replace_compute
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan

@@ -16,7 +16,7 @@ from contest_setting import Setting
 from torch import Tensor
 
 from phalanx.config import RunConfig
-from phalanx.lab.timed import Durations, replace_compute
+from phalanx.lab.rehearsal import Durations, replace_compute
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan

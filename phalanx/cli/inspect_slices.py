@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.patience import patiently
+from phalanx.cli.models import PIPED_WIDTH, capture_model, patiently
 from phalanx.errors import ConfigError, nearest
 from phalanx.model.facts.facts import ModelFacts
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 STAGES = 4
 DEVICES = ("auto", "cpu", "cuda")
-_PIPED_WIDTH = 160  # a file has no width
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ def find_slices(
         import torch
 
         from phalanx import tasks
-        from phalanx.cli.inspect import capture_model
         from phalanx.launch.seat import local_device
         from phalanx.model.slice.slicing import slice_model
         from phalanx.profile.slice_fit import report
@@ -105,7 +103,7 @@ def _fit_data(fit: Fit) -> dict[str, Any]:
 def print_slices(facts: ModelFacts, dims: Mapping[str, int], found: Found) -> None:
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False, markup=False)
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, markup=False)
     shape = ", ".join(f"{name} {size}" for name, size in dims.items())
     console.print(f"{facts.name}  {facts.task}, {facts.dtype}, {shape}", soft_wrap=True)
     console.print(f"\nms of a slice of {found.block} on {found.device}, forward and backward", style="dim")

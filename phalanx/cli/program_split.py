@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.cli.inspect import capture_model
-from phalanx.cli.patience import patiently
+from phalanx.cli.models import capture_model, patiently
 from phalanx.model.facts.facts import Dims, ModelFacts
 from phalanx.plan.plan import Plan
 from phalanx.program.local_facts import LocalBlock, LocalFacts

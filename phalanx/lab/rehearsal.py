@@ -1,7 +1,9 @@
-"""A rank rehearses its part alone, one rank after the other, and from then on waits as long as that took.
+"""Computation replaced by waits of known length, so that more ranks can be measured than there are processors.
 
-So a lab with more ranks than processors shows what schedules and communication do (`compute=timed`): while a rank
-measures its blocks, on zeros of the true shapes, all others are silent.
+A rank rehearses its part alone, one rank after the other, and from then on waits as long as that took
+(`compute=timed`): while a rank measures its blocks, on zeros of the true shapes, all others are silent. Everything else
+is real: the program, the engine, and every message and collective with tensors of their true sizes. What is computed is
+zeros, and no weight gets a gradient of its own: nothing is learned.
 """
 
 from __future__ import annotations
@@ -9,18 +11,107 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from phalanx.errors import PlanError
-from phalanx.lab.timed import Durations, replace_compute
+from phalanx.model.segment.joint import Outline
 from phalanx.program.instructions import COMPUTE, Op
 from phalanx.runtime.accumulate import Accumulator
 from phalanx.runtime.compute import Compute
+from phalanx.runtime.engine import Engine
+from phalanx.runtime.micro_batch import MicroBatch, StageRun
 from phalanx.runtime.rank import Rank
 from phalanx.tasks.base import Batch
+
+Durations = Mapping[Op, tuple[float, ...]]  # seconds of F, A, B, W and BW, per block or segment
+_SPIN_SECONDS = 3e-4  # what sleeping may be late by
+
+
+def replace_compute(engine: Engine, durations: Durations) -> None:
+    """From now on the engine waits where it would compute."""
+    timed = TimedCompute(engine.compute, engine.parameters.values, durations)
+    engine.compute = cast(Compute, timed)  # the engine uses nothing that is not there
+
+
+class TimedCompute:
+    """Takes the place of a Compute, which still says what everything looks like. `parameters`: those of this rank."""
+
+    def __init__(self, inner: Compute, parameters: Mapping[str, Tensor], durations: Durations) -> None:
+        self.blocks, self.device = inner.blocks, inner.device
+        self._inner, self._parameters, self._durations = inner, parameters, durations
+        self._inputs: dict[tuple[int, int], dict[str, Tensor]] = {}  # per stage run and block, for its backward
+
+    def micro_batch(self, inputs: Mapping[str, Tensor], keys: Tensor, dims: dict[str, int]) -> MicroBatch:
+        return self._inner.micro_batch(inputs, keys, dims)
+
+    def outlines(
+        self, number: int, batch: MicroBatch, run: StageRun, parameters: Mapping[str, Tensor]
+    ) -> tuple[Outline, ...]:
+        return self._inner.outlines(number, batch, run, parameters)
+
+    def keeps_only_inputs(self) -> bool:
+        return True
+
+    def forward(self, number: int, batch: MicroBatch, run: StageRun, keep: bool, without: Collection[str] = ()) -> None:
+        until = self._until(Op.F, number)
+        if keep:
+            self._keep_inputs(number, run)
+        self._put_outputs(number, batch, run)
+        wait_until(until)
+
+    def again(self, number: int, batch: MicroBatch, run: StageRun, outputs: bool) -> None:
+        until = self._until(Op.A, number)
+        self._keep_inputs(number, run)
+        if outputs:
+            self._put_outputs(number, batch, run)
+        wait_until(until)
+
+    def backward(self, number: int, run: StageRun) -> None:
+        self._backward(Op.B, number, run)
+
+    def weight(self, number: int, run: StageRun) -> list[Tensor | None]:
+        wait_until(self._until(Op.W, number))
+        return self._no_gradients(number)
+
+    def backward_weight(self, number: int, run: StageRun) -> list[Tensor | None]:
+        self._backward(Op.BW, number, run)
+        return self._no_gradients(number)
+
+    def _backward(self, op: Op, number: int, run: StageRun) -> None:
+        until = self._until(op, number)
+        for wire in self.blocks.blocks[number].outputs:
+            run.gradients.pop(wire, None)
+        for wire, tensor in self._inputs.pop((id(run), number)).items():
+            if wire not in run.gradients:
+                run.gradients[wire] = torch.zeros_like(tensor)
+        wait_until(until)
+
+    def _keep_inputs(self, number: int, run: StageRun) -> None:
+        needed = (wire for wire in self.blocks.blocks[number].names("wire") if run.differentiable[wire])
+        self._inputs[id(run), number] = {wire: run.wires[wire] for wire in needed}
+
+    def _put_outputs(self, number: int, batch: MicroBatch, run: StageRun) -> None:
+        outlines = self.outlines(number, batch, run, self._parameters)
+        for wire, look in zip(self.blocks.blocks[number].outputs, outlines, strict=True):
+            run.wires[wire], run.differentiable[wire] = look.empty(self.device).zero_(), look.differentiable
+
+    def _no_gradients(self, number: int) -> list[Tensor | None]:
+        return [None] * len(self.blocks.blocks[number].names("parameter"))
+
+    def _until(self, op: Op, number: int) -> float:
+        return time.perf_counter() + self._durations[op][number]
+
+
+def wait_until(moment: float) -> None:
+    """Sleeps, and spins at the end: sleeping alone is not exact enough."""
+    time.sleep(max(0.0, moment - time.perf_counter() - _SPIN_SECONDS))
+    while time.perf_counter() < moment:
+        pass
+
 
 _REPEATS = 3
 

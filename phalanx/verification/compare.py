@@ -1,4 +1,4 @@
-"""Comparing two sides, tensor by tensor. Pure: numbers in, rows out.
+"""Comparing two sides, tensor by tensor, and the report of what was found, for people and for programs. Pure.
 
 A gradient is compared relative to its own largest element; one that is zero in theory (a key projection's bias)
 relative to the largest gradient of the model. An updated parameter is compared relative to its own largest element,
@@ -9,7 +9,8 @@ arbitrary sign.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,3 +96,64 @@ def _finite(error: float) -> float:
 def _worst(step: int, quantity: str, errors: Mapping[str, float], left_out: int = 0) -> Row:
     tensor = max(errors, key=errors.__getitem__, default="")
     return Row(step, quantity, errors.get(tensor, float("inf")), tensor, len(errors), left_out)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something the plan implies about its execution, and what was measured."""
+
+    name: str
+    implied: Any
+    measured: Any
+
+    @property
+    def ok(self) -> bool:
+        return self.implied == self.measured
+
+
+@dataclass(frozen=True)
+class Report:
+    model: str
+    plan: str
+    dtype: str
+    tolerance: float
+    rows: tuple[Row, ...]
+    facts: tuple[Fact, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Every error within tolerance, and the plan was really executed."""
+        return not self.failures
+
+    @property
+    def failures(self) -> list[str]:
+        wrong = [
+            f"step {row.step}: {row.quantity} '{row.tensor}' is off by {row.error:.2e} (tolerance {self.tolerance:.0e})"
+            for row in self.rows
+            if not row.error <= self.tolerance
+        ]
+        return wrong + [
+            f"{f.name}: the plan implies {f.implied}, measured {f.measured}" for f in self.facts if not f.ok
+        ]
+
+    def worst(self, quantity: str) -> Row:
+        return max((row for row in self.rows if row.quantity == quantity), key=lambda row: row.error)
+
+    def to_dict(self) -> dict[str, Any]:
+        facts = [{**asdict(fact), "ok": fact.ok} for fact in self.facts]
+        return {**asdict(self), "facts": facts, "ok": self.ok, "failures": self.failures}
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}  plan '{self.plan or 'default'}'  {self.dtype}, tolerance {self.tolerance:.0e}"]
+        for quantity in ("loss", "gradient", "parameter"):
+            row = self.worst(quantity)
+            place = "" if quantity == "loss" else f"  in {row.tensor}  ({row.compared} tensors)"
+            lines.append(f"  {quantity:<10} worst relative error {row.error:.2e}  step {row.step}{place}")
+        left_out = sum(row.left_out for row in self.rows)
+        if left_out:
+            lines.append(f"  {left_out} parameter elements left out: their gradient is below the noise floor")
+        lines += [f"  {f.name:<28} {f.measured}" + ("" if f.ok else f"  ≠ {f.implied}") for f in self.facts]
+        lines += [f"  ✗ {failure}" for failure in self.failures]
+        lines.append(f"  {'exact' if self.ok else 'NOT EQUAL'} ({self.seconds:.1f} s)")
+        return "\n".join(lines)

@@ -16,10 +16,9 @@ from phalanx.launch.main_script import refuse_while_loading
 from phalanx.model.zoo.zoo import Model
 from phalanx.plan.plan import Plan
 from phalanx.verification.case import Case
-from phalanx.verification.compare import compare
+from phalanx.verification.compare import Fact, Report, compare
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.plan_side import prepare, run_plan
-from phalanx.verification.report import Fact, Report
 
 
 def verify(model: Model, plan: str | Plan = "", *, data: Sequence[dict[str, Tensor]] = (), **options: Any) -> Report:

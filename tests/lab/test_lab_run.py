@@ -14,8 +14,8 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError
 from phalanx.lab import slowdown
-from phalanx.lab.disturb import AddRank, ContinueRank, KillRank, SlowRank, StopRank
 from phalanx.lab.run import Lab
+from phalanx.lab.script import AddRank, ContinueRank, KillRank, SlowRank, StopRank
 from phalanx.lab.session import EVENTS_FILE, Session
 from phalanx.lab.slowdown import Quota
 from tests.lab.labs import is_gone, python, start_cli, wait_for

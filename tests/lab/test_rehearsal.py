@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.lab.rehearsal import Stopwatch, rehearse
+from phalanx.lab.rehearsal import Stopwatch, TimedCompute, rehearse
 from phalanx.lab.run import Lab
-from phalanx.lab.timed import TimedCompute
 from phalanx.program.instructions import Op
 from tests import captured
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from phalanx.lab.timed import TimedCompute, wait_until
+from phalanx.lab.rehearsal import TimedCompute, wait_until
 from phalanx.model.segment.joint import Outline
 from phalanx.program.instructions import Op
 from phalanx.runtime.micro_batch import MicroBatch, StageRun

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx import tasks
-from phalanx.cli.inspect import capture_model
+from phalanx.cli.models import capture_model
 from phalanx.model.ops import slice_kernels
 from phalanx.model.slice.slicing import Sliced, slice_model
 from phalanx.profile.slice_run import LOOPS, SliceRun, layers

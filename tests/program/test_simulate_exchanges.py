@@ -8,10 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from phalanx.observe.chrome import chrome_trace
-from phalanx.observe.program_bars import bars_of, lanes_of
-from phalanx.observe.program_svg import svg
-from phalanx.observe.program_text import chart
+from phalanx.observe.program_files import chrome_trace, svg
+from phalanx.observe.program_text import bars_of, chart, lanes_of
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import OVERLAPS
 from phalanx.program.costs import Costs, Link, uniform
