@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
-from phalanx.model.graph.layers import find_layers
+from phalanx.model.graph.units import find_layers
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.config import RunConfig
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
-from phalanx.model.slice.slicing import slice_model
+from phalanx.model.slicing import slice_model
 from phalanx.plan.plan import Plan
 from phalanx.profile.slice_fit import Measurement, grid
 from phalanx.profile.slice_run import SliceRun, layers

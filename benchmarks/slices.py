@@ -36,7 +36,7 @@ from phalanx.launch.crew import Crew
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import ModelFacts
 from phalanx.model.facts.measure import footprints, measure
-from phalanx.model.slice.slicing import slice_model
+from phalanx.model.slicing import slice_model
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 from phalanx.profile.slice_fit import Fit, fit

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.launch.seat import Seat
-from phalanx.model.graph.layers import find_layers
+from phalanx.model.graph.units import find_layers
 from phalanx.plan.plan import Plan
 
 

@@ -15,9 +15,8 @@ from phalanx.config import RunConfig
 from phalanx.launch.seat import Seat
 from phalanx.model import interpret, reference
 from phalanx.model.capture import capture
-from phalanx.model.captured import Captured
+from phalanx.model.captured import Captured, attention_sites
 from phalanx.model.graph.blocks import Blocks
-from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.ops import random
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.zoo import zoo

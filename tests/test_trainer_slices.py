@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.model.ops.past import Past
+from phalanx.model.ops.slice_attention import Past
 from phalanx.runtime.micro_batch import MicroBatch
 from tests.run_helpers import losses, records, shared_captures, short_run
 

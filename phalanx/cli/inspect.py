@@ -15,8 +15,8 @@ import typer
 from phalanx.cli import inspect_slices, inspect_tensor
 from phalanx.cli.models import DTYPES, PIPED_WIDTH, TOKENS, choose_dims, find_facts, run_name
 from phalanx.errors import ConfigError, nearest
+from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, runs
-from phalanx.model.graph.expressions import evaluate
 from phalanx.observe.format import bytes_text, number_text
 
 if TYPE_CHECKING:

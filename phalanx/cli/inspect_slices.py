@@ -63,7 +63,7 @@ def find_slices(
 
         from phalanx import tasks
         from phalanx.launch.seat import local_device
-        from phalanx.model.slice.slicing import slice_model
+        from phalanx.model.slicing import slice_model
         from phalanx.profile.slice_fit import report
         from phalanx.profile.slice_run import SliceRun, layers
 

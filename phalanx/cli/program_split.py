@@ -29,9 +29,8 @@ def local_facts(captured: Captured, dtype: str, plan: Plan, dims: Dims) -> Local
     """All parameters count as trained, as in `shape_of_facts`."""
     import torch
 
-    from phalanx.model.shard.kept import kept_by
     from phalanx.model.shard.shard import shard
-    from phalanx.model.shard.work import work_of
+    from phalanx.model.shard.work import kept_by, work_of
     from phalanx.runtime.model_shape import bucket_names
 
     precision = getattr(torch, dtype)

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from phalanx.expressions import evaluate
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Blocks, Port
-from phalanx.model.graph.expressions import evaluate
 
 
 def sum_and_count(

@@ -15,8 +15,7 @@ from torch import Tensor
 from phalanx import tasks
 from phalanx.errors import CaptureError, ConfigError
 from phalanx.model import interpret, reference
-from phalanx.model.captured import Captured
-from phalanx.model.graph.dropout_sites import attention_sites, dropout_keys
+from phalanx.model.captured import Captured, attention_sites, dropout_keys
 from phalanx.model.ops import random
 from phalanx.model.zoo.tiny import tiny
 from phalanx.model.zoo.zoo import ModelSpec, build

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.segment.joint import Outline
-from phalanx.model.slice.slicing import TOKENS, Sliced
+from phalanx.model.slicing import TOKENS, Sliced
 from phalanx.runtime.accumulate import Accumulator
 from phalanx.runtime.anatomy import Anatomy
 from phalanx.runtime.compute import Compute

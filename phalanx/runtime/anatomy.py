@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from phalanx.model.graph.blocks import Blocks
-from phalanx.model.graph.sharded import Part, Sharded
+from phalanx.model.shard.sharded import Part, Sharded
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.lifetimes import drops, stays

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from phalanx.expressions import evaluate
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.normalise import retarget, without_dropout
 from phalanx.model.ops import random
 from phalanx.model.segment import segments

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.data import Batches
-from phalanx.model.slice.slicing import TOKENS
+from phalanx.model.slicing import TOKENS
 from phalanx.program.check import check_forward
 from phalanx.program.instructions import Program
 from phalanx.program.lower import lower_forward

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from phalanx.model.graph.expressions import evaluate
-from phalanx.model.graph.sharded import Exchange, Part
-from phalanx.model.shard.exchanges import BACKWARD, FORWARD
+from phalanx.expressions import evaluate
+from phalanx.model.shard.sharded import BACKWARD, FORWARD, Exchange, Part
 from phalanx.program.shape import Partition
 from phalanx.runtime.links import Group, Pending
 from phalanx.runtime.micro_batch import MicroBatch, StageRun

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.model.graph.sharded import Sharded
+from phalanx.model.shard.sharded import Sharded
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.holders import buckets_of, holders, is_tied

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx.model.ops.past import Past, Slice
+from phalanx.model.ops.slice_attention import Past, Slice
 from phalanx.model.segment.segments import Saved, Segment
 from phalanx.program.instructions import Instruction
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from phalanx.model.graph.blocks import Blocks
-from phalanx.model.graph.sharded import Sharded
-from phalanx.model.slice.slicing import Sliced
+from phalanx.model.shard.sharded import Sharded
+from phalanx.model.slicing import Sliced
 from phalanx.program.shape import ModelShape, Partition
 
 Key = tuple[tuple[int, ...], Partition]  # the blocks that use a bucket, and over whom it is summed

@@ -18,7 +18,7 @@ from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.shard.shard import shard
-from phalanx.model.slice.slicing import Sliced, slice_model
+from phalanx.model.slicing import Sliced, slice_model
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.check import check

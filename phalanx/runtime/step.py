@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.errors import DataError, PlanError
 from phalanx.model.captured import Captured
 from phalanx.model.ops.random import sample_keys
-from phalanx.model.slice.slicing import TOKENS, WHOLE_TOKENS, Sliced
+from phalanx.model.slicing import TOKENS, WHOLE_TOKENS, Sliced
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Program
 from phalanx.runtime.compute import Compute

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.graph.expressions import evaluate
+from phalanx.expressions import evaluate
 
 SIZES = st.integers(1, 10**6)
 
@@ -50,7 +50,7 @@ def test_a_function_that_is_not_arithmetic_is_unknown() -> None:
 
 def test_evaluating_imports_no_torch() -> None:
     code = (
-        "import sys; from phalanx.model.graph.expressions import evaluate;"
+        "import sys; from phalanx.expressions import evaluate;"
         "assert evaluate('2*batch', {'batch': 3}) == 6;"
         "assert not {'torch', 'sympy'} & set(sys.modules)"
     )

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.model.facts.measure import footprints
-from phalanx.model.segment.footprint import peak_bytes, total_bytes
+from phalanx.model.segment.segments import peak_bytes, total_bytes
 from tests import captured
 from tests.model.test_segments import LAYERS, call, d_outputs_for
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.graph.sharded import Exchange, LocalParameter, Part, Sharded
+from phalanx.model.shard.sharded import Exchange, LocalParameter, Part, Sharded
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import Partition
 from phalanx.runtime.formation import Formation

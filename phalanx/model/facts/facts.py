@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from phalanx.model.graph.expressions import evaluate
+from phalanx.expressions import evaluate
 from phalanx.model.zoo import zoo_table
 
 DTYPE_BYTES = {

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx import tasks
 from phalanx.errors import CaptureError
+from phalanx.expressions import evaluate
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import (
@@ -35,14 +36,12 @@ from phalanx.model.facts.facts import (
 from phalanx.model.facts.fit import Fit
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.normalise import retarget
 from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment import policies
 from phalanx.model.segment.compile import Compiler
-from phalanx.model.segment.footprint import Footprint
 from phalanx.model.segment.joint import Joint, trace
-from phalanx.model.segment.segments import Segment
+from phalanx.model.segment.segments import Footprint, Segment
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.zoo import ModelSpec, resolve
 

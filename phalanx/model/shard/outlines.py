@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from phalanx.expressions import evaluate
 from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block
-from phalanx.model.graph.expressions import evaluate
 from phalanx.model.shard.canonical import annotate, canonicalise
 
 _SIZES = (59, 53, 47, 43)  # small enough for tables of positions

@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from phalanx.model.graph.sharded import Exchange
-from phalanx.model.shard.exchanges import BACKWARD, FORWARD, Move
+from phalanx.model.shard.sharded import BACKWARD, FORWARD, Exchange, Move
 from phalanx.program.shape import Partition
 from phalanx.runtime.exchanges import Arriving, Mover
 

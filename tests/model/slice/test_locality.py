@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from phalanx.errors import PlanError
 from phalanx.model.capture import capture
-from phalanx.model.slice.locality import counts_tokens, tokens_meet
-from phalanx.model.slice.slicing import slice_model
+from phalanx.model.slicing import counts_tokens, slice_model, tokens_meet
 from phalanx.model.zoo import zoo
 from phalanx.tasks.base import Input
 from tests import captured

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.model.ops.past import Slice
-from phalanx.model.slice.slicing import Sliced, slice_model
+from phalanx.model.ops.slice_attention import Slice
+from phalanx.model.slicing import Sliced, slice_model
 from phalanx.program.instructions import Op
 from phalanx.runtime.totals import StepRun
 from tests import captured

@@ -1,7 +1,7 @@
 """Sizes, bytes and FLOPs as text: arithmetic over the dynamic dims of a batch ("batch", "tokens", "source").
 
 Captures and facts carry these texts, so that one capture serves every shape. Evaluating one is exact integer arithmetic
-and needs neither torch nor sympy; making one from measurements is the business of `fit.py`.
+and needs neither torch nor sympy; making one from measurements is the business of `model/facts/fit.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,16 @@
 """Attention of a slice: to all tokens before it, and causally to itself.
 
-Where a fused kernel can do both parts they are done apart and merged by their log-sum-exp; everything else is done at
-once on a view of the buffers. Nothing of the past is copied.
+Keys and values of the tokens before it lie in buffers that live as long as a micro-batch's slices do. An attention
+operator in a compiled graph gets a *handle*, a number in a tensor, and finds the slice behind it here: so no length of
+a past is ever a constant of a graph, and nothing of a past is copied or joined to attend to it. Where a fused kernel
+can do both parts they are done apart and merged by their log-sum-exp; everything else is done at once on a view of the
+buffers.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from dataclasses import replace
 
 import torch
@@ -13,7 +18,71 @@ from torch import Tensor
 
 from phalanx.model.ops.choice import choose
 from phalanx.model.ops.kernels import Attention, accumulation_dtype
-from phalanx.model.ops.past import Slice
+
+
+class Past:
+    """One attention of one micro-batch: keys and values of the first `filled` of `tokens` tokens, and, on the way back,
+    the gradients that later slices left for them, in float32 at least."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._kv: tuple[Tensor, Tensor] | None = None
+        self._gradients: tuple[Tensor, Tensor] | None = None
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        """k, v: [samples, heads, tokens of the slice, dim]."""
+        if self._kv is None:
+            self._kv = _buffer(k, self.tokens), _buffer(v, self.tokens)
+        for buffer, own in zip(self._kv, (k, v), strict=True):
+            buffer[:, :, start : start + own.shape[2]] = own
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views of the keys and values of tokens start … stop - 1."""
+        assert self._kv is not None, "a slice attends to a past that was never computed"
+        keys, values = self._kv
+        return keys[:, :, start:stop], values[:, :, start:stop]
+
+    def add_gradients(self, start: int, dk: Tensor, dv: Tensor, wide: torch.dtype) -> None:
+        if self._gradients is None:
+            assert self._kv is not None
+            self._gradients = tuple(torch.zeros_like(x, dtype=wide) for x in self._kv)  # pyright: ignore
+        for buffer, new in zip(self._gradients, (dk, dv), strict=True):  # pyright: ignore
+            buffer[:, :, start : start + new.shape[2]] += new
+
+    def gradients(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Of the tokens start … stop - 1, once no later slice adds to them."""
+        assert self._gradients is not None
+        dk, dv = (x[:, :, start:stop] for x in self._gradients)
+        if start == 0:
+            self.clear()
+        return dk, dv
+
+    def clear(self) -> None:
+        """Nobody reads it any more."""
+        self._kv = self._gradients = None
+
+
+class Slice:
+    """The tokens of an attention's micro-batch from `start` on. `handle` names it in a graph."""
+
+    _numbers = itertools.count()
+    _alive: weakref.WeakValueDictionary[int, Slice] = weakref.WeakValueDictionary()
+
+    def __init__(self, past: Past, start: int) -> None:
+        self.past, self.start = past, start
+        number = next(self._numbers)
+        self.handle = torch.tensor(number)
+        self._alive[number] = self
+
+    @classmethod
+    def behind(cls, handle: Tensor) -> Slice:
+        return cls._alive[int(handle)]
+
+
+def _buffer(like: Tensor, tokens: int) -> Tensor:
+    """[samples, heads, tokens, dim], laid out token by token, as kernels read it best."""
+    samples, heads, _, dim = like.shape
+    return like.new_zeros(samples, tokens, heads, dim).transpose(1, 2)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, slice_: Slice, spec: Attention) -> tuple[Tensor, Tensor]:
