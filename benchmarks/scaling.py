@@ -69,7 +69,7 @@ def main() -> None:
 
 def _start_ups(extent: Extent) -> Iterator[dict[str, Any]]:
     """The depths in turn, so that drift of the machine hits all alike."""
-    _python("-c", "import phalanx.trainer")  # reads the files of the libraries once, for all
+    _python("-c", "import phalanx.training.trainer")  # reads the files of the libraries once, for all
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for _ in range(extent.starts):
         for layers in extent.layers:

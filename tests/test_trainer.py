@@ -17,10 +17,10 @@ from phalanx.config import RunConfig
 from phalanx.data import open_data
 from phalanx.model import reference
 from phalanx.model.zoo.zoo import resolve
-from phalanx.prepare import open_weights
 from phalanx.runtime.schedule import lr_factor
 from phalanx.state import checkpoint
-from phalanx.trainer import Trainer
+from phalanx.training.prepare import open_weights
+from phalanx.training.trainer import Trainer
 from tests.run_helpers import SHORT, NoDecay, padded_samples, records, shared_captures, short_config, short_run
 
 LLAMA, GPT2 = "phalanx-demo", "gpt2"

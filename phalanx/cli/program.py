@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.models import DTYPES, TOKENS, choose_dims, find_facts
-from phalanx.config_text import plan_text
+from phalanx.config import plan_text
 from phalanx.errors import ConfigError, PlanError, nearest
 
 if TYPE_CHECKING:

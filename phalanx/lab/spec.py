@@ -90,7 +90,7 @@ class LabSpec:
 
     @classmethod
     def load(cls, path: Path) -> LabSpec:
-        from phalanx.config_text import read_mapping
+        from phalanx.config import read_mapping
 
         try:
             return cls.take(read_mapping(path))

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phalanx.tasks.base import IGNORE, Batch, BrokenRecord, Input, RecordTask, Sample, Windows, WindowTask
-from phalanx.tasks.rows import (
+from phalanx.tasks.base import (
+    IGNORE,
+    Batch,
+    BrokenRecord,
+    Input,
+    RecordTask,
+    Sample,
+    Windows,
+    WindowTask,
     count_tokens,
     document_layout,
     mask_of_lengths,

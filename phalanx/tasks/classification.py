@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phalanx.tasks.base import Batch, BrokenRecord, Input, RecordTask, Sample, Task
-from phalanx.tasks.rows import count_tokens, mask_of_lengths, mask_of_rows, pad_rows, random_lengths
+from phalanx.tasks.base import (
+    Batch,
+    BrokenRecord,
+    Input,
+    RecordTask,
+    Sample,
+    Task,
+    count_tokens,
+    mask_of_lengths,
+    mask_of_rows,
+    pad_rows,
+    random_lengths,
+)
 from phalanx.tasks.vocabulary import label_index, num_labels, pad_id, random_ids
 
 if TYPE_CHECKING:

@@ -12,8 +12,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phalanx.tasks.base import IGNORE, Batch, BrokenRecord, Input, RecordTask, Sample, Task
-from phalanx.tasks.rows import count_labels, count_tokens, mask_of_lengths, mask_of_rows, pad_rows, random_lengths
+from phalanx.tasks.base import (
+    IGNORE,
+    Batch,
+    BrokenRecord,
+    Input,
+    RecordTask,
+    Sample,
+    Task,
+    count_labels,
+    count_tokens,
+    mask_of_lengths,
+    mask_of_rows,
+    pad_rows,
+    random_lengths,
+)
 from phalanx.tasks.vocabulary import pad_id, random_ids, shift_right
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.verification.case import Step
-from phalanx.verification.compare import Fact, Report, Row, compare
+from phalanx.verification.verify import Fact, Report, Row, compare
 
 
 def step(loss: float = 1.0, **changed: torch.Tensor) -> Step:

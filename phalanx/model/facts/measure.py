@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx import tasks
 from phalanx.errors import CaptureError
-from phalanx.expressions import evaluate
+from phalanx.expressions import Fit, evaluate
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import (
@@ -33,7 +33,6 @@ from phalanx.model.facts.facts import (
     shipped_path,
     to_json,
 )
-from phalanx.model.facts.fit import Fit
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks, Port
 from phalanx.model.graph.normalise import retarget

@@ -1,6 +1,8 @@
 """What a run says about itself: the header, one record per step, the summary; to the log, the display and callbacks.
 
-On a GPU a step's numbers are read one step late, so that reading them never keeps the device waiting.
+On a GPU a step's numbers are read one step late, so that reading them never keeps the device waiting. Callbacks are the
+user's own code: objects with any of the methods in `HOOKS`, checked when they are given, so that a misspelt method is
+not silently never called; what one raises is reported under its name.
 """
 
 from __future__ import annotations
@@ -9,26 +11,75 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from phalanx.callbacks import Hear
 from phalanx.config import RunConfig
-from phalanx.errors import PhalanxError
+from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
 from phalanx.plan.plan import Plan
-from phalanx.prepare import Prepared
 from phalanx.runtime.optimizer_choice import decays
 from phalanx.runtime.rank import Rank
 from phalanx.runtime.step import Outcome, split
 from phalanx.state.snapshot import Snapshot
+from phalanx.training.prepare import Prepared
+
+HOOKS = {
+    "on_start": "(trainer) before the first step",
+    "on_step": "(record) after a step",
+    "on_evaluate": "(record) after an evaluation",
+    "on_checkpoint": "(path) once a checkpoint is complete",
+    "on_end": "(result) when the run is over",
+}
+
+
+class Emit(Protocol):
+    """Where a run's hooks are called: (name of the hook, its arguments)."""
+
+    def __call__(self, hook: str, *arguments: Any) -> None: ...
+
+
+class Callbacks:
+    """Calls every callback in the order given."""
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        self._callbacks = tuple(callbacks)
+        for callback in self._callbacks:
+            _check(callback)
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        assert hook in HOOKS, hook
+        for callback in self._callbacks:
+            method = getattr(callback, hook, None)
+            if method is None:
+                continue
+            try:
+                method(*arguments)
+            except Exception as error:
+                name = f"{type(callback).__name__}.{hook}"
+                raise PhalanxError(
+                    f"callback {name} failed: {type(error).__name__}: {error}",
+                    "mend the callback; --debug or PHALANX_DEBUG=1 shows its traceback",
+                ) from error
+
+
+def _check(callback: Any) -> None:
+    methods = [name for name in dir(callback) if name.startswith("on_")]
+    for name in methods:
+        if name not in HOOKS:
+            unknown = f"callback {type(callback).__name__} has an unknown method {name!r}"
+            raise ConfigError(unknown, nearest(name, HOOKS))
+    if not methods:
+        raise ConfigError(
+            f"callback {type(callback).__name__} has none of the methods that are called", f"give it {', '.join(HOOKS)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -45,7 +96,7 @@ class StepFacts:
 class Reporter:
     """Keeps the snapshot's counters and passes every finished step on. `losses` are those of this process's steps.
 
-    Every rank has one and comes to the same numbers; only that of rank 0 is heard.
+    Every rank has one and comes to the same numbers; only that of rank 0 is shown and calls callbacks.
     """
 
     def __init__(
@@ -54,13 +105,13 @@ class Reporter:
         meter: Meter,
         log: RunLog,
         progress: Progress,
-        hear: Hear,
+        emit: Emit,
         device: torch.device,
     ) -> None:
         self.losses: list[float] = []
         self.stops = False  # whether a step that was reported had been asked to be the last
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
-        self._hear = hear
+        self._emit = emit
         self._saved: Path | None = None
         self._device, self._unit = device, "tokens"
         self._waiting: tuple[StepFacts, Outcome] | None = None
@@ -92,7 +143,7 @@ class Reporter:
         self.losses.append(loss)
         self._log.write("step", **record)
         self._progress.step(record)
-        self._hear("on_step", record)
+        self._emit("on_step", record)
         self._require_finite(updated)
 
     @contextmanager
@@ -109,7 +160,7 @@ class Reporter:
         if path is not None and path != self._saved:
             self._saved = path
             self._log.write("checkpoint", path=str(path))
-            self._hear("on_checkpoint", path)
+            self._emit("on_checkpoint", path)
 
     def stopped(self, by: signal.Signals | None, saved: Path | None) -> None:
         """by: the signal that this rank got, None if another rank did."""

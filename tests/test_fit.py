@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.expressions import evaluate
-from phalanx.model.facts.fit import Fit
+from phalanx.expressions import Fit, evaluate
 
 COEFFICIENTS = st.integers(-(10**12), 10**12)
 DIMS = [("batch",), ("batch", "tokens"), ("batch", "source", "tokens")]

@@ -29,8 +29,7 @@ from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, See
 from phalanx.model.zoo.configure import override
 from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
 from phalanx.plan import fields
-from phalanx.plan.complete import complete, needed_ranks
-from phalanx.plan.micro_batches import require_evaluation
+from phalanx.plan.complete import complete, needed_ranks, require_evaluation
 from phalanx.plan.plan import Plan
 from phalanx.runtime.parameters import choose_trainable
 from phalanx.runtime.step import require_inputs

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError
-from phalanx.handover import pack, unpack
-from phalanx.loop import Job
+from phalanx.training.job import pack, unpack
+from phalanx.training.loop import Job
 
 OPTIONS = {"batch_size": 4, "steps": 2, "lr": 1e-2, "progress": "off", "dtype": "float64", "export": False}
 
@@ -51,8 +51,8 @@ def job_of(model: Any, data: Any = None) -> Job:
 def test_a_module_survives_with_its_ties_and_buffers() -> None:
     module = Tied()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with pack(job_of(module)) as parcel:
-        copy = unpack(parcel).model
+    with pack(job_of(module)) as payload:
+        copy = unpack(payload).model
     assert isinstance(copy, Tied) and copy is not module
     assert copy.layers[1].weight is copy.layers[0].weight
     assert isinstance(copy.layers[0].weight, nn.Parameter) and not copy.layers[1].bias.requires_grad
@@ -64,16 +64,16 @@ def test_a_module_survives_with_its_ties_and_buffers() -> None:
 
 def test_values_travel_beside_the_job_and_leave_nothing_behind() -> None:
     module = nn.Linear(1000, 100)
-    with pack(job_of(module)) as parcel:
-        assert parcel.values is not None and parcel.values.stat().st_size > 400_000
-        assert len(parcel.job) < 20_000
-        folder = parcel.values.parent
+    with pack(job_of(module)) as payload:
+        assert payload.values is not None and payload.values.stat().st_size > 400_000
+        assert len(payload.job) < 20_000
+        folder = payload.values.parent
     assert not folder.exists()
 
 
 def test_a_model_by_name_needs_no_values() -> None:
-    with pack(job_of("gpt2", "stdlib")) as parcel:
-        assert parcel.values is None and unpack(parcel) == job_of("gpt2", "stdlib")
+    with pack(job_of("gpt2", "stdlib")) as payload:
+        assert payload.values is None and unpack(payload) == job_of("gpt2", "stdlib")
 
 
 def test_a_dataset_that_cannot_be_handed_over_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The training loop of one rank, readable top to bottom: batch → step → evaluate → log → checkpoint.
 
-`Loop.fit` is the whole life of a run as one rank lives it; all ranks live it alike, and rank 0 is heard. What is
+`Loop.fit` is the whole life of a run as one rank lives it; all ranks live it alike, and rank 0 reports. What is
 trained on what is decided in `prepare`, how a step is carried out in `runtime`, what is said about it in `reporting`.
 """
 
@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.callbacks import Hear
-from phalanx.config import RunConfig
 from phalanx.errors import PhalanxError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
 from phalanx.launch.seat import Seat
-from phalanx.model.zoo.zoo import Model, build
+from phalanx.model.zoo.zoo import build
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.progress import make_progress
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
-from phalanx.prepare import Collate, Prepared, load_buffers, open_weights, prepare
-from phalanx.reporting import Reporter, StepFacts, header
-from phalanx.result import Summary
 from phalanx.runtime.flat import Piece
 from phalanx.runtime.holdings import from_checkpoint
 from phalanx.runtime.measured import writing
@@ -49,24 +43,11 @@ from phalanx.state.huggingface import export
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
+from phalanx.training.job import Job, Summary
+from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
+from phalanx.training.reporting import Emit, Reporter, StepFacts, header
 
 _has_run = False  # in this process
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a run is about: options, and what was given as objects, which stands before what the options name."""
-
-    model: Model
-    data: Any
-    eval_data: Any
-    config: RunConfig
-    collate: Collate | None = None
-    optimizer_class: type[Any] | None = None
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.out).expanduser()
 
 
 class Loop:
@@ -76,10 +57,10 @@ class Loop:
     rank: Rank
     snapshot: Snapshot
 
-    def __init__(self, job: Job, seat: Seat, hear: Hear) -> None:
-        self.job, self.seat, self._hear = job, seat, hear
+    def __init__(self, job: Job, seat: Seat, emit: Emit) -> None:
+        self.job, self.seat, self._emit = job, seat, emit
         self.config, self.folder = job.config, job.folder
-        self._is_heard = seat.rank == 0
+        self._is_rank0 = seat.rank == 0
         self._resumed: Path | None = None  # the checkpoint that the run went on from
 
     def fit(self) -> Summary:
@@ -89,29 +70,29 @@ class Loop:
         """
         config = self.config
         with contextlib.ExitStack() as stack:
-            shown = config.progress if self._is_heard else "off"
-            progress = make_progress(shown, config.json_output and self._is_heard, config.log_every)
+            shown = config.progress if self._is_rank0 else "off"
+            progress = make_progress(shown, config.json_output and self._is_rank0, config.log_every)
             stack.callback(progress.close)
             rows = self._set_up(progress.message)
             log = stack.enter_context(RunLog(self.folder, rank=self.seat.rank))
             stack.enter_context(_logged_errors(log))
-            if self._is_heard:
+            if self._is_rank0:
                 self._write_settings()
             peak = device_peak_flops(self.run.device, config.dtype)
             meter = Meter(total_steps=self.run.total_steps, peak=peak and peak * self.seat.world)
-            reporter = Reporter(self.snapshot, meter, log, progress, self._hear, self.run.device)
+            reporter = Reporter(self.snapshot, meter, log, progress, self._emit, self.run.device)
             saver = self._saver()
             stack.callback(_settle, saver)
-            self._hear("on_start")
+            self._emit("on_start")
             reporter.start(rows)
-            with stop_request(say=self._is_heard) as stop:
+            with stop_request(say=self._is_rank0) as stop:
                 self._train(reporter, saver, stop)
             return self._end(reporter, saver, stop)
 
     def _train(self, reporter: Reporter, saver: AsyncSaver, stop: StopRequest) -> None:
         """Every step that is left: batch → step → evaluate → log → checkpoint."""
         config, slot = self.config, self.seat.slot
-        profiled = config.profile_steps if self._is_heard else None
+        profiled = config.profile_steps if self._is_rank0 else None
         if os.environ.get(TIMED):
             rehearse(self.rank, *self._batch(1))
         with contextlib.closing(StepProfiler(profiled, self.folder)) as profiler:
@@ -173,7 +154,7 @@ class Loop:
             needs = step_needs(self.run.plan, self.config.batch_size)
             with explain_out_of_memory(*needs, self.run.device):
                 loss = self.rank.evaluate(batches, samples)
-        self._hear("on_evaluate", {"step": step, "eval_loss": loss, "eval_samples": samples})
+        self._emit("on_evaluate", {"step": step, "eval_loss": loss, "eval_samples": samples})
         return loss
 
     def _facts(self, step: int, eval_loss: float | None) -> StepFacts:
@@ -276,7 +257,7 @@ class Loop:
         spec = self.run.spec
         tensors = whole_tensors(self.rank.values(), self.seat, self.run.device)
         folder = self.folder / "export"
-        if not self._is_heard:
+        if not self._is_rank0:
             for _ in tensors:
                 raise AssertionError("only rank 0 gets tensors")
             return folder

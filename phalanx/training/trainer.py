@@ -12,26 +12,25 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.callbacks import Callbacks
 from phalanx.config import RunConfig, require_eval_data
-from phalanx.handover import Parcel, pack, unpack
 from phalanx.launch.crew import Crew
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.seat import Seat, local_device
-from phalanx.loop import Job, Loop
 from phalanx.model.zoo.zoo import Model
-from phalanx.prepare import Collate, choose_num_ranks
-from phalanx.result import Result, Summary, fill
 from phalanx.state.folders import latest
+from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, unpack
+from phalanx.training.loop import Loop
+from phalanx.training.prepare import Collate, choose_num_ranks
+from phalanx.training.reporting import Callbacks
 
 
 class Trainer:
     """A run: `model` is a name, folder, configuration, factory or module; `data` anything that can be opened as data.
 
     `config` holds every other option; what is given here as an object stands before what it names. A module in memory
-    gets its trained values when the run is over. `callbacks` may have the methods in `phalanx.callbacks.HOOKS`; they
-    are called in this process. With one rank they find the run's state in `loop`, with several it lives elsewhere.
+    gets its trained values when the run is over. `callbacks` may have the methods in `reporting.HOOKS`; they are called
+    in this process. With one rank they find the run's state in `loop`, with several it lives elsewhere.
     """
 
     loop: Loop | None = None
@@ -92,14 +91,14 @@ class Trainer:
         ranks = choose_num_ranks(self.config)
         if ranks == 1:
             return self._fit_here(Seat.alone(local_device(device, 0)))
-        with Crew(ranks, device=device) as crew, pack(self.job) as parcel:
-            return crew.run(fit_on_rank, parcel, on_event=lambda hook, given: self._hear(hook, *given))[0]
+        with Crew(ranks, device=device) as crew, pack(self.job) as payload:
+            return crew.run(fit_on_rank, payload, on_event=lambda hook, given: self._on_event(hook, *given))[0]
 
     def _fit_here(self, seat: Seat) -> Summary:
-        self.loop = Loop(self.job, seat, self._hear if seat.rank == 0 else _nobody)
+        self.loop = Loop(self.job, seat, self._on_event if seat.rank == 0 else _nobody)
         return self.loop.fit()
 
-    def _hear(self, hook: str, *arguments: Any) -> None:
+    def _on_event(self, hook: str, *arguments: Any) -> None:
         """Something happened on rank 0."""
         self._callbacks.call(hook, *((self,) if hook == "on_start" else arguments))
 
@@ -109,10 +108,10 @@ class Trainer:
             fill(self.job.model, saved)
 
 
-def fit_on_rank(seat: Seat, parcel: Parcel) -> Summary:
-    """A rank's part of a job that was handed over to it."""
-    hear = (lambda hook, *arguments: seat.emit(hook, arguments)) if seat.rank == 0 else _nobody
-    return Loop(unpack(parcel), seat, hear).fit()
+def fit_on_rank(seat: Seat, payload: JobPayload) -> Summary:
+    """A rank's part of a job that came to it as a payload."""
+    emit = (lambda hook, *arguments: seat.emit(hook, arguments)) if seat.rank == 0 else _nobody
+    return Loop(unpack(payload), seat, emit).fit()
 
 
 def train(
@@ -135,7 +134,7 @@ def train(
 
 
 def _nobody(hook: str, *arguments: Any) -> None:
-    """Hears what ranks other than 0 have to say."""
+    """Where ranks other than 0 emit their events."""
 
 
 def _name(model: Model) -> str:
