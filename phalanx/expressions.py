@@ -17,10 +17,15 @@ from itertools import product
 from types import CodeType
 from typing import Any
 
+
+def _floor_division(a: Fraction, b: Fraction) -> int:
+    return a // b
+
+
 # What sympy writes besides operators.
 _FUNCTIONS: dict[str, Any] = {
-    "FloorDiv": operator.floordiv,
-    "CleanDiv": operator.floordiv,
+    "FloorDiv": _floor_division,
+    "CleanDiv": _floor_division,
     "Mod": operator.mod,
     "PythonMod": operator.mod,
     "Max": max,
