@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import scaling_page
-from contest_setting import Setting, Size
+from compare_setting import Setting, Size
 from scaling_ranks import Training, run_in_turn, slowest
 
 from phalanx.launch.crew import Crew

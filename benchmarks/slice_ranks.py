@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from contest_setting import LR, Setting
+from compare_setting import LR, Setting
 from schedule_ranks import measure_link
 from torch import Tensor
 

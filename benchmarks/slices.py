@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import plot
 import report
-from contest_setting import Setting, Size
+from compare_setting import Setting, Size
 from shared_gpu import rank_environment, shared_gpu
 from slice_ranks import Case, Effort, Facts, Seen, median_of, profile, run_case
 from slice_simulation import BlockTimes, Known, ends_of, planned

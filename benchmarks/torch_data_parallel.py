@@ -1,6 +1,6 @@
 """Data parallel training with torch's own tools: DistributedDataParallel and FSDP2, each in its faster variants.
 
-Each function builds one contestant on one rank. Half precision is done as is usual there: autocast for DDP, a mixed
+Each function builds one side on one rank. Half precision is done as is usual there: autocast for DDP, a mixed
 precision policy for FSDP2; both keep float32 weights and reduce float32 gradients, as Phalanx does.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest import Build, Step
-from contest_setting import CLIP, Setting, adamw
+from compare import Build, Step
+from compare_setting import CLIP, Setting, adamw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

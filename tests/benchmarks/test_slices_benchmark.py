@@ -16,7 +16,7 @@ import report
 import slice_simulation
 import slices
 import slices_page
-from contest_setting import Size
+from compare_setting import Size
 from slice_ranks import Effort, Kind, median_of
 from slice_simulation import BlockTimes, Ends, Known
 

@@ -1,7 +1,7 @@
-"""One contestant as processes of their own, in a lab: it is built once, and then trains steps whenever it is told to.
+"""One side as processes of their own, in a lab: it is built once, and then trains steps whenever it is told to.
 
-Contestants that do not share a process cannot disturb each other, and each has a peak of memory of its own. They are
-led over local sockets, which pass through the lab's nodes; what a contestant cannot do comes back as a TeamError.
+Sides that do not share a process cannot disturb each other, and each has a peak of memory of its own. They are
+led over local sockets, which pass through the lab's nodes; what a side cannot do comes back as a WorkersError.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from contest_setting import Setting
+from compare_setting import Setting
 from peer_phalanx import completed
 
 from phalanx.lab.run import Lab
@@ -28,8 +28,8 @@ _RANK = Path(__file__).parent / "peer_rank.py"
 _FIRST_PORT, _NUM_PORTS = 20000, 8000
 
 
-class TeamError(Exception):
-    """What a contestant said, or that it said nothing, in one line."""
+class WorkersError(Exception):
+    """What a side said, or that it said nothing, in one line."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Order:
     arguments: tuple[Any, ...] = ()
 
 
-class Team:
+class Workers:
     """Use it in a `with` statement. `seconds`: how long its ranks may take to answer."""
 
     def __init__(self, lab: Lab, entrant: Entrant, setting: Setting, *, seconds: float) -> None:
@@ -65,7 +65,7 @@ class Team:
         self._connections: dict[Connection, int] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> Team:
+    def __enter__(self) -> Workers:
         try:
             plan = completed(self.entrant.plan, self.setting, self._lab.spec.ranks)
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-peers-")))
@@ -79,7 +79,7 @@ class Team:
             self.losses = self._ask(Order("build", (self.entrant, self.setting, plan)))[0]
         except TimeoutError:
             self.close()
-            raise TeamError(f"its ranks did not start within {self._seconds:.0f} s") from None
+            raise WorkersError(f"its ranks did not start within {self._seconds:.0f} s") from None
         except BaseException:
             self.close()
             raise
@@ -101,7 +101,7 @@ class Team:
         self._ask(Order("rest"))
 
     def peak_bytes(self) -> int:
-        """Of the rank that needed most, since the team was built."""
+        """Of the rank that needed most, since the workers were started."""
         return max(self._ask(Order("peak")))
 
     def _ask(self, order: Order) -> list[Any]:
@@ -114,19 +114,19 @@ class Team:
             silent = [c for c, rank in self._connections.items() if rank not in answers]
             ready = wait(silent, until - time.monotonic())
             if not ready:
-                raise TeamError(f"{order.name}: no answer within {self._seconds:.0f} s")
+                raise WorkersError(f"{order.name}: no answer within {self._seconds:.0f} s")
             for connection in ready:
                 assert isinstance(connection, Connection)
-                answers[self._connections[connection]] = self._hear(connection)
+                answers[self._connections[connection]] = self._answer(connection)
         return [answers[rank] for rank in sorted(answers)]
 
-    def _hear(self, connection: Connection) -> Any:
+    def _answer(self, connection: Connection) -> Any:
         try:
             good, answer = connection.recv()
         except (EOFError, ConnectionError, pickle.UnpicklingError):
-            raise TeamError(f"rank {self._connections[connection]} died") from None
+            raise WorkersError(f"rank {self._connections[connection]} died") from None
         if not good:
-            raise TeamError(answer)
+            raise WorkersError(answer)
         return answer
 
 
@@ -140,7 +140,7 @@ _ports = iter(range(_FIRST_PORT, _FIRST_PORT + _NUM_PORTS))
 
 
 def _free_port() -> int:
-    """Teams of one lab run side by side on its nodes, where each needs a port of its own."""
+    """Workers of one lab run side by side on its nodes, where each needs a port of its own."""
     for port in _ports:
         with socket.socket() as tried:
             try:

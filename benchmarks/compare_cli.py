@@ -1,4 +1,4 @@
-"""What a user sees of a contest: options, progress, a table, and JSON from which the results page is written."""
+"""What a user sees of a comparison: options, progress, a table, and JSON from which the results page is written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import plot
 import report
-from contest import OURS, Build, Contest, combine, compete, verdict
-from contest_setting import CPU_SIZE, GPU_SIZE, SHAPES, Setting
+from compare import OURS, Build, Comparison, combine, compare, verdict
+from compare_setting import CPU_SIZE, GPU_SIZE, SHAPES, Setting
 from shared_gpu import rank_environment, shared_gpu
 
 from phalanx.errors import RankError
@@ -95,17 +95,17 @@ def _of_model(
         if options.only and options.only not in case.plan:
             continue
         plan = complete(case.plan, world=world, batch_size=setting.size.samples, costs=costs).plan
-        contest = Contest(setting, plan, case.rivals, _rounds(options), _steps(options))
+        comparison = Comparison(setting, plan, case.rivals, _rounds(options), _steps(options))
         found = {"ranks": world, "model": setting.shape, "plan": case.plan, "against": list(case.rivals)}
-        found |= _outcome(crew, contest, captured)
+        found |= _outcome(crew, comparison, captured)
         print("  ".join(" ".join(row) for row in rows([found])), file=sys.stderr, flush=True)
         yield found
 
 
-def _outcome(crew: Crew, contest: Contest, captured: Captured) -> dict[str, Any]:
+def _outcome(crew: Crew, comparison: Comparison, captured: Captured) -> dict[str, Any]:
     """A rival that cannot do it is a result, too."""
     try:
-        return combine(crew.run(compete, contest, captured), contest.setting.dtype)
+        return combine(crew.run(compare, comparison, captured), comparison.setting.dtype)
     except RankError as error:
         return {"error": str(error).splitlines()[0]}
 

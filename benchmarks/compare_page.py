@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from contest_face import HEADERS, rows
+from compare_cli import HEADERS, rows
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 INTRO = {

@@ -1,4 +1,4 @@
-"""Contests with torch: both sides train alike, and ratios say what they should."""
+"""Comparisons with torch: both sides train alike, and ratios say what they should."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
-from contest import OURS, Contest, Measured, combine, compete, quartiles, verdict
-from contest_face import rows
-from contest_setting import Setting, Size
+from compare import OURS, Comparison, Measured, combine, compare, quartiles, verdict
+from compare_cli import rows
+from compare_setting import Setting, Size
 from torch_data_parallel import FSDP2_RESHARD
 from torch_pipeline import pipeline
 
@@ -33,7 +33,7 @@ def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
     assert found["processor_ratios"]["torch"]["median"] == 2.0
 
 
-def test_contestants_that_train_differently_are_not_compared() -> None:
+def test_sides_that_train_differently_are_not_compared() -> None:
     with pytest.raises(SystemExit, match="phalanx and torch do not train alike"):
         combine([measured(1.0, 1.1, [1.0])], "float32")
 
@@ -54,13 +54,13 @@ def test_a_rival_that_fails_is_shown_as_such() -> None:
     ("plan", "shape", "rivals"),
     [("pp=2,mb=2,schedule=zb-h1", "gpt2", {"torch": pipeline}), ("dp=2,zero=3", "llama", FSDP2_RESHARD)],
 )
-def test_both_sides_of_a_contest_train_alike(plan: str, shape: str, rivals: dict) -> None:
+def test_both_sides_of_a_comparison_train_alike(plan: str, shape: str, rivals: dict) -> None:
     setting = Setting(shape, TINY, "float32", True)
     captured = setting.capture()
     costs = captured.blocks.flops(captured.dims(setting.batch()))
     completed = complete(plan, world=2, batch_size=TINY.samples, costs=costs).plan
-    contest = Contest(setting, completed, rivals, rounds=1, steps=1)
+    comparison = Comparison(setting, completed, rivals, rounds=1, steps=1)
     with Crew(2, threads_per_rank=1, device="cpu", environment=lambda _: {"GLOO_SOCKET_IFNAME": "lo"}) as crew:
-        found = combine(crew.run(compete, contest, captured), "float32")
+        found = combine(crew.run(compare, comparison, captured), "float32")
     assert len(set(found["losses"])) == len(found["losses"]), "every step changes the loss"
     assert set(found["ratios"]) == set(rivals)

@@ -1,6 +1,6 @@
-"""A contest: Phalanx and torch's own tools train the same model on the same ranks, in turn, in one run.
+"""A comparison: Phalanx and torch's own tools train the same model on the same ranks, in turn, in one run.
 
-Every rank builds all contestants, checks that they compute the same losses, and then times them in alternating rounds:
+Every rank builds all sides, checks that they compute the same losses, and then times them in alternating rounds:
 load on the machine hits all alike, and a ratio is formed within a round. A round takes as long as its slowest rank.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest_setting import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Setting
+from compare_setting import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Setting
 from torch import Tensor
 
 from phalanx.config import RunConfig
@@ -35,8 +35,8 @@ Build = Callable[[Seat, Setting, Plan], Step]
 
 
 @dataclass(frozen=True)
-class Contest:
-    """One plan of ours against contestants that do the same with torch. `rivals`: functions that ranks can import."""
+class Comparison:
+    """One plan of ours against sides that do the same with torch. `rivals`: functions that ranks can import."""
 
     setting: Setting
     plan: Plan
@@ -47,7 +47,7 @@ class Contest:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank saw, by contestant: losses of the first steps; of every round the seconds that a step took, and
+    """What one rank saw, by side: losses of the first steps; of every round the seconds that a step took, and
     those for which processors worked for it, which other load on the machine changes less."""
 
     losses: dict[str, list[float]]
@@ -55,20 +55,20 @@ class Measured:
     worked: dict[str, list[float]]
 
 
-def compete(seat: Seat, contest: Contest, captured: Captured) -> Measured:
+def compare(seat: Seat, comparison: Comparison, captured: Captured) -> Measured:
     """The job of one rank."""
     device = torch.device(seat.device)
     _join_torch(seat, device)
-    rank = our_rank(seat, contest.setting, contest.plan, captured)
-    entrants = {OURS: our_step(rank, contest.setting)}
-    entrants |= {name: build(seat, contest.setting, contest.plan) for name, build in contest.rivals.items()}
+    rank = our_rank(seat, comparison.setting, comparison.plan, captured)
+    entrants = {OURS: our_step(rank, comparison.setting)}
+    entrants |= {name: build(seat, comparison.setting, comparison.plan) for name, build in comparison.rivals.items()}
     losses = {name: [step()() for _ in range(CHECKED_STEPS)] for name, step in entrants.items()}
     measured = Measured(losses, {name: [] for name in entrants}, {name: [] for name in entrants})
-    for number in range(contest.rounds):
+    for number in range(comparison.rounds):
         names = list(entrants)
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            seconds, worked = _time(entrants[name], contest.steps, device)
+            seconds, worked = _time(entrants[name], comparison.steps, device)
             measured.seconds[name].append(seconds)
             measured.worked[name].append(worked)
     rank.close()

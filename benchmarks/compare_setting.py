@@ -1,4 +1,4 @@
-"""What the contestants of a contest share: one model, its first weights, one batch, one precision, one optimizer.
+"""What the sides of a comparison share: one model, its first weights, one batch, one precision, one optimizer.
 
 Sizes are chosen so that a step takes at least a tenth of a second and communication is a fair part of it.
 """
@@ -99,7 +99,7 @@ _CONFIGS = {"llama": _llama, "gpt2": _gpt2}
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
-    """The optimizer of every torch contestant, as Phalanx makes its own: matrices decay, vectors do not."""
+    """The optimizer of every side in torch, as Phalanx makes its own: matrices decay, vectors do not."""
     matrices = [p for p in parameters if p.dim() >= 2]
     vectors = [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]

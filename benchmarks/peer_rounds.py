@@ -1,6 +1,6 @@
-"""Heats: the fastest of our plans against the fastest setting of each peer, in alternating rounds.
+"""Rounds: the fastest of our plans against the fastest setting of each peer, in alternating rounds.
 
-Only two or three contestants are alive at once, because each holds a whole training state. Ratios are formed within a
+Only two or three sides are alive at once, because each holds a whole training state. Ratios are formed within a
 round, so that load on the machine hits both sides.
 """
 
@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
-from contest import TOLERANCE, quartiles, verdict
-from contest_setting import Setting
+from compare import TOLERANCE, quartiles, verdict
+from compare_setting import Setting
 from peer_cases import LLAMA_ONLY, PACKAGES
-from peer_team import Entrant, Team, TeamError
+from peer_workers import Entrant, Workers, WorkersError
 
 from phalanx.lab.run import Lab
 
@@ -26,7 +26,7 @@ TRIED_ROUNDS = 2  # the faster one counts: other load only ever makes a round sl
 ANSWER_SECONDS = 300.0  # a peer may compile what it needs when it is used for the first time
 
 
-class Heats:
+class Rounds:
     """Use it in a `with` statement; `choose_ours` comes first."""
 
     def __init__(
@@ -35,11 +35,11 @@ class Heats:
     ) -> None:  # fmt: skip
         self._lab, self._setting, self._rounds, self._steps, self._say = lab, setting, rounds, steps, say
         self._patience = seconds
-        self._ours: Team | None = None
+        self._ours: Workers | None = None
         self._our_tried: list[dict[str, Any]] = []
         self._our_seconds: list[float] = []
 
-    def __enter__(self) -> Heats:
+    def __enter__(self) -> Rounds:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -67,14 +67,19 @@ class Heats:
         missing = self._cannot_enter(peer)
         if missing:
             return {"peer": peer, "error": missing, "tried": []}
-        team, tried = self._fastest(variants)
-        if team is None:
+        workers, tried = self._fastest(variants)
+        if workers is None:
             return {"peer": peer, "error": tried[-1]["error"], "tried": tried}
-        found = {"peer": peer, "variant": team.entrant.variant, "own_weights": team.entrant.own_weights, "tried": tried}
-        with closing(team):
+        found = {
+            "peer": peer,
+            "variant": workers.entrant.variant,
+            "own_weights": workers.entrant.own_weights,
+            "tried": tried,
+        }
+        with closing(workers):
             try:
-                return found | self._alternate(team)
-            except TeamError as error:
+                return found | self._alternate(workers)
+            except WorkersError as error:
                 return {"peer": peer, "error": str(error), "tried": tried}
 
     def _cannot_enter(self, peer: str) -> str | None:
@@ -84,58 +89,58 @@ class Heats:
             return "has no such model"
         return None
 
-    def _fastest(self, variants: Sequence[Entrant]) -> tuple[Team | None, list[dict[str, Any]]]:
-        """The team that trained fastest for a moment, still alive, and what each of them did."""
+    def _fastest(self, variants: Sequence[Entrant]) -> tuple[Workers | None, list[dict[str, Any]]]:
+        """The workers that trained fastest for a moment, still alive, and what each of them did."""
         best, best_seconds, tried = None, math.inf, list[dict[str, Any]]()
         for entrant in variants:
             with ExitStack() as stack:
                 try:
                     if best is not None:
                         best.rest()
-                    team = stack.enter_context(Team(self._lab, entrant, self._setting, seconds=self._patience))
-                    self._check(team)
-                    seconds = min(team.steps(self._steps)[0] for _ in range(TRIED_ROUNDS))
-                except TeamError as error:
+                    workers = stack.enter_context(Workers(self._lab, entrant, self._setting, seconds=self._patience))
+                    self._check(workers)
+                    seconds = min(workers.steps(self._steps)[0] for _ in range(TRIED_ROUNDS))
+                except WorkersError as error:
                     tried.append({"variant": entrant.variant, "error": str(error)})
                     self._say(f"{entrant.peer}, {entrant.variant}: {error}")
                     continue
-                tried.append({"variant": entrant.variant, "seconds": seconds, "peak_bytes": team.peak_bytes()})
+                tried.append({"variant": entrant.variant, "seconds": seconds, "peak_bytes": workers.peak_bytes()})
                 self._say(f"{entrant.peer}, {entrant.variant}: {seconds:.3f} s per step")
                 if seconds < best_seconds:
                     if best is not None:
                         best.close()
-                    best, best_seconds = team, seconds
+                    best, best_seconds = workers, seconds
                     stack.pop_all()
         return best, tried
 
-    def _check(self, team: Team) -> None:
+    def _check(self, workers: Workers) -> None:
         """It trains what we train: the same losses, or, with weights of its own, losses that fall."""
-        theirs, ours = team.losses, self._ours.losses if self._ours else team.losses
+        theirs, ours = workers.losses, self._ours.losses if self._ours else workers.losses
         if not all(map(math.isfinite, theirs)):
-            raise TeamError(f"its losses are {theirs}")
-        if team.entrant.own_weights:
+            raise WorkersError(f"its losses are {theirs}")
+        if workers.entrant.own_weights:
             if theirs[-1] and theirs[-1] >= theirs[0]:
-                raise TeamError(f"its losses do not fall: {theirs}")
+                raise WorkersError(f"its losses do not fall: {theirs}")
         elif any(abs(a - b) > TOLERANCE[self._setting.dtype] * abs(b) for a, b in zip(theirs, ours, strict=True)):
-            raise TeamError(f"does not train alike: losses {theirs}, ours {ours}")
+            raise WorkersError(f"does not train alike: losses {theirs}, ours {ours}")
 
-    def _alternate(self, team: Team) -> dict[str, Any]:
+    def _alternate(self, workers: Workers) -> dict[str, Any]:
         assert self._ours is not None, "choose_ours comes first"
-        seconds: dict[Team, list[float]] = {self._ours: [], team: []}
-        worked: dict[Team, list[float]] = {self._ours: [], team: []}
-        team.steps(1)  # not measured: it may have rested
+        seconds: dict[Workers, list[float]] = {self._ours: [], workers: []}
+        worked: dict[Workers, list[float]] = {self._ours: [], workers: []}
+        workers.steps(1)  # not measured: it may have rested
         for number in range(self._rounds):
-            for one in (self._ours, team) if number % 2 == 0 else (team, self._ours):
+            for one in (self._ours, workers) if number % 2 == 0 else (workers, self._ours):
                 took, work = one.steps(self._steps)
                 seconds[one].append(took)
                 worked[one].append(work)
         self._our_seconds += seconds[self._ours]
-        ratio = _ratio(seconds[team], seconds[self._ours])
-        self._say(f"{team.entrant.peer}: {ratio['median']:.2f} of our time; ours is {verdict(ratio)}")
+        ratio = _ratio(seconds[workers], seconds[self._ours])
+        self._say(f"{workers.entrant.peer}: {ratio['median']:.2f} of our time; ours is {verdict(ratio)}")
         return {
-            "seconds": quartiles(seconds[team]), "our_seconds": quartiles(seconds[self._ours]), "ratio": ratio,
-            "processor_ratio": _ratio(worked[team], worked[self._ours]), "losses": team.losses,
-            "peak_bytes": team.peak_bytes(), "load": os.getloadavg()[0],
+            "seconds": quartiles(seconds[workers]), "our_seconds": quartiles(seconds[self._ours]), "ratio": ratio,
+            "processor_ratio": _ratio(worked[workers], worked[self._ours]), "losses": workers.losses,
+            "peak_bytes": workers.peak_bytes(), "load": os.getloadavg()[0],
         }  # fmt: skip
 
 
