@@ -35,7 +35,7 @@ from slice_simulation import BlockTimes, Known, ends_of, planned
 from phalanx.launch.crew import Crew
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import ModelFacts
-from phalanx.model.facts.measure import footprints, measure
+from phalanx.model.measure import footprints, measure
 from phalanx.model.slicing import slice_model
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan

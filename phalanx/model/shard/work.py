@@ -2,7 +2,7 @@
 
 Counted on the rank's own graphs at one shape of micro-batch, on tensors without contents, so what several ranks do
 alike is counted on each of them: matrix FLOPs and heads by walking each segment, what is kept by tracing it. Nothing is
-computed and nothing allocated, whatever the size of the model. `facts/measure.py` does the same for a model that is not
+computed and nothing allocated, whatever the size of the model. `model/measure.py` does the same for a model that is not
 split, at several shapes.
 """
 

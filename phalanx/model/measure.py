@@ -1,6 +1,6 @@
 """Facts from a capture: every distinct segment is traced on fake tensors at a few shapes, and what it keeps is fitted.
 
-Nothing is computed and nothing allocated, whatever the size of the model. `python -m phalanx.model.facts.measure`
+Nothing is computed and nothing allocated, whatever the size of the model. `python -m phalanx.model.measure`
 writes the facts shipped with the package anew; how long segments take is the profiler's business, not this module's.
 """
 
