@@ -1,9 +1,9 @@
 """What can be done to a lab while a command runs in it, and the time line that says when.
 
-Links and ranks are slowed, ranks stopped, killed, added: each disturbance is a value that can be done to a session and
-undone; the session logs it with its time. A time line, `5s slow_link node=1 rate=100mbit; 12s restore_link node=1; 20s
-kill rank=3`, is read from a text or a file (one per line, # starts a comment) and checked against the lab before
-anything starts.
+Links and ranks are slowed and restored, ranks stopped, killed, added: each disturbance is a value that can be done to a
+session, which logs it with its time. A time line, `5s slow_link node=1 rate=100mbit; 12s restore_link node=1; 20s kill
+rank=3`, is read from a text or a file (one per line, # starts a comment) and checked against the lab before anything
+starts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ class SlowLink:
         session.network.set_rate(self.node, self.rate)
         return f"link of node {self.node} limited to {rate_text(self.rate)}"
 
-    def undo(self, session: Session) -> str:
-        return RestoreLink(self.node).do(session)
-
 
 @dataclass(frozen=True)
 class RestoreLink:
@@ -50,9 +47,6 @@ class RestoreLink:
         session.network.set_rate(self.node, rate)
         return f"link of node {self.node} back at {rate_text(rate) if rate else 'full speed'}"
 
-    def undo(self, session: Session) -> str:
-        return ""
-
 
 @dataclass(frozen=True)
 class SlowRank:
@@ -64,9 +58,6 @@ class SlowRank:
     def do(self, session: Session) -> str:
         return f"rank {self.rank} slowed: {session.slow_down(self.rank, self.percent)}"
 
-    def undo(self, session: Session) -> str:
-        return RestoreRank(self.rank).do(session)
-
 
 @dataclass(frozen=True)
 class RestoreRank:
@@ -76,9 +67,6 @@ class RestoreRank:
 
     def do(self, session: Session) -> str:
         return f"rank {self.rank} back at full speed" if session.speed_up(self.rank) else ""
-
-    def undo(self, session: Session) -> str:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -92,9 +80,6 @@ class StopRank:
         session.ranks[self.rank].send(signal.SIGSTOP)
         return f"rank {self.rank} stopped"
 
-    def undo(self, session: Session) -> str:
-        return ContinueRank(self.rank).do(session)
-
 
 @dataclass(frozen=True)
 class ContinueRank:
@@ -106,9 +91,6 @@ class ContinueRank:
         session.ranks[self.rank].stopped = False
         session.ranks[self.rank].send(signal.SIGCONT)
         return f"rank {self.rank} continues"
-
-    def undo(self, session: Session) -> str:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -122,9 +104,6 @@ class KillRank:
         session.ranks[self.rank].send(signal.SIGKILL)
         return f"rank {self.rank} killed"
 
-    def undo(self, session: Session) -> str:
-        return ""
-
 
 @dataclass(frozen=True)
 class AddRank:
@@ -137,9 +116,6 @@ class AddRank:
 
     def do(self, session: Session) -> str:
         return f"rank {session.add_rank(self.node)} added on node {self.node}"
-
-    def undo(self, session: Session) -> str:
-        return ""
 
 
 Disturbance = SlowLink | RestoreLink | SlowRank | RestoreRank | StopRank | ContinueRank | KillRank | AddRank

@@ -14,14 +14,14 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from phalanx.lab.network import Loopback, Network
-from phalanx.lab.script import Disturbance, Event, Script, SlowLink, check_disturbance
+from phalanx.lab.script import Disturbance, Event, RestoreLink, Script, SlowLink, check_disturbance
 from phalanx.lab.slowdown import Slowdown, slow_down
 from phalanx.lab.spec import LabSpec
 from phalanx.launch.signals import Wish, wishes
@@ -171,7 +171,7 @@ class Session:
         self.events: list[tuple[float, str]] = []  # seconds since the start, what was done or seen
         self._name, self._start_rank, self._logs, self._say, self._grace = name, start_rank, logs, say, grace
         self._slow: dict[int, Slowdown] = {}
-        self._done: list[Disturbance] = []
+        self._slow_links: set[int] = set()
         self._failed: Rank | None = None
         self._end_at, self._closed = float("inf"), False
         self._began = time.monotonic()
@@ -199,17 +199,9 @@ class Session:
         if rank is not None and not self.ranks[rank].running:
             return self._log(f"{disturbance} came too late: rank {rank} had ended")
         done = disturbance.do(self)
-        self._done.append(disturbance)
+        if isinstance(disturbance, SlowLink):
+            self._slow_links.add(disturbance.node)
         self._log(done or f"{disturbance}: nothing to do")
-
-    @contextmanager
-    def disturbed(self, disturbance: Disturbance) -> Iterator[None]:
-        """Done for as long as the `with` block lasts."""
-        self.disturb(disturbance)
-        try:
-            yield
-        finally:
-            self._undo(disturbance)
 
     def wait(self, script: Script = ()) -> int:
         """Until all ranks have ended, doing what the script says; 0 or the exit code of the rank that failed first.
@@ -237,10 +229,8 @@ class Session:
             return
         self._closed = True
         self._end_all()
-        for disturbance in reversed(self._done):
-            if isinstance(disturbance, SlowLink):
-                disturbance.undo(self)
-        self._done.clear()
+        for node in self._slow_links:
+            RestoreLink(node).do(self)
         for rank in list(self._slow):
             self.speed_up(rank)
 
@@ -268,11 +258,6 @@ class Session:
         number, local_rank = len(self.ranks), sum(rank.place.node == node for rank in self.ranks)
         self.ranks.append(self._start_rank(number, number + 1, node, local_rank))
         return number
-
-    def _undo(self, disturbance: Disturbance) -> None:
-        done = disturbance.undo(self)
-        if done:
-            self._log(done)
 
     def _do_due(self, pending: deque[Event]) -> None:
         while pending and pending[0].seconds <= self.seconds:
