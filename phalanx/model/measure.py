@@ -7,19 +7,17 @@ writes the facts shipped with the package anew; how long segments take is the pr
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
 
 import torch
-from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx import tasks
 from phalanx.errors import CaptureError
-from phalanx.expressions import Fit, evaluate
+from phalanx.expressions import Fit
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import (
@@ -34,20 +32,14 @@ from phalanx.model.facts.facts import (
     to_json,
 )
 from phalanx.model.graph import graphs
-from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.graph.normalise import retarget
+from phalanx.model.graph.blocks import Block, Blocks
+from phalanx.model.interpret import HELD, SHARED, Tracer, storage, tensor_ports, without_contents
 from phalanx.model.ops.operators import as_on_gpu
-from phalanx.model.segment import policies
-from phalanx.model.segment.compile import Compiler
-from phalanx.model.segment.joint import Joint, trace
+from phalanx.model.segment.joint import Joint
 from phalanx.model.segment.segments import Footprint, Segment
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.zoo import ModelSpec, resolve
 
-_DEVICE = torch.device("cpu")
-# Ports whose tensors blocks may have in common; buffers and constants are held for good, so they cost nothing extra.
-_SHARED = ("wire", "value", "input")
-_HELD = ("parameter", "buffer", "constant")
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
@@ -88,100 +80,34 @@ class _Probe:
 
 
 class _Prober:
-    """Walks through the blocks on fake tensors, tracing each segment once for every set of shapes it is given."""
+    """Walks through the blocks on tensors without contents."""
 
     def __init__(self, captured: Captured, dtype: torch.dtype) -> None:
-        self.captured, self.blocks, self.dtype = captured, captured.blocks, dtype
-        self._trainable = set(captured.trainable)
-        self._mode = FakeTensorMode()
-        self._segments: dict[tuple[Any, ...], tuple[Joint, Segment]] = {}
-        self._differentiable: dict[str, bool] = {}  # per wire
-        self._tensors: dict[str, dict[str, Tensor]] = {
-            "parameter": {name: self._empty(shape, dtype) for name, shape in captured.shapes.items()},
-            "buffer": {name: self._empty(buffer.shape, buffer.dtype) for name, buffer in captured.buffers.items()},
-            "constant": {name: self._empty(c.shape, c.dtype) for name, c in self.blocks.constants.items()},
-        }
-
-    def _empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        with self._mode:
-            return torch.empty(tuple(shape), dtype=dtype, device=_DEVICE)
+        self._captured, self._dtype, self._mode = captured, dtype, FakeTensorMode()
+        self._tracer = Tracer(captured.blocks, captured.trainable, self._mode)
 
     def probe(self, dims: dict[str, int]) -> list[_Probe]:
         """Each block, in order, for a batch of these dims."""
-        self._start(dims)
-        probes: list[_Probe] = []
-        for block in self.blocks.blocks:
-            joint, segment = self._segment(block, [self._argument(port, dims) for port in block.ports])
-            for wire, node, differentiable in zip(block.outputs, joint.outputs, joint.differentiable, strict=True):
-                self._tensors["wire"][wire] = self._empty(node.meta["val"].shape, node.meta["val"].dtype)
-                self._differentiable[wire] = differentiable
-            probes.append(_describe(block, joint, segment))
-        return probes
-
-    def _start(self, dims: dict[str, int]) -> None:
-        """Inputs, dropout keys and what the prologue makes of them."""
-        dtypes = {"int64": torch.int64, "float": self.dtype}
-        sites = {name for block in self.blocks.blocks for name in block.names("dropout")}
-        self._tensors |= {
-            "input": {
-                spec.name: self._empty((d if isinstance(d, int) else dims[d] for d in spec.dims), dtypes[spec.dtype])
-                for spec in self.captured.inputs
-            },
-            "dropout": {name: self._empty([dims["batch"]], torch.int64) for name in sites},
-            "wire": {},
-        }
-        prologue = fx.GraphModule({}, _graph(self.blocks.prologue))
-        with self._mode, torch.no_grad():
-            values = prologue(*[self._argument(port, dims) for port in self.blocks.prologue_ports])
-        self._tensors["value"] = dict(zip(self.blocks.values, values, strict=True))
-
-    def _argument(self, port: Port, dims: dict[str, int]) -> Tensor | int:
-        return evaluate(port.name, dims) if port.kind == "size" else self._tensors[port.kind][port.name]
-
-    def _segment(self, block: Block, arguments: Sequence[Tensor | int]) -> tuple[Joint, Segment]:
-        """What `segments.build` makes when nothing is recomputed, with the joint graph it was made from."""
-        ports = [port for port in block.ports if port.kind != "size"]
-        wants = tuple(self._wants_gradient(port) for port in ports)
-        shapes = tuple((a.shape, a.dtype, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
-        key = (block.template, wants, shapes)
-        if key not in self._segments:
-            is_parameter = [port.kind == "parameter" for port in ports]
-            joint = trace(_graph(self.blocks.templates[block.template].text), arguments, wants, is_parameter, None)
-            segment = Segment(joint, is_parameter, policies.used_by_backward(joint), Compiler("off"), products=True)
-            self._segments[key] = joint, segment
-        return self._segments[key]
-
-    def _wants_gradient(self, port: Port) -> bool:
-        if port.kind == "parameter":
-            return port.name in self._trainable
-        return port.kind == "wire" and self._differentiable[port.name]
-
-
-def _graph(text: str) -> fx.Graph:
-    graph = graphs.load(text)
-    retarget(graph, _DEVICE)
-    return graph
+        captured = self._captured
+        values = without_contents(captured, captured.blocks, captured.shapes, self._dtype, dims, self._mode)
+        return [_describe(block, *self._tracer.trace(block, values)) for block in captured.blocks.blocks]
 
 
 def _describe(block: Block, joint: Joint, segment: Segment) -> _Probe:
     """What the segment keeps, by storage: views of one tensor are kept at the price of one."""
-    kept = {_storage(node): node.meta["val"].untyped_storage().nbytes() for node in segment.saved_nodes}
-    ports = [port for port in block.ports if port.kind != "size"]
+    kept = {storage(node): node.meta["val"].untyped_storage().nbytes() for node in segment.saved_nodes}
+    ports = tensor_ports(block)
     for port, node in zip(ports, joint.inputs, strict=True):
-        if port.kind in _HELD:
-            kept.pop(_storage(node), None)
-    places = {_storage(node): port.name for port, node in zip(ports, joint.inputs, strict=True) if port.kind in _SHARED}
-    places |= {_storage(node): wire for wire, node in zip(block.outputs, joint.outputs, strict=True)}
+        if port.kind in HELD:
+            kept.pop(storage(node), None)
+    places = {storage(node): port.name for port, node in zip(ports, joint.inputs, strict=True) if port.kind in SHARED}
+    places |= {storage(node): wire for wire, node in zip(block.outputs, joint.outputs, strict=True)}
     return _Probe(
         outputs=tuple((tuple(n.meta["val"].shape), _dtype_name(n.meta["val"].dtype)) for n in joint.outputs),
         saved=sum(kept.values()),
-        shared=tuple((places[storage], size) for storage, size in kept.items() if storage in places),
+        shared=tuple((places[at], size) for at, size in kept.items() if at in places),
         footprint=segment.footprint,
     )
-
-
-def _storage(node: fx.Node) -> int:
-    return node.meta["val"].untyped_storage()._cdata
 
 
 class _Fitted:
