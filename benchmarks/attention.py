@@ -96,8 +96,7 @@ def _candidates(case: Case) -> dict[str, Callable[[], object]]:
     """Each computes the output and all gradients of the same tensors."""
     import torch
 
-    from phalanx.model.ops.chunked import Chunked
-    from phalanx.model.ops.kernels import Attention, Kernel
+    from phalanx.model.ops.kernels import Attention, Chunked, Kernel
     from phalanx.model.ops.tiled import Tiled
 
     torch.manual_seed(0)

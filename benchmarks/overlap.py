@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import overlap_rank
 import report
-from contest_setting import Setting
+from compare_setting import Setting
 from overlap_cases import AIM, CALIBRATED, CPU, GPU, MODES, Case, Kind
 from overlap_figures import figures
 from overlap_page import HEADERS, panels, rows, sentence

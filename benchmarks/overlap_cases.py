@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contest_setting import Size
+from compare_setting import Size
 
 from phalanx.lab.gpu import PROVEN
 

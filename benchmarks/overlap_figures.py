@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from contest import TOLERANCE, quartiles
+from compare import TOLERANCE, quartiles
 from overlap_cases import BASE
 from overlap_rank import KINDS, Seen
 

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from contest_setting import Setting
+from compare_setting import Setting
 from overlap_silence import Communication, silent
 from torch import Tensor
 

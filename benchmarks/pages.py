@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import attention
-import contest_page
+import compare_page
 import overlap_page
 import peers_page
 import scaling_page
@@ -36,7 +36,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "tp_shares": tp_shares_page.page,
     "overlap": overlap_page.page,
     "tp_dispatch": tp_dispatch.page,
-    **{name: partial(contest_page.page, name) for name in contest_page.INTRO},
+    **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }
 
 

@@ -1,4 +1,4 @@
-"""HuggingFace Accelerate as a contestant: its DDP and its FSDP2, with the settings of the plain torch contestants."""
+"""HuggingFace Accelerate to compare with: its DDP and its FSDP2, with the settings of the plain torch sides."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
-from contest import Step
-from contest_setting import CLIP, Setting, adamw
+from compare import Step
+from compare_setting import CLIP, Setting, adamw
 from peer_phalanx import layers_of, mean_over_ranks, plain_model
 from torch import nn
 

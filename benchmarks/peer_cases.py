@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from contest_setting import Size
-from peer_team import Entrant
+from compare_setting import Size
+from peer_workers import Entrant
 
 OURS = "Phalanx"
 PACKAGES = {  # of peers that are not part of torch; none of them is needed by Phalanx

@@ -1,4 +1,4 @@
-"""DeepSpeed as a contestant: ZeRO 1, 2 and 3, and its pipeline with stages that hold equal numbers of parameters."""
+"""DeepSpeed to compare with: ZeRO 1, 2 and 3, and its pipeline with stages that hold equal numbers of parameters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import deepspeed
 import torch
-from contest import Step
-from contest_setting import CLIP, Setting, adamw
+from compare import Step
+from compare_setting import CLIP, Setting, adamw
 from deepspeed.pipe import PipelineModule
 from peer_phalanx import mean_over_ranks, plain_model
 from torch import nn

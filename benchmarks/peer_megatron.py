@@ -1,4 +1,4 @@
-"""Megatron-core as a contestant: its GPT model of the same shape, with its distributed optimizer, or under 1F1B.
+"""Megatron-core to compare with: its GPT model of the same shape, with its distributed optimizer, or under 1F1B.
 
 It builds its own model, so weights are its own; shape, batch, precision, clipping and optimizer settings are the same.
 """
@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from contest import Step
-from contest_setting import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Setting
+from compare import Step
+from compare_setting import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Setting
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel

@@ -1,4 +1,4 @@
-"""Phalanx as a contestant, and what all contestants built on the plain HuggingFace model have in common."""
+"""Phalanx as one of the sides, and what all those built on the plain HuggingFace model have in common."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from contest import Step, our_rank, our_step
-from contest_setting import Setting
+from compare import Step, our_rank, our_step
+from compare_setting import Setting
 from torch import Tensor, nn
 
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
-from phalanx.model.graph.layers import find_layers
+from phalanx.model.graph.units import find_layers
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 

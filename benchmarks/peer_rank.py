@@ -1,6 +1,6 @@
-"""One rank of a contestant: a process that a lab starts and `peer_team.py` leads. Not for users.
+"""One rank of a side: a process that a lab starts and `peer_workers.py` leads. Not for users.
 
-Arguments: the folder of the leader's socket, and the port at which the contestant's ranks meet.
+Arguments: the folder of the leader's socket, and the port at which the side's ranks meet.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
-    from contest import Step
-    from contest_setting import Setting
-    from peer_team import Entrant, Order
+    from compare import Step
+    from compare_setting import Setting
+    from peer_workers import Entrant, Order
 
     from phalanx.launch.seat import Seat
     from phalanx.plan.plan import Plan

@@ -1,4 +1,4 @@
-"""torchtitan as a contestant: its Llama model of the same shape under its FSDP, with its flexible attention, compiled.
+"""torchtitan to compare with: its Llama model of the same shape under its FSDP, with its flexible attention, compiled.
 
 It builds its own model, so weights are its own; shape, batch, precision, clipping and optimizer settings are the same.
 """
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from contest import Step
-from contest_setting import CLIP, Setting, adamw
+from compare import Step
+from compare_setting import CLIP, Setting, adamw
 from peer_phalanx import mean_over_ranks
 from torch import nn
 from torch_pipeline import causal_loss

@@ -29,10 +29,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
-from contest_setting import Setting, Size
+from compare_setting import Setting, Size
 from peer_cases import CPU_SIZES, GPU_SIZES, LINK_SIZES, OURS, TINY_SIZES, TITLES, entrants
-from peer_heats import Heats, versions
-from peer_team import Entrant
+from peer_rounds import Rounds, versions
+from peer_workers import Entrant
 from peers_page import HEADERS, rows
 
 from phalanx.errors import PhalanxError
@@ -65,13 +65,13 @@ def _of_model(lab: Lab, shape: str, sizes: Mapping[str, Size], options: argparse
     setting = Setting(shape, size, "bfloat16" if options.gpu else "float32", masters=True)
     asked = [e for e in entrants(lab.spec.ranks, size.samples, options.plans) if e.peer == OURS or _wanted(e, options)]
     with ExitStack() as stack:
-        heats = stack.enter_context(Heats(lab, setting, rounds=options.rounds, steps=options.steps, say=_say))
+        rounds = stack.enter_context(Rounds(lab, setting, rounds=options.rounds, steps=options.steps, say=_say))
         known: dict[str, Any] = {"model": shape, "title": TITLES[shape], "ranks": lab.spec.ranks, "size": asdict(size)}
-        known["ours"] = heats.choose_ours([e for e in asked if e.peer == OURS])
+        known["ours"] = rounds.choose_ours([e for e in asked if e.peer == OURS])
         known["peers"] = []
         for peer in dict.fromkeys(e.peer for e in asked if e.peer != OURS):
-            known["peers"].append(heats.meet(peer, [e for e in asked if e.peer == peer]))
-            known["ours"] = heats.ours()
+            known["peers"].append(rounds.meet(peer, [e for e in asked if e.peer == peer]))
+            known["ours"] = rounds.ours()
             yield known
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from contest import verdict
+from compare import verdict
 from peer_cases import OURS, TITLES, entrants
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -24,7 +24,7 @@ INTRO = """# Phalanx beside its peers
 What users would pick instead trains the same model on the same batch, on the same ranks, with the same precision,
 clipping to the global gradient norm and AdamW, dropout 0. Embedding and head are not tied, because torch's pipelines
 cannot share a weight. Every setting named below was tried for a moment, and the fastest of each peer met the fastest of
-our plans in alternating rounds, each contestant in processes of its own; losses were checked to agree first. Ratios are
+our plans in alternating rounds, each side in processes of its own; losses were checked to agree first. Ratios are
 formed within rounds: median and quartiles, above 1 we are faster. *faster* and *slower* mean that both quartiles say
 so. Peak memory is that of the rank that needs most: on GPUs what was allocated there, on CPUs all of its process,
 libraries included.

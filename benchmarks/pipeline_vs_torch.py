@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from contest_face import Case, run
+from compare_cli import Case, run
 from torch_pipeline import SCHEDULES, pipeline
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import scaling_page
-from contest_setting import Setting, Size
+from compare_setting import Setting, Size
 from scaling_ranks import Training, run_in_turn, slowest
 
 from phalanx.launch.crew import Crew
@@ -69,7 +69,7 @@ def main() -> None:
 
 def _start_ups(extent: Extent) -> Iterator[dict[str, Any]]:
     """The depths in turn, so that drift of the machine hits all alike."""
-    _python("-c", "import phalanx.trainer")  # reads the files of the libraries once, for all
+    _python("-c", "import phalanx.training.trainer")  # reads the files of the libraries once, for all
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for _ in range(extent.starts):
         for layers in extent.layers:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from contest_setting import LR, Setting
+from compare_setting import LR, Setting
 from torch import Tensor
 
 from phalanx.config import RunConfig

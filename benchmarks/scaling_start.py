@@ -65,20 +65,20 @@ def _add(a: Part, b: Part, sign: int = 1) -> Part:
 
 def measure(layers: int) -> dict[str, Part]:
     began = now()
-    import phalanx.loop
     import phalanx.model.capture
-    import phalanx.prepare
-    import phalanx.trainer
+    import phalanx.training.loop
+    import phalanx.training.prepare
+    import phalanx.training.trainer
 
     imported = since(began)
     clock = Clock()
-    clock.watch(phalanx.loop, "prepare")
-    clock.watch(phalanx.prepare, "capture")
+    clock.watch(phalanx.training.loop, "prepare")
+    clock.watch(phalanx.training.prepare, "capture")
     clock.watch(phalanx.model.capture, "self_check")
     for name in ("open_weights", "load_buffers", "Rank"):
-        clock.watch(phalanx.loop, name)
+        clock.watch(phalanx.training.loop, name)
     with tempfile.TemporaryDirectory() as folder:
-        phalanx.trainer.train(
+        phalanx.training.trainer.train(
             _model(layers), "synthetic", callbacks=[clock], task="causal-lm", steps=STEPS, batch_size=SAMPLES,
             seq_len=TOKENS, dropout=0.0, out=folder, export=False, progress="off", device="cpu",
         )  # fmt: skip

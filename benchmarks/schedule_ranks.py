@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from contest_setting import Setting
+from compare_setting import Setting
 from torch import Tensor
 
 from phalanx.comm.links import Links

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import plot
 import report
-from contest_setting import Setting, Size
+from compare_setting import Setting, Size
 from schedule_profile import FUSED, SPLIT, Profile, costs, profile, with_own_blocks
 from schedule_ranks import Bench, Seen, run_bench
 from shared_gpu import rank_environment, shared_gpu

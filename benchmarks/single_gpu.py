@@ -138,7 +138,7 @@ def _huggingface(spec: Any, batch: dict[str, Any], options: argparse.Namespace) 
     if options.candidate == "compiled":
         model.compile()
     elif options.candidate == "compiled layers":
-        from phalanx.model.graph.layers import find_layers
+        from phalanx.model.graph.units import find_layers
 
         for layers in find_layers(model):
             for layer in model.get_submodule(layers.path):

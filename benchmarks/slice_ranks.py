@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from contest_setting import LR, Setting
+from compare_setting import LR, Setting
 from schedule_ranks import measure_link
 from torch import Tensor
 
@@ -22,11 +22,11 @@ from phalanx.engine.measured import recording
 from phalanx.engine.rank import Rank
 from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
-from phalanx.model.slice.slicing import slice_model
+from phalanx.model.slicing import slice_model
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
+from phalanx.profile.slice_fit import Measurement, grid
 from phalanx.profile.slice_run import SliceRun, layers
-from phalanx.profile.slices import Measurement, grid
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
 from phalanx.tasks.base import Batch

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.model.facts.facts import ModelFacts
+from phalanx.plan.fields import write_slicings
 from phalanx.plan.plan import Plan
-from phalanx.plan.slices import ModelledTimes, Times, plan_batch
-from phalanx.plan.slicing import write_slicings
+from phalanx.plan.slice_search import ModelledTimes, Times, plan_batch
 from phalanx.program.compile import compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link
 from phalanx.program.from_facts import Device, costs_of_facts, shape_of_facts

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import plot
 import report
-from contest_setting import Setting, Size
+from compare_setting import Setting, Size
 from shared_gpu import rank_environment, shared_gpu
 from slice_ranks import Case, Effort, Facts, Seen, median_of, profile, run_case
 from slice_simulation import BlockTimes, Known, ends_of, planned
@@ -37,10 +37,10 @@ from phalanx.engine.measured import merge
 from phalanx.launch.crew import Crew
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import ModelFacts
-from phalanx.model.facts.measure import footprints, measure
+from phalanx.model.measure import footprints, measure
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.profile.slices import Fit, fit
+from phalanx.profile.slice_fit import Fit, fit
 from phalanx.program.from_facts import shape_of_facts
 from phalanx.program.instructions import Op
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.plan.slices import Times
+from phalanx.plan.slice_search import Times
 from phalanx.program.costs import Link
 
 GRAIN = 8  # tokens, as published

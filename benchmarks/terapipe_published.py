@@ -28,8 +28,8 @@ import plot
 import report
 from terapipe_model import FINE, FORMS, GRAIN, PLANNED, Device, Run, Setting, calibrate, read
 
-from phalanx.plan.slices import plan_batch, slice_seconds, step_seconds
-from phalanx.profile.slices import planned_by_depth
+from phalanx.plan.slice_search import plan_batch, slice_seconds, step_seconds
+from phalanx.profile.slice_fit import planned_by_depth
 
 PUBLISHED = Path(__file__).parent.parent.parent / "shared" / "data" / "published_runs.csv"
 SLICINGS = (1, 4, 8, 16, 32, 64, FINE)

@@ -1,6 +1,6 @@
 """Data parallel training with torch's own tools: DistributedDataParallel and FSDP2, each in its faster variants.
 
-Each function builds one contestant on one rank. Half precision is done as is usual there: autocast for DDP, a mixed
+Each function builds one side on one rank. Half precision is done as is usual there: autocast for DDP, a mixed
 precision policy for FSDP2; both keep float32 weights and reduce float32 gradients, as Phalanx does.
 """
 
@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest import Build, Step
-from contest_setting import CLIP, Setting, adamw
+from compare import Build, Step
+from compare_setting import CLIP, Setting, adamw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.launch.seat import Seat
-from phalanx.model.graph.layers import find_layers
+from phalanx.model.graph.units import find_layers
 from phalanx.plan.plan import Plan
 
 

@@ -1,7 +1,7 @@
 """Pipelines with torch.distributed.pipelining: the same cuts, micro-batches and schedules as Phalanx, stages by hand.
 
 Stages are put together from the HuggingFace model's own modules, because `pipeline()` cannot split models with rotary
-positions. Only what is needed for the two shapes of `contest_setting` is here.
+positions. Only what is needed for the two shapes of `compare_setting` is here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest import Step
-from contest_setting import CLIP, Setting, adamw
+from compare import Step
+from compare_setting import CLIP, Setting, adamw
 from torch import Tensor, nn
 from torch.distributed import pipelining
 

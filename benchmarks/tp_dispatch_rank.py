@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from contest import quartiles
+from compare import quartiles
 from overlap_silence import silent
 from torch import Tensor
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 from plot import Panel, Point
 
-from phalanx.cli.inspect import choose_dims
+from phalanx.cli.models import choose_dims
 from phalanx.model.facts.facts import load
 from tests.parity.architectures import ARCHITECTURES
 

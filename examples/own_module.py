@@ -55,7 +55,7 @@ class Summer(nn.Module):
 
 
 class Best:
-    """A callback: remembers the lowest loss. Its methods are those in `phalanx.callbacks.HOOKS`."""
+    """A callback: remembers the lowest loss. Its methods are those in `phalanx.training.reporting.HOOKS`."""
 
     def __init__(self) -> None:
         self.loss = float("inf")

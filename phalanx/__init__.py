@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from phalanx.config import RunConfig
     from phalanx.errors import PhalanxError
     from phalanx.plan.plan import Plan
-    from phalanx.trainer import Trainer, train
+    from phalanx.training.trainer import Trainer, train
     from phalanx.verification.verify import verify
 
 __version__ = "0.1.0"
@@ -21,8 +21,8 @@ __version__ = "0.1.0"
 __all__ = ["Plan", "PhalanxError", "RunConfig", "Trainer", "__version__", "train", "verify"]
 
 _HOMES = {
-    "train": "phalanx.trainer",
-    "Trainer": "phalanx.trainer",
+    "train": "phalanx.training.trainer",
+    "Trainer": "phalanx.training.trainer",
     "RunConfig": "phalanx.config",
     "Plan": "phalanx.plan.plan",
     "verify": "phalanx.verification.verify",

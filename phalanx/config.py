@@ -1,11 +1,13 @@
 """RunConfig: every option a user can set, once, with its type, its limits and one line that explains it.
 
-The command line, YAML files and Python all go through it, so an option means and is refused the same everywhere. It
-holds what the user asked for, not what was derived from it: the plan, the device and the model are resolved later.
+The command line, YAML files and Python all go through it, so an option means and is refused the same everywhere; what
+pydantic found wrong is said in our words. It holds what the user asked for, not what was derived from it: the plan, the
+device and the model are resolved later.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +16,9 @@ from typing import Any, Literal, Self, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from phalanx.config_text import explain, plain_value, plan_text, read_mapping
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.plan import fields as plan_fields
 from phalanx.plan.plan import Plan
@@ -246,3 +249,75 @@ def _check_together(config: RunConfig) -> None:
         raise ConfigError(f"option optimizer = {config.optimizer!r} is unknown", suggestion)
     if config.profile_steps is not None:
         parse_steps(config.profile_steps)
+
+
+_OF_OTHERS = ("optimizer_options", "model_options")  # options whose value holds options of something else
+
+
+def explain(error: ValidationError, options: Mapping[str, FieldInfo]) -> ConfigError:
+    """What is wrong with which options, and what to do about it."""
+    # A value that fits no member of a union is reported once per member; the first one stands for all.
+    details = {detail["loc"][:2]: detail for detail in reversed(error.errors(include_url=False))}
+    problems = [_explain_one(detail, options) for detail in reversed(details.values())]
+    if len(problems) == 1:
+        return ConfigError(*problems[0])
+    return ConfigError("\n  ".join([f"{len(problems)} options are wrong:", *(f"{m}; {hint}" for m, hint in problems)]))
+
+
+def plain_value(value: Any) -> Any:
+    """'0.9' → 0.9, 'true' → True: YAML reads 1e-3 as text, and the command line has nothing but texts."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value.lower())
+    except ValueError:
+        return value
+
+
+def plan_text(given: str | Path) -> str:
+    """A plan as text, which may also stand in a file."""
+    return read_plan(Path(given)) if Path(given).suffix in (".json", ".yaml", ".yml") else str(given)
+
+
+def read_plan(path: Path) -> str:
+    """The text of the plan in a file."""
+    try:
+        text = plan_fields.write(plan_fields.take(read_mapping(path)))
+        plan_fields.read(text)  # refuses in a file what it refuses in a text
+    except PhalanxError as error:
+        raise type(error)(f"option plan: {path}: {error.message}", error.hint) from None
+    return text
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What a YAML or JSON file says, by name."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", "give the path of a YAML or JSON file") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"is neither YAML nor JSON: {error}", "correct the line that is named") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"holds a {type(content).__name__}, not options", "write one 'option: value' per line")
+    return {str(name): value for name, value in cast(dict[Any, Any], content).items()}
+
+
+def _explain_one(detail: ErrorDetails, options: Mapping[str, FieldInfo]) -> tuple[str, str]:
+    """(what is wrong, what to do) for one of pydantic's findings."""
+    name, *inner = (str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"unknown option {name!r}", nearest(name, options)
+    field = options[name]
+    shown = f"option {'.'.join([name, *inner[:1]])} = {detail['input']!r}"
+    if detail["type"] == "literal_error":
+        allowed = [str(value) for value in get_args(field.annotation)]
+        return f"{shown} is not one of {', '.join(allowed)}", nearest(str(detail["input"]), allowed)
+    if name in _OF_OTHERS and inner:
+        return f"{shown} must be a number, a text, true, false or a list of numbers", f"{name}: {field.description}"
+    if detail["type"] == "missing":
+        return f"option {name} = {detail['input']!r} lacks a value", f"{name}: {field.description}"
+    said = re.sub(r"^(Value error, must|\w+ should) ", "must ", detail["msg"])
+    return f"{shown} {said}", f"{name}: {field.description}"

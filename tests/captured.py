@@ -17,9 +17,8 @@ from phalanx.engine.totals import StepRun
 from phalanx.launch.seat import Seat
 from phalanx.model import interpret, reference
 from phalanx.model.capture import capture
-from phalanx.model.captured import Captured
+from phalanx.model.captured import Captured, attention_sites
 from phalanx.model.graph.blocks import Blocks
-from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.ops import random
 from phalanx.model.zoo import zoo
 from phalanx.params.flat import Piece

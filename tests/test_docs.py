@@ -103,7 +103,7 @@ def test_a_command_that_the_program_does_not_take_is_found():
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_every_python_call_in_the_docs_uses_options_that_exist(block: Block):
-    from phalanx.trainer import train
+    from phalanx.training.trainer import train
     from phalanx.verification.case import Case
 
     options = {

@@ -17,9 +17,9 @@ from phalanx.data import open_data
 from phalanx.model import reference
 from phalanx.model.zoo.zoo import resolve
 from phalanx.params.lr_schedule import lr_factor
-from phalanx.prepare import open_weights
 from phalanx.state import checkpoint
-from phalanx.trainer import Trainer
+from phalanx.training.prepare import open_weights
+from phalanx.training.trainer import Trainer
 from tests.run_helpers import HALF, SHORT, NoDecay, padded_samples, records, short_config, short_run
 
 LLAMA, GPT2 = "phalanx-demo", "gpt2"

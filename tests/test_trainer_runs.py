@@ -14,7 +14,7 @@ from phalanx.cli.main import main
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.state import checkpoint
-from phalanx.trainer import Trainer
+from phalanx.training.trainer import Trainer
 from tests.run_helpers import losses, padded_samples, records, short_config, short_run
 
 LLAMA, GPT2 = "phalanx-demo", "gpt2"

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.engine.inputs import Inputs
-from phalanx.model.ops.past import Past
+from phalanx.model.ops.slice_attention import Past
 from tests.run_helpers import losses, records, short_run
 
 # Dropout, clipping, warm-up, and batches that end inside an epoch of 7 samples; 5-3-1 does not divide 16 tokens.

@@ -19,12 +19,7 @@ from phalanx.config import cache_folder
 from phalanx.observe.format import bytes_text
 
 # The modules that the extra of that name in pyproject.toml installs.
-EXTRAS = {
-    "web": ("starlette", "uvicorn"),
-    "plots": ("matplotlib",),
-    "solver": ("scipy",),
-    "metrics": ("prometheus_client", "pynvml", "psutil"),
-}
+EXTRAS = {"plots": ("matplotlib",)}
 
 
 def register(app: typer.Typer) -> None:

@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phalanx.cli import inspect_slices, inspect_tensor
+from phalanx.cli.models import DTYPES, PIPED_WIDTH, TOKENS, choose_dims, find_facts, run_name
 from phalanx.errors import ConfigError, nearest
-from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, load, runs
-from phalanx.model.graph.expressions import evaluate
+from phalanx.expressions import evaluate
+from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, runs
 from phalanx.observe.format import bytes_text, number_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from phalanx.model.captured import Captured
-    from phalanx.model.zoo.zoo import ModelSpec
-
-TOKENS = 2048
-DTYPES = ("bfloat16", "float32", "float64")
-_PIPED_WIDTH = 160  # a file has no width, and a table squeezed into 80 columns cannot be read
 
 
 def register(app: typer.Typer) -> None:
@@ -79,48 +71,6 @@ def inspect(
         inspect_tensor.print_report(facts, dims, plan, split)
     else:
         _print(facts, dims)
-
-
-def find_facts(model: str, task: str | None, dtype: str, tiny: bool, live: bool) -> ModelFacts:
-    """The shipped facts where they are about exactly this, otherwise those of a capture."""
-    is_folder = (Path(model).expanduser() / "config.json").is_file()  # a folder goes before a zoo model of its name
-    shipped = None if tiny or live or is_folder else load(model)
-    if shipped is not None and shipped.dtype == dtype and task in (None, shipped.task):
-        return shipped
-
-    import torch
-
-    from phalanx.model.facts.measure import measure
-
-    spec, captured = capture_model(model, task, dtype, tiny)
-    return measure(spec, captured, getattr(torch, dtype))
-
-
-def capture_model(model: str, task: str | None, dtype: str, tiny: bool) -> tuple[ModelSpec, Captured]:
-    """The model as blocks, read from the cache where it was captured before."""
-    import torch
-
-    from phalanx import tasks
-    from phalanx.model.capture import capture
-    from phalanx.model.zoo.zoo import resolve
-
-    spec = resolve(model, task=task, tiny=tiny)
-    return spec, capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=getattr(torch, dtype))
-
-
-def choose_dims(facts: ModelFacts, batch: int, tokens: int | None) -> dict[str, int]:
-    """The dims to show the model at; source and target of an encoder–decoder are equally long."""
-    if tokens is not None and "tokens" not in facts.dims:
-        raise ConfigError(
-            f"option tokens = {tokens} does nothing: the inputs of {facts.name!r} have a fixed size", "leave tokens out"
-        )
-    if tokens is not None and facts.max_tokens is not None and tokens > facts.max_tokens:
-        raise ConfigError(
-            f"option tokens = {tokens} is more than {facts.name!r} has positions for",
-            f"choose tokens between 1 and {facts.max_tokens}",
-        )
-    length = tokens or min(TOKENS, facts.max_tokens or TOKENS)
-    return {dim: batch if dim == "batch" else length for dim in facts.dims}
 
 
 def totals(facts: ModelFacts, dims: Dims) -> dict[str, int]:
@@ -177,7 +127,7 @@ def _block_data(block: BlockFacts, dims: Dims) -> dict[str, Any]:
 def _print(facts: ModelFacts, dims: Dims) -> None:
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     shape = ", ".join(f"{name} {size}" for name, size in dims.items())
     console.print(f"{facts.name}  [dim]{facts.task}, {facts.dtype}, {shape}[/dim]", highlight=False)
     console.print(_block_table(facts, dims))
@@ -207,15 +157,6 @@ def _block_table(facts: ModelFacts, dims: Dims) -> RenderableType:
         )
         table.add_row(*map(Text, cells))
     return table
-
-
-def run_name(run: Sequence[BlockFacts]) -> str:
-    """One block by its name, several of one list as 'model.layers.0 … 79  ×80'."""
-    first, last = run[0].name, run[-1].name
-    if len(run) == 1:
-        return first
-    place, _, index = last.rpartition(".")
-    return f"{first} … {index if first.startswith(f'{place}.') else last}  ×{len(run)}"
 
 
 def _totals_table(facts: ModelFacts, dims: Dims) -> RenderableType:

@@ -11,19 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.patience import patiently
+from phalanx.cli.models import PIPED_WIDTH, capture_model, patiently
 from phalanx.errors import ConfigError, nearest
 from phalanx.model.facts.facts import ModelFacts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from phalanx.profile.slice_report import SliceReport
-    from phalanx.profile.slices import Fit
+    from phalanx.profile.slice_fit import Fit, SliceReport
 
 STAGES = 4
 DEVICES = ("auto", "cpu", "cuda")
-_PIPED_WIDTH = 160  # a file has no width
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,9 @@ def find_slices(
         import torch
 
         from phalanx import tasks
-        from phalanx.cli.inspect import capture_model
         from phalanx.launch.seat import local_device
-        from phalanx.model.slice.slicing import slice_model
-        from phalanx.profile.slice_report import report
+        from phalanx.model.slicing import slice_model
+        from phalanx.profile.slice_fit import report
         from phalanx.profile.slice_run import SliceRun, layers
 
         spec, captured = capture_model(model, task, facts.dtype, tiny)
@@ -106,7 +103,7 @@ def _fit_data(fit: Fit) -> dict[str, Any]:
 def print_slices(facts: ModelFacts, dims: Mapping[str, int], found: Found) -> None:
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False, markup=False)
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, markup=False)
     shape = ", ".join(f"{name} {size}" for name, size in dims.items())
     console.print(f"{facts.name}  {facts.task}, {facts.dtype}, {shape}", soft_wrap=True)
     console.print(f"\nms of a slice of {found.block} on {found.device}, forward and backward", style="dim")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.patience import patiently
+from phalanx.cli.models import PIPED_WIDTH, capture_model, patiently
 from phalanx.errors import PlanError
 from phalanx.model.facts.facts import ModelFacts
 from phalanx.observe.format import bytes_text, number_text
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from phalanx.model.shard.report import BlockReport, Collective, Report, WeightSplit
 
-_PIPED_WIDTH = 160  # a file has no width
 _ORDER = ("vocabulary", "columns", "rows", "elements", "samples", "whole")
 
 
@@ -50,7 +49,6 @@ def find_report(
     with patiently(f"reading and splitting the graph of {facts.name}"):
         import torch
 
-        from phalanx.cli.inspect import capture_model
         from phalanx.model.shard.report import report
 
         _, captured = capture_model(model, task, facts.dtype, tiny)
@@ -65,7 +63,7 @@ def as_data(found: Report, plan: Plan) -> dict[str, Any]:
 def print_report(facts: ModelFacts, dims: Mapping[str, int], plan: Plan, found: Report) -> None:
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False, markup=False)
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, markup=False)
     shape = ", ".join(f"{name} {size}" for name, size in dims.items())
     console.print(f"{facts.name}  {facts.task}, {facts.dtype}, {shape}; {plan.text}", soft_wrap=True)
     console.print(_split_table(found))

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli.inspect import DTYPES, TOKENS, capture_model, choose_dims, find_facts
-from phalanx.cli.patience import patiently
-from phalanx.config_text import plan_text
+from phalanx.cli.models import DTYPES, TOKENS, capture_model, choose_dims, find_facts, patiently
+from phalanx.config import plan_text
 from phalanx.errors import ConfigError, PlanError, nearest
 
 if TYPE_CHECKING:
@@ -138,9 +137,7 @@ def _read(path: Path, world: int) -> Timeline:
 
 
 def _write(timelines: Mapping[str, Timeline], **paths: Path | None) -> None:
-    from phalanx.observe.chrome import chrome_trace
-    from phalanx.observe.program_png import write_png
-    from phalanx.observe.program_svg import svg
+    from phalanx.observe.program_files import chrome_trace, svg, write_png
 
     writers = {
         "svg": lambda path: path.write_text(svg(timelines), encoding="utf-8"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from phalanx.cli.inspect import run_name
+from phalanx.cli.models import PIPED_WIDTH, run_name
 from phalanx.model.facts.facts import BlockFacts, ModelFacts, runs
 from phalanx.observe.format import bytes_text, number_text
-from phalanx.observe.program_bars import duration_text
-from phalanx.observe.program_text import chart
+from phalanx.observe.program_text import chart, duration_text
 from phalanx.plan.mesh import Mesh
 from phalanx.program.compare import Pair, compare
 from phalanx.program.from_facts import Device
@@ -22,15 +21,13 @@ if TYPE_CHECKING:
 
     from phalanx.program.predict import Prediction
 
-_PIPED_WIDTH = 160  # a file has no width
-
 
 def print_report(
     facts: ModelFacts, prediction: Prediction, timelines: Mapping[str, Timeline], is_terminal: bool
 ) -> None:
     from rich.console import Console
 
-    console = Console(width=None if is_terminal else _PIPED_WIDTH, highlight=False, markup=False)
+    console = Console(width=None if is_terminal else PIPED_WIDTH, highlight=False, markup=False)
     plan = prediction.completed.plan
     sizes = ", ".join(f"{name} {size}" for name, size in prediction.dims.items())
     console.print(f"{facts.name}: {facts.task}, {facts.dtype}; a micro-batch is {sizes}", soft_wrap=True)

@@ -33,7 +33,7 @@ def train(**options: Any) -> None:
     given = {name: _read(name, value) for name, value in options.items() if value not in (None, [], ())}
     config = RunConfig.load(file).override(**given) if file else RunConfig.create(**given)
 
-    from phalanx.trainer import Trainer
+    from phalanx.training.trainer import Trainer
 
     Trainer.from_config(config).fit()
 

@@ -11,14 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.arrays import ARRAY_SUFFIXES, open_array
-from phalanx.data.broken import BrokenData
-from phalanx.data.limits import longest
 from phalanx.data.order import Order
 from phalanx.data.own import OwnSamples, is_own_dataset, shown
-from phalanx.data.samples import Request, Samples, WindowSamples
-from phalanx.data.sources import NAMED, Source, dataset_source, existing, file_source, is_dataset
-from phalanx.data.synthetic import SyntheticSamples, is_synthetic
+from phalanx.data.samples import Request, Samples, SyntheticSamples, WindowSamples, is_synthetic, longest
+from phalanx.data.sources import NAMED, BrokenData, Source, dataset_source, existing, file_source, is_dataset
+from phalanx.data.stream import ARRAY_SUFFIXES, open_array
 from phalanx.data.text import text_samples
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
@@ -163,10 +160,10 @@ def _folder(item: str, request: Request) -> Samples:
     if not path.is_dir():
         raise DataError(f"{path} is not a folder", f"task {request.task.name} learns from a folder; give one")
     if request.task.modality == "image":
-        from phalanx.data.images import image_samples
+        from phalanx.data.media import image_samples
 
         return image_samples(path, request)
-    from phalanx.data.audio import speech_samples
+    from phalanx.data.media import speech_samples
 
     return speech_samples(path, request, _tokenizer(request, str(path)))
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx.data.limits import require_limits
-from phalanx.data.samples import Indices, Request, Samples, as_batch
+from phalanx.data.samples import Indices, Request, Samples, as_batch, require_limits
 from phalanx.errors import DataError
 from phalanx.tasks.base import Batch
 from phalanx.tasks.vocabulary import shift_right

@@ -1,7 +1,8 @@
 """The packed token stream: all documents end to end on disk, memory-mapped, with the offsets where they end.
 
 A finished stream is a folder that appears at once or not at all, so ranks may build the same one side by side. A
-growing stream is the private spool of a source that can be read only once.
+growing stream is the private spool of a source that can be read only once. Arrays of token ids that the user brings
+(.npy, raw .bin) are used where they lie; their ids are checked as they are read, not all at the start.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+
+from phalanx.errors import DataError
 
 _TOKENS, _ENDS, _META = "tokens.bin", "ends.npy", "meta.json"
 
@@ -153,3 +156,33 @@ class GrowingStream:
             tokens = _map(self._folder / _TOKENS, self._dtype)
             self._read = TokenStream(tokens, np.asarray(self._writer.ends, np.int64))
         return self._read
+
+
+ARRAY_SUFFIXES = (".npy", ".bin")
+
+
+def open_array(path: Path, *, vocab_size: int, tokens: int) -> TokenStream:
+    """The array as a stream without document boundaries. A .bin is uint16, or uint32 if the vocabulary needs it."""
+    array = _map_array(path, token_dtype(vocab_size))
+    if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
+        raise DataError(
+            f"{path} holds {array.dtype.name} values of shape {list(array.shape)}, not token ids",
+            "save a 1-D array (one stream) or a 2-D array (one sample per row) of integers",
+        )
+    if array.ndim == 2 and array.shape[1] != tokens:
+        raise DataError(
+            f"the rows of {path} have {array.shape[1]} tokens, but a sample has {tokens}",
+            f"set the sample length to {array.shape[1]}, or save a 1-D array, which is cut to any length",
+        )
+    return TokenStream(array.reshape(-1), ends=None)
+
+
+def _map_array(path: Path, raw_dtype: np.dtype[Any]) -> NDArray[Any]:
+    try:
+        if path.suffix.lower() == ".npy":
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        return np.memmap(path, raw_dtype, mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(
+            f"{path} cannot be read as an array ({error})", f"save token ids with numpy.save or as raw {raw_dtype.name}"
+        ) from error

@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.broken import BrokenData, warn_skipped
-from phalanx.data.files import Record
 from phalanx.data.samples import ArrivingSamples, RecordSamples, Request, Samples, WindowSamples
-from phalanx.data.sources import Source
+from phalanx.data.sources import BrokenData, Record, Source, warn_skipped
 from phalanx.data.stream import GrowingStream, Piece, build_stream
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError

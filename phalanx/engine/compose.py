@@ -15,9 +15,9 @@ import torch
 from phalanx.engine.graph import ExecutionGraph
 from phalanx.model.captured import Captured
 from phalanx.model.graph.blocks import Block, Blocks
-from phalanx.model.graph.sharded import Sharded
 from phalanx.model.shard.shard import shard
-from phalanx.model.slice.slicing import Sliced, slice_model
+from phalanx.model.shard.sharded import Sharded
+from phalanx.model.slicing import Sliced, slice_model
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import ModelShape, Partition, Step
 

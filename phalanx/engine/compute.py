@@ -11,10 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from phalanx.expressions import evaluate
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.graph.expressions import evaluate
 from phalanx.model.graph.normalise import retarget, without_dropout
+from phalanx.model.interpret import tensor_ports
 from phalanx.model.ops import random
 from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
@@ -110,10 +111,6 @@ class Compute:
             evaluate(port.name, dims) if port.kind == "size" else held[port.kind][port.name]
             for port in self.blocks.prologue_ports
         ]
-
-
-def tensor_ports(block: Block) -> list[Port]:
-    return [port for port in block.ports if port.kind != "size"]
 
 
 def _shapes(arguments: Sequence[Tensor | int]) -> tuple[object, ...]:

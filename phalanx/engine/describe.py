@@ -14,12 +14,12 @@ from phalanx.engine.compute import Compute
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.sample_shard import SampleShard
 from phalanx.engine.trace import Tracer
+from phalanx.expressions import evaluate
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import DTYPE_BYTES
-from phalanx.model.graph.expressions import evaluate
 from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment.compile import Compiler
-from phalanx.model.slice.slicing import TOKENS, WHOLE_TOKENS
+from phalanx.model.slicing import TOKENS, WHOLE_TOKENS
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import Costs
 from phalanx.program.from_facts import Device, bucket_costs

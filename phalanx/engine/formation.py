@@ -12,7 +12,7 @@ from functools import cached_property
 from phalanx.comm.links import Channel, Direction, Flow, Group, Links
 from phalanx.engine.gradients import Reduction
 from phalanx.engine.sample_shard import SampleShard
-from phalanx.model.graph.sharded import Sharded
+from phalanx.model.shard.sharded import Sharded
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.state_facts import StateFacts
 from phalanx.plan.mesh import Mesh

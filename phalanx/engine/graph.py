@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.model.graph.blocks import Block, Blocks
-from phalanx.model.graph.sharded import Part, Sharded
+from phalanx.model.shard.sharded import Part, Sharded
 from phalanx.program.instructions import Instruction
 
 

@@ -16,9 +16,9 @@ from phalanx.engine.compute import Compute
 from phalanx.engine.sample_shard import SampleShard
 from phalanx.errors import DataError, PlanError
 from phalanx.model.captured import Captured
-from phalanx.model.ops.past import Past, Slice
 from phalanx.model.ops.random import sample_keys
-from phalanx.model.slice.slicing import TOKENS, WHOLE_TOKENS, Sliced
+from phalanx.model.ops.slice_attention import Past, Slice
+from phalanx.model.slicing import TOKENS, WHOLE_TOKENS, Sliced
 from phalanx.tasks.base import Batch
 
 Key = tuple[int, int, str, str]  # slice, tensor degree, kind and name of a port

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.comm.links import Channel, Direction
 from phalanx.comm.pending import Pending
-from phalanx.engine.compute import Compute, tensor_ports
+from phalanx.engine.compute import Compute
 from phalanx.engine.gradients import BucketGradients, Reduced, Sum, together
 from phalanx.engine.graph import ExecutionGraph
 from phalanx.engine.inputs import Inputs
@@ -24,8 +24,9 @@ from phalanx.engine.redistribute import Arriving, Mover
 from phalanx.engine.totals import Place, StepRun, Totals
 from phalanx.engine.trace import Traced, Tracer
 from phalanx.model.graph.blocks import Block
-from phalanx.model.graph.sharded import Exchange
+from phalanx.model.interpret import tensor_ports
 from phalanx.model.segment.segments import Call, Segment, Source, WeightCall
+from phalanx.model.shard.sharded import Exchange
 from phalanx.params.parameters import Parameters
 from phalanx.plan.plan import Plan
 from phalanx.program.bind import bind

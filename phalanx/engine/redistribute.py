@@ -13,9 +13,8 @@ from torch import Tensor
 
 from phalanx.comm.links import Group
 from phalanx.comm.pending import Pending
-from phalanx.model.graph.expressions import evaluate
-from phalanx.model.graph.sharded import Exchange
-from phalanx.model.shard.exchanges import BACKWARD, FORWARD
+from phalanx.expressions import evaluate
+from phalanx.model.shard.sharded import BACKWARD, FORWARD, Exchange
 
 Dims = Mapping[str, int]
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.engine.compute import Compute, tensor_ports
+from phalanx.engine.compute import Compute
 from phalanx.engine.graph import ExecutionGraph
 from phalanx.engine.inputs import Inputs
+from phalanx.expressions import evaluate
 from phalanx.model.graph.blocks import Block
-from phalanx.model.graph.expressions import evaluate
-from phalanx.model.graph.sharded import Part
-from phalanx.model.segment.footprint import total_bytes
+from phalanx.model.interpret import tensor_ports
 from phalanx.model.segment.joint import Outline
-from phalanx.model.segment.segments import Segment, storage
+from phalanx.model.segment.segments import Segment, storage, total_bytes
+from phalanx.model.shard.sharded import Part
 from phalanx.program.shape import Backward, ModelShape, Step
 
 _RESIDENT = ("parameter", "buffer", "constant")

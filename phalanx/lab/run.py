@@ -19,13 +19,19 @@ from pathlib import Path
 from types import TracebackType
 
 from phalanx.errors import ConfigError
-from phalanx.lab import gpu, network, owned, ranks, slowdown
-from phalanx.lab.disturb import RestoreLink, SlowLink
+from phalanx.lab import gpu, network, owned, slowdown
 from phalanx.lab.network import Loopback, Network, NoNetworkError
-from phalanx.lab.script import Script, read_script
-from phalanx.lab.session import Session
-from phalanx.lab.spec import TIMED, LabSpec
-from phalanx.lab.units import rate_text
+from phalanx.lab.script import RestoreLink, Script, SlowLink, read_script
+from phalanx.lab.session import (
+    Place,
+    Rank,
+    Session,
+    assign_cores,
+    start_process,
+    torchrun_variables,
+    without_launchers,
+)
+from phalanx.lab.spec import TIMED, LabSpec, rate_text
 
 GRACE_SECONDS = 30.0
 VARIABLE = "PHALANX_LAB"  # tells a command inside what it runs in, notes included, for its reports
@@ -94,12 +100,12 @@ class Lab:
         """Start a command on all ranks. Wait for the session, or close it."""
         argv, port = find_command(command), self._free_port()
 
-        def start_rank(rank: int, world: int, node: int, local_rank: int) -> ranks.Rank:
+        def start_rank(rank: int, world: int, node: int, local_rank: int) -> Rank:
             local_world = max(local_rank + 1, self.spec.ranks_per_node)
-            cores = ranks.assign_cores(self._cores, rank, self._threads)
-            place = ranks.Place(rank, world, node, self.spec.nodes, local_rank, local_world, cores)
+            cores = assign_cores(self._cores, rank, self._threads)
+            place = Place(rank, world, node, self.spec.nodes, local_rank, local_world, cores)
             log = self.logs / f"rank-{rank}.log" if rank else None
-            return ranks.start(place, [*self.network.enter(node), *argv], self._environment(place, port), log)
+            return start_process(place, [*self.network.enter(node), *argv], self._environment(place, port), log)
 
         session = Session(
             self._name, self.spec, self.network, start_rank, logs=self.logs, say=self._say, grace=self._grace
@@ -111,9 +117,9 @@ class Lab:
         """What the lab is, and what of it is not as asked for: for every report about what ran in it."""
         return [str(self.effective), *(f"note: {note}" for note in self.notes)]
 
-    def _environment(self, place: ranks.Place, port: int) -> Mapping[str, str]:
-        variables = ranks.without_launchers(os.environ)
-        variables |= ranks.torchrun_variables(place, self.network.address(0), port, self.network.interface)
+    def _environment(self, place: Place, port: int) -> Mapping[str, str]:
+        variables = without_launchers(os.environ)
+        variables |= torchrun_variables(place, self.network.address(0), port, self.network.interface)
         variables |= self._variables
         if self.spec.gpu_share is not None:
             variables |= gpu.rank_variables(place.rank, self.network.interface)

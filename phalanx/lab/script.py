@@ -1,32 +1,135 @@
-"""The time line of disturbances: `5s slow_link node=1 rate=100mbit; 12s restore_link node=1; 20s kill rank=3`.
+"""What can be done to a lab while a command runs in it, and the time line that says when.
 
-Read from a text or a file (one per line, # starts a comment) and checked against the lab before anything starts.
+Links and ranks are slowed and restored, ranks stopped, killed, added: each disturbance is a value that can be done to a
+session, which logs it with its time. A time line, `5s slow_link node=1 rate=100mbit; 12s restore_link node=1; 20s kill
+rank=3`, is read from a text or a file (one per line, # starts a comment) and checked against the lab before anything
+starts.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx.errors import ConfigError, PhalanxError, nearest
-from phalanx.lab import disturb
-from phalanx.lab.disturb import Disturbance
 from phalanx.lab.slowdown import LEAST_PERCENT
-from phalanx.lab.spec import LabSpec
-from phalanx.lab.units import read_percent, read_rate, read_seconds
+from phalanx.lab.spec import LabSpec, rate_text, read_percent, read_rate, read_seconds
+
+if TYPE_CHECKING:
+    from phalanx.lab.session import Session
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """A node's cable carries less, both ways."""
+
+    node: int
+    rate: int  # bits per second
+
+    def do(self, session: Session) -> str:
+        session.network.set_rate(self.node, self.rate)
+        return f"link of node {self.node} limited to {rate_text(self.rate)}"
+
+
+@dataclass(frozen=True)
+class RestoreLink:
+    """A node's cable is as in the lab's description again."""
+
+    node: int
+
+    def do(self, session: Session) -> str:
+        rate = session.spec.link
+        session.network.set_rate(self.node, rate)
+        return f"link of node {self.node} back at {rate_text(rate) if rate else 'full speed'}"
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank gets only a part of its cores' time."""
+
+    rank: int
+    percent: int
+
+    def do(self, session: Session) -> str:
+        return f"rank {self.rank} slowed: {session.slow_down(self.rank, self.percent)}"
+
+
+@dataclass(frozen=True)
+class RestoreRank:
+    """A slowed rank gets its cores back."""
+
+    rank: int
+
+    def do(self, session: Session) -> str:
+        return f"rank {self.rank} back at full speed" if session.speed_up(self.rank) else ""
+
+
+@dataclass(frozen=True)
+class StopRank:
+    """A rank stands still, with all its connections open, as if its machine hung."""
+
+    rank: int
+
+    def do(self, session: Session) -> str:
+        session.ranks[self.rank].stopped = True
+        session.ranks[self.rank].send(signal.SIGSTOP)
+        return f"rank {self.rank} stopped"
+
+
+@dataclass(frozen=True)
+class ContinueRank:
+    """A stopped rank goes on."""
+
+    rank: int
+
+    def do(self, session: Session) -> str:
+        session.ranks[self.rank].stopped = False
+        session.ranks[self.rank].send(signal.SIGCONT)
+        return f"rank {self.rank} continues"
+
+
+@dataclass(frozen=True)
+class KillRank:
+    """A rank dies without a word. There is no way back; its number stays empty."""
+
+    rank: int
+
+    def do(self, session: Session) -> str:
+        session.ranks[self.rank].killed = True
+        session.ranks[self.rank].send(signal.SIGKILL)
+        return f"rank {self.rank} killed"
+
+
+@dataclass(frozen=True)
+class AddRank:
+    """One more process with the next rank number and a world that is one larger; the others are told nothing.
+
+    Only a job that takes in new ranks by itself can make use of it.
+    """
+
+    node: int
+
+    def do(self, session: Session) -> str:
+        return f"rank {session.add_rank(self.node)} added on node {self.node}"
+
+
+Disturbance = SlowLink | RestoreLink | SlowRank | RestoreRank | StopRank | ContinueRank | KillRank | AddRank
+
 
 WORDS: Mapping[str, type[Disturbance]] = {
-    "slow_link": disturb.SlowLink,
-    "restore_link": disturb.RestoreLink,
-    "slow_rank": disturb.SlowRank,
-    "restore_rank": disturb.RestoreRank,
-    "stop_rank": disturb.StopRank,
-    "continue_rank": disturb.ContinueRank,
-    "kill_rank": disturb.KillRank,
-    "add_rank": disturb.AddRank,
+    "slow_link": SlowLink,
+    "restore_link": RestoreLink,
+    "slow_rank": SlowRank,
+    "restore_rank": RestoreRank,
+    "stop_rank": StopRank,
+    "continue_rank": ContinueRank,
+    "kill_rank": KillRank,
+    "add_rank": AddRank,
 }
 _WRITTEN = {"percent": "share"}  # where a field is not written by its own name
 _EXAMPLES = {"node": "node=1", "rank": "rank=0", "rate": "rate=100mbit", "share": "share=50%"}
@@ -61,7 +164,7 @@ def check_script(events: list[Event], spec: LabSpec) -> None:
     num_ranks = spec.ranks
     for event in events:
         check_disturbance(event.disturbance, spec, num_ranks)
-        num_ranks += isinstance(event.disturbance, disturb.AddRank)
+        num_ranks += isinstance(event.disturbance, AddRank)
 
 
 def check_disturbance(disturbance: Disturbance, spec: LabSpec, num_ranks: int) -> None:
@@ -70,9 +173,9 @@ def check_disturbance(disturbance: Disturbance, spec: LabSpec, num_ranks: int) -
         raise ConfigError(f"script: there is no rank {rank} then", f"use rank=0 … rank={num_ranks - 1}")
     if not 0 <= node < spec.nodes:
         raise ConfigError(f"script: there is no node {node}", f"use node=0 … node={spec.nodes - 1}")
-    if isinstance(disturbance, disturb.SlowLink | disturb.RestoreLink) and spec.nodes == 1:
+    if isinstance(disturbance, SlowLink | RestoreLink) and spec.nodes == 1:
         raise ConfigError("script: one node has no links", "describe a lab with nodes=2 or more")
-    if isinstance(disturbance, disturb.SlowRank | disturb.RestoreRank) and spec.gpu_share is not None:
+    if isinstance(disturbance, SlowRank | RestoreRank) and spec.gpu_share is not None:
         raise ConfigError(
             "script: the GPU share of a rank that runs cannot be changed: it is read when the rank starts",
             "start with a smaller gpu_share, or slow a rank of a CPU lab",

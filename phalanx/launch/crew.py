@@ -28,7 +28,7 @@ from phalanx.launch.signals import Wish, wishes
 from phalanx.launch.watch import Watch
 
 _TICK_SECONDS = 0.2
-PRELOAD = ("torch", "phalanx.comm.links", "phalanx.trainer")
+PRELOAD = ("torch", "phalanx.comm.links", "phalanx.training.trainer")
 
 
 class Crew:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,10 @@ from phalanx.config import cache_folder
 from phalanx.errors import CaptureError
 from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs, hooks, stamp
-from phalanx.model.graph.blocks import Blocks, cut
+from phalanx.model.graph.blocks import Block, Blocks, Port, Template, cut
 from phalanx.model.graph.export import export
-from phalanx.model.graph.flat import FlatGraph
-from phalanx.model.graph.layers import find_layers
-from phalanx.model.graph.serialise import blocks_from_json, blocks_to_json
+from phalanx.model.graph.functionalise import FlatGraph
+from phalanx.model.graph.units import find_layers
 from phalanx.model.selfcheck import self_check
 from phalanx.model.weights.weights import tied_names
 from phalanx.model.zoo.zoo import ModelSpec, build
@@ -183,3 +183,45 @@ def _write(path: Path | None, blocks: Blocks, notes: list[str]) -> None:
     temporary = path.with_suffix(f".{id(blocks)}.tmp")
     temporary.write_text(json.dumps({"blocks": blocks_to_json(blocks), "notes": notes}))
     temporary.replace(path)
+
+
+def blocks_to_json(blocks: Blocks) -> dict[str, Any]:
+    return {
+        "blocks": [asdict(block) for block in blocks.blocks],
+        "templates": {key: asdict(template) for key, template in blocks.templates.items()},
+        "prologue": blocks.prologue,
+        "prologue_ports": [asdict(port) for port in blocks.prologue_ports],
+        "values": blocks.values,
+        "loss": blocks.loss,
+        "count": blocks.count,
+        "constants": {name: _constant_to_json(value) for name, value in blocks.constants.items()},
+    }
+
+
+def blocks_from_json(data: dict[str, Any]) -> Blocks:
+    return Blocks(
+        blocks=tuple(Block(b["name"], b["template"], _ports(b["ports"]), tuple(b["outputs"])) for b in data["blocks"]),
+        templates={key: Template(t["text"], tuple(t["units"]), t["flops"]) for key, t in data["templates"].items()},
+        prologue=data["prologue"],
+        prologue_ports=_ports(data["prologue_ports"]),
+        values=tuple(data["values"]),
+        loss=data["loss"],
+        count=data["count"],
+        constants={name: _constant_from_json(value) for name, value in data["constants"].items()},
+    )
+
+
+def _ports(rows: list[dict[str, str]]) -> tuple[Port, ...]:
+    return tuple(Port(row["kind"], row["name"]) for row in rows)
+
+
+def _constant_to_json(value: torch.Tensor) -> dict[str, Any]:
+    return {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "values": value.flatten().tolist(),
+    }
+
+
+def _constant_from_json(row: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(row["values"], dtype=getattr(torch, row["dtype"])).reshape(row["shape"])

@@ -15,10 +15,9 @@ from torch import Tensor
 from phalanx import tasks
 from phalanx.errors import CaptureError, ConfigError
 from phalanx.model import interpret, reference
-from phalanx.model.captured import Captured
-from phalanx.model.graph.dropout_sites import attention_sites, dropout_keys
+from phalanx.model.captured import Captured, attention_sites, dropout_keys
 from phalanx.model.ops import random
-from phalanx.model.zoo.tiny import tiny
+from phalanx.model.zoo.configure import tiny
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.tasks.base import Input
 from phalanx.tasks.vocabulary import most_positions

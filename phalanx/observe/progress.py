@@ -1,7 +1,7 @@
 """What a run prints while it trains: a live display, plain lines, JSON lines or nothing.
 
-Progress only shows records; it measures nothing and keeps nothing. The live display is in live.py, so that rich is
-imported only where it is used.
+Progress only shows records; it measures nothing and keeps nothing. The live display draws when a step arrives (at most
+ten times a second) and starts no thread of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +9,16 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
 
 from phalanx.observe.format import bytes_text, field_texts, number_text, seconds_text
 from phalanx.observe.runlog import json_line
@@ -44,8 +52,6 @@ def make_progress(mode: str, json: bool = False, log_every: int = 10, stream: Te
     if mode == "auto":
         mode = "rich" if out.isatty() and os.environ.get("TERM") != "dumb" else "plain"
     if mode == "rich":
-        from phalanx.observe.live import LiveProgress
-
         return LiveProgress(out)
     assert mode in ("plain", "off"), mode
     return PlainProgress(out, log_every) if mode == "plain" else SilentProgress()
@@ -156,3 +162,65 @@ def speed_text(record: Record) -> str:
     if record.get("mfu") is not None:
         return f"MFU {record['mfu']:.1%}"
     return number_text(record["flops_per_second"], "FLOP/s")
+
+
+_SECONDS_BETWEEN_DRAWS = 0.1
+
+
+class LiveProgress:
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream)
+        self._bar = Bar(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TaskProgressColumn(),
+            console=self._console,
+            auto_refresh=False,
+            expand=True,
+        )
+        self._live: Live | None = None
+        self._smooth = SmoothedLoss()
+        self._numbers = Text("waiting for the first step", style="dim")
+        self._drawn = 0.0
+
+    def start(self, header: Record, total_steps: int, first_step: int = 0) -> None:
+        self._console.print(_table(header))
+        self._bar.add_task("training", total=total_steps, completed=first_step)
+        self._live = Live(self._view(), console=self._console, auto_refresh=False)
+        self._live.start(refresh=True)
+
+    def step(self, record: Record) -> None:
+        assert self._live is not None, "start() comes before step()"
+        task = self._bar.tasks[0]
+        self._bar.update(task.id, completed=record["step"])
+        parts = step_texts(record, self._smooth.add(record))
+        self._numbers = Text(" · ").join(Text(part) for part in parts)
+        if record.get("skipped") or record.get("eval_loss") is not None:
+            self.message(f"step {record['step']}  " + "  ".join(parts))
+        if time.monotonic() - self._drawn >= _SECONDS_BETWEEN_DRAWS or record["step"] == task.total:
+            self._drawn = time.monotonic()
+            self._live.update(self._view(), refresh=True)
+
+    def message(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def finish(self, summary: Record) -> None:
+        self.close()
+        self._console.print(_table(summary))
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _view(self) -> Group:
+        return Group(self._bar, self._numbers)
+
+
+def _table(values: Record) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in values.items():
+        label, text = field_texts(name, value)
+        table.add_row(Text(label, style="bold"), Text(text))
+    return table

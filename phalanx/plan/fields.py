@@ -2,16 +2,139 @@
 
 Reads what was given into a mapping of only those fields, so that `complete` can tell what is still to be decided. Which
 values go together is not known here (`rules.py`).
+
+Two fields have a grammar of their own. Slicings: lengths joined by '-', slicings by '/', a single number for so many
+equal slices, as in `512-512-1024` and `3-2-1/4`; lengths are relative, so that one fits sequences of any length.
+Degrees: a layer's units joined by ':', layers by '+', equal ones counted with '*', as in `4:4*2+2:1*6`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any, cast
 
 from phalanx.errors import PlanError, nearest
-from phalanx.plan import degrees, slicing
+
+Slicings = tuple[tuple[int, ...], ...]  # of the micro-batches in turn: micro-batch i has slicing i % their number
+
+SLICES_EXAMPLE = [[512, 512, 1024], [1, 1]]
+
+_SLICING = re.compile(r"\d{1,4}|\d{1,9}(?:-\d{1,9})+", re.ASCII)
+
+
+def read_slicings(name: str, text: str) -> Slicings:
+    """Reads what `write_slicings` wrote; the error names the word and what may stand there."""
+    slicings: list[tuple[int, ...]] = []
+    for word in text.split("/"):
+        if _SLICING.fullmatch(word) is None:
+            place = f"plan: {name}='{text}': " if word != text else f"plan: {name}="
+            form = "the number of equal slices, or lengths joined by '-'; different slicings joined by '/'"
+            raise PlanError(f"{place}'{word}' is not a slicing", f"write {form}: {name}=4, {name}=512-512-1024/3-1")
+        lengths = [int(length) for length in word.split("-")]
+        slicings.append((1,) * lengths[0] if len(lengths) == 1 else _canonical(lengths))
+    return tuple(slicings)
+
+
+def write_slicings(slicings: Slicings) -> str:
+    """The shortest text that `read_slicings` reads back."""
+    return "/".join(str(len(s)) if s == (1,) * len(s) else "-".join(map(str, s)) for s in slicings)
+
+
+def take_slicings(value: object) -> Slicings:
+    """The same from lists, as a JSON file has them; raises a TypeError."""
+    slicings = [_items(slicing) for slicing in _items(value)]
+    if any(type(length) is not int for slicing in slicings for length in slicing):
+        raise TypeError
+    return tuple(_canonical(cast(Sequence[int], slicing)) for slicing in slicings)
+
+
+def bounds(slicing: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """Where `tokens` are cut: one edge more than there are slices, each slice with at least one token.
+
+    Lengths that add up to `tokens` are taken exactly, others scaled and rounded.
+    """
+    number, total = len(slicing), sum(slicing)
+    if tokens < number:
+        message = f"plan: slices={write_slicings((tuple(slicing),))} cuts {tokens} tokens into {number} slices"
+        raise PlanError(message, f"use {tokens} slices or fewer, or longer sequences")
+    edges = [0]
+    for i, end in enumerate(accumulate(slicing), start=1):
+        rounded = -((total - 2 * tokens * end) // (2 * total))  # to the nearest, of two the lower
+        edges.append(min(max(rounded, edges[-1] + 1), tokens - (number - i)))
+    return tuple(edges)
+
+
+def _canonical(slicing: Sequence[int]) -> tuple[int, ...]:
+    """Equal slices are the same whatever their length."""
+    equal = len(set(slicing)) == 1 and slicing[0] > 0
+    return (1,) * len(slicing) if equal else tuple(slicing)
+
+
+Degrees = tuple[tuple[int, ...], ...]  # of each layer's units; one layer stands for all, one number for all its units
+
+DEGREES_EXAMPLE = [[4, 4], [2, 1]]
+
+_LAYERS = re.compile(r"(\d{1,6}(?::\d{1,6})*)(?:\*([1-9]\d{0,3}))?", re.ASCII)
+
+
+def read_degrees(name: str, text: str) -> Degrees:
+    """Reads what `write_degrees` wrote; the error names the word and what may stand there."""
+    layers: list[tuple[int, ...]] = []
+    for word in text.split("+"):
+        match = _LAYERS.fullmatch(word)
+        if match is None:
+            place = f"plan: {name}='{text}': " if word != text else f"plan: {name}="
+            form = "a layer's units joined by ':', layers by '+', equal ones counted with '*'"
+            raise PlanError(f"{place}'{word}' is not the degrees of a layer", f"write {form}: {name}=4:4*2+2:1*6")
+        units, count = match.groups()
+        layers += [tuple(int(unit) for unit in units.split(":"))] * int(count or 1)
+    return tuple(layers)
+
+
+def write_degrees(degrees: Degrees) -> str:
+    """The shortest text that `read_degrees` reads back."""
+    runs = ((":".join(map(str, units)), len(list(equal))) for units, equal in groupby(degrees))
+    return "+".join(units if count == 1 else f"{units}*{count}" for units, count in runs)
+
+
+def take_degrees(value: object) -> Degrees:
+    """The same from lists, as a JSON file has them; raises a TypeError."""
+    return tuple(_take_units(layer) for layer in _items(value))
+
+
+def degrees_of_layer(degrees: Degrees, layer: int, num_units: int, num_layers: int) -> tuple[int, ...]:
+    """One degree for each unit of a layer; a PlanError where not as many are given as the model has."""
+    assert degrees and 0 <= layer < num_layers
+    if len(degrees) not in (1, num_layers):
+        first = min(len(degrees), num_layers)
+        lacks = f"layer {first} has none" if len(degrees) < num_layers else f"there is no layer {first}"
+        message = f"plan: degrees={write_degrees(degrees)} is for {len(degrees)} layers, and the model has {num_layers}"
+        raise PlanError(f"{message}: {lacks}", f"give {num_layers} layers, or one that stands for all")
+    units = degrees[layer if len(degrees) > 1 else 0]
+    if len(units) == 1:
+        return units * num_units
+    if len(units) != num_units:
+        shown = ":".join(map(str, units))
+        message = f"plan: degrees={shown} is for {len(units)} units, and layer {layer} of the model has {num_units}"
+        raise PlanError(message, f"give layer {layer} {num_units} degrees, or one that stands for all its units")
+    return units
+
+
+def _take_units(value: object) -> tuple[int, ...]:
+    units = _items(value)
+    if not units or any(type(unit) is not int for unit in units):
+        raise TypeError
+    return tuple(cast(Sequence[int], units))
+
+
+def _items(value: object) -> Sequence[object]:
+    if not isinstance(value, list | tuple):
+        raise TypeError
+    return cast(Sequence[object], value)
+
 
 Fields = dict[str, Any]  # a plan's fields by name, as many as are given
 
@@ -150,7 +273,7 @@ FORMS: Mapping[str, Form] = {
     "dp": _number(1),
     "tp": _number(1),
     "mb": _number(1),
-    "slices": Form(slicing.read_slicings, slicing.write_slicings, slicing.take_slicings, slicing.EXAMPLE),
+    "slices": Form(read_slicings, write_slicings, take_slicings, SLICES_EXAMPLE),
     "schedule": _word("1f1b"),
     "v": _number(1),
     "stages": Form(_read_counts, lambda counts: "-".join(map(str, counts)), _take_counts, [3, 4, 4, 3]),
@@ -159,7 +282,7 @@ FORMS: Mapping[str, Form] = {
     "zero_degree": _number(2),
     "gather": _word("step"),
     "reduce": _word("step"),
-    "degrees": Form(degrees.read_degrees, degrees.write_degrees, degrees.take_degrees, degrees.EXAMPLE),
+    "degrees": Form(read_degrees, write_degrees, take_degrees, DEGREES_EXAMPLE),
     "sequence": _yes_or_no(),
     "save": _word("result"),
     "overlap": _word("oases"),

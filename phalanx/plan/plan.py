@@ -13,10 +13,8 @@ from typing import Any, cast
 
 from phalanx.errors import PlanError
 from phalanx.plan import fields
-from phalanx.plan.degrees import Degrees, degrees_of_layer
-from phalanx.plan.rules import VIRTUAL_STAGES, validate
-from phalanx.plan.slicing import Slicings, bounds
-from phalanx.plan.tensor import OVERLAPS
+from phalanx.plan.fields import Degrees, Slicings, bounds, degrees_of_layer
+from phalanx.plan.rules import OVERLAPS, VIRTUAL_STAGES, validate
 
 SCHEDULES = tuple(VIRTUAL_STAGES)
 AXES = ("pp", "dp", "tp")
@@ -43,7 +41,7 @@ class Plan:
         samples. One layer stands for all layers, one number for all units of its layer. Empty: tp for all.
     sequence: between units, split activations along the tokens.
     save: what is kept of the gather that sequence=yes puts before a unit: its `result` or `input`. Empty: see `saves`.
-    overlap: how communication is hidden and what is computed again in the backward (`tensor.OVERLAPS`).
+    overlap: how communication is hidden and what is computed again in the backward (`rules.OVERLAPS`).
     pairs: the backward of a micro-batch and the forward of the next take turns, each hiding the other's communication.
     replicate: a unit with fewer heads than its degree lies whole on every rank, where it would be refused otherwise.
     """

@@ -1,26 +1,42 @@
 """Which values of a plan's fields may stand, alone and together; nothing about the model, the batch or the ranks.
 
-A value that would do nothing is refused with the reason, never ignored.
+A value that would do nothing is refused with the reason, never ignored. Whether the model's layers and heads suit the
+degrees is found when it is split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.errors import PlanError, nearest
-from phalanx.plan.divisors import divisors, listed
-from phalanx.plan.slicing import check_slices
-from phalanx.plan.tensor import check_tensor
+from phalanx.plan import fields
+from phalanx.plan.fields import write_slicings
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
+
+
+def divisors(number: int) -> list[int]:
+    """In rising order."""
+    assert number >= 1
+    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*low, *(number // divisor for divisor in low)})
+
+
+def listed(choices: Iterable[int | str]) -> str:
+    """`1, 2 or 4`."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
 
 # Virtual stages per rank. A schedule that is not interleaved is defined for this number only; interleaved for any more.
 VIRTUAL_STAGES: Mapping[str, int] = {
     "1f1b": 1, "eager-1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2,
 }  # fmt: skip
 PIPELINES_ONLY = {"interleaved": "one rank has no bubble to fill", "eager-1f1b": "there are no messages to hide"}
+SLICED_SCHEDULES = ("1f1b", "eager-1f1b", "gpipe", "zb-h1")  # that order slices
 MOMENTS = ("micro-batch", "step")
 
 
@@ -28,11 +44,11 @@ def validate(plan: Plan) -> None:
     """Raises a PlanError for the first rule that the plan breaks."""
     check_counts({"pp": plan.pp, "dp": plan.dp, "tp": plan.tp, "mb": plan.mb})
     _check_schedule(plan)
-    check_slices(plan)
+    _check_slices(plan)
     _check_stages(plan)
     _check_zero(plan)
     _check_moments(plan)
-    check_tensor(plan)
+    _check_tensor(plan)
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
@@ -72,6 +88,21 @@ def _check_stages(plan: Plan) -> None:
         raise PlanError(f"plan: stages={shown} leaves stage {empty} without blocks", "give every stage 1 block or more")
 
 
+def _check_slices(plan: Plan) -> None:
+    shown = f"slices={write_slicings(plan.slices)}"
+    for slicing in plan.slices:
+        if not slicing or min(slicing) < 1:
+            at = f", slice {next(i for i, length in enumerate(slicing) if length < 1)}" if slicing else ""
+            raise PlanError(f"plan: {shown} has a slice without tokens{at}", "give every slice a length of 1 or more")
+    if plan.slices and max(map(len, plan.slices)) == 1:
+        message = f"plan: {shown} does nothing: micro-batches of one slice are whole"
+        raise PlanError(message, "use slices=2 or more, or leave slices out")
+    if plan.slices and plan.schedule not in SLICED_SCHEDULES:
+        reason = "it orders whole micro-batches, and slices go forward in order and backward in reverse"
+        message = f"plan: {shown} cannot be ordered by schedule={plan.schedule}: {reason}"
+        raise PlanError(message, f"use schedule={listed(SLICED_SCHEDULES)}, or leave slices out")
+
+
 def _check_zero(plan: Plan) -> None:
     zero, degree, dp = plan.zero, plan.zero_degree, plan.dp
     if zero not in range(4):
@@ -101,3 +132,88 @@ def _check_moments(plan: Plan) -> None:
     if plan.reduce == "micro-batch" and plan.zero < 2:
         message = f"plan: reduce=micro-batch saves nothing with zero={plan.zero}: every rank has all its gradients"
         raise PlanError(message, "use zero=2 or 3, or reduce=step")
+
+
+class Overlap(NamedTuple):
+    """halves: interleaved parts of a micro-batch. again: what the backward computes again at a time, if anything."""
+
+    halves: int
+    again: str  # "", block or unit
+
+
+OVERLAPS: Mapping[str, Overlap] = {
+    "none": Overlap(1, ""),
+    "default_checkpoint": Overlap(1, "block"),
+    "optim_comm_checkpoint": Overlap(1, "unit"),
+    "overlap_checkpoint": Overlap(2, "block"),
+    "oases": Overlap(2, "unit"),
+    "halves": Overlap(2, ""),
+}
+SAVES = ("result", "input")
+_BY_UNIT = {"default_checkpoint": "optim_comm_checkpoint", "overlap_checkpoint": "oases"}  # block by block → by unit
+
+
+def _check_tensor(plan: Plan) -> None:
+    if plan.overlap not in OVERLAPS:
+        raise PlanError(f"plan: unknown overlap '{plan.overlap}'", nearest(plan.overlap, OVERLAPS))
+    if plan.save and plan.save not in SAVES:
+        raise PlanError(f"plan: unknown save '{plan.save}'", nearest(plan.save, SAVES))
+    if plan.tp == 1:
+        _check_alone(plan)
+    else:
+        _check_split(plan)
+
+
+def _check_alone(plan: Plan) -> None:
+    """With one tensor-parallel rank, what only acts between several is refused."""
+    reasons = {
+        "degrees": "every unit lies whole on its rank",
+        "sequence": "there is no other rank to split the tokens with",
+        "save": "nothing is gathered on the way into a unit",
+        "overlap": "there is no communication inside a block to hide",
+        "pairs": "there is no communication inside a block to hide",
+        "replicate": "every unit lies whole on its rank",
+    }
+    for name, reason in reasons.items():
+        value = getattr(plan, name)
+        if value and value != "none":
+            instead = "; recompute=yes computes blocks again" if name == "overlap" and plan.again else ""
+            message = f"plan: {fields.write({name: value})} does nothing with tp=1: {reason}"
+            raise PlanError(message, f"use tp=2 or more, or leave {name} out{instead}")
+
+
+def _check_split(plan: Plan) -> None:
+    if plan.recompute:
+        message = f"plan: recompute=yes leaves open, with tp={plan.tp}, which communication is repeated"
+        raise PlanError(message, "use overlap=optim_comm_checkpoint, which repeats none, and leave recompute out")
+    if plan.save and not plan.sequence:
+        message = f"plan: save={plan.save} does nothing with sequence=no: nothing is gathered on the way into a unit"
+        raise PlanError(message, "use sequence=yes, or leave save out")
+    if plan.save and plan.again == "block":
+        reason = "of a block that is computed again nothing is saved but what it was given"
+        message = f"plan: save={plan.save} does nothing with overlap={plan.overlap}: {reason}"
+        raise PlanError(message, f"use overlap={_BY_UNIT[plan.overlap]}, or leave save out")
+    if plan.pairs:
+        _check_pairs(plan)
+    for layer, units in enumerate(plan.degrees):
+        for degree in units:
+            if degree < 1 or plan.tp % degree:
+                place = f"layer {layer}" if len(plan.degrees) > 1 else "all layers"
+                given = fields.write({"degrees": plan.degrees})
+                message = f"plan: {given} has degree {degree} for {place}, which does not divide tp={plan.tp}"
+                raise PlanError(message, f"use {listed(divisors(plan.tp))}")
+
+
+def _check_pairs(plan: Plan) -> None:
+    if plan.pp > 1:
+        reason = "the next stage would wait for a forward that waits for the backward beside it"
+        raise PlanError(f"plan: pairs=yes lengthens a pipeline of pp={plan.pp}: {reason}", "use pp=1, or pairs=no")
+    if plan.schedule != "1f1b":
+        message = f"plan: pairs=yes does not go with schedule={plan.schedule}, which has no such neighbours"
+        raise PlanError(message, "use schedule=1f1b, or pairs=no")
+    if plan.slices:
+        message = "plan: pairs=yes does not go with slices, of which only the first of each micro-batch has a partner"
+        raise PlanError(message, "leave slices out, or use pairs=no")
+    if plan.gathers == "micro-batch":
+        message = "plan: pairs=yes needs the parameters of more blocks at once than zero=3 with gather=micro-batch has"
+        raise PlanError(message, "use gather=step, a smaller zero, or pairs=no")

@@ -1,7 +1,7 @@
 """Runs slices of some layers, forward and backward, as training would: the measuring function of a slice profile.
 
 The layers are blocks of the captured model with weights of no meaning; what a slice attends to is there, as zeros in
-the buffers of its past. What the times say, and where to cut, is for `slices.py` and `plan/slices.py`.
+the buffers of its past. What the times say, and where to cut, is for `slice_fit.py` and `plan/slice_search.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.compose import bucket_names
-from phalanx.engine.compute import Compute, tensor_ports
+from phalanx.engine.compute import Compute
 from phalanx.engine.gradients import Sum, together
 from phalanx.engine.graph import ExecutionGraph
 from phalanx.engine.inputs import Feeder, Inputs, num_samples
 from phalanx.engine.trace import Tracer
 from phalanx.model.graph.blocks import Block
+from phalanx.model.interpret import tensor_ports
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.segment.segments import Segment, Source
-from phalanx.model.slice.slicing import TOKENS, Sliced
+from phalanx.model.slicing import TOKENS, Sliced
 
 SCALE = 0.02  # of weights: zeros would be multiplied with less power, and so faster
 LOOPS = 2  # passes timed together: the next one is prepared while the device works, as in training

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, TensorFacts
-from phalanx.model.graph.expressions import evaluate
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import BucketCosts, Costs, Link
 from phalanx.program.shape import Backward, ModelShape, Step

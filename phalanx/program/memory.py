@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.model.graph.expressions import evaluate
+from phalanx.expressions import evaluate
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan
 from phalanx.program.costs import BucketCosts, Costs

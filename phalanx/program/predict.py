@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx.errors import PlanError
+from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import Dims, ModelFacts
-from phalanx.model.graph.expressions import evaluate
 from phalanx.plan.complete import Completed, complete
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan, compile_plan

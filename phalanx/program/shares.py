@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from phalanx.model.graph.expressions import evaluate
+from phalanx.expressions import evaluate
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import Costs
 from phalanx.program.instructions import Instruction, Op

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx.errors import PlanError
-from phalanx.model.graph.expressions import evaluate
+from phalanx.expressions import evaluate
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
 

@@ -1,6 +1,6 @@
 """Tasks: what a model is trained to do, and the batches it is called with.
 
-A task is one small file and one row in `TASKS`. Names are known without importing torch; `get` imports the file.
+A task is a class in a small file and a row in `TASKS`. Names are known without importing torch; `get` imports the file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 TASKS: dict[str, tuple[str, str]] = {
     "causal-lm": ("causal_lm", "CausalLM"),
     "masked-lm": ("masked_lm", "MaskedLM"),
-    "text-classification": ("text_classification", "TextClassification"),
-    "image-classification": ("image_classification", "ImageClassification"),
-    "speech-to-text": ("speech_to_text", "SpeechToText"),
-    "text-to-text": ("text_to_text", "TextToText"),
+    "text-classification": ("classification", "TextClassification"),
+    "image-classification": ("classification", "ImageClassification"),
+    "speech-to-text": ("sequence_to_sequence", "SpeechToText"),
+    "text-to-text": ("sequence_to_sequence", "TextToText"),
 }
 
 

@@ -1,19 +1,26 @@
 """Causal language modelling: predict every token from those before it.
 
-Learns from plain text in windows, or from conversations of which only the assistant's turns count.
+Learns from plain text in windows, or from conversations of which only the assistant's turns count: those are written
+with the tokenizer's own chat template where it has one, else with a plain one, `role: content` per line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from phalanx.tasks.base import IGNORE, Batch, BrokenRecord, Input, RecordTask, Sample, Windows, WindowTask
-from phalanx.tasks.chat import encode_conversation
-from phalanx.tasks.rows import (
+from phalanx.tasks.base import (
+    IGNORE,
+    Batch,
+    BrokenRecord,
+    Input,
+    RecordTask,
+    Sample,
+    Windows,
+    WindowTask,
     count_tokens,
     document_layout,
     mask_of_lengths,
@@ -25,6 +32,57 @@ from phalanx.tasks.vocabulary import pad_id, random_ids
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizer import Tokenizer
+
+Message = Mapping[str, str]
+
+
+def encode_conversation(messages: Any, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Token ids and labels of one conversation."""
+    turns = _checked(messages)
+    pieces = list(_templated(turns, tokenizer) if tokenizer.has_chat_template else _plain(turns))
+    ids: list[int] = []
+    labels: list[int] = []
+    # Encoded piece by piece: where a turn begins is where generation begins, so no token may span it.
+    for (_, learned), piece in zip(pieces, tokenizer.encode([text for text, _ in pieces]), strict=True):
+        tokens = piece.tolist()
+        if learned and not tokenizer.has_chat_template and tokenizer.eos_id is not None:
+            tokens.append(tokenizer.eos_id)
+        ids += tokens
+        labels += tokens if learned else [IGNORE] * len(tokens)
+    return ids, labels
+
+
+def _checked(messages: Any) -> Sequence[Message]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise BrokenRecord("messages is not a list of turns")
+    for number, message in enumerate(messages):
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise BrokenRecord(f"turn {number} of messages has no role and content")
+    return messages
+
+
+def _plain(turns: Sequence[Message]) -> Iterator[tuple[str, bool]]:
+    for turn in turns:
+        if turn["role"] == "assistant":
+            yield "assistant: ", False
+            yield turn["content"], True
+            yield "\n", False
+        else:
+            yield f"{turn['role']}: {turn['content']}\n", False
+
+
+def _templated(turns: Sequence[Message], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    done = ""
+    for number, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            prompt = tokenizer.apply_chat_template(turns[:number], generate=True)
+            spoken = tokenizer.apply_chat_template(turns[: number + 1], generate=False)
+            if not (prompt.startswith(done) and spoken.startswith(prompt)):
+                raise BrokenRecord(f"the tokenizer's chat template rewrites earlier turns at turn {number}")
+            yield prompt[len(done) :], False
+            yield spoken[len(prompt) :], True
+            done = spoken
 
 
 class CausalLM(WindowTask, RecordTask):

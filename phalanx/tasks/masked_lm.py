@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import DataError
-from phalanx.tasks.base import IGNORE, Batch, Input, Sample, Windows, WindowTask
-from phalanx.tasks.rows import count_tokens, mask_of_lengths, pad_labelled, random_lengths
+from phalanx.tasks.base import (
+    IGNORE,
+    Batch,
+    Input,
+    Sample,
+    Windows,
+    WindowTask,
+    count_tokens,
+    mask_of_lengths,
+    pad_labelled,
+    random_lengths,
+)
 from phalanx.tasks.vocabulary import pad_id, random_ids, vocab_size
 
 _HIDDEN, _MASKED, _RANDOM = 0.15, 0.8, 0.9

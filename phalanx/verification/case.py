@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError, VerifyError
 from phalanx.model.segment.compile import MODES
 from phalanx.model.zoo.zoo import Model, ModelSpec, resolve, with_config
 from phalanx.plan import fields
-from phalanx.plan.micro_batches import with_micro_batches
+from phalanx.plan.complete import with_micro_batches
 from phalanx.plan.plan import Plan
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs

@@ -16,14 +16,13 @@ from torch import Tensor
 from phalanx.engine.compose import BucketNames, compose
 from phalanx.engine.inputs import num_samples, split
 from phalanx.errors import VerifyError
+from phalanx.expressions import evaluate
 from phalanx.launch.crew import Crew
 from phalanx.launch.seat import Seat, local_device
 from phalanx.model.capture import capture
-from phalanx.model.captured import Captured
-from phalanx.model.graph.dropout_sites import attention_sites
-from phalanx.model.graph.expressions import evaluate
-from phalanx.model.graph.sharded import Sharded
+from phalanx.model.captured import Captured, attention_sites
 from phalanx.model.ops import random
+from phalanx.model.shard.sharded import Sharded
 from phalanx.model.weights import init_recipe
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.zoo import ModelSpec, build

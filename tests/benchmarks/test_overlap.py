@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 import overlap
 import overlap_page
 import report
-from contest_setting import Setting, Size
+from compare_setting import Setting, Size
 from overlap_cases import AIM, CPU, GPU
 from overlap_figures import figures
 from overlap_rank import KINDS, Seen, Task, measure

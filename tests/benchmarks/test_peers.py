@@ -1,4 +1,4 @@
-"""Phalanx beside its peers: contestants train alike, and what a peer cannot do is reported as such."""
+"""Phalanx beside its peers: sides train alike, and what a peer cannot do is reported as such."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import peers
 import peers_page
-from contest_setting import Setting
+from compare_setting import Setting
 from peer_cases import OURS, PACKAGES, TINY_SIZES, entrants
-from peer_heats import Heats
-from peer_team import Entrant, Team, TeamError
+from peer_rounds import Rounds
+from peer_workers import Entrant, Workers, WorkersError
 
 from phalanx.errors import ConfigError
 from phalanx.lab.network import NoNetworkError
@@ -57,36 +57,36 @@ def peer(found: dict[str, float]) -> dict[str, Any]:
     return {"peer": "DDP", "variant": "plain", "tried": [], "peak_bytes": 2**29, "seconds": times, "ratio": found}
 
 
-def test_a_heat_compares_contestants_that_train_alike(lab: Lab) -> None:
+def test_a_round_compares_sides_that_train_alike(lab: Lab) -> None:
     said: list[str] = []
-    with Heats(lab, LLAMA, rounds=2, steps=1, say=said.append) as heats:
-        heats.choose_ours([OUR_PLAN])
-        found = heats.meet("DDP", [DDP])
-        ours = heats.ours()
+    with Rounds(lab, LLAMA, rounds=2, steps=1, say=said.append) as rounds:
+        rounds.choose_ours([OUR_PLAN])
+        found = rounds.meet("DDP", [DDP])
+        ours = rounds.ours()
     assert found["losses"] == pytest.approx(ours["losses"], rel=2e-4)
     assert found["ratio"]["repeats"] == found["seconds"]["repeats"] == ours["seconds"]["repeats"] == 2
     assert found["peak_bytes"] > 2**26 and ours["peak_bytes"] > 2**26
     assert any(line.startswith("DDP, 25 MiB buckets: ") for line in said)
 
 
-def test_what_a_contestant_cannot_do_comes_back_in_one_line(lab: Lab) -> None:
+def test_what_a_side_cannot_do_comes_back_in_one_line(lab: Lab) -> None:
     wrong = Entrant("DDP", "nothing", "torch_data_parallel.no_such_thing", "dp=2")
-    with pytest.raises(TeamError, match=r"^AttributeError: module 'torch_data_parallel' has no attribute"):
-        Team(lab, wrong, LLAMA, seconds=60).__enter__()
+    with pytest.raises(WorkersError, match=r"^AttributeError: module 'torch_data_parallel' has no attribute"):
+        Workers(lab, wrong, LLAMA, seconds=60).__enter__()
 
 
-def test_a_contestant_that_does_not_answer_is_given_up(lab: Lab) -> None:
-    with pytest.raises(TeamError, match=r"did not start within 0 s|no answer within 0 s"):
-        Team(lab, OUR_PLAN, LLAMA, seconds=0.05).__enter__()
+def test_a_side_that_does_not_answer_is_given_up(lab: Lab) -> None:
+    with pytest.raises(WorkersError, match=r"did not start within 0 s|no answer within 0 s"):
+        Workers(lab, OUR_PLAN, LLAMA, seconds=0.05).__enter__()
 
 
 def test_peers_that_are_not_installed_or_lack_the_model_are_reported(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     gpt2 = Setting("gpt2", TINY_SIZES["gpt2"], "float32", True)
-    heats = Heats(lab, gpt2, rounds=1, steps=1, say=lambda text: None)
+    rounds = Rounds(lab, gpt2, rounds=1, steps=1, say=lambda text: None)
     monkeypatch.setitem(PACKAGES, "Accelerate", "no_such_package.at_all")
-    assert heats.meet("Accelerate", []) == {"peer": "Accelerate", "error": "not installed", "tried": []}
+    assert rounds.meet("Accelerate", []) == {"peer": "Accelerate", "error": "not installed", "tried": []}
     monkeypatch.setitem(PACKAGES, "torchtitan", "json")
-    assert heats.meet("torchtitan", [])["error"] == "has no such model"
+    assert rounds.meet("torchtitan", [])["error"] == "has no such model"
 
 
 def test_every_peer_has_settings_and_ours_come_first() -> None:

@@ -14,7 +14,7 @@ import report
 import scaling
 import scaling_page
 import scaling_start
-from contest_setting import Setting, Size
+from compare_setting import Setting, Size
 from scaling_ranks import run_in_turn, slowest
 
 from phalanx.launch.crew import Crew

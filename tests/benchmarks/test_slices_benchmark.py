@@ -16,15 +16,15 @@ import report
 import slice_simulation
 import slices
 import slices_page
-from contest_setting import Size
+from compare_setting import Size
 from slice_ranks import Effort, Kind, median_of
 from slice_simulation import BlockTimes, Ends, Known
 
 from phalanx.model.facts.facts import BlockFacts, ModelFacts, TensorFacts, UnitFacts
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.plan.slices import ModelledTimes
-from phalanx.profile.slices import Measurement
+from phalanx.plan.slice_search import ModelledTimes
+from phalanx.profile.slice_fit import Measurement
 from phalanx.program.costs import Link
 from phalanx.program.from_facts import shape_of_facts
 from phalanx.program.instructions import Op

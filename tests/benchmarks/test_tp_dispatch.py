@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import report
 import tp_dispatch
-from contest import quartiles
+from compare import quartiles
 from tp_dispatch_rank import Shape, compare
 
 from phalanx.launch.crew import Crew

@@ -43,7 +43,7 @@ def test_without_a_name_the_benchmarks_are_listed_without_importing_torch():
     assert last == "[] 0", done.stderr
     listed = {line.split()[0] for line in lines}
     assert {"scaling", "schedules", "single_gpu", "data_parallel", "pipeline_vs_torch"} <= listed
-    assert not {"report", "pages", "contest", "scaling_page", "scaling_ranks"} & listed
+    assert not {"report", "pages", "compare", "scaling_page", "scaling_ranks"} & listed
 
 
 def test_a_benchmark_is_a_file_that_shows_how_it_is_called(tmp_path: Path):

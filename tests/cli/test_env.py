@@ -18,7 +18,7 @@ def test_json_names_versions_devices_backends_and_extras(capsys: pytest.CaptureF
     assert len(facts["devices"]) == torch.cuda.device_count()
     assert facts["gloo"] is torch.distributed.is_gloo_available()
     assert facts["cores"] >= 1 and facts["memory_bytes"] > 2**28
-    assert set(facts["extras"]) == {"web", "plots", "solver", "metrics"}
+    assert set(facts["extras"]) == {"plots"}
 
 
 def test_the_table_says_how_to_install_a_missing_extra(

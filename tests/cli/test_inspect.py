@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli import inspect
+from phalanx.cli import inspect, models
 from phalanx.cli.main import main
 from phalanx.model.facts.facts import load
 
@@ -97,9 +97,9 @@ def test_blocks_of_different_lists_are_named_in_full() -> None:
     facts = load("gpt2")
     assert facts is not None
     embedding, first, second, *_, head = facts.blocks
-    assert inspect.run_name([head]) == "head"
-    assert inspect.run_name([first, second]) == "transformer.h.0 … 1  ×2"
-    assert inspect.run_name([embedding, head]) == "embedding … head  ×2"
+    assert models.run_name([head]) == "head"
+    assert models.run_name([first, second]) == "transformer.h.0 … 1  ×2"
+    assert models.run_name([embedding, head]) == "embedding … head  ×2"
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_shipped_facts_are_not_used_where_they_are_about_something_else(
 
     monkeypatch.setattr("phalanx.model.capture.capture", capture)
     asked = {"task": None, "dtype": "bfloat16", "tiny": False, "live": False}
-    assert inspect.find_facts("gpt2", **asked) == load("gpt2")
+    assert models.find_facts("gpt2", **asked) == load("gpt2")
     with pytest.raises(Captures):
-        inspect.find_facts("gpt2", **(asked | options))
+        models.find_facts("gpt2", **(asked | options))
 
 
 def test_a_folder_goes_before_the_zoo_model_of_its_name(

@@ -11,9 +11,9 @@ from functools import cache
 
 import pytest
 
-from phalanx.cli import inspect
+from phalanx.cli import inspect, inspect_tensor
 from phalanx.cli.main import main
-from phalanx.cli.patience import patiently
+from phalanx.cli.models import patiently
 
 GPT2 = ("inspect", "gpt2", "--tiny", "--dtype", "float32", "--tokens", "16")
 
@@ -23,7 +23,7 @@ def once() -> Iterator[None]:
     """The model is captured and measured once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect, "find_facts", cache(inspect.find_facts))
-        patch.setattr(inspect, "capture_model", cache(inspect.capture_model))
+        patch.setattr(inspect_tensor, "capture_model", cache(inspect_tensor.capture_model))
         yield
 
 

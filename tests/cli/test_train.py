@@ -25,9 +25,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         def fit(self) -> None:
             configs.append(self.config)
 
-    module = types.ModuleType("phalanx.trainer")
+    module = types.ModuleType("phalanx.training.trainer")
     module.Trainer = Trainer  # pyright: ignore
-    monkeypatch.setitem(sys.modules, "phalanx.trainer", module)
+    monkeypatch.setitem(sys.modules, "phalanx.training.trainer", module)
     return configs
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.data.audio import log_mel, read_wav
+from phalanx.data.media import log_mel, read_wav
 from phalanx.errors import DataError
 from phalanx.tasks.base import IGNORE
 

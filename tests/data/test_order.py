@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.noise import keys, mix
-from phalanx.data.order import Order
+from phalanx.data.order import Order, keys, mix
 
 SEEDS = st.integers(0, 2**63 - 1)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.data import files
+from phalanx.data import sources
 from phalanx.data.sources import stdlib_files
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.errors import ConfigError, DataError
@@ -60,7 +60,7 @@ def test_the_text_key_chooses_the_field(tmp_path, opened):
 
 
 def test_a_long_file_is_one_document_however_many_pieces_it_is_read_in(tmp_path, opened, monkeypatch):
-    monkeypatch.setattr(files, "_PIECE", 5)
+    monkeypatch.setattr(sources, "_PIECE", 5)
     text = "line one\nline two\r\nline three"
     (tmp_path / "a.txt").write_bytes(text.encode())
     batches = opened(tmp_path / "a.txt", tokens=len(text) + 1, documents=True)

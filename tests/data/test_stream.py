@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.arrays import open_array
-from phalanx.data.stream import GrowingStream, TokenStream, build_stream, token_dtype
+from phalanx.data.stream import GrowingStream, TokenStream, build_stream, open_array, token_dtype
 from phalanx.errors import DataError
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 255), max_size=9), max_size=12)

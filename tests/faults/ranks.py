@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.handover import pack
 from phalanx.launch.crew import Crew
 from phalanx.plan.complete import needed_ranks
-from phalanx.result import Summary
-from phalanx.trainer import Trainer, fit_on_rank
+from phalanx.training.job import Summary, pack
+from phalanx.training.trainer import Trainer, fit_on_rank
 from tests.run_helpers import short_config
 
 
@@ -22,9 +21,9 @@ def fit(
 ) -> Summary:
     """What rank 0 of `phalanx.train` returns, on as many ranks of the crew as the plan needs."""
     trainer = Trainer(model, data, short_config(out, **options))
-    with pack(trainer.job) as parcel:
+    with pack(trainer.job) as payload:
         ranks = needed_ranks(trainer.config.plan) or 1
-        return crew.run(fit_on_rank, parcel, world=ranks, on_event=on_event)[0]
+        return crew.run(fit_on_rank, payload, world=ranks, on_event=on_event)[0]
 
 
 class Breaks:

@@ -15,7 +15,7 @@ from transformers import GPT2Config
 from phalanx.lab import gpu, owned
 from phalanx.launch.crew import Crew
 from phalanx.model.ops.choice import Kind, choose
-from phalanx.model.ops.chunked import Chunked
+from phalanx.model.ops.kernels import Chunked
 from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.lab.disturb import SlowLink
 from phalanx.lab.run import Lab
+from phalanx.lab.script import SlowLink
 from tests.lab.labs import is_gone, namespaces_of, needs_namespaces, python, start_cli, wait_for
 from tests.run_helpers import SHORT, losses, records, short_run
 

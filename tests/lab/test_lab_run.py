@@ -14,8 +14,8 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError
 from phalanx.lab import slowdown
-from phalanx.lab.disturb import AddRank, ContinueRank, KillRank, SlowRank, StopRank
 from phalanx.lab.run import Lab
+from phalanx.lab.script import AddRank, ContinueRank, KillRank, RestoreRank, SlowRank, StopRank
 from phalanx.lab.session import EVENTS_FILE, Session
 from phalanx.lab.slowdown import Quota
 from tests.lab.labs import is_gone, python, start_cli, wait_for
@@ -112,11 +112,12 @@ def test_a_stopped_rank_stands_still_until_it_is_continued(tmp_path: Path):
     size = lambda: (tmp_path / "count").stat().st_size  # noqa: E731
     with Lab("ranks=1") as lab, lab.start(python(count, tmp_path)) as session:
         wait_for(lambda: (tmp_path / "count").exists(), "the rank did not start")
-        with session.disturbed(StopRank(0)):
-            time.sleep(0.1)
-            before = size()
-            time.sleep(0.3)
-            assert size() == before
+        session.disturb(StopRank(0))
+        time.sleep(0.1)
+        before = size()
+        time.sleep(0.3)
+        assert size() == before
+        session.disturb(ContinueRank(0))
         wait_for(lambda: size() > before, "the rank did not continue")
         session.disturb(StopRank(0))
         session.disturb(ContinueRank(0))
@@ -151,9 +152,10 @@ def test_a_quota_leaves_a_rank_its_share_and_is_taken_back(tmp_path: Path):
         wait_for_ranks(tmp_path, 0)
         group = Path(f"/proc/{session.ranks[0].process.pid}/cgroup")
         before = group.read_text()
-        with session.disturbed(SlowRank(0, 10)):
-            assert session.events[-1][1] == "rank 0 slowed: quota of 10% of 1 core"
-            assert cpu_seconds(session, 0, 1.5) < 0.3
+        session.disturb(SlowRank(0, 10))
+        assert session.events[-1][1] == "rank 0 slowed: quota of 10% of 1 core"
+        assert cpu_seconds(session, 0, 1.5) < 0.3
+        session.disturb(RestoreRank(0))
         assert group.read_text() == before
         assert session.events[-1][1] == "rank 0 back at full speed"
         session.disturb(SlowRank(0, 50))

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
-from phalanx.lab import disturb
-from phalanx.lab.ranks import assign_cores
-from phalanx.lab.script import EXAMPLE, Event, read_script
-from phalanx.lab.spec import LabSpec
-from phalanx.lab.units import FASTEST, SLOWEST, rate_text, read_rate
+from phalanx.lab.script import EXAMPLE, AddRank, Event, KillRank, RestoreRank, SlowLink, SlowRank, StopRank, read_script
+from phalanx.lab.session import assign_cores
+from phalanx.lab.spec import FASTEST, SLOWEST, LabSpec, rate_text, read_rate
 
 FOUR = LabSpec(nodes=2, ranks_per_node=2, link=10**9)
 
@@ -113,9 +111,9 @@ def test_ranks_get_cores_of_their_own_while_there_are_any():
 def test_a_script_puts_disturbances_on_a_time_line():
     script = read_script("20s kill rank=3; 0.5min stop_rank rank=0;500ms slow_link node=1 rate=100mbit", FOUR)
     assert script == (
-        Event(0.5, disturb.SlowLink(1, 10**8)),
-        Event(20.0, disturb.KillRank(3)),
-        Event(30.0, disturb.StopRank(0)),
+        Event(0.5, SlowLink(1, 10**8)),
+        Event(20.0, KillRank(3)),
+        Event(30.0, StopRank(0)),
     )
     assert len(read_script(EXAMPLE, FOUR)) == 3 and read_script("", FOUR) == ()
 
@@ -123,7 +121,7 @@ def test_a_script_puts_disturbances_on_a_time_line():
 def test_a_script_may_stand_in_a_file_with_comments(tmp_path: Path):
     path = tmp_path / "script.txt"
     path.write_text("# one slow rank\n1s slow_rank rank=1 share=50%  # half\n\n2s restore_rank rank=1\n3s add node=1\n")
-    events = [disturb.SlowRank(1, 50), disturb.RestoreRank(1), disturb.AddRank(1)]
+    events = [SlowRank(1, 50), RestoreRank(1), AddRank(1)]
     assert [event.disturbance for event in read_script(str(path), FOUR)] == events
     path.write_text("1s slow rank=1")
     with pytest.raises(ConfigError, match=r"script\.txt: script: '1s slow rank=1': lacks share"):

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from phalanx import trainer
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.crew import Crew
+from phalanx.training import trainer
 from tests.faults.ranks import fit
 from tests.run_helpers import SHORT, losses, records, short_run
 

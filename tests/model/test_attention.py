@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.model.ops import choice, chunked, kernels, random
+from phalanx.model.ops import choice, kernels, random
 from phalanx.model.ops.attention import Attention, attention
 from phalanx.model.ops.choice import choose
-from phalanx.model.ops.chunked import Chunked
+from phalanx.model.ops.kernels import Chunked
 from tests import traced
 
 _NAMES = ("q_segments", "k_segments", "bias", "dropout_keys", "causal", "scale", "window", "softcap", "dropout")
@@ -133,7 +133,7 @@ def test_chunking_does_not_matter(batch, groups, kv_heads, queries, keys, chunk,
     bias = torch.randn(1, groups * kv_heads, queries, keys, dtype=torch.float64)
     given = options(causal=causal, window=window, k_segments=segments, bias=bias)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "_CHUNK_ELEMENTS", chunk)
+        patch.setattr(kernels, "_CHUNK_ELEMENTS", chunk)
         require_equal_to_naive(qkv, given)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import CaptureError
 from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.graph.layers import LayerList, find_layers, layer_of
+from phalanx.model.graph.units import LayerList, find_layers, layer_of
 from tests import captured
 
 CROSSING = {

@@ -13,9 +13,9 @@ from torch.nn import functional
 from phalanx import tasks
 from phalanx.errors import CaptureError
 from phalanx.model import capture, selfcheck
-from phalanx.model.graph import graphs, serialise
+from phalanx.model.captured import attention_sites
+from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Blocks
-from phalanx.model.graph.dropout_sites import attention_sites
 from phalanx.model.zoo import zoo
 from phalanx.tasks.base import Input
 from phalanx.tasks.custom import infer_inputs
@@ -49,7 +49,7 @@ def gpt2(**overrides: object) -> tuple[zoo.ModelSpec, tuple[Input, ...]]:
 def test_a_second_capture_is_read_from_the_cache(cache: Path, quick: list[str]) -> None:
     first, second = (capture.capture(*gpt2(), check=False) for _ in range(2))
     assert len(quick) == len(list(cache.iterdir())) == 1
-    assert serialise.blocks_to_json(first.blocks) == serialise.blocks_to_json(second.blocks)
+    assert capture.blocks_to_json(first.blocks) == capture.blocks_to_json(second.blocks)
     assert first.notes == second.notes == ("a note",)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.ops.experts import grouped_matmul
+from phalanx.model.ops.operators import grouped_matmul
 
 
 def row_by_row(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

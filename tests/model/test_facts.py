@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import (
     SHIPPED,
     BlockFacts,
@@ -23,7 +24,6 @@ from phalanx.model.facts.facts import (
     shipped_path,
     to_json,
 )
-from phalanx.model.graph.expressions import evaluate
 from phalanx.model.zoo import zoo_table
 
 LLAMA_70B = "meta-llama/Llama-3.3-70B-Instruct"

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.model.facts.measure import footprints
-from phalanx.model.segment.footprint import peak_bytes, total_bytes
+from phalanx.model.measure import footprints
+from phalanx.model.segment.segments import peak_bytes, total_bytes
 from tests import captured
 from tests.model.test_segments import LAYERS, Run, call, d_outputs_for
 

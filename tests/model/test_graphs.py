@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from phalanx.model.graph import graphs, serialise
+from phalanx.model import capture
+from phalanx.model.graph import graphs
 from tests import captured
 
 aten = torch.ops.aten
@@ -33,16 +34,16 @@ def test_every_template_of_a_captured_model_reads_back_as_the_same_text(model: s
 
 def test_blocks_survive_json() -> None:
     case = captured.named(captured.T5)
-    stored = json.loads(json.dumps(serialise.blocks_to_json(case.blocks)))
-    restored = serialise.blocks_from_json(stored)
+    stored = json.loads(json.dumps(capture.blocks_to_json(case.blocks)))
+    restored = capture.blocks_from_json(stored)
     assert restored.blocks == case.blocks.blocks
     assert (restored.templates, restored.prologue) == (case.blocks.templates, case.blocks.prologue)
-    assert json.loads(json.dumps(serialise.blocks_to_json(restored))) == stored
+    assert json.loads(json.dumps(capture.blocks_to_json(restored))) == stored
 
 
 def test_constants_survive_json_bit_by_bit() -> None:
     for value in (torch.tensor([0.1, float("inf")]), torch.tensor(7), torch.tensor([[True], [False]])):
-        back = serialise._constant_from_json(json.loads(json.dumps(serialise._constant_to_json(value))))
+        back = capture._constant_from_json(json.loads(json.dumps(capture._constant_to_json(value))))
         assert back.dtype == value.dtype and torch.equal(back, value)
 
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from phalanx import tasks
 from phalanx.engine.describe import Described
 from phalanx.errors import CaptureError
+from phalanx.expressions import evaluate
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import load
-from phalanx.model.facts.measure import measure
-from phalanx.model.graph.expressions import evaluate
+from phalanx.model.measure import measure
 from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.zoo.zoo import ModelSpec, build, resolve
 from phalanx.plan.plan import Plan
@@ -87,7 +87,7 @@ def test_what_grows_in_steps_is_an_error_that_names_the_block() -> None:
 @long
 @pytest.mark.parametrize("name", ["phalanx-demo", "openai/whisper-small"])
 def test_shipped_facts_are_what_is_measured_today(name: str) -> None:
-    """When this fails after a change of capture or of what is saved: python -m phalanx.model.facts.measure."""
+    """When this fails after a change of capture or of what is saved: python -m phalanx.model.measure."""
     spec = resolve(name)
     captured = capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=DTYPE, check=False, use_cache=False)
     assert measure(spec, captured, DTYPE) == load(name)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.model.weights.pieces import Assembly, chunked, concatenated, stacked
+from phalanx.model.weights.key_map import Assembly, chunked, concatenated, stacked
 from phalanx.state.layout import Box
 
 STORED = {key: torch.arange(24.0).view(2, 3, 4) + 100 * i for i, key in enumerate("abcd")}

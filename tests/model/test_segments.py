@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from phalanx.expressions import evaluate
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block
-from phalanx.model.graph.expressions import evaluate
 from phalanx.model.segment import compile, policies, segments
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.segment.joint import trace

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from phalanx.errors import PlanError
+from phalanx.expressions import evaluate
 from phalanx.model.captured import Captured
-from phalanx.model.graph.expressions import evaluate
 from phalanx.model.shard.report import BlockReport, Collective, Report, WeightSplit, report, split_share
 from phalanx.model.shard.shard import shard
 from phalanx.model.shard.work import work_of

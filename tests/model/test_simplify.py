@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from phalanx.model.segment.simplify import simplify
+from phalanx.model.segment.joint import simplify
 
 aten = torch.ops.aten
 

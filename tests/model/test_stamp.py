@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx import tasks
 from phalanx.model import capture
-from phalanx.model.graph import hooks, serialise, stamp
+from phalanx.model.graph import hooks, stamp
 from phalanx.model.graph.blocks import Blocks
 from phalanx.model.zoo import zoo
 from tests import captured
@@ -51,7 +51,7 @@ def test_a_stamped_model_equals_its_capture_at_full_depth(name: str) -> None:
     classes = stamp.truncate(model, capture.find_layers(model))
     assert all(stamp.prefix_length(kinds) < len(kinds) for kinds in classes.values())
     stamped = as_captured(spec) if DEPTHS[name] else captured.named(name).blocks
-    assert serialise.blocks_to_json(stamped) == serialise.blocks_to_json(at_full_depth(spec))
+    assert capture.blocks_to_json(stamped) == capture.blocks_to_json(at_full_depth(spec))
 
 
 def test_a_deep_model_is_captured_shallow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_a_constant_that_depends_on_the_layer_is_captured_at_full_depth() -> Non
     blocks = as_captured(spec)
     layers = [block.template for block in blocks.blocks if block.name.startswith("transformer.h.")]
     assert len(set(layers)) == len(layers) == 4
-    assert serialise.blocks_to_json(blocks) == serialise.blocks_to_json(at_full_depth(spec))
+    assert capture.blocks_to_json(blocks) == capture.blocks_to_json(at_full_depth(spec))
 
 
 def test_such_a_model_is_exact() -> None:

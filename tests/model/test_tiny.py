@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from phalanx.model.zoo import zoo_table
-from phalanx.model.zoo.configure import layer_lists
-from phalanx.model.zoo.tiny import tiny
+from phalanx.model.zoo.configure import layer_lists, tiny
 from phalanx.model.zoo.zoo import ModelSpec, build, resolve
 
 # The GPT-3 and TeraPipe shapes differ from GPT-2's only in what tiny removes.

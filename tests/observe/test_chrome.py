@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from phalanx.observe.chrome import chrome_trace
+from phalanx.observe.program_files import chrome_trace
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import uniform
 from phalanx.program.lower import lower

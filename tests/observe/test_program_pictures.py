@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
-from phalanx.observe.program_bars import bars_of, duration_text, lanes_of
-from phalanx.observe.program_png import write_png
-from phalanx.observe.program_svg import svg, ticks
-from phalanx.observe.program_text import MOST_STRIPS, chart
+from phalanx.observe.program_files import svg, ticks, write_png
+from phalanx.observe.program_text import MOST_STRIPS, bars_of, chart, duration_text, lanes_of
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import uniform
 from phalanx.program.instructions import from_text

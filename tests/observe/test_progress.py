@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.live import LiveProgress
-from phalanx.observe.progress import JsonProgress, PlainProgress, SilentProgress, SmoothedLoss, make_progress
+from phalanx.observe.progress import (
+    JsonProgress,
+    LiveProgress,
+    PlainProgress,
+    SilentProgress,
+    SmoothedLoss,
+    make_progress,
+)
 
 
 class Terminal(io.StringIO):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from phalanx.observe.chrome import chrome_trace
-from phalanx.observe.program_bars import bars_of
-from phalanx.observe.program_text import chart
+from phalanx.observe.program_files import chrome_trace
+from phalanx.observe.program_text import bars_of, chart
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import uniform
 from phalanx.program.lower import lower

@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.engine.compose import bucket_names
 from phalanx.engine.formation import Formation
 from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.graph.sharded import Exchange, LocalParameter, Part, Sharded
+from phalanx.model.shard.sharded import Exchange, LocalParameter, Part, Sharded
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.parameters import Parameters, load_parameters
 from phalanx.params.state_facts import Slot, StateFacts, state_facts

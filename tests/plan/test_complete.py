@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.plan.complete import Completed, complete, needed_ranks
+from phalanx.plan.complete import Completed, balance, complete, needed_ranks
 from phalanx.plan.plan import Plan
-from phalanx.plan.stages import balance
 
 COSTS = [0.2, *[1.0] * 12, 2.5]
 

@@ -7,10 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.plan.complete import complete
-from phalanx.plan.micro_batches import bubble, require_evaluation
+from phalanx.plan.complete import bubble, complete, require_evaluation
 from phalanx.plan.plan import Plan
-from phalanx.plan.tensor import OVERLAPS
+from phalanx.plan.rules import OVERLAPS
 
 COSTS = [1.0] * 8
 

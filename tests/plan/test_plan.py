@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
 from phalanx.plan import fields
-from phalanx.plan.divisors import divisors
 from phalanx.plan.plan import AXES, SCHEDULES, Plan
-from phalanx.plan.rules import PIPELINES_ONLY
-from phalanx.plan.tensor import OVERLAPS, SAVES
+from phalanx.plan.rules import OVERLAPS, PIPELINES_ONLY, SAVES, divisors
 
 
 @st.composite

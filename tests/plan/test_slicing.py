@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
 from phalanx.plan.complete import Completed, complete
-from phalanx.plan.diff import diff_text
+from phalanx.plan.fields import Slicings, bounds, read_slicings, take_slicings, write_slicings
 from phalanx.plan.plan import Plan
-from phalanx.plan.slicing import Slicings, bounds, read_slicings, take_slicings, write_slicings
 
 lengths = st.lists(st.integers(1, 4096), min_size=1, max_size=9)
 slicings = st.lists(lengths | st.integers(1, 20).map(lambda n: [1] * n), min_size=1, max_size=4).map(take_slicings)
@@ -120,10 +119,6 @@ def test_slices_of_a_wrong_type_are_refused_with_an_example(value: Any) -> None:
     with pytest.raises(PlanError, match="has the wrong type") as refused:
         Plan(slices=value)
     assert refused.value.hint == "write for example [[512, 512, 1024], [1, 1]]"
-
-
-def test_a_change_of_slices_is_told() -> None:
-    assert diff_text(Plan(), Plan.parse("slices=3-1")) == "slices none → 3-1; the rest is the same"
 
 
 def completed(text: str) -> Completed:

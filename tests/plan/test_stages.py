@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.plan.stages import balance
+from phalanx.plan.complete import balance
 
 
 def sums(costs: list[int], counts: tuple[int, ...]) -> list[int]:

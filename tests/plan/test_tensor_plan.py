@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.plan.degrees import Degrees, read_degrees, take_degrees, write_degrees
-from phalanx.plan.divisors import divisors, listed
+from phalanx.plan.fields import Degrees, read_degrees, take_degrees, write_degrees
 from phalanx.plan.plan import Plan
-from phalanx.plan.tensor import OVERLAPS
+from phalanx.plan.rules import OVERLAPS, divisors, listed
 
 layers = st.lists(st.integers(1, 64), min_size=1, max_size=3).map(tuple)
 degrees = st.lists(layers | st.sampled_from([(2, 1), (4,)]), min_size=1, max_size=12).map(tuple)

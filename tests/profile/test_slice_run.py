@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from phalanx import tasks
-from phalanx.cli.inspect import capture_model
-from phalanx.model.ops import slice_kernels
-from phalanx.model.slice.slicing import Sliced, slice_model
+from phalanx.cli.models import capture_model
+from phalanx.model.ops import slice_attention
+from phalanx.model.slicing import Sliced, slice_model
 from phalanx.profile.slice_run import LOOPS, SliceRun, layers
 
 TOKENS = 48
@@ -38,7 +38,7 @@ def run_of(sliced: Sliced, batch: dict[str, torch.Tensor], blocks: tuple[int, ..
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
     """Samples × tokens of every slice that attended, and what came before it."""
     found: dict[str, list[tuple[int, int]]] = {"forward": [], "backward": []}
-    forward, backward = slice_kernels.forward, slice_kernels.backward
+    forward, backward = slice_attention.forward, slice_attention.backward
 
     def watched_forward(q: Any, k: Any, v: Any, slice_: Any, spec: Any) -> Any:
         found["forward"].append((q.shape[2], slice_.start))
@@ -48,8 +48,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
         found["backward"].append((q.shape[2], slice_.start))
         return backward(d_out, q, out, lse, slice_, spec)
 
-    monkeypatch.setattr(slice_kernels, "forward", watched_forward)
-    monkeypatch.setattr(slice_kernels, "backward", watched_backward)
+    monkeypatch.setattr(slice_attention, "forward", watched_forward)
+    monkeypatch.setattr(slice_attention, "backward", watched_backward)
     return found
 
 
@@ -85,7 +85,7 @@ def test_blocks_without_attention_can_be_measured_too(sliced: Sliced, batch: dic
 def test_forward_and_backward_are_told_apart(
     sliced: Sliced, batch: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, forward = run_of(sliced, batch, layers(sliced)[:1]), slice_kernels.forward
+    run, forward = run_of(sliced, batch, layers(sliced)[:1]), slice_attention.forward
     run(8, 0)
     waited = 1.0
 
@@ -93,6 +93,6 @@ def test_forward_and_backward_are_told_apart(
         time.sleep(waited)
         return forward(*arguments)
 
-    monkeypatch.setattr(slice_kernels, "forward", slow)
+    monkeypatch.setattr(slice_attention, "forward", slow)
     there, back = run.parts(8, 0)
     assert there >= waited and 0 < back < there

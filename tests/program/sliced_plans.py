@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from phalanx.plan.fields import Slicings
 from phalanx.plan.plan import Plan
-from phalanx.plan.slicing import SCHEDULES, Slicings
+from phalanx.plan.rules import SLICED_SCHEDULES
 from phalanx.program.shape import ModelShape, Step
 from tests.program.random_plans import cases, simple_shape
 from tests.program.tensor_shapes import exchange, segment, tensor_cases
@@ -36,7 +37,7 @@ def sliced(draw: st.DrawFn, whole: st.SearchStrategy[Case]) -> Case:
 
 def sliced_cases() -> st.SearchStrategy[Case]:
     """Any mesh, ZeRO stage and overlap mode."""
-    return sliced(cases(SCHEDULES) | tensor_cases(SCHEDULES))
+    return sliced(cases(SLICED_SCHEDULES) | tensor_cases(SLICED_SCHEDULES))
 
 
 def encoder_decoder(num_encoder: int, num_decoder: int) -> ModelShape:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import SCHEDULES, Plan
-from phalanx.plan.rules import PIPELINES_ONLY
-from phalanx.plan.tensor import OVERLAPS
+from phalanx.plan.rules import OVERLAPS, PIPELINES_ONLY
 from phalanx.program.shape import ModelShape, Partition, Step
 from tests.program.random_plans import simple_shape
 

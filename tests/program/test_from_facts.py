@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.model.facts.facts import SHIPPED, ModelFacts, from_json, load
+from phalanx.plan.complete import balance
 from phalanx.plan.plan import Plan
-from phalanx.plan.stages import balance
 from phalanx.program.check import check
 from phalanx.program.costs import Link
 from phalanx.program.from_facts import Device, block_seconds, costs_of_facts, shape_of_facts

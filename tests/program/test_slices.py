@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan import slicing
 from phalanx.plan.plan import Plan
+from phalanx.plan.rules import SLICED_SCHEDULES
 from phalanx.program.check import held_activations
 from phalanx.program.compile import compile_forward, compile_plan
 from phalanx.program.expand import schedule_of, slices_of
@@ -115,7 +115,7 @@ def test_slices_take_one_full_pass_per_further_rank(pp: int, number: list[int], 
 
 
 def test_the_schedules_that_order_slices_are_those_that_a_plan_may_name() -> None:
-    assert set(SLICED) == set(slicing.SCHEDULES)
+    assert set(SLICED) == set(SLICED_SCHEDULES)
 
 
 @quick

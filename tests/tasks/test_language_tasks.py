@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from phalanx import tasks
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.errors import ConfigError, DataError
-from phalanx.tasks.base import IGNORE, BrokenRecord, Windows
+from phalanx.tasks.base import IGNORE, BrokenRecord, Windows, random_starts
 from phalanx.tasks.masked_lm import hide
-from phalanx.tasks.rows import random_starts
 
 CONFIG = SimpleNamespace(vocab_size=300, pad_token_id=None)
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from phalanx.verification.case import Step
-from phalanx.verification.compare import Row, compare
-from phalanx.verification.report import Fact, Report
+from phalanx.verification.verify import Fact, Report, Row, compare
 
 
 def step(loss: float = 1.0, **changed: torch.Tensor) -> Step:

@@ -1,7 +1,7 @@
 """What planning needs to know about a model, as plain data: blocks, units, parameters, FLOPs, bytes, crossing shapes.
 
 Importing it loads neither torch nor transformers, and the facts of every zoo model are shipped, so that a 70B model can
-be reasoned about in milliseconds. `measure.py` computes facts from a capture; how long anything takes is not
+be reasoned about in milliseconds. `model/measure.py` computes facts from a capture; how long anything takes is not
 known here.
 """
 
@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from phalanx.model.graph.expressions import evaluate
+from phalanx.expressions import evaluate
 from phalanx.model.zoo import zoo_table
 
 DTYPE_BYTES = {

@@ -16,12 +16,11 @@ import torch
 from torch import fx
 
 from phalanx.errors import CaptureError
+from phalanx.expressions import evaluate
 from phalanx.model.graph import graphs
-from phalanx.model.graph.expressions import evaluate
-from phalanx.model.graph.flat import FlatGraph, where
-from phalanx.model.graph.flops import flops
-from phalanx.model.graph.layers import LayerList, layer_of
-from phalanx.model.graph.units import unit_of
+from phalanx.model.graph.functionalise import FlatGraph, where
+from phalanx.model.graph.graphs import flops
+from phalanx.model.graph.units import LayerList, layer_of, unit_of
 
 
 @dataclass(frozen=True)

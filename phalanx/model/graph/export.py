@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 import phalanx
 from phalanx.errors import CaptureError, DataError
 from phalanx.model.graph import hooks
-from phalanx.model.graph.flat import FlatGraph
+from phalanx.model.graph.functionalise import FlatGraph
 from phalanx.model.graph.normalise import normalise
 from phalanx.model.weights.weights import tied_names
 from phalanx.tasks.base import Input

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.graph.layers import LayerList
+from phalanx.model.graph.units import LayerList
 
 # Attributes that number the layers; everything else a module carries as a plain value is part of its structure.
 _INDEX_NAMES = {"layer_idx", "layer_id", "layer_index", "block_idx", "training"}

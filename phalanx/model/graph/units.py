@@ -1,18 +1,56 @@
-"""Which unit of a layer each node belongs to: its attention(s) and its feed-forward.
+"""Lists of repeated layers, where a model's depth is, and which unit of a layer each node belongs to.
 
-A unit is the part of a block that can have a tensor strategy of its own. Norms belong to the unit that follows them,
-residual additions to the unit before them.
+A unit is the part of a block that can have a tensor strategy of its own: a layer's attention(s), its feed-forward.
+Norms belong to the unit that follows them, residual additions to the unit before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-import phalanx.model.ops.experts  # noqa: F401  (defines an operator named below)
-from phalanx.model.graph.layers import LayerList
+import phalanx.model.ops.operators  # noqa: F401  (defines an operator named below)
+
+
+@dataclass(frozen=True)
+class LayerList:
+    """A list of repeated layers in a model: 'model.layers' with 32 of them."""
+
+    path: str
+    count: int
+
+
+def find_layers(model: nn.Module) -> list[LayerList]:
+    """The outermost lists of two or more parts of one class that have parameters."""
+    found: list[LayerList] = []
+
+    def visit(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            child_path = f"{path}.{name}" if path else name
+            if isinstance(child, nn.ModuleList | nn.Sequential) and _repeats(child):
+                found.append(LayerList(child_path, len(child)))
+            else:
+                visit(child, child_path)
+
+    visit(model, "")
+    return found
+
+
+def _repeats(children: nn.ModuleList | nn.Sequential) -> bool:
+    classes = {type(child) for child in children}
+    return len(children) >= 2 and len(classes) == 1 and any(True for _ in children[0].parameters())
+
+
+def layer_of(path: str, layers: Iterable[LayerList]) -> tuple[str, int] | None:
+    """(list path, index) of the layer a module path lies in."""
+    for layer_list in layers:
+        if path.startswith(layer_list.path + "."):
+            return layer_list.path, int(path[len(layer_list.path) + 1 :].split(".")[0])
+    return None
+
 
 aten = torch.ops.aten
 _PRODUCTS = (

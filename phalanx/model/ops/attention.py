@@ -15,10 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.model.ops import slice_kernels
+from phalanx.model.ops import slice_attention
 from phalanx.model.ops.choice import choose
 from phalanx.model.ops.kernels import Attention, accumulation_dtype
-from phalanx.model.ops.past import Slice
+from phalanx.model.ops.slice_attention import Slice
 
 _OPTIONS = "bool causal, float scale, int window, float softcap, float dropout, int first_head=0"
 _FROM = "Tensor? first_query=None"
@@ -96,7 +96,7 @@ _SLICE_BACKWARD = (
 
 @torch.library.custom_op("phalanx::attention_slice", mutates_args=(), schema=_SLICE_FORWARD)
 def attention_slice(q, k, v, handle, *options) -> tuple[Tensor, Tensor]:
-    out, lse = slice_kernels.forward(q, k, v, Slice.behind(handle), Attention(*options))
+    out, lse = slice_attention.forward(q, k, v, Slice.behind(handle), Attention(*options))
     return _token_major(out), lse.contiguous()
 
 
@@ -105,7 +105,7 @@ def attention_slice_backward(
     d_out, q, out, lse, handle, q_segments, k_segments, bias, dropout_keys, kv_heads, value_dim, *options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = Attention(q_segments, k_segments, bias, dropout_keys, *options)
-    dq, dk, dv, d_bias = slice_kernels.backward(d_out, q, out, lse, Slice.behind(handle), spec)
+    dq, dk, dv, d_bias = slice_attention.backward(d_out, q, out, lse, Slice.behind(handle), spec)
     d_bias = q.new_empty(0) if d_bias is None else d_bias.contiguous()
     return _token_major(dq), _token_major(dk), _token_major(dv), d_bias
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.model.ops.chunked import Chunked
-from phalanx.model.ops.kernels import Attention, CuDnn, Flash, FusedCpu, Kernel
+from phalanx.model.ops.kernels import Attention, Chunked, CuDnn, Flash, FusedCpu, Kernel
 
 # How far a fused kernel's results, of order one, may be from the chunked kernel's.
 _TRUST = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from phalanx.model.segment import policies
 from phalanx.model.segment.compile import Compiler
-from phalanx.model.segment.footprint import Footprint, peak_bytes, total_bytes
 from phalanx.model.segment.joint import Joint, closure, trace
 from phalanx.model.segment.products import Forms, Gradient
 
@@ -272,3 +272,44 @@ def build(
     joint = trace(graph, arguments, wants_gradient, is_parameter, compiler.decompositions)
     saved = policies.min_cut(joint) if compiler.fuses else policies.used_by_backward(joint)
     return Segment(joint, is_parameter, saved, compiler, products)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes at most beyond what was there before and what is kept afterwards: of F, B, W, and B with W."""
+
+    forward: int
+    backward: int
+    weight: int
+    together: int
+
+
+def peak_bytes(graph: fx.Graph, outputs: Iterable[fx.Node | None], sources: Sequence[fx.Node]) -> int:
+    """At the most, while `outputs` are computed from `sources`, which do not count; views cost nothing."""
+    given = set(sources)
+    wanted = [node for node in outputs if node is not None]
+    needed = closure(wanted, given)
+    order = [node for node in graph.nodes if node in needed and node not in given]
+    held = {storage for node in sources for storage, _ in _storages(node)}
+    last = {storage: place for place, node in enumerate(order) for used in (node, *node.all_input_nodes)
+            for storage, _ in _storages(used)}  # fmt: skip
+    last.update({storage: len(order) for node in wanted for storage, _ in _storages(node)})
+    alive: dict[int, int] = {}
+    peak = 0
+    for place, node in enumerate(order):
+        alive.update({storage: size for storage, size in _storages(node) if storage not in held})
+        peak = max(peak, sum(alive.values()))
+        alive = {storage: size for storage, size in alive.items() if last[storage] > place}
+    return peak
+
+
+def total_bytes(nodes: Iterable[fx.Node], besides: Iterable[fx.Node] = ()) -> int:
+    """Of what these hold, each storage once, without what others hold."""
+    own = {storage: size for node in nodes for storage, size in _storages(node)}
+    return sum(own.values()) - sum(own.pop(storage, 0) for node in besides for storage, _ in _storages(node))
+
+
+def _storages(node: fx.Node) -> list[tuple[int, int]]:
+    """Which it holds, and how many bytes each has."""
+    tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    return [(tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()) for tensor in tensors]

@@ -15,12 +15,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from phalanx.model.graph.flops import flops
+from phalanx.model.graph.graphs import flops
 from phalanx.model.shard.canonical import loss_join, loss_part
-from phalanx.model.shard.cuts import Range
-from phalanx.model.shard.exchanges import Move, Value, moves
 from phalanx.model.shard.outlines import Dims
-from phalanx.model.shard.placement import Placement
+from phalanx.model.shard.placement import Placement, Range
+from phalanx.model.shard.sharded import Move, Value, moves
 from phalanx.model.shard.walk import Walk
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block
-from phalanx.model.graph.expressions import evaluate
+from phalanx.model.interpret import without_contents
 from phalanx.model.shard.canonical import annotate, canonicalise
 
 _SIZES = (59, 53, 47, 43)  # small enough for tables of positions
@@ -59,22 +59,7 @@ class Outlines:
             sizes[_WHOLE_TOKENS] = _WHOLE_SIZE
         self.dims = Dims(sizes)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with self._mode:
-            inputs = {
-                spec.name: torch.empty(
-                    [self.dims.sizes[d] if isinstance(d, str) else d for d in spec.dims],
-                    dtype=torch.int64 if spec.dtype == "int64" else dtype,
-                )
-                for spec in captured.inputs
-            }
-            self._known: dict[tuple[str, str], Tensor] = {
-                **{("input", name): tensor for name, tensor in inputs.items()},
-                **{("parameter", name): torch.empty(s, dtype=dtype) for name, s in captured.shapes.items()},
-                **{("buffer", n): torch.empty(t.shape, dtype=t.dtype) for n, t in captured.buffers.items()},
-                **{("constant", n): torch.empty(t.shape, dtype=t.dtype) for n, t in captured.blocks.constants.items()},
-            }
-            self._keys = torch.empty(self.dims.sizes["batch"], dtype=torch.int64)
-            self._prologue()
+        self._values = without_contents(captured, captured.blocks, captured.shapes, dtype, sizes, self._mode)
 
     def blocks(self) -> Iterator[tuple[Block, fx.Graph]]:
         """Every block with its canonical graph, whose nodes have values and units. Blocks of one template share it
@@ -90,44 +75,24 @@ class Outlines:
         """The same with the graphs as they were captured; they may be changed once they have been given out."""
         made: dict[tuple[object, ...], tuple[fx.Graph, list[Tensor]]] = {}
         for block in self._captured.blocks.blocks:
-            arguments = [self._value(port.kind, port.name) for port in block.ports]
+            arguments = self._values.arguments(block.ports)
             key = (block.template, *(a.shape if isinstance(a, Tensor) else a for a in arguments))
             if key not in made:
-                graph = self._annotated(block)
+                graph = self._annotated(block, arguments)
                 made[key] = graph, [node.meta["val"] for node in graph.output_node().args[0]]  # pyright: ignore
-            graph, values = made[key]
-            self._known |= {("wire", name): value for name, value in zip(block.outputs, values, strict=True)}
+            graph, outputs = made[key]
+            self._values.put(block, outputs)
             yield block, graph
 
     def value(self, name: str) -> Tensor:
         """A value of the prologue."""
-        return self._known["value", name]
+        return self._values.tables["value"][name]
 
-    def _annotated(self, block: Block) -> fx.Graph:
+    def _annotated(self, block: Block, arguments: list[Tensor | int]) -> fx.Graph:
         template = self._captured.blocks.templates[block.template]
         graph = graphs.load(template.text)
         units = dict(zip(graph.nodes, template.units, strict=False))
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         with self._mode, torch.no_grad():
-            annotate(
-                graph, {n: self._value(p.kind, p.name) for n, p in zip(placeholders, block.ports, strict=True)}, units
-            )
+            annotate(graph, dict(zip(placeholders, arguments, strict=True)), units)
         return graph
-
-    def _prologue(self) -> None:
-        blocks = self._captured.blocks
-        module = fx.GraphModule({}, graphs.load(blocks.prologue))
-        values = module(*[self._value(port.kind, port.name) for port in blocks.prologue_ports])
-        self._known |= {("value", name): value for name, value in zip(blocks.values, values, strict=True)}
-
-    def _value(self, kind: str, name: str) -> Tensor | int:
-        match kind:
-            case "size":
-                return evaluate(name, self.dims.sizes)
-            case "dropout":
-                return self._keys
-            case "past" | "start":
-                with self._mode:
-                    return torch.empty((), dtype=torch.int64)
-            case _:
-                return self._known[kind.removeprefix("whole_"), name]

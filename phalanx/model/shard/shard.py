@@ -18,12 +18,20 @@ from phalanx.errors import PlanError
 from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks, Port, Template
-from phalanx.model.graph.sharded import Exchange, LocalParameter, Part, Sharded
-from phalanx.model.shard.exchanges import BACKWARD, FORWARD, LOCAL_BACKWARD, LOCAL_FORWARD
 from phalanx.model.shard.localise import Item, Localiser, Moved, Segment, Wire
 from phalanx.model.shard.outlines import Dims, Outlines
 from phalanx.model.shard.placement import TOKENS, WHOLE
 from phalanx.model.shard.rules import RULES, TooFewHeads, otherwise
+from phalanx.model.shard.sharded import (
+    BACKWARD,
+    FORWARD,
+    LOCAL_BACKWARD,
+    LOCAL_FORWARD,
+    Exchange,
+    LocalParameter,
+    Part,
+    Sharded,
+)
 from phalanx.model.shard.walk import Choices, Setting, Walk, place_all
 from phalanx.model.shard.weights import Cut, Use, cut_of, local_parameter
 from phalanx.plan.plan import Plan
@@ -276,6 +284,6 @@ class _Assembly:
 
 
 def blocks_flops(blocks: Blocks, template: Template, dims: Dims) -> list[int]:
-    from phalanx.model.graph.expressions import evaluate
+    from phalanx.expressions import evaluate
 
     return [evaluate(text, dims.sizes) for text in template.flops.values()]

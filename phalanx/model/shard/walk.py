@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from phalanx.model.shard.cuts import Cuts, Cutting, TooFew
-from phalanx.model.shard.placement import TOKENS, WHOLE, Conflict, Origin, Placement, Refined
+from phalanx.model.shard.placement import TOKENS, WHOLE, Conflict, Cuts, Cutting, Origin, Placement, Refined, TooFew
 
 Place = Placement | tuple["Place", ...]  # of a node that gives several tensors: one each
 Rule = Callable[["Walk", fx.Node], "Place"]

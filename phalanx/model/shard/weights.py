@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from phalanx.model.graph.sharded import LocalParameter
-from phalanx.model.shard.cuts import Cuts
 from phalanx.model.shard.localise import Item, Segment
+from phalanx.model.shard.placement import Cuts
+from phalanx.model.shard.sharded import LocalParameter
 from phalanx.model.shard.walk import Walk
 from phalanx.program.shape import Partition
 from phalanx.state.local import Local

@@ -1,21 +1,72 @@
-"""What one rank of a tensor-parallel group really computes: the matrix FLOPs and heads of each of its segments.
+"""What one rank of a tensor-parallel group really computes, and what its segments keep for the backward.
 
-Counted on the rank's own graphs, so what several ranks do alike is counted on each of them.
+Counted on the rank's own graphs at one shape of micro-batch, on tensors without contents, so what several ranks do
+alike is counted on each of them: matrix FLOPs and heads by walking each segment, what is kept by tracing it. Nothing is
+computed and nothing allocated, whatever the size of the model. `model/measure.py` does the same for a model that is not
+split, at several shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.model.captured import Captured
-from phalanx.model.graph.flops import flops
-from phalanx.model.graph.sharded import Sharded
+from phalanx.model.graph import graphs
+from phalanx.model.graph.blocks import Block
+from phalanx.model.graph.graphs import flops
+from phalanx.model.interpret import Values, without_contents
 from phalanx.model.shard.canonical import annotate
-from phalanx.model.shard.local_tensors import LocalTensors
+from phalanx.model.shard.sharded import Exchange, Part, Sharded
+
+
+class LocalTensors:
+    """The tensors of one rank, without contents: gives segments their arguments and carries wires over exchanges.
+
+    dims: of the whole micro-batch; a unit of smaller degree sees its part of the samples.
+    """
+
+    def __init__(
+        self, captured: Captured, sharded: Sharded, tp: int, dtype: torch.dtype, dims: Mapping[str, int]
+    ) -> None:
+        self._captured, self._sharded, self._tp, self._dtype, self._dims = captured, sharded, tp, dtype, dims
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.wires: dict[str, Tensor] = {}
+        self._values: dict[int, Values] = {}  # by degree; wires are the same in all
+
+    def parts(self) -> Iterator[tuple[int, Part]]:
+        """The parts of all blocks in order; wires of exchanges are moved, those of segments are left to the caller."""
+        for number, parts in enumerate(self._sharded.parts):
+            for part in parts:
+                if part.exchange is not None:
+                    self._move(part.exchange, self._dims_of(part.degree))
+                yield number, part
+
+    def segment(self, part: Part) -> Block:
+        assert part.segment is not None
+        return self._sharded.blocks.blocks[part.segment]
+
+    def values(self, degree: int) -> Values:
+        """What the segments of units of this degree are called with."""
+        if degree not in self._values:
+            shapes = {name: parameter.local.local_shape for name, parameter in self._sharded.parameters.items()}
+            dims = self._dims_of(degree)
+            found = without_contents(self._captured, self._sharded.blocks, shapes, self._dtype, dims, self.mode)
+            found.tables["wire"] = self.wires
+            self._values[degree] = found
+        return self._values[degree]
+
+    def _dims_of(self, degree: int) -> dict[str, int]:
+        return {**self._dims, "batch": self._dims["batch"] * degree // self._tp}
+
+    def _move(self, exchange: Exchange, dims: Mapping[str, int]) -> None:
+        source = self.wires[exchange.source]
+        with self.mode:
+            self.wires[exchange.target] = torch.empty(exchange.shape_after(source.shape, dims), dtype=source.dtype)
 
 
 @dataclass(frozen=True)
@@ -46,14 +97,15 @@ def work_of(
         if part.segment is None:
             continue
         segment = tensors.segment(part)
-        arguments = tensors.arguments(segment, part.degree)
+        values = tensors.values(part.degree)
+        arguments = values.arguments(segment.ports)
         shapes = tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments)
         key = (segment.template, shapes)
         if key not in counted:
             with tensors.mode, torch.no_grad():
-                counted[key] = _count(tensors.graph(segment), arguments)
+                counted[key] = _count(graphs.load(sharded.blocks.templates[segment.template].text), arguments)
         work, outputs = counted[key]
-        tensors.put(segment, iter(outputs))
+        values.put_alike(segment, outputs, tensors.mode)
         found[number] = Work(found[number].flops + work.flops, found[number].attention + work.attention)
     return RankWork(tuple(found), tensors.wires)
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ModelError
 from phalanx.model.weights.init_recipe import Recipe
-from phalanx.model.weights.key_map import Source, match
-from phalanx.model.weights.pieces import Assembly
+from phalanx.model.weights.key_map import Assembly, Source, match
 from phalanx.state.layout import Box
 from phalanx.state.tensor_files import TensorFile
 

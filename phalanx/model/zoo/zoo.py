@@ -24,8 +24,8 @@ from transformers.models.auto import modeling_auto
 from phalanx.errors import ConfigError, ModelError, nearest
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.configure import override, set_dropout, stop_layer_drop
+from phalanx.model.zoo.configure import tiny as shrink
 from phalanx.model.zoo.meta import parameters_on_meta, require_real_buffers, twin
-from phalanx.model.zoo.tiny import tiny as shrink
 
 # Task → the auto class that builds it and transformers' table of model type → class name. The order is the order of
 # preference for a configuration that does not name its own class.

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.model.ops import attention, kernels, slice_kernels
-from phalanx.model.ops.chunked import Chunked
-from phalanx.model.ops.past import Past, Slice
+from phalanx.model.ops import attention, kernels, slice_attention
+from phalanx.model.ops.kernels import Chunked
+from phalanx.model.ops.slice_attention import Past, Slice
 from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
 
@@ -210,7 +210,7 @@ def test_attention_to_two_sets_of_keys_is_merged_without_overflow(cut: int, scal
     def part(keys: slice) -> tuple[Tensor, Tensor]:
         return scores[..., keys].softmax(-1) @ values[:, :, keys], scores[..., keys].logsumexp(-1)
 
-    found = slice_kernels.merge(*part(slice(cut)), *part(slice(cut, None)))
+    found = slice_attention.merge(*part(slice(cut)), *part(slice(cut, None)))
     require_same(found, part(slice(None)), tolerance=1e-12)
 
 

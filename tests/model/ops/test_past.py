@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.model.ops.past import Past, Slice
+from phalanx.model.ops.slice_attention import Past, Slice
 
 own = torch.ops.phalanx
 PLAIN = (None, None, None, None, True, 0.4, 0, 0.0, 0.0)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.model.ops.chunked import Chunked
-from phalanx.model.ops.kernels import Attention
+from phalanx.model.ops.kernels import Attention, Chunked
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.redistribute import Arriving, Mover
-from phalanx.model.graph.sharded import Exchange
-from phalanx.model.shard.exchanges import BACKWARD, FORWARD, Move
+from phalanx.model.shard.sharded import BACKWARD, FORWARD, Exchange, Move
 from phalanx.program.shape import Partition
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.shard.cuts import Cutting, TooFew, cut_evenly, cut_heads, tiles, total
+from phalanx.model.shard.placement import Cutting, TooFew, cut_evenly, cut_heads, tiles, total
 
 Heads = tuple[int, int, int]  # heads, key/value heads, ranks
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.model.shard.exchanges import Value, between_cells, inner_cells, moves
+from phalanx.model.shard.sharded import Value, between_cells, inner_cells, moves
 from tests.model.shard.fake_ranks import carry_back, carry_out
 
 

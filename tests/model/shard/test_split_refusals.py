@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from phalanx.errors import PlanError
-from phalanx.model.graph.sharded import Sharded
 from phalanx.model.shard.shard import shard
+from phalanx.model.shard.sharded import Sharded
 from phalanx.plan.plan import Plan
 from tests import captured
 

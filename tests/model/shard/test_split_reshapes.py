@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.shard.cuts import Cutting
-from phalanx.model.shard.placement import Conflict, Origin, Placement, Refined
-from phalanx.model.shard.reshape import carried, groups
+from phalanx.model.shard.placement import Conflict, Cutting, Origin, Placement, Refined
+from phalanx.model.shard.rules.views import carried, groups
 
 sizes = st.lists(st.sampled_from([1, 2, 3, 5, 7]), max_size=5)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from phalanx.model.graph.sharded import Sharded
 from phalanx.model.shard.shard import shard
+from phalanx.model.shard.sharded import Sharded
 from phalanx.plan.plan import Plan
 from phalanx.state.local import Local
 from tests import captured

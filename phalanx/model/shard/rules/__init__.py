@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 import phalanx.model.ops.attention
-import phalanx.model.ops.experts
 import phalanx.model.ops.operators  # noqa: F401  (define the operators named below)
 from phalanx.model.shard import canonical
-from phalanx.model.shard.rules import attention, pointwise, products, sections, views
-from phalanx.model.shard.rules.attention import TooFewHeads
+from phalanx.model.shard.rules import pointwise, products, sections, views
 from phalanx.model.shard.rules.common import otherwise
+from phalanx.model.shard.rules.products import TooFewHeads
 from phalanx.model.shard.walk import Rule
 
 aten, own = torch.ops.aten, torch.ops.phalanx
@@ -55,9 +54,9 @@ RULES: dict[Any, Rule] = {
     aten.slice.Tensor: sections.slice_,
     aten.select.int: sections.select,
     aten.index.Tensor: sections.index,
-    own.attention.default: attention.attention,
-    own.attention_slice.default: attention.attention,
-    canonical.loss_part: attention.loss_part,
-    canonical.loss_join: attention.loss_join,
+    own.attention.default: products.attention,
+    own.attention_slice.default: products.attention,
+    canonical.loss_part: products.loss_part,
+    canonical.loss_join: products.loss_join,
 }
 __all__ = ["RULES", "TooFewHeads", "otherwise"]

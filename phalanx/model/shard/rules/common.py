@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from phalanx.model.shard.cuts import tiles
-from phalanx.model.shard.placement import PARTIAL, WHOLE, Conflict, Placement
+from phalanx.model.shard.placement import PARTIAL, WHOLE, Conflict, Placement, tiles
 from phalanx.model.shard.walk import Place, Walk
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from phalanx.model.shard.cuts import Cutting
-from phalanx.model.shard.placement import PARTIAL, TOKENS, WHOLE, Conflict, Origin, Placement
+from phalanx.model.shard.placement import PARTIAL, TOKENS, WHOLE, Conflict, Cutting, Origin, Placement
 from phalanx.model.shard.rules.common import is_partial, only_ranges
 from phalanx.model.shard.walk import Place, Walk, shape
 

@@ -1,12 +1,25 @@
-"""Rules of products with weights, where splits begin and end: by columns, by rows, by vocabulary."""
+"""Rules of operators where splits begin and end: products with weights (by columns, by rows, by vocabulary), attention,
+which is split by heads, and the loss, which is split by classes.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-from phalanx.model.shard.cuts import tiles
-from phalanx.model.shard.placement import PARTIAL, WHOLE, Conflict
+from phalanx.model.shard.placement import (
+    PARTIAL,
+    STACKED,
+    WHOLE,
+    Conflict,
+    Cutting,
+    Origin,
+    Placement,
+    Range,
+    TooFew,
+    cut_heads,
+    tiles,
+)
 from phalanx.model.shard.rules.common import only_ranges, otherwise
 from phalanx.model.shard.walk import Place, Walk, shape
 
@@ -56,3 +69,104 @@ def embedding(walk: Walk, node: fx.Node) -> Place:
         own.embedding_part.default, build.of(weight), build.of(node.args[1]), split.cuts[rank][0][0], padding
     )
     return PARTIAL
+
+
+class TooFewHeads(Exception):
+    """An attention has fewer heads than ranks that would divide them."""
+
+    def __init__(self, heads: int, ranks: int) -> None:
+        super().__init__(f"{heads} heads, {ranks} ranks")
+        self.heads, self.ranks = heads, ranks
+
+
+def attention(walk: Walk, node: fx.Node) -> Place:
+    """Of whole sequences, or of slices, which have a handle after q, k and v."""
+    q, k, v = node.args[:3]
+    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    masks = 4 if node.target is own.attention_slice.default else 3  # where what may see what begins
+    places = [walk.of(x, node) for x in (q, k, v)]
+    if not any(p.kind == "split" for p in places):
+        return otherwise(walk, node)
+    if any(p.kind != "split" or p.dim != 1 for p in places):
+        raise Conflict("queries, keys and values are not all split by heads", *places)
+    degree, heads, kv_heads = walk.degree(node), shape(q)[1], shape(k)[1]
+    try:
+        of_q, of_kv = cut_heads(heads, kv_heads, degree)
+    except TooFew as reason:
+        if walk.setting.allow_whole:
+            raise Conflict(str(reason), *places) from None
+        raise TooFewHeads(heads, degree) from None
+    for place, wanted in zip(places, (of_q, of_kv, of_kv), strict=True):
+        if place.cuts != tuple((part,) for part in wanted):
+            _give(walk, place, wanted)
+    bias = node.args[masks + 2]
+    if isinstance(bias, fx.Node):
+        spans = shape(bias)[1] != 1
+        if walk.live[bias]:
+            walk.need(node, bias, places[0] if spans else WHOLE)
+        elif spans:
+            walk.wants[node, bias] = places[0]
+    for other in (*node.args[masks : masks + 2], node.args[masks + 3]):
+        if isinstance(other, fx.Node) and walk.live[other]:
+            walk.need_whole(node, other)
+    dropout = masks + 8
+    if node.args[dropout]:
+        walk.rewritten[node] = lambda build, rank: build.call(
+            node.target, *map(build.of, node.args[: dropout + 1]), places[0].cuts[rank][0][0],
+            *map(build.of, node.args[dropout + 2 :]),
+        )  # fmt: skip
+    return (places[0], places[0])
+
+
+def _give(walk: Walk, place: Placement, wanted: tuple[Range, ...]) -> None:
+    """Lays down which heads each rank has."""
+
+    def change(cutting: Cutting, origin: Origin) -> bool:
+        ranges = tuple((origin.offset + a * origin.unit, origin.offset + b * origin.unit) for a, b in wanted)
+        section = cutting.section_at(origin.offset)
+        if section != (origin.offset, origin.offset + _extent(wanted) * origin.unit) or cutting.given.get(
+            section[0]
+        ) == ranges:  # fmt: skip
+            return False
+        cutting.given[section[0]] = ranges
+        return True
+
+    walk.refine(place, change)
+
+
+def _extent(ranges: tuple[Range, ...]) -> int:
+    return max(stop for _, stop in ranges)
+
+
+def loss_part(walk: Walk, node: fx.Node) -> Place:
+    """The statistics of one rank's logits."""
+    logits, targets, ignore, smoothing = node.args
+    assert isinstance(logits, fx.Node)
+    place = walk.need_home(node, logits)
+    if place.kind != "split":
+        walk.need_whole(node, logits)
+        return WHOLE
+    if place.dim != len(shape(logits)) - 1:
+        raise Conflict("a loss of logits that are not split by classes", place)
+    only_ranges(place)
+    walk.rewritten[node] = lambda build, rank: build.call(
+        own.cross_entropy_part.default, build.of(logits), build.of(targets), place.cuts[rank][0][0], ignore, smoothing
+    )
+    return STACKED
+
+
+def loss_join(walk: Walk, node: fx.Node) -> Place:
+    part, logits, targets, ignore, smoothing = node.args
+    assert isinstance(part, fx.Node) and isinstance(logits, fx.Node)
+    classes = shape(logits)[-1]
+    if walk.of(part, node).kind == "stacked":
+        walk.wants[node, part] = WHOLE
+        walk.rewritten[node] = lambda build, rank: build.call(
+            own.cross_entropy_join.default, build.of(part), build.of(targets), ignore, smoothing, classes
+        )
+    else:
+        walk.need_whole(node, logits)
+        walk.rewritten[node] = lambda build, rank: build.call(
+            own.cross_entropy_sum.default, build.of(logits), build.of(targets), ignore, smoothing
+        )
+    return WHOLE

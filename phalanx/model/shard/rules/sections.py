@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from phalanx.model.shard.cuts import Cutting, Range
-from phalanx.model.shard.placement import PARTIAL, WHOLE, Conflict, Origin, Placement
+from phalanx.model.shard.placement import PARTIAL, WHOLE, Conflict, Cutting, Origin, Placement, Range
 from phalanx.model.shard.rules.common import otherwise, same_if_partial
 from phalanx.model.shard.walk import Place, Walk, shape
 

@@ -1,0 +1,65 @@
+"""The pages docs/results/data_parallel.md and pipeline_vs_torch.md, from what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import report
+from compare_cli import HEADERS, rows
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+INTRO = {
+    "data_parallel": """# Data parallel and ZeRO beside DDP and FSDP2
+
+Phalanx, DistributedDataParallel and FSDP2 train the same HuggingFace model on the same ranks, in turn, in one job:
+same weights, batch, precision, clipping to the global gradient norm and fused AdamW. DDP keeps gradients as views of
+its buckets and has a static graph; FSDP2 shards each layer. Their losses are first checked to agree.
+""",
+    "pipeline_vs_torch": """# Pipelines beside torch.distributed.pipelining
+
+Both train the same HuggingFace model with the same cuts, micro-batches and schedules on the same ranks, in turn, in one
+job: same weights, precision, clipping to the gradient norm over all stages and fused AdamW. torch's stages were put
+together by hand from the model's modules. Their losses are first checked to agree.
+""",
+}
+READING = """
+A ratio is formed within each round (who goes first changes), so that load on the machine hits both sides; shown are its
+median and quartiles. *faster* and *slower* mean that both quartiles say so. `processor time` is the same ratio for the
+time that processors of the host worked in all ranks and threads, which other load changes less, though it too shares
+caches.
+"""
+
+
+def page(name: str, folder: Path = RESULTS) -> str:
+    """The whole page, from the result files that there are."""
+    files = [folder / f"{name}{suffix}.json" for suffix in ("_gpu", "")]
+    sections = [_section(name, json.loads(file.read_text()), file.name) for file in files if file.exists()]
+    return "\n".join([INTRO[name] + READING, *sections])
+
+
+def _section(name: str, data: dict[str, Any], file: str) -> str:
+    machine, setting = data["machine"], data["setting"]
+    size, on_gpu = setting["size"], bool(machine["gpus"])
+    where = f"ranks that share one {machine['gpus'][0]}" if on_gpu else "CPU ranks with one thread each"
+    command = f"python benchmarks/{name}.py{' --gpu' if on_gpu else ''}{' --quick' if setting['quick'] else ''}"
+    precision = setting["dtype"] + (", float32 weights beside it" if on_gpu and setting["masters"] else "")
+    lines = [
+        f"## {'GPU' if on_gpu else 'CPU'} ranks", "",
+        f"`{command} --rounds {setting['rounds']}` on {where}, torch {machine['torch']}, {machine['date']}. "
+        f"Data: [{file}]({file}). {size['layers']} layers of width {size['width']}, vocabulary {size['vocabulary']}, "
+        f"{size['samples']} × {size['tokens']} tokens per step, {precision}.", "",
+        report.markdown(HEADERS, rows(data["results"])), "",
+        f"{_count(data['results'])} {report.busy({**setting, **machine})}", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _count(results: Sequence[dict[str, Any]]) -> str:
+    found = Counter(row[-1] for row in rows([result for result in results if "error" not in result]))
+    failed = sum("error" in result for result in results)
+    text = ", ".join(f"{found[word]} {word}" for word in ("faster", "even", "slower"))
+    return f"Of {sum(found.values())} comparisons: {text}." + (f" {failed} could not be made." if failed else "")

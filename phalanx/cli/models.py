@@ -1,0 +1,88 @@
+"""What verbs about a model share: its facts or its capture, the dims to show it at, and a word on what takes long.
+
+Facts that are shipped are read without importing torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.errors import ConfigError
+from phalanx.model.facts.facts import BlockFacts, ModelFacts, load
+
+if TYPE_CHECKING:
+    from phalanx.model.captured import Captured
+    from phalanx.model.zoo.zoo import ModelSpec
+
+TOKENS = 2048
+DTYPES = ("bfloat16", "float32", "float64")
+PIPED_WIDTH = 160  # a file has no width, and a table squeezed into 80 columns cannot be read
+_SECONDS = 2.0
+
+
+def find_facts(model: str, task: str | None, dtype: str, tiny: bool, live: bool) -> ModelFacts:
+    """The shipped facts where they are about exactly this, otherwise those of a capture."""
+    is_folder = (Path(model).expanduser() / "config.json").is_file()  # a folder goes before a zoo model of its name
+    shipped = None if tiny or live or is_folder else load(model)
+    if shipped is not None and shipped.dtype == dtype and task in (None, shipped.task):
+        return shipped
+
+    import torch
+
+    from phalanx.model.measure import measure
+
+    spec, captured = capture_model(model, task, dtype, tiny)
+    return measure(spec, captured, getattr(torch, dtype))
+
+
+def capture_model(model: str, task: str | None, dtype: str, tiny: bool) -> tuple[ModelSpec, Captured]:
+    """The model as blocks, read from the cache where it was captured before."""
+    import torch
+
+    from phalanx import tasks
+    from phalanx.model.capture import capture
+    from phalanx.model.zoo.zoo import resolve
+
+    spec = resolve(model, task=task, tiny=tiny)
+    return spec, capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=getattr(torch, dtype))
+
+
+def choose_dims(facts: ModelFacts, batch: int, tokens: int | None) -> dict[str, int]:
+    """The dims to show the model at; source and target of an encoder–decoder are equally long."""
+    if tokens is not None and "tokens" not in facts.dims:
+        raise ConfigError(
+            f"option tokens = {tokens} does nothing: the inputs of {facts.name!r} have a fixed size", "leave tokens out"
+        )
+    if tokens is not None and facts.max_tokens is not None and tokens > facts.max_tokens:
+        raise ConfigError(
+            f"option tokens = {tokens} is more than {facts.name!r} has positions for",
+            f"choose tokens between 1 and {facts.max_tokens}",
+        )
+    length = tokens or min(TOKENS, facts.max_tokens or TOKENS)
+    return {dim: batch if dim == "batch" else length for dim in facts.dims}
+
+
+def run_name(run: Sequence[BlockFacts]) -> str:
+    """One block by its name, several of one list as 'model.layers.0 … 79  ×80'."""
+    first, last = run[0].name, run[-1].name
+    if len(run) == 1:
+        return first
+    place, _, index = last.rpartition(".")
+    return f"{first} … {index if first.startswith(f'{place}.') else last}  ×{len(run)}"
+
+
+@contextlib.contextmanager
+def patiently(what: str, seconds: float = _SECONDS) -> Iterator[None]:
+    """Names on stderr what is being done once it has taken `seconds`."""
+    timer = threading.Timer(seconds, lambda: print(f"{what} …", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,208 @@
+"""Facts from a capture: every distinct segment is traced on fake tensors at a few shapes, and what it keeps is fitted.
+
+Nothing is computed and nothing allocated, whatever the size of the model. `python -m phalanx.model.measure`
+writes the facts shipped with the package anew; how long segments take is the profiler's business, not this module's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx import tasks
+from phalanx.errors import CaptureError
+from phalanx.expressions import Fit
+from phalanx.model.capture import capture
+from phalanx.model.captured import Captured
+from phalanx.model.facts.facts import (
+    SHIPPED,
+    BlockFacts,
+    ModelFacts,
+    SharedFacts,
+    TensorFacts,
+    TiedFacts,
+    UnitFacts,
+    shipped_path,
+    to_json,
+)
+from phalanx.model.graph import graphs
+from phalanx.model.graph.blocks import Block, Blocks
+from phalanx.model.interpret import HELD, SHARED, Tracer, storage, tensor_ports, without_contents
+from phalanx.model.ops.operators import as_on_gpu
+from phalanx.model.segment.joint import Joint
+from phalanx.model.segment.segments import Footprint, Segment
+from phalanx.model.zoo import zoo_table
+from phalanx.model.zoo.zoo import ModelSpec, resolve
+
+_POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
+
+
+def measure(spec: ModelSpec, captured: Captured, dtype: torch.dtype) -> ModelFacts:
+    """The facts of a model that was captured in `dtype`, as it is trained on a GPU."""
+    dims = tuple(dict.fromkeys(dim for spec in captured.inputs for dim in spec.dims if isinstance(dim, str)))
+    fit = Fit(dims)
+    prober = _Prober(captured, dtype)
+    with as_on_gpu():
+        fitted = _Fitted(captured, fit, [prober.probe(point) for point in fit.points])
+    return ModelFacts(
+        name=spec.name,
+        task=spec.task,
+        dtype=_dtype_name(dtype),
+        dims=dims,
+        max_tokens=_max_tokens(spec) if "tokens" in dims else None,
+        num_parameters=sum(prod(shape) for shape in captured.shapes.values()),
+        blocks=tuple(fitted.block(index) for index in range(len(captured.blocks.blocks))),
+        tied=tuple(_tied(captured)),
+        notes=captured.notes,
+    )
+
+
+def footprints(captured: Captured, dtype: torch.dtype, dims: dict[str, int]) -> list[Footprint]:
+    """Of each block, for a micro-batch of these dims, when nothing is recomputed or compiled."""
+    with as_on_gpu():
+        return [probe.footprint() for probe in _Prober(captured, dtype).probe(dims)]
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """One block at one shape, in bytes."""
+
+    outputs: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each
+    saved: int
+    shared: tuple[tuple[str, int], ...]  # name of the tensor, bytes
+    footprint: Callable[[], Footprint]
+
+
+class _Prober:
+    """Walks through the blocks on tensors without contents."""
+
+    def __init__(self, captured: Captured, dtype: torch.dtype) -> None:
+        self._captured, self._dtype, self._mode = captured, dtype, FakeTensorMode()
+        self._tracer = Tracer(captured.blocks, captured.trainable, self._mode)
+
+    def probe(self, dims: dict[str, int]) -> list[_Probe]:
+        """Each block, in order, for a batch of these dims."""
+        captured = self._captured
+        values = without_contents(captured, captured.blocks, captured.shapes, self._dtype, dims, self._mode)
+        return [_describe(block, *self._tracer.trace(block, values)) for block in captured.blocks.blocks]
+
+
+def _describe(block: Block, joint: Joint, segment: Segment) -> _Probe:
+    """What the segment keeps, by storage: views of one tensor are kept at the price of one."""
+    kept = {storage(node): node.meta["val"].untyped_storage().nbytes() for node in segment.saved}
+    ports = tensor_ports(block)
+    for port, node in zip(ports, joint.inputs, strict=True):
+        if port.kind in HELD:
+            kept.pop(storage(node), None)
+    places = {storage(node): port.name for port, node in zip(ports, joint.inputs, strict=True) if port.kind in SHARED}
+    places |= {storage(node): wire for wire, node in zip(block.outputs, joint.outputs, strict=True)}
+    return _Probe(
+        outputs=tuple((tuple(n.meta["val"].shape), _dtype_name(n.meta["val"].dtype)) for n in joint.outputs),
+        saved=sum(kept.values()),
+        shared=tuple((places[at], size) for at, size in kept.items() if at in places),
+        footprint=segment.footprint,
+    )
+
+
+class _Fitted:
+    """Facts of blocks from their probes at all points."""
+
+    def __init__(self, captured: Captured, fit: Fit, probes: Sequence[Sequence[_Probe]]) -> None:
+        self.captured, self.fit = captured, fit
+        self.blocks: Blocks = captured.blocks
+        self.probes = list(zip(*probes, strict=True))  # per block, then per point
+        self._polynomial = cache(fit.polynomial)
+        # Named by the first block that has it: a fingerprint would change with every detail of capturing.
+        self._first = {block.template: block.name for block in reversed(self.blocks.blocks)}
+        self._wires = {
+            wire: self._tensor(wire, index, place)
+            for index, block in enumerate(self.blocks.blocks)
+            for place, wire in enumerate(block.outputs)
+        }
+
+    def block(self, index: int) -> BlockFacts:
+        block, probes = self.blocks.blocks[index], self.probes[index]
+        names = [name for name, _ in probes[0].shared]
+        assert all([name for name, _ in probe.shared] == names for probe in probes), f"{block.name} changes with shape"
+        sizes = zip(*[[size for _, size in probe.shared] for probe in probes], strict=True)
+        return BlockFacts(
+            name=block.name,
+            template=self._first[block.template],
+            units=tuple(self._units(block)),
+            crossing=tuple(self._wires[wire] for wire in self.blocks.crossing(index + 1)),
+            saved_bytes=self._expression(block, [probe.saved for probe in probes]),
+            shared=tuple(SharedFacts(n, self._expression(block, s)) for n, s in zip(names, sizes, strict=True)),
+        )
+
+    def _tensor(self, wire: str, index: int, place: int) -> TensorFacts:
+        outputs = [probe.outputs[place] for probe in self.probes[index]]
+        sizes = zip(*[shape for shape, _ in outputs], strict=True)
+        texts = [self._expression(self.blocks.blocks[index], size) for size in sizes]
+        return TensorFacts(wire, tuple(int(text) if text.isdigit() else text for text in texts), outputs[0][1])
+
+    def _expression(self, block: Block, values: Sequence[int]) -> str:
+        expression = self._polynomial(tuple(values))
+        if expression is None:
+            raise CaptureError(
+                f"what block '{block.name}' keeps or sends is no polynomial of {', '.join(self.fit.dims)}",
+                "look for a stride, a pooling or a padding to a multiple along these dims: such a model can be trained "
+                "but not planned",
+            )
+        return expression
+
+    def _units(self, block: Block) -> Iterator[UnitFacts]:
+        """A parameter belongs to the unit of the first node that uses it."""
+        template = self.blocks.templates[block.template]
+        owned = dict.fromkeys(template.flops, 0)
+        graph = graphs.load(template.text)
+        unit = dict(zip(graph.nodes, template.units, strict=True))
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        for port, node in zip(block.ports, placeholders, strict=True):
+            if port.kind == "parameter":
+                owned[unit[next(iter(node.users))]] += prod(self.captured.shapes[port.name])
+        for name, expression in template.flops.items():
+            yield UnitFacts(name, owned[name], expression)
+
+
+def _tied(captured: Captured) -> Iterator[TiedFacts]:
+    users: dict[str, list[str]] = {}
+    for block in captured.blocks.blocks:
+        for name in dict.fromkeys(block.names("parameter")):
+            users.setdefault(name, []).append(block.name)
+    for name, blocks in users.items():
+        if len(blocks) > 1:
+            yield TiedFacts(name, prod(captured.shapes[name]), tuple(blocks))
+
+
+def _max_tokens(spec: ModelSpec) -> int | None:
+    config = spec.config.get_text_config() if spec.config is not None else None
+    limits = [getattr(config, name, None) for name in _POSITION_LIMITS]
+    return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def write_shipped(names: Sequence[str]) -> None:
+    """Measures these zoo models in bfloat16, the dtype of training, and writes their files.
+
+    Every capture is made anew; that captures are right is shown by the tests, once for each architecture.
+    """
+    SHIPPED.mkdir(exist_ok=True)
+    for name in names:
+        spec = resolve(name)
+        inputs = tasks.get(spec.task).inputs(spec.config)
+        captured = capture(spec, inputs, dtype=torch.bfloat16, check=False, use_cache=False)
+        shipped_path(spec.name).write_text(to_json(measure(spec, captured, torch.bfloat16)), encoding="utf-8")
+        print(spec.name)
+
+
+if __name__ == "__main__":
+    write_shipped(sys.argv[1:] or zoo_table.names())

@@ -1,0 +1,253 @@
+"""From options to what is trained on what: the model, its weights, the data, the device, the plan, the length.
+
+Everything that is derived rather than given is decided here, once, with the reason in words; nothing is trained.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx import tasks
+from phalanx.config import RunConfig, cache_folder, parse_steps
+from phalanx.data import Batches, Tokenizer, load_tokenizer, needs_tokenizer, open_data, sample_length
+from phalanx.data.own import is_own_dataset, shown
+from phalanx.data.tokenizer import has_tokenizer
+from phalanx.engine.inputs import require_inputs
+from phalanx.errors import ConfigError, DataError
+from phalanx.launch.seat import Seat
+from phalanx.model.capture import capture
+from phalanx.model.captured import Captured
+from phalanx.model.separable import NUM_SAMPLES, require_separable
+from phalanx.model.weights.init_recipe import record
+from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
+from phalanx.model.zoo.configure import override
+from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
+from phalanx.params.parameters import choose_trainable
+from phalanx.plan import fields
+from phalanx.plan.complete import complete, needed_ranks, require_evaluation
+from phalanx.plan.plan import Plan
+from phalanx.state.dcp import DcpWeights, is_dcp
+from phalanx.state.snapshot import Mark, digest
+from phalanx.tasks.base import Task
+from phalanx.tasks.custom import Custom, infer_inputs
+from phalanx.tasks.vocabulary import vocab_size
+
+MOST_STAGES = 16  # on one rank: for what can be said about a plan before the model is known
+
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that a run needs to know before its first step. `reasons` says why derived values are what they are."""
+
+    spec: ModelSpec
+    task: Task
+    tokenizer: Tokenizer | None
+    batches: Batches
+    eval_batches: Batches | None
+    captured: Captured
+    trainable: tuple[str, ...]
+    plan: Plan
+    device: torch.device
+    dtype: torch.dtype
+    total_steps: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def model_mark(self) -> Mark:
+        shapes = {name: list(shape) for name, shape in self.captured.shapes.items()}
+        return Mark(self.spec.name, digest(shapes, type(self.task).__name__))
+
+    @property
+    def data_mark(self) -> Mark:
+        """The data is recognised by its size and its first sample, so that moving files does not make it other data."""
+        first, again = (_contents(self.batches.batch(0, 1)) for _ in range(2))
+        # A dataset that answers differently each time (it augments) can be recognised by its size only.
+        seen = first if first == again else ""
+        return Mark(self.batches.describe(), digest(self.batches.num_samples, seen))
+
+
+def prepare(
+    model: Model, data: Any, eval_data: Any, config: RunConfig, seat: Seat, *, collate: Collate | None = None
+) -> Prepared:
+    """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan."""
+    device = torch.device(seat.device)
+    _require_fit(config, seat.world)
+    dtype = getattr(torch, config.dtype)
+    spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
+    task = _task(spec, data, collate)
+    spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
+    tokens = sample_length(config.seq_len, task, spec.config)
+
+    def opened(source: Any, shuffle: bool, collate: Collate | None) -> Batches:
+        return open_data(
+            source, task=task, config=spec.config, tokenizer=tokenizer, tokens=tokens, seed=config.seed,
+            documents=config.documents, shuffle=shuffle, on_broken=config.on_broken, cache=cache_folder() / "data",
+            text_key=config.text_key, collate=collate,
+        )  # fmt: skip
+
+    batches = opened(data, config.shuffle, collate)
+    eval_collate = collate if is_own_dataset(eval_data) else None
+    eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate)
+    total_steps, length_reason = run_length(config, batches)
+    inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
+    captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout)
+    trainable = choose_trainable(captured.trainable, captured.shapes, captured.aliases, config.freeze)
+    if not set(trainable) & set(captured.blocks.parameters()):
+        raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
+    costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
+    plan, reasons = complete(config.plan, world=seat.world, batch_size=config.batch_size, costs=costs)
+    captured = _without_coupling(spec, captured, batches, plan, config.batch_size)
+    if eval_batches is not None:
+        require_evaluation(plan, eval_length(config, eval_batches))
+    return Prepared(
+        spec, task, tokenizer, batches, eval_batches, captured, trainable, plan, device, dtype, total_steps,
+        {**reasons, "device": device_reason(config.device, device), "steps": length_reason},
+    )  # fmt: skip
+
+
+def choose_num_ranks(config: RunConfig) -> int:
+    """How many ranks to start on this machine: as asked for, as the plan needs, or one per GPU."""
+    usable = torch.cuda.is_available() and config.device != "cpu"
+    found = max(1, torch.cuda.device_count()) if usable else 1
+    ranks = config.ranks or needed_ranks(config.plan) or found
+    _require_fit(config, ranks)  # before any is started
+    return ranks
+
+
+def _require_fit(config: RunConfig, world: int) -> None:
+    """Whatever the model's blocks cost, this much of the plan must fit ranks and batch."""
+    if config.ranks not in (None, world):
+        raise ConfigError(
+            f"option ranks = {config.ranks}, but the launcher started {world}",
+            "leave ranks out where a launcher starts them, or have it start as many",
+        )
+    num_blocks = sum(fields.read(config.plan).get("stages", ())) or world * MOST_STAGES
+    complete(config.plan, world=world, batch_size=config.batch_size, costs=[1.0] * num_blocks)
+
+
+def device_reason(choice: str, device: torch.device) -> str:
+    """Why it is this one."""
+    if device.type == "cpu":
+        return "chosen" if choice == "cpu" else "there is no CUDA device"
+    name = torch.cuda.get_device_name(device)
+    return name if choice == "cuda" else f"{name}, found"
+
+
+def run_length(config: RunConfig, batches: Batches) -> tuple[int, str]:
+    """How many steps the run has, and why."""
+    if config.steps is not None:
+        total, reason = config.steps, "as given"
+    else:
+        assert config.epochs is not None
+        if batches.num_samples is None:
+            raise ConfigError(
+                f"option epochs = {config.epochs:g}: the data is a stream without a known end", "give steps instead"
+            )
+        total = max(1, math.ceil(config.epochs * batches.num_samples / config.batch_size))
+        reason = f"{config.epochs:g} epochs of {batches.num_samples:,} samples in batches of {config.batch_size}"
+    if config.warmup_steps > total:
+        raise ConfigError(
+            f"option warmup_steps = {config.warmup_steps} is longer than the run of {total} steps ({reason})",
+            f"choose warmup_steps between 0 and {total}",
+        )
+    if config.profile_steps is not None and parse_steps(config.profile_steps)[0] > total:
+        raise ConfigError(
+            f"option profile_steps = {config.profile_steps} begins after the last of {total} steps ({reason})",
+            f"choose steps between 1 and {total}",
+        )
+    if config.timeline_step is not None and config.timeline_step > total:
+        raise ConfigError(
+            f"option timeline_step = {config.timeline_step} is after the last of {total} steps ({reason})",
+            f"choose a step between 1 and {total}",
+        )
+    return total, reason
+
+
+def eval_length(config: RunConfig, batches: Batches) -> int:
+    """How many samples an evaluation has."""
+    return min(config.eval_samples, batches.num_samples or config.eval_samples)
+
+
+def open_weights(model: Model, spec: ModelSpec, seed: int) -> tuple[Weights, str]:
+    """Where the initial values come from, and that in words."""
+    if isinstance(model, nn.Module):
+        return ModuleWeights(model), "the module's own values"
+    seeded = SeededWeights(record(lambda: build(spec)), seed)
+    folder = spec.folder
+    if folder is not None and is_dcp(folder):
+        return DcpWeights(folder, build(spec, device="meta")), f"from {folder} (torch.distributed.checkpoint)"
+    if folder is None or not any((*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*.bin"))):
+        return seeded, f"initialised from seed {seed}"
+    stored = SafetensorsWeights(folder, build(spec, device="meta"), missing_from=seeded)
+    said = f"from {folder}"
+    if stored.missing:
+        said += f"; {len(stored.missing)} that it lacks from seed {seed}: {', '.join(stored.missing[:3])}"
+    return stored, said
+
+
+def load_buffers(captured: Captured, weights: Weights, device: torch.device) -> dict[str, Tensor]:
+    """The model's buffers on the device; those that the weights' source holds come from there."""
+    stored = set(weights.buffer_names())
+    return {
+        name: (weights.read(name, dtype=buffer.dtype) if name in stored else buffer).to(device)
+        for name, buffer in captured.buffers.items()
+    }
+
+
+def _task(spec: ModelSpec, data: Any, collate: Collate | None) -> Task:
+    if spec.task != "custom":
+        return tasks.get(spec.task)
+    if not is_own_dataset(data):
+        raise DataError(
+            f"{spec.name!r} takes inputs of its own, which {shown(data)} does not hold",
+            "give a dataset whose items are dicts of its inputs, or name what it learns with task=",
+        )
+    first = data[0]
+    if collate is None and not isinstance(first, Mapping):
+        raise DataError(
+            f"a sample of the dataset is a {type(first).__name__}, not a dict",
+            "return dicts of tensors, or give a collate function",
+        )
+    columns = collate([first]) if collate else {name: torch.as_tensor(value)[None] for name, value in first.items()}
+    return Custom(infer_inputs({name: torch.as_tensor(column) for name, column in columns.items()}))
+
+
+def _tokenizer(
+    spec: ModelSpec, task: Task, data: Any, eval_data: Any, config: RunConfig
+) -> tuple[ModelSpec, Tokenizer | None]:
+    """Loaded where text must be read, and where there is one to be exported with the model.
+
+    A shrunken model has lost most of its vocabulary, so it gets one that holds the tokenizer.
+    """
+    needed = any(needs_tokenizer(source, task) for source in (data, eval_data) if source is not None)
+    wanted = config.tokenizer is not None or (spec.folder is not None and has_tokenizer(spec.folder))
+    if not needed and not wanted:
+        return spec, None
+    size = vocab_size(spec.config)
+    if config.tiny:
+        tokenizer = load_tokenizer(config.tokenizer, spec.folder, sys.maxsize)
+        assert spec.config is not None
+        return replace(spec, config=override(spec.config, {"vocab_size": max(size, tokenizer.vocab_size)})), tokenizer
+    return spec, load_tokenizer(config.tokenizer, spec.folder, size)
+
+
+def _without_coupling(spec: ModelSpec, captured: Captured, batches: Batches, plan: Plan, batch_size: int) -> Captured:
+    """Samples of a module of the user's own may depend on each other only where the plan leaves batches whole."""
+    if spec.factory is None or plan.dp * plan.mb * plan.multiple == 1:
+        return captured
+    batch = batches.batch(0, min(batch_size, NUM_SAMPLES))
+    require_inputs(captured, batch)
+    return require_separable(spec, captured, batch, plan.shown)
+
+
+def _contents(batch: Mapping[str, Tensor]) -> str:
+    return digest(*(part for name, t in sorted(batch.items()) for part in (name, list(t.shape), t.numpy().tobytes())))

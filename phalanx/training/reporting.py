@@ -1,0 +1,277 @@
+"""What a run says about itself: the header, one record per step, the summary; to the log, the display and callbacks.
+
+On a GPU a step's numbers are read one step late, so that reading them never keeps the device waiting. Callbacks are the
+user's own code: objects with any of the methods in `HOOKS`, checked when they are given, so that a misspelt method is
+not silently never called; what one raises is reported under its name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from phalanx.config import RunConfig
+from phalanx.engine.inputs import split
+from phalanx.engine.rank import Rank
+from phalanx.engine.step import Outcome
+from phalanx.errors import ConfigError, PhalanxError, nearest
+from phalanx.observe.metrics import Meter, peak_memory
+from phalanx.observe.progress import Progress
+from phalanx.observe.runlog import RunLog
+from phalanx.params.optimizer import decays
+from phalanx.plan.plan import Plan
+from phalanx.state.snapshot import Snapshot
+from phalanx.training.prepare import Prepared
+
+HOOKS = {
+    "on_start": "(trainer) before the first step",
+    "on_step": "(record) after a step",
+    "on_evaluate": "(record) after an evaluation",
+    "on_checkpoint": "(path) once a checkpoint is complete",
+    "on_end": "(result) when the run is over",
+}
+
+
+class Emit(Protocol):
+    """Where a run's hooks are called: (name of the hook, its arguments)."""
+
+    def __call__(self, hook: str, *arguments: Any) -> None: ...
+
+
+class Callbacks:
+    """Calls every callback in the order given."""
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        self._callbacks = tuple(callbacks)
+        for callback in self._callbacks:
+            _check(callback)
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        assert hook in HOOKS, hook
+        for callback in self._callbacks:
+            method = getattr(callback, hook, None)
+            if method is None:
+                continue
+            try:
+                method(*arguments)
+            except Exception as error:
+                name = f"{type(callback).__name__}.{hook}"
+                raise PhalanxError(
+                    f"callback {name} failed: {type(error).__name__}: {error}",
+                    "mend the callback; --debug or PHALANX_DEBUG=1 shows its traceback",
+                ) from error
+
+
+def _check(callback: Any) -> None:
+    methods = [name for name in dir(callback) if name.startswith("on_")]
+    for name in methods:
+        if name not in HOOKS:
+            unknown = f"callback {type(callback).__name__} has an unknown method {name!r}"
+            raise ConfigError(unknown, nearest(name, HOOKS))
+    if not methods:
+        raise ConfigError(
+            f"callback {type(callback).__name__} has none of the methods that are called", f"give it {', '.join(HOOKS)}"
+        )
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known about a step without asking the device."""
+
+    step: int
+    samples: int  # consumed, this step included
+    lr: float
+    unit: str  # what is counted as tokens
+    eval_loss: float | None
+
+
+class Reporter:
+    """Keeps the snapshot's counters and passes every finished step on. `losses` are those of this process's steps.
+
+    Every rank has one and comes to the same numbers; only that of rank 0 is shown and calls callbacks.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        meter: Meter,
+        log: RunLog,
+        progress: Progress,
+        emit: Emit,
+        device: torch.device,
+    ) -> None:
+        self.losses: list[float] = []
+        self.stops = False  # whether a step that was reported had been asked to be the last
+        self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
+        self._emit = emit
+        self._saved: Path | None = None
+        self._device, self._unit = device, "tokens"
+        self._waiting: tuple[StepFacts, Outcome] | None = None
+        self._mark = time.perf_counter()
+        # A resumed run's totals go on; its rates are those of this process.
+        meter.tokens, meter.flops, meter.seconds = snapshot.tokens, snapshot.flops, snapshot.seconds
+
+    def start(self, header: dict[str, Any]) -> None:
+        first, total = self._snapshot.step, self._snapshot.total_steps
+        self._log.write("start", header=header, config=self._snapshot.config, first_step=first, total_steps=total)
+        self._progress.start(header, total, first)
+        self._mark = time.perf_counter()
+
+    def step(self, facts: StepFacts, outcome: Outcome) -> None:
+        """Takes over a step that was started and reports the newest that is known to be finished."""
+        self.flush()
+        self._waiting = (facts, outcome)
+        if self._device.type != "cuda":
+            self.flush()
+
+    def flush(self) -> None:
+        """Reports the step that is still waiting, if there is one."""
+        if self._waiting is None:
+            return
+        (facts, outcome), self._waiting = self._waiting, None
+        loss, norm, updated = outcome.read()
+        self.stops = self.stops or outcome.stops()
+        record = self._record(facts, loss, norm, updated, *outcome.counted())
+        self.losses.append(loss)
+        self._log.write("step", **record)
+        self._progress.step(record)
+        self._emit("on_step", record)
+        self._require_finite(updated)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens within it does not count as time of a step."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._mark += time.perf_counter() - begin
+
+    def saved(self, path: Path | None) -> None:
+        """Takes note of the newest complete checkpoint; each is told of once."""
+        if path is not None and path != self._saved:
+            self._saved = path
+            self._log.write("checkpoint", path=str(path))
+            self._emit("on_checkpoint", path)
+
+    def stopped(self, by: signal.Signals | None, saved: Path | None) -> None:
+        """by: the signal that this rank got, None if another rank did."""
+        step, total = self._snapshot.step, self._snapshot.total_steps
+        name = by.name if by is not None else "a signal"
+        self._log.write("stop", signal=name, step=step)
+        self._progress.message(
+            f"stopped by {name} after step {step} of {total}, saved in {saved}; go on with --resume auto"
+        )
+
+    def finish(self, folder: Path, exported: Path | None) -> None:
+        snapshot = self._snapshot
+        summary = {"loss": snapshot.loss, "eval_loss": snapshot.eval_loss, "skipped_steps": snapshot.skipped}
+        measured = {name.replace("tokens", self._unit): value for name, value in self._meter.summary().items()}
+        summary |= {**measured, "run": str(folder), "export": exported and str(exported)}
+        summary = {name: value for name, value in summary.items() if value is not None}
+        self._log.write("finish", **summary)
+        self._progress.finish(summary)
+
+    def _record(
+        self, facts: StepFacts, loss: float, norm: float, updated: bool, tokens: float, flops: float
+    ) -> dict[str, Any]:
+        self._unit = facts.unit
+        now = time.perf_counter()
+        seconds, self._mark = max(now - self._mark, 1e-9), now
+        rates = self._meter.step(
+            facts.step, tokens=int(tokens), flops=flops, seconds=seconds, memory_bytes=peak_memory(self._device)
+        )
+        snapshot = self._snapshot
+        snapshot.step, snapshot.samples, snapshot.loss = facts.step, facts.samples, loss
+        snapshot.tokens, snapshot.flops, snapshot.seconds = self._meter.tokens, self._meter.flops, self._meter.seconds
+        snapshot.skipped += not updated
+        snapshot.skipped_in_a_row = 0 if updated else snapshot.skipped_in_a_row + 1
+        record = {"step": facts.step, "samples": facts.samples, "loss": loss, "lr": facts.lr, "grad_norm": norm}
+        record |= rates | {"unit": facts.unit}
+        if facts.eval_loss is not None:
+            record["eval_loss"] = snapshot.eval_loss = facts.eval_loss
+        return record if updated else {**record, "skipped": True}
+
+    def _require_finite(self, updated: bool) -> None:
+        in_a_row, allowed = self._snapshot.skipped_in_a_row, self._snapshot.config["max_nonfinite"]
+        if not updated and in_a_row > allowed:
+            raise PhalanxError(
+                f"the gradients of {in_a_row} steps in a row were not finite, the last at step {self._snapshot.step} "
+                f"(max_nonfinite = {allowed})",
+                "lower lr, lengthen warmup_steps or set clip; or look for broken samples at these steps in the run log",
+            )
+
+
+def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[str, Any]:
+    """What is trained, on what and how, with the reasons for whatever was derived."""
+    counts = {name: math.prod(shape) for name, shape in run.captured.shapes.items()}
+    trained = sum(counts[name] for name in run.trainable)
+    rows: dict[str, Any] = {
+        "model": f"{run.spec.name} ({run.spec.task})",
+        "parameters": f"{sum(counts.values()):,}, {trained:,} of them trained",
+        "weights": origin,
+        "data": run.batches.describe(),
+        "device": f"{run.device} ({run.reasons['device']}), segments compiled: {rank.compiler.mode}",
+        "dtype": config.dtype + (" with float32 master weights" if rank.keeps_masters else ""),
+        "plan": plan_text(run.plan, config.batch_size),
+        "optimizer": _optimizer_text(run, config, rank),
+        "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
+    }
+    if run.tokenizer is not None:
+        rows["tokenizer"] = f"{type(run.tokenizer).__name__}, {run.tokenizer.vocab_size:,} tokens"
+    if run.eval_batches is not None:
+        rows["evaluation"] = run.eval_batches.describe()
+    if run.plan.world > 1:
+        rows["ranks"] = ranks_text(run.plan)
+        rows["stages"] = "; ".join(
+            reason for name, reason in run.reasons.items() if name in ("pp", "dp", "mb", "stages")
+        )
+    if lab := os.environ.get("PHALANX_LAB"):
+        rows["lab"] = lab
+    for number, note in enumerate(run.captured.notes, start=1):
+        rows[f"note {number}"] = note
+    return rows
+
+
+def ranks_text(plan: Plan) -> str:
+    """`8 (2 in a pipeline × 2 replicas × 2 tensor-parallel)`."""
+    beside = f" × {plan.tp} tensor-parallel" if plan.tp > 1 else ""
+    return f"{plan.world} ({plan.pp} in a pipeline × {plan.dp} replicas{beside})"
+
+
+def plan_text(plan: Plan, batch_size: int) -> str:
+    """The plan, and what it makes of a batch."""
+    sizes = [size for part in split(batch_size, plan.dp) for size in split(part, plan.mb)]
+    shown = str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
+    replicas = "" if plan.dp == 1 else f"{plan.dp} replicas × "
+    interleaved = " in 2 interleaved halves" if plan.halves == 2 else ""
+    interleaved += ", each with the backward of the one before" if plan.pairs else ""
+    kept = "recomputed in the backward" if plan.recompute or plan.again else "kept for the backward"
+    return (
+        f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {batch_size} samples{interleaved}, "
+        f"schedule {plan.schedule}, activations {kept}"
+    )
+
+
+def _optimizer_text(run: Prepared, config: RunConfig, rank: Rank) -> str:
+    optimizer, trained = rank.optimizer.inner, run.trainable
+    end = "" if config.lr_schedule == "constant" else f" to {config.min_lr_ratio:.0%}"
+    warmup = f" after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
+    parts = [
+        type(optimizer).__name__ + (" (fused)" if optimizer.defaults.get("fused") else ""),
+        f"lr {config.lr:g}, {config.lr_schedule}{end}{warmup}",
+        f"clipped at norm {config.clip:g}" if config.clip is not None else "not clipped",
+    ]
+    if any(group.get("weight_decay") for group in optimizer.param_groups):
+        matrices = sum(decays(run.captured.shapes[name]) for name in trained)
+        parts.append(f"decay {config.weight_decay:g} on {matrices} matrices of {len(trained)} tensors")
+    return ", ".join(parts)

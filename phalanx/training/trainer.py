@@ -1,0 +1,153 @@
+"""The way into training: a run described by objects and options, and the ranks on which it takes place.
+
+One rank trains in this process. Several are started on this machine, unless a launcher (torchrun, SLURM, MPI) already
+started them and this process is one. What a rank does is in `loop.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from phalanx.config import RunConfig, require_eval_data
+from phalanx.launch.crew import Crew
+from phalanx.launch.join import join, run_joined
+from phalanx.launch.main_script import refuse_while_loading
+from phalanx.launch.seat import Seat, local_device
+from phalanx.model.zoo.zoo import Model
+from phalanx.state.folders import latest
+from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, unpack
+from phalanx.training.loop import Loop
+from phalanx.training.prepare import Collate, choose_num_ranks
+from phalanx.training.reporting import Callbacks
+
+
+class Trainer:
+    """A run: `model` is a name, folder, configuration, factory or module; `data` anything that can be opened as data.
+
+    `config` holds every other option; what is given here as an object stands before what it names. A module in memory
+    gets its trained values when the run is over. `callbacks` may have the methods in `reporting.HOOKS`; they are called
+    in this process. With one rank they find the run's state in `loop`, with several it lives elsewhere.
+    """
+
+    loop: Loop | None = None
+
+    def __init__(
+        self,
+        model: Model,
+        data: Any,
+        config: RunConfig | None = None,
+        *,
+        callbacks: Sequence[Any] = (),
+        optimizer_class: type[Any] | None = None,
+        collate: Collate | None = None,
+        eval_data: Any = None,
+    ) -> None:
+        config = config or RunConfig()
+        eval_data = eval_data if eval_data is not None else (config.eval_data or None)
+        names: dict[str, Any] = {"model": _name(model), "data": _names(data)}
+        if eval_data is not None:
+            names["eval_data"] = _names(eval_data)
+        if optimizer_class is not None:
+            names["optimizer"] = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+        self.config = config.override(**names)
+        require_eval_data(self.config)
+        self.job = Job(model, data, eval_data, self.config, collate, optimizer_class)
+        self.folder = self.job.folder
+        self._callbacks = Callbacks(callbacks)
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Trainer:
+        """A run that is all in its options, as the command line's are."""
+        return cls(config.model, config.data, config)
+
+    def fit(self) -> Result:
+        """Trains to the end, from the beginning or from a checkpoint.
+
+        Ctrl-C and SIGTERM end the run after the current step, saved, with KeyboardInterrupt and SystemExit(143).
+        """
+        refuse_while_loading("Trainer.fit")
+        try:
+            summary = self._fit()
+        except (KeyboardInterrupt, SystemExit):
+            if (saved := latest(self.folder / "checkpoints")) is not None:
+                self._fill(saved)
+            raise
+        result = Result(**vars(summary), model=self.job.model, config=self.config)
+        self._fill(result.checkpoint)
+        if self.loop is None or self.loop.seat.rank == 0:
+            self._callbacks.call("on_end", result)
+        return result
+
+    def _fit(self) -> Summary:
+        """On the ranks that there are, or that are started for it."""
+        device = self.config.device
+        seat = join(device)
+        if seat is not None:
+            return run_joined(seat, self._fit_here)
+        ranks = choose_num_ranks(self.config)
+        if ranks == 1:
+            return self._fit_here(Seat.alone(local_device(device, 0)))
+        with Crew(ranks, device=device) as crew, pack(self.job) as payload:
+            return crew.run(fit_on_rank, payload, on_event=lambda hook, given: self._on_event(hook, *given))[0]
+
+    def _fit_here(self, seat: Seat) -> Summary:
+        self.loop = Loop(self.job, seat, self._on_event if seat.rank == 0 else _nobody)
+        return self.loop.fit()
+
+    def _on_event(self, hook: str, *arguments: Any) -> None:
+        """Something happened on rank 0."""
+        self._callbacks.call(hook, *((self,) if hook == "on_start" else arguments))
+
+    def _fill(self, saved: Path) -> None:
+        """The user's own module gets the trained values."""
+        if isinstance(self.job.model, nn.Module):
+            fill(self.job.model, saved)
+
+
+def fit_on_rank(seat: Seat, payload: JobPayload) -> Summary:
+    """A rank's part of a job that came to it as a payload."""
+    emit = (lambda hook, *arguments: seat.emit(hook, arguments)) if seat.rank == 0 else _nobody
+    return Loop(unpack(payload), seat, emit).fit()
+
+
+def train(
+    model: Model,
+    data: Any,
+    *,
+    callbacks: Sequence[Any] = (),
+    optimizer_class: type[Any] | None = None,
+    collate: Collate | None = None,
+    eval_data: Any = None,
+    **options: Any,
+) -> Result:
+    """Trains `model` on `data`; `options` are those of RunConfig. The same as `Trainer(…).fit()` in one call."""
+    refuse_while_loading("phalanx.train")
+    trainer = Trainer(
+        model, data, RunConfig.create(**options),
+        callbacks=callbacks, optimizer_class=optimizer_class, collate=collate, eval_data=eval_data,
+    )  # fmt: skip
+    return trainer.fit()
+
+
+def _nobody(hook: str, *arguments: Any) -> None:
+    """Where ranks other than 0 emit their events."""
+
+
+def _name(model: Model) -> str:
+    if isinstance(model, str | Path):
+        return str(model)
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return getattr(model, "model_type", None) or getattr(model, "__name__", type(model).__name__)
+
+
+def _names(data: Any) -> tuple[str, ...]:
+    """What the resolved config calls data: paths as they are, objects by their class."""
+    items = [data] if isinstance(data, str | Path) else data
+    if isinstance(items, list | tuple) and items and all(isinstance(item, str | Path) for item in items):
+        return tuple(map(str, items))
+    return (type(data).__name__,)
