@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.engine.rank import Rank
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
@@ -31,7 +31,7 @@ TOLERANCE = {"float32": 2e-4, "bfloat16": 2e-2}  # relative, of losses after up 
 
 Step = Callable[[], Callable[[], float]]
 """Trains one step; what it returns gives the loss of the global batch, waiting for it."""
-Build = Callable[[Seat, Setting, Plan], Step]
+Build = Callable[[RankContext, Setting, Plan], Step]
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Measured:
     worked: dict[str, list[float]]
 
 
-def compare(seat: Seat, comparison: Comparison, captured: Captured) -> Measured:
+def compare(context: RankContext, comparison: Comparison, captured: Captured) -> Measured:
     """The job of one rank."""
-    device = torch.device(seat.device)
-    _join_torch(seat, device)
-    rank = our_rank(seat, comparison.setting, comparison.plan, captured)
+    device = torch.device(context.device)
+    _join_torch(context, device)
+    rank = our_rank(context, comparison.setting, comparison.plan, captured)
     entrants = {OURS: our_step(rank, comparison.setting)}
-    entrants |= {name: build(seat, comparison.setting, comparison.plan) for name, build in comparison.rivals.items()}
+    entrants |= {name: build(context, comparison.setting, comparison.plan) for name, build in comparison.rivals.items()}
     losses = {name: [step()() for _ in range(CHECKED_STEPS)] for name, step in entrants.items()}
     measured = Measured(losses, {name: [] for name in entrants}, {name: [] for name in entrants})
     for number in range(comparison.rounds):
@@ -76,7 +76,7 @@ def compare(seat: Seat, comparison: Comparison, captured: Captured) -> Measured:
     return measured
 
 
-def our_rank(seat: Seat, setting: Setting, plan: Plan, captured: Captured) -> Rank:
+def our_rank(context: RankContext, setting: Setting, plan: Plan, captured: Captured) -> Rank:
     initial = dict(setting.module().named_parameters())
 
     def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
@@ -87,9 +87,9 @@ def our_rank(seat: Seat, setting: Setting, plan: Plan, captured: Captured) -> Ra
         lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip=CLIP, dtype=setting.dtype,
         master_weights=setting.masters, batch_size=setting.size.samples,
     )  # fmt: skip
-    device = torch.device(seat.device)
+    device = torch.device(context.device)
     return Rank(
-        captured, config, plan, seat=seat, trainable=captured.trainable, read=read,
+        captured, config, plan, context=context, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
 
@@ -105,12 +105,12 @@ def our_step(rank: Rank, setting: Setting) -> Step:
     return step
 
 
-def _join_torch(seat: Seat, device: torch.device) -> None:
+def _join_torch(context: RankContext, device: torch.device) -> None:
     """The process-wide group that torch's tools work on."""
-    store = dist.PrefixStore("torch", seat.store)
+    store = dist.PrefixStore("torch", context.store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     deadline = timedelta(seconds=60)
-    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.world, timeout=deadline)
+    dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world, timeout=deadline)
 
 
 def _time(step: Step, steps: int, device: torch.device) -> tuple[float, float]:

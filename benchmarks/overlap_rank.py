@@ -25,8 +25,8 @@ from torch import Tensor
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.engine.rank import Rank
+from phalanx.launch.context import RankContext
 from phalanx.launch.join import join, run_joined
-from phalanx.launch.seat import Seat
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
@@ -97,10 +97,10 @@ class Mode:
         return (time.perf_counter() - begin) / self._steps
 
 
-def measure(seat: Seat, task: Task, captured: Captured) -> Seen:
+def measure(context: RankContext, task: Task, captured: Captured) -> Seen:
     """The job of one rank."""
     first, *others = task.plans
-    links = Links(seat)
+    links = Links(context)
     modes = {first: Mode(links, task, first, captured)}
     seen = Seen(_calibration(modes[first]))
     if _fits(seen.calibration, task.wanted):
@@ -138,7 +138,7 @@ def _calibration(mode: Mode) -> tuple[float, float]:
 
 
 def _build(links: Links, task: Task, name: str, captured: Captured) -> Rank:
-    seat, device = links.seat, links.device
+    context, device = links.context, links.device
 
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
         """The same for every mode."""
@@ -153,17 +153,17 @@ def _build(links: Links, task: Task, name: str, captured: Captured) -> Rank:
         compile=task.compiled, optimizer="sgd",
     )  # fmt: skip
     return Rank(
-        captured, config, task.plans[name], seat=seat, links=links, trainable=captured.trainable, read=read,
+        captured, config, task.plans[name], context=context, links=links, trainable=captured.trainable, read=read,
         buffers={n: value.to(device) for n, value in captured.buffers.items()},
     )  # fmt: skip
 
 
 def main(folder: Path) -> None:
     task, captured = pickle.loads((folder / TASK).read_bytes())
-    seat = join(task.device)
-    assert seat is not None, "a lab starts this"
-    seen = run_joined(seat, measure, task, captured)
-    (folder / f"rank-{seat.rank}").write_bytes(pickle.dumps(seen))
+    context = join(task.device)
+    assert context is not None, "a lab starts this"
+    seen = run_joined(context, measure, task, captured)
+    (folder / f"rank-{context.rank}").write_bytes(pickle.dumps(seen))
 
 
 if __name__ == "__main__":

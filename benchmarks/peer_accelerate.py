@@ -12,20 +12,20 @@ from compare_setting import CLIP, Setting, adamw
 from peer_phalanx import layers_of, mean_over_ranks, plain_model
 from torch import nn
 
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 
 
-def accelerate(seat: Seat, setting: Setting, plan: Plan, *, sharded: bool) -> Step:
-    plain = plain_model(seat, setting)
+def accelerate(context: RankContext, setting: Setting, plan: Plan, *, sharded: bool) -> Step:
+    plain = plain_model(context, setting)
     accelerator = Accelerator(
-        cpu=seat.device == "cpu",
+        cpu=context.device == "cpu",
         mixed_precision="no" if setting.torch_dtype == torch.float32 else "bf16",
         fsdp_plugin=_fsdp2(plain) if sharded else None,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, static_graph=True)],
     )
     model, optimizer = accelerator.prepare(plain, adamw(list(plain.parameters())))
-    inputs = setting.share(seat.rank, seat.world, seat.device)
+    inputs = setting.share(context.rank, context.world, context.device)
 
     def step() -> Callable[[], float]:
         loss = model(**inputs).loss

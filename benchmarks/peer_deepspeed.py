@@ -15,16 +15,16 @@ from peer_phalanx import mean_over_ranks, plain_model
 from torch import nn
 from torch_pipeline import _blocks, _Stage, causal_loss
 
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 
 
-def zero(seat: Seat, setting: Setting, plan: Plan, *, stage: int) -> Step:
-    model = plain_model(seat, setting)
-    config = _config(setting, samples=setting.size.samples // seat.world, steps=1)
+def zero(context: RankContext, setting: Setting, plan: Plan, *, stage: int) -> Step:
+    model = plain_model(context, setting)
+    config = _config(setting, samples=setting.size.samples // context.world, steps=1)
     config["zero_optimization"] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     engine = _initialize(model, config)
-    inputs = setting.share(seat.rank, seat.world, seat.device)
+    inputs = setting.share(context.rank, context.world, context.device)
 
     def step() -> Callable[[], float]:
         loss = engine(**inputs).loss
@@ -35,13 +35,13 @@ def zero(seat: Seat, setting: Setting, plan: Plan, *, stage: int) -> Step:
     return step
 
 
-def pipeline(seat: Seat, setting: Setting, plan: Plan) -> Step:
+def pipeline(context: RankContext, setting: Setting, plan: Plan) -> Step:
     """1F1B, the one schedule that it has."""
     deepspeed.init_distributed(dist_init_required=False)  # the stages are laid out over it before there is an engine
     blocks = [_Stage([block]) for block in _blocks(setting.module(), setting.shape)]
-    model = PipelineModule(blocks, num_stages=seat.world, loss_fn=causal_loss, partition_method="parameters")
+    model = PipelineModule(blocks, num_stages=context.world, loss_fn=causal_loss, partition_method="parameters")
     engine = _initialize(model, _config(setting, samples=setting.size.samples // plan.mb, steps=plan.mb))
-    batch = {name: tensor.to(seat.device).chunk(plan.mb) for name, tensor in setting.batch().items()}
+    batch = {name: tensor.to(context.device).chunk(plan.mb) for name, tensor in setting.batch().items()}
     parts = itertools.cycle(zip(batch["input_ids"], batch["labels"]))
 
     def step() -> Callable[[], float]:

@@ -21,27 +21,27 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 
 
-def megatron(seat: Seat, setting: Setting, plan: Plan) -> Step:
+def megatron(context: RankContext, setting: Setting, plan: Plan) -> Step:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=plan.pp)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     config = _config(setting, plan)
-    model = _model(config, setting, plan).to(seat.device, setting.torch_dtype)  # positions are float32 otherwise
+    model = _model(config, setting, plan).to(context.device, setting.torch_dtype)  # positions are float32 otherwise
     overlapped = DistributedDataParallelConfig(use_distributed_optimizer=plan.dp > 1, overlap_grad_reduce=True)
     wrapped = DistributedDataParallel(config, overlapped, model)
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(_optimizer(setting, plan), [wrapped])
-    return _step(seat, setting, plan, wrapped, optimizer)
+    return _step(context, setting, plan, wrapped, optimizer)
 
 
-def _step(seat: Seat, setting: Setting, plan: Plan, model: Any, optimizer: Any) -> Step:
+def _step(context: RankContext, setting: Setting, plan: Plan, model: Any, optimizer: Any) -> Step:
     samples, tokens = setting.size.samples // (plan.dp * plan.mb), setting.size.tokens
     share = setting.size.samples // plan.dp
-    begin = seat.rank % plan.dp * share
-    batch = {name: part[begin : begin + share].to(seat.device) for name, part in setting.batch().items()}
+    begin = context.rank % plan.dp * share
+    batch = {name: part[begin : begin + share].to(context.device) for name, part in setting.batch().items()}
     train = get_forward_backward_func()
 
     def step() -> Callable[[], float]:

@@ -10,15 +10,15 @@ from compare import Step, our_rank, our_step
 from compare_setting import Setting
 from torch import Tensor, nn
 
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.model.graph.units import find_layers
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 
 
-def phalanx(seat: Seat, setting: Setting, plan: Plan) -> Step:
-    return our_step(our_rank(seat, setting, plan, _captured(setting)), setting)
+def phalanx(context: RankContext, setting: Setting, plan: Plan) -> Step:
+    return our_step(our_rank(context, setting, plan, _captured(setting)), setting)
 
 
 def completed(text: str, setting: Setting, world: int) -> Plan:
@@ -37,10 +37,10 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for found in find_layers(model) for layer in model.get_submodule(found.path).children()]
 
 
-def plain_model(seat: Seat, setting: Setting) -> nn.Module:
+def plain_model(context: RankContext, setting: Setting) -> nn.Module:
     """On the rank's device; on a GPU with compiled layers, as its users would have them."""
-    model = setting.module().to(seat.device)
-    if seat.device != "cpu":
+    model = setting.module().to(context.device)
+    if context.device != "cpu":
         for layer in layers_of(model):
             layer.forward = torch.compile(layer.forward)
     return model

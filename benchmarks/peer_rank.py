@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compare_setting import Setting
     from peer_workers import Entrant, Order
 
-    from phalanx.launch.seat import Seat
+    from phalanx.launch.context import RankContext
     from phalanx.plan.plan import Plan
 
 CHECKED_STEPS = 2
@@ -37,22 +37,22 @@ class Member:
     def __init__(self) -> None:
         from phalanx.launch.join import join
 
-        seat = join("cuda" if os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu")
-        assert seat is not None, "a lab starts this"
-        self.seat: Seat = seat
+        context = join("cuda" if os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu")
+        assert context is not None, "a lab starts this"
+        self.context: RankContext = context
 
     def build(self, entrant: Entrant, setting: Setting, plan: Plan) -> list[float]:
         """The losses of the first steps."""
         import torch.distributed as dist
 
-        store = dist.PrefixStore("torch", self.seat.store)
-        backend = "gloo" if self.seat.device == "cpu" else "nccl"
+        store = dist.PrefixStore("torch", self.context.store)
+        backend = "gloo" if self.context.device == "cpu" else "nccl"
         dist.init_process_group(
-            backend, store=store, rank=self.seat.rank, world_size=self.seat.world, timeout=_DEADLINE
+            backend, store=store, rank=self.context.rank, world_size=self.context.world, timeout=_DEADLINE
         )
         module, _, name = entrant.build.rpartition(".")
         function = getattr(importlib.import_module(module), name)
-        self._step: Step = function(self.seat, setting, plan, **entrant.options)
+        self._step: Step = function(self.context, setting, plan, **entrant.options)
         losses = [self._step()() for _ in range(CHECKED_STEPS)]
         self._forget_peak()
         return losses
@@ -76,7 +76,7 @@ class Member:
         """Bytes since the first steps: of the device's memory, on CPUs of the whole process."""
         import torch
 
-        if self.seat.device != "cpu":
+        if self.context.device != "cpu":
             return torch.cuda.max_memory_allocated()
         status = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
@@ -86,7 +86,7 @@ class Member:
         import torch
 
         gc.collect()
-        if self.seat.device != "cpu":
+        if self.context.device != "cpu":
             return torch.cuda.reset_peak_memory_stats()
         with suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
@@ -96,13 +96,13 @@ class Member:
         import torch
         import torch.distributed as dist
 
-        dist.all_reduce(torch.zeros(1, device=self.seat.device))
+        dist.all_reduce(torch.zeros(1, device=self.context.device))
         self._synchronise()
 
     def _synchronise(self) -> None:
         import torch
 
-        if self.seat.device != "cpu":
+        if self.context.device != "cpu":
             torch.cuda.synchronize()
 
 

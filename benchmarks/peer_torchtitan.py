@@ -22,32 +22,32 @@ from torchtitan.models.llama3 import _build_llama3_layers, parallelize_llama
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 
 _NORMAL, _ONES = {"weight": nn.init.normal_}, {"weight": nn.init.ones_}
 
 
-def fsdp(seat: Seat, setting: Setting, plan: Plan) -> Step:
+def fsdp(context: RankContext, setting: Setting, plan: Plan) -> Step:
     torch.manual_seed(0)
     with torch.device("meta"):
         model: Any = _config(setting).build()
-    parallelism = ParallelismConfig(data_parallel_shard_degree=seat.world, fsdp_reshard_after_forward="never")
+    parallelism = ParallelismConfig(data_parallel_shard_degree=context.world, fsdp_reshard_after_forward="never")
     parallelize_llama(
-        model, parallel_dims=ParallelDims.from_config(parallelism, seat.world), parallelism=parallelism,
+        model, parallel_dims=ParallelDims.from_config(parallelism, context.world), parallelism=parallelism,
         training=TrainingConfig(mixed_precision_param=setting.dtype, mixed_precision_reduce="float32"),
-        compile_config=CompileConfig(enable=seat.device != "cpu"), ac_config=None, dump_folder="",
+        compile_config=CompileConfig(enable=context.device != "cpu"), ac_config=None, dump_folder="",
     )  # fmt: skip
-    model.to_empty(device=seat.device)
+    model.to_empty(device=context.device)
     with torch.no_grad():
-        model.init_weights(buffer_device=torch.device(seat.device))
-    return _step(seat, setting, model)
+        model.init_weights(buffer_device=torch.device(context.device))
+    return _step(context, setting, model)
 
 
-def _step(seat: Seat, setting: Setting, model: Any) -> Step:
+def _step(context: RankContext, setting: Setting, model: Any) -> Step:
     parameters = list(model.parameters())
     optimizer = adamw(parameters)
-    batch = setting.share(seat.rank, seat.world, seat.device)
+    batch = setting.share(context.rank, context.world, context.device)
     ids = batch["input_ids"]
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     masks = model.get_attention_masks(positions)

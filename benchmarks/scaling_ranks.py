@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.config import RunConfig
 from phalanx.engine.rank import Rank
 from phalanx.lab.timed import Durations, replace_compute
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
@@ -35,10 +35,12 @@ class Training:
     durations: Durations | None = None
 
 
-def run_in_turn(seat: Seat, trainings: Sequence[Training], rounds: int, captured: Captured) -> dict[str, list[float]]:
+def run_in_turn(
+    context: RankContext, trainings: Sequence[Training], rounds: int, captured: Captured
+) -> dict[str, list[float]]:
     """The job of one rank: seconds of every step of the trainings in which it takes part."""
-    mine = [training for training in trainings if seat.rank < training.plan.world]
-    ranks = {training.name: _build(seat, training, captured) for training in mine}
+    mine = [training for training in trainings if context.rank < training.plan.world]
+    ranks = {training.name: _build(context, training, captured) for training in mine}
     batches = {training.name: _part(ranks[training.name], training.setting) for training in mine}
     for name, rank in ranks.items():
         for _ in range(WARM_UP):
@@ -57,10 +59,14 @@ def slowest(found: Sequence[Mapping[str, list[float]]], name: str) -> list[float
     return [max(times) for times in zip(*(seconds[name] for seconds in found if name in seconds), strict=True)]
 
 
-def _build(seat: Seat, training: Training, captured: Captured) -> Rank:
+def _build(context: RankContext, training: Training, captured: Captured) -> Rank:
     world = training.plan.world
     # The trainings have links of the same names.
-    own = Seat.alone() if world == 1 else replace(seat, world=world, store=dist.PrefixStore(training.name, seat.store))
+    own = (
+        RankContext.alone()
+        if world == 1
+        else replace(context, world=world, store=dist.PrefixStore(training.name, context.store))
+    )
 
     def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
         shape = captured.shapes[name] if piece is None else (piece.stop - piece.start,)
@@ -68,7 +74,7 @@ def _build(seat: Seat, training: Training, captured: Captured) -> Rank:
 
     config = RunConfig.create(lr=LR, batch_size=training.setting.size.samples)
     rank = Rank(
-        captured, config, training.plan, seat=own, trainable=captured.trainable, read=read,
+        captured, config, training.plan, context=own, trainable=captured.trainable, read=read,
         buffers=dict(captured.buffers),
     )  # fmt: skip
     if training.durations is not None:

@@ -21,7 +21,7 @@ from phalanx.config import RunConfig
 from phalanx.engine.measured import recording
 from phalanx.engine.rank import Rank
 from phalanx.lab.timed import Durations, replace_compute
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
@@ -60,17 +60,17 @@ class Seen:
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
 
-def run_bench(seat: Seat, bench: Bench, captured: Captured) -> Seen:
+def run_bench(context: RankContext, bench: Bench, captured: Captured) -> Seen:
     """The job of one rank."""
-    batch = {name: tensor.to(torch.device(seat.device)) for name, tensor in bench.setting.batch().items()}
+    batch = {name: tensor.to(torch.device(context.device)) for name, tensor in bench.setting.batch().items()}
     ranks: dict[str, Rank] = {}
-    links = Links(seat)
+    links = Links(context)
     for name, plan in bench.plans.items():
         ranks[name] = _build(links, bench, plan, captured)
         for _ in range(WARM_UP):
             ranks[name].step(batch, 0, LR).read()
-        if seat.rank == 0:
-            seat.emit("ready", name)
+        if context.rank == 0:
+            context.emit("ready", name)
     seen = Seen(measure_link(next(iter(ranks.values())), bench.cut_elements, bench.setting.torch_dtype))
     for _ in range(bench.rounds):
         for name, rank in ranks.items():
@@ -94,7 +94,7 @@ def _build(links: Links, bench: Bench, plan: Plan, captured: Captured) -> Rank:
         lr=LR, dtype=setting.dtype, master_weights=setting.masters, batch_size=setting.size.samples, compile="off"
     )
     rank = Rank(
-        captured, config, plan, seat=links.seat, links=links, trainable=captured.trainable, read=read,
+        captured, config, plan, context=links.context, links=links, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
     if bench.durations is not None:
@@ -138,7 +138,7 @@ def _one_way(rank: Rank, elements: int, dtype: torch.dtype) -> float:
     for _ in range(GROUPS):
         _meet(rank)
         begin = time.perf_counter()
-        for _ in range(ROUND_TRIPS if rank.seat.rank < 2 else 0):
+        for _ in range(ROUND_TRIPS if rank.context.rank < 2 else 0):
             _to_and_fro(rank, out, back)
         if rank.device.type == "cuda":
             torch.cuda.synchronize()
@@ -148,12 +148,12 @@ def _one_way(rank: Rank, elements: int, dtype: torch.dtype) -> float:
 
 
 def _to_and_fro(rank: Rank, out: Tensor, back: Tensor) -> None:
-    is_first = rank.seat.rank == 0
+    is_first = rank.context.rank == 0
     sent = _send(rank, out) if is_first else None
     rank.connections.channel(*((1, 0, "b") if is_first else (0, 1, "f"))).recv(back).wait("a message")
     (sent or _send(rank, out)).wait("a message to leave")
 
 
 def _send(rank: Rank, tensor: Tensor) -> Pending:
-    way = (0, 1, "f") if rank.seat.rank == 0 else (1, 0, "b")
+    way = (0, 1, "f") if rank.context.rank == 0 else (1, 0, "b")
     return rank.connections.channel(*way).send(tensor)

@@ -161,14 +161,14 @@ def _phalanx(captured: Any, batch: dict[str, Any], options: argparse.Namespace) 
 
     from phalanx.config import RunConfig
     from phalanx.engine.rank import Rank
-    from phalanx.launch.seat import Seat, local_device
+    from phalanx.launch.context import RankContext, local_device
     from phalanx.plan.plan import Plan
 
-    seat = Seat.alone(local_device(options.device, 0))
+    context = RankContext.alone(local_device(options.device, 0))
     by_default = options.candidate == "phalanx, masters"
 
     def random_values(name: str, is_master: bool, _: object) -> torch.Tensor:
-        values = torch.empty(captured.shapes[name], device=seat.device, dtype=torch.float32)
+        values = torch.empty(captured.shapes[name], device=context.device, dtype=torch.float32)
         return values.normal_(0, 0.02) if values.dim() > 1 else values.fill_(1.0)
 
     config = RunConfig(
@@ -176,10 +176,10 @@ def _phalanx(captured: Any, batch: dict[str, Any], options: argparse.Namespace) 
         master_weights=by_default, device=options.device, batch_size=options.batch,
     )  # fmt: skip
     rank = Rank(
-        captured, config, Plan(stages=(len(captured.blocks.blocks),)), seat=seat, trainable=captured.trainable,
-        read=random_values, buffers={name: b.to(seat.device) for name, b in captured.buffers.items()},
+        captured, config, Plan(stages=(len(captured.blocks.blocks),)), context=context, trainable=captured.trainable,
+        read=random_values, buffers={name: b.to(context.device) for name, b in captured.buffers.items()},
     )  # fmt: skip
-    on_device = {name: tensor.to(seat.device) for name, tensor in batch.items()}
+    on_device = {name: tensor.to(context.device) for name, tensor in batch.items()}
     return lambda: rank.step(on_device, 0, 1e-4)
 
 

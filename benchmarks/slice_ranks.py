@@ -20,7 +20,7 @@ from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.engine.measured import recording
 from phalanx.engine.rank import Rank
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.model.slicing import slice_model
 from phalanx.params.flat import Piece
@@ -89,10 +89,10 @@ class Seen:
     held: dict[str, int] = field(default_factory=dict)
 
 
-def profile(seat: Seat, case: Case, captured: Captured, effort: Effort) -> Facts:
+def profile(context: RankContext, case: Case, captured: Captured, effort: Effort) -> Facts:
     """The job of one rank; the case has one plan, without slices."""
     (plan,) = case.plans.values()
-    setting, device = case.setting, torch.device(seat.device)
+    setting, device = case.setting, torch.device(context.device)
     sliced = slice_model(captured, setting.torch_dtype)
     numbers = (0, layers(sliced)[0], len(captured.blocks.blocks) - 1)
     one = {name: tensor[:1] for name, tensor in setting.batch().items()}
@@ -100,12 +100,12 @@ def profile(seat: Seat, case: Case, captured: Captured, effort: Effort) -> Facts
     def kind(number: int) -> Kind:
         run = SliceRun(sliced, one, [number], dtype=setting.torch_dtype, device=device, compile=case.compile)
         found = _kind(run, effort, attends=number == numbers[1])
-        _say(seat, f"slices of {captured.blocks.blocks[number].name} measured")
+        _say(context, f"slices of {captured.blocks.blocks[number].name} measured")
         return found
 
     first, layer, last = map(kind, numbers)
-    links = Links(seat)
-    rank = _build(seat, case, plan, captured, links)
+    links = Links(context)
+    rank = _build(context, case, plan, captured, links)
     batch = {name: tensor.to(device) for name, tensor in setting.batch().items()}
     rank.step(batch, 0, LR).read()
     size = setting.size
@@ -115,16 +115,16 @@ def profile(seat: Seat, case: Case, captured: Captured, effort: Effort) -> Facts
     return Facts(first, layer, last, link, parts)
 
 
-def run_case(seat: Seat, case: Case, captured: Captured) -> Seen:
+def run_case(context: RankContext, case: Case, captured: Captured) -> Seen:
     """The job of one rank: every plan built once, then all in turn."""
-    batch = {name: tensor.to(torch.device(seat.device)) for name, tensor in case.setting.batch().items()}
-    links = Links(seat)
-    ranks = {name: _build(seat, case, plan, captured, links) for name, plan in case.plans.items()}
-    seen = Seen(held={name: rank.compiled.held_activations(seat.rank) for name, rank in ranks.items()})
+    batch = {name: tensor.to(torch.device(context.device)) for name, tensor in case.setting.batch().items()}
+    links = Links(context)
+    ranks = {name: _build(context, case, plan, captured, links) for name, plan in case.plans.items()}
+    seen = Seen(held={name: rank.compiled.held_activations(context.rank) for name, rank in ranks.items()})
     for name, rank in ranks.items():
         _warm_up(rank, batch)
         seen.memory[name] = _memory(rank, batch)
-        _say(seat, f"{case.plans[name].shown} ready")
+        _say(context, f"{case.plans[name].shown} ready")
     for _ in range(case.rounds):
         for name, rank in ranks.items():
             _warm_up(rank, batch)
@@ -140,9 +140,9 @@ def _warm_up(rank: Rank, batch: Batch) -> None:
         rank.step(batch, 0, LR).read()
 
 
-def _say(seat: Seat, text: str) -> None:
-    if seat.rank == 0:
-        seat.emit("progress", text)
+def _say(context: RankContext, text: str) -> None:
+    if context.rank == 0:
+        context.emit("progress", text)
 
 
 def _kind(run: SliceRun, effort: Effort, attends: bool) -> Kind:
@@ -154,8 +154,8 @@ def _kind(run: SliceRun, effort: Effort, attends: bool) -> Kind:
     return Kind(tuple(found), forward / (forward + backward))
 
 
-def _build(seat: Seat, case: Case, plan: Plan, captured: Captured, links: Links) -> Rank:
-    device, setting = torch.device(seat.device), case.setting
+def _build(context: RankContext, case: Case, plan: Plan, captured: Captured, links: Links) -> Rank:
+    device, setting = torch.device(context.device), case.setting
 
     def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
         shape = captured.shapes[name] if piece is None else (piece.stop - piece.start,)
@@ -171,7 +171,7 @@ def _build(seat: Seat, case: Case, plan: Plan, captured: Captured, links: Links)
         optimizer="sgd",  # all plans of a case are on the device at once: it keeps no state
     )
     return Rank(
-        captured, config, plan, seat=seat, links=links, trainable=captured.trainable, read=read,
+        captured, config, plan, context=context, links=links, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
 

@@ -21,29 +21,29 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.graph.units import find_layers
 from phalanx.plan.plan import Plan
 
 
-def ddp(seat: Seat, setting: Setting, plan: Plan, *, bucket_mib: int) -> Step:
-    model = _model(seat, setting)
+def ddp(context: RankContext, setting: Setting, plan: Plan, *, bucket_mib: int) -> Step:
+    model = _model(context, setting)
     with warnings.catch_warnings(action="ignore"):  # the new name of broadcast_buffers is unknown to older versions
         wrapped = DistributedDataParallel(
             model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=bucket_mib, broadcast_buffers=False
         )
     half = setting.torch_dtype != torch.float32
-    return _step(seat, setting, wrapped, lambda: _autocast(seat, setting) if half else nullcontext())
+    return _step(context, setting, wrapped, lambda: _autocast(context, setting) if half else nullcontext())
 
 
-def fsdp2(seat: Seat, setting: Setting, plan: Plan, *, reshard: bool) -> Step:
-    model = _model(seat, setting)
+def fsdp2(context: RankContext, setting: Setting, plan: Plan, *, reshard: bool) -> Step:
+    model = _model(context, setting)
     policy = MixedPrecisionPolicy(param_dtype=setting.torch_dtype, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": init_device_mesh(_kind(seat), (seat.world,)), "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": init_device_mesh(_kind(context), (context.world,)), "mp_policy": policy}
     for layer in _layers(model):
         fully_shard(layer, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    return _step(seat, setting, model, nullcontext)
+    return _step(context, setting, model, nullcontext)
 
 
 DDP: dict[str, Build] = {
@@ -55,11 +55,11 @@ FSDP2_KEEP: dict[str, Build] = {"FSDP2, keeping parameters": partial(fsdp2, resh
 
 
 def _step(
-    seat: Seat, setting: Setting, model: nn.Module, precision: Callable[[], AbstractContextManager[Any]]
+    context: RankContext, setting: Setting, model: nn.Module, precision: Callable[[], AbstractContextManager[Any]]
 ) -> Step:  # fmt: skip
     parameters = list(model.parameters())
     optimizer = adamw(parameters)
-    inputs = setting.share(seat.rank, seat.world, seat.device)
+    inputs = setting.share(context.rank, context.world, context.device)
 
     def step() -> Callable[[], float]:
         with precision():
@@ -73,9 +73,9 @@ def _step(
     return step
 
 
-def _model(seat: Seat, setting: Setting) -> nn.Module:
-    model = setting.module().to(seat.device)
-    if _kind(seat) == "cuda":
+def _model(context: RankContext, setting: Setting) -> nn.Module:
+    model = setting.module().to(context.device)
+    if _kind(context) == "cuda":
         for layer in _layers(model):
             layer.forward = torch.compile(layer.forward)  # hooks of FSDP2 stay outside, where they break no graph
     return model
@@ -85,12 +85,12 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [layer for found in find_layers(model) for layer in model.get_submodule(found.path).children()]
 
 
-def _autocast(seat: Seat, setting: Setting) -> AbstractContextManager[Any]:
-    return torch.autocast(_kind(seat), setting.torch_dtype)
+def _autocast(context: RankContext, setting: Setting) -> AbstractContextManager[Any]:
+    return torch.autocast(_kind(context), setting.torch_dtype)
 
 
-def _kind(seat: Seat) -> str:
-    return torch.device(seat.device).type
+def _kind(context: RankContext) -> str:
+    return torch.device(context.device).type
 
 
 def _mean(loss: Tensor) -> float:

@@ -16,7 +16,7 @@ from compare_setting import CLIP, Setting, adamw
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 
 # Ours → torch's. Its interleaved zero bubble with one stage per rank is what ZB-H1 is.
@@ -29,11 +29,11 @@ _ALIGNED = 8  # half-precision numbers: a product with a multiple of that many c
 _COMPILES = ("gpipe", "1f1b", "interleaved")  # torch cannot take input and weight gradients of a compiled layer apart
 
 
-def pipeline(seat: Seat, setting: Setting, plan: Plan) -> Step:
+def pipeline(context: RankContext, setting: Setting, plan: Plan) -> Step:
     """One rank of torch's pipeline under our plan."""
     blocks = _blocks(setting.module().to(setting.torch_dtype), setting.shape)
-    device = torch.device(seat.device)
-    numbers = plan.stages_of(seat.rank)
+    device = torch.device(context.device)
+    numbers = plan.stages_of(context.rank)
     modules = [_Stage([blocks[b] for b in plan.stage_blocks(number)]).to(device) for number in numbers]
     if device.type == "cuda" and plan.schedule in _COMPILES:
         padded = setting.size.vocabulary % _ALIGNED != 0  # a compiled head gives logits with other strides, and torch

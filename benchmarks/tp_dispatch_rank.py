@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx import tasks
 from phalanx.config import RunConfig
 from phalanx.engine.rank import Rank
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.zoo import zoo
@@ -52,10 +52,10 @@ class Shape:
         return capture(spec, task.inputs(spec.config), dtype=torch.float32, dropout=0.0, check=False), batch
 
 
-def compare(seat: Seat, shape: Shape, rounds: int) -> dict[str, Any]:
+def compare(context: RankContext, shape: Shape, rounds: int) -> dict[str, Any]:
     """The job of one rank; the second one is there because groups of two need it."""
-    split = _rank(seat, shape, "tp=2", 1)
-    whole = _rank(Seat.alone(), shape, "tp=1", 2)
+    split = _rank(context, shape, "tp=2", 1)
+    whole = _rank(RankContext.alone(), shape, "tp=1", 2)
     seconds: dict[str, list[float]] = {"tp=1": [], "tp=2": []}
     for number in range(WARM_UP + rounds):
         for name, (rank, step) in {"tp=2": split, "tp=1": whole}.items():
@@ -72,7 +72,7 @@ def compare(seat: Seat, shape: Shape, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rank(seat: Seat, shape: Shape, text: str, parts: int) -> tuple[Rank, Callable[[], object]]:
+def _rank(context: RankContext, shape: Shape, text: str, parts: int) -> tuple[Rank, Callable[[], object]]:
     captured, batch = shape.capture(parts)
 
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
@@ -81,9 +81,9 @@ def _rank(seat: Seat, shape: Shape, text: str, parts: int) -> tuple[Rank, Callab
 
     config = RunConfig.create(batch_size=shape.samples, optimizer="sgd")
     costs = captured.blocks.flops(captured.dims(batch))
-    plan = complete(text, world=seat.world, batch_size=shape.samples, costs=costs).plan
+    plan = complete(text, world=context.world, batch_size=shape.samples, costs=costs).plan
     rank = Rank(
-        captured, config, plan, seat=seat, trainable=captured.trainable, read=read, buffers=dict(captured.buffers)
+        captured, config, plan, context=context, trainable=captured.trainable, read=read, buffers=dict(captured.buffers)
     )
     return rank, lambda: rank.step(batch, 0, LR).read()
 

@@ -14,7 +14,7 @@ from phalanx.config import RunConfig
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.rank import Rank
 from phalanx.engine.totals import StepRun
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model import interpret, reference
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured, attention_sites
@@ -68,9 +68,11 @@ class Case:
         loss.backward()
         return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
-    def rank(self, plan: str = "", *, seat: Seat | None = None, frozen: Sequence[str] = (), **options: object) -> Rank:
-        """The only rank of a plan, or the one at `seat`, with the plain model's values."""
-        seat, samples = seat or Seat.alone(), next(iter(self.batch.values())).shape[0]
+    def rank(
+        self, plan: str = "", *, context: RankContext | None = None, frozen: Sequence[str] = (), **options: object
+    ) -> Rank:
+        """The only rank of a plan, or the one at `context`, with the plain model's values."""
+        context, samples = context or RankContext.alone(), next(iter(self.batch.values())).shape[0]
         values = self.parameters
 
         def read(name: str, is_master: bool, piece: Piece) -> Tensor:
@@ -79,8 +81,8 @@ class Case:
         costs = self.blocks.flops(self.captured.dims(self.batch))
         config = RunConfig.create(**{"dtype": "float64", "compile": "off", "batch_size": samples, **options})
         return Rank(
-            self.captured, config, complete(plan, world=seat.world, batch_size=samples, costs=costs).plan, seat=seat,
-            trainable=[name for name in self.captured.trainable if name not in frozen], read=read,
+            self.captured, config, complete(plan, world=context.world, batch_size=samples, costs=costs).plan,
+            context=context, trainable=[name for name in self.captured.trainable if name not in frozen], read=read,
             buffers=self.captured.buffers,
         )  # fmt: skip
 

@@ -62,7 +62,7 @@ def find_slices(
         import torch
 
         from phalanx import tasks
-        from phalanx.launch.seat import local_device
+        from phalanx.launch.context import local_device
         from phalanx.model.slicing import slice_model
         from phalanx.profile.slice_fit import report
         from phalanx.profile.slice_run import SliceRun, layers

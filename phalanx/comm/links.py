@@ -24,7 +24,7 @@ from torch import Tensor
 from phalanx.comm.pending import Pending, Sockets, cause, is_lost_connection, open_sockets, opened_since, shut
 from phalanx.errors import LinkError
 from phalanx.launch.alarm import Late, within
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 
 Direction = Literal["f", "b"]
 Flow = tuple[int, int, Direction]  # sender, receiver, direction
@@ -44,20 +44,20 @@ class Links:
     name: tells these links from others of the same generation.
     """
 
-    def __init__(self, seat: Seat, *, timeout: float = 60.0, name: str = "") -> None:
+    def __init__(self, context: RankContext, *, timeout: float = 60.0, name: str = "") -> None:
         self._name = name
-        self.seat, self.device, self.timeout = seat, torch.device(seat.device), timedelta(seconds=timeout)
+        self.context, self.device, self.timeout = context, torch.device(context.device), timedelta(seconds=timeout)
         self.traffic: dict[str, Traffic] = {}
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
         self._channels: dict[Flow, Channel] = {}
         self._pending: set[Pending] = set()
         self._sockets: Sockets = {}
         self._lock = threading.Lock()
-        seat.alarm.listen(self._let_go)
+        context.alarm.listen(self._let_go)
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> Group:
         """The group of these ranks, made on the first call, which all of them must make in the same order."""
-        assert self.seat.rank in ranks and len(set(ranks)) == len(ranks), ranks
+        assert self.context.rank in ranks and len(set(ranks)) == len(ranks), ranks
         key = (ranks, purpose)
         if key not in self._groups:
             backend = self._connect(ranks, f"group/{purpose}") if len(ranks) > 1 else None
@@ -66,7 +66,7 @@ class Links:
 
     def channel(self, peer: int, direction: Direction, way: Literal["out", "in"]) -> Channel:
         """The channel that carries `direction` (forward or backward) tensors to or from a neighbour."""
-        rank = self.seat.rank
+        rank = self.context.rank
         flow: Flow = (rank, peer, direction) if way == "out" else (peer, rank, direction)
         if flow not in self._channels:
             sender, receiver, _ = flow
@@ -77,9 +77,9 @@ class Links:
     def open_channels(self, flows: Iterable[Flow]) -> None:
         """Open this rank's part of all the world's channels, in an order that cannot deadlock."""
         for sender, receiver, direction in sorted(flows):
-            if sender == self.seat.rank:
+            if sender == self.context.rank:
                 self.channel(receiver, direction, "out")
-            elif receiver == self.seat.rank:
+            elif receiver == self.context.rank:
                 self.channel(sender, direction, "in")
 
     @property
@@ -94,7 +94,7 @@ class Links:
     def close(self) -> None:
         """Leave in good order. Everything that was started must have been awaited."""
         assert not self._pending, f"{len(self._pending)} operations were never awaited"
-        self.seat.alarm.forget(self._let_go)
+        self.context.alarm.forget(self._let_go)
         if self.device.type == "cuda":
             for backend in self._backends():
                 backend.shutdown()
@@ -103,7 +103,7 @@ class Links:
 
     def abort(self) -> None:
         """Leave at once. Buffers of unfinished operations must not be used again."""
-        self.seat.alarm.forget(self._let_go)
+        self.context.alarm.forget(self._let_go)
         self._let_go()
         time.sleep(0.05)  # operations that now fail still touch their group
         for backend in self._backends():
@@ -132,12 +132,12 @@ class Links:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            raise LinkError(f"{self.seat.name} lost the connection at {kind} {partners} ({cause(error)})") from error
+            raise LinkError(f"{self.context.name} lost the connection at {kind} {partners} ({cause(error)})") from error
         traffic = self.traffic.setdefault(kind, Traffic())
         traffic.calls += 1
         traffic.bytes += tensors[0].nbytes
         pending = Pending(
-            self.seat, work, tensors, timeout=self.timeout, subject=kind, partners=partners, finish=finish,
+            self.context, work, tensors, timeout=self.timeout, subject=kind, partners=partners, finish=finish,
             ended=self._pending.discard,
         )  # fmt: skip
         self._pending.add(pending)
@@ -146,25 +146,25 @@ class Links:
     def _connect(self, ranks: tuple[int, ...], purpose: str, one_way: bool = False) -> Any:
         """The communicator of these ranks. Made on another thread: a peer that dies meanwhile can block it for ever."""
         name = f"{purpose}/{'-'.join(map(str, ranks))}"
-        store = dist.PrefixStore(f"generation{self.seat.generation}/{self._name}/{name}", self.seat.store)
-        index = ranks.index(self.seat.rank)
+        store = dist.PrefixStore(f"generation{self.context.generation}/{self._name}/{name}", self.context.store)
+        index = ranks.index(self.context.rank)
 
         def make() -> Any:
             if self.device.type == "cuda":
                 return _make_nccl(store, index, ranks, name, self.timeout, self.device, one_way)
-            return _make_gloo(store, index, len(ranks), self.timeout, self.seat.address)
+            return _make_gloo(store, index, len(ranks), self.timeout, self.context.address)
 
         before, began, seconds = open_sockets(), time.monotonic(), self.timeout.total_seconds()
         try:
-            backend = within(seconds, make, unless=lambda: self.seat.alarm.reason is not None)
+            backend = within(seconds, make, unless=lambda: self.context.alarm.reason is not None)
         except (Late, RuntimeError) as error:
             late = time.monotonic() - began >= 0.95 * seconds  # the library's own deadline may come first
-            reason = self.seat.alarm.reason or (f"no answer for {seconds:.0f} s" if late else cause(error))
-            others = _named(rank for rank in ranks if rank != self.seat.rank)
-            raise LinkError(f"{self.seat.name} could not connect to {others}: {reason}") from error
+            reason = self.context.alarm.reason or (f"no answer for {seconds:.0f} s" if late else cause(error))
+            others = _named(rank for rank in ranks if rank != self.context.rank)
+            raise LinkError(f"{self.context.name} could not connect to {others}: {reason}") from error
         with self._lock:
             self._sockets |= opened_since(before)
-        if self.seat.alarm.reason is not None:
+        if self.context.alarm.reason is not None:
             self._let_go()
         return backend
 
@@ -175,7 +175,7 @@ class Links:
     def _let_go(self) -> None:
         """Make every wait of this rank end, and those of its peers too. Any thread may call it."""
         with self._lock:
-            shut(self._sockets, spare_port=self.seat.store_port)
+            shut(self._sockets, spare_port=self.context.store_port)
         if self.device.type == "cuda":
             with suppress(Late, RuntimeError):
                 within(2.0, lambda: _abort_nccl(self._backends()))
@@ -185,8 +185,8 @@ class Group:
     """Collectives over some ranks; with one rank they do what is left of them."""
 
     def __init__(self, links: Links, ranks: tuple[int, ...], backend: Any) -> None:
-        self.ranks, self.backend, self.index = ranks, backend, ranks.index(links.seat.rank)
-        self._links, self._partners = links, "with " + _named(rank for rank in ranks if rank != links.seat.rank)
+        self.ranks, self.backend, self.index = ranks, backend, ranks.index(links.context.rank)
+        self._links, self._partners = links, "with " + _named(rank for rank in ranks if rank != links.context.rank)
         self._scratch: list[Tensor] = []
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Pending:
@@ -259,7 +259,7 @@ class Group:
 
     def _nothing(self) -> Pending:
         links = self._links
-        return Pending(links.seat, None, (), timeout=links.timeout, subject="nothing", partners=self._partners)
+        return Pending(links.context, None, (), timeout=links.timeout, subject="nothing", partners=self._partners)
 
 
 class Channel:

@@ -21,7 +21,7 @@ from torch import Tensor
 from phalanx.errors import LinkError
 
 if TYPE_CHECKING:
-    from phalanx.launch.seat import Seat
+    from phalanx.launch.context import RankContext
 
 Sockets = dict[int, int]  # file descriptor → inode, which tells a descriptor from a later one of the same number
 
@@ -31,7 +31,7 @@ class Pending:
 
     def __init__(
         self,
-        seat: Seat,
+        context: RankContext,
         work: Any,
         tensors: tuple[Tensor, ...],
         *,
@@ -41,7 +41,7 @@ class Pending:
         finish: Callable[[], None] | None = None,
         ended: Callable[[Pending], None] | None = None,
     ) -> None:
-        self._seat, self._work, self._timeout = seat, work, timeout
+        self._context, self._work, self._timeout = context, work, timeout
         self._tensors, self._on_cuda = tensors, any(tensor.is_cuda for tensor in tensors)
         self._subject, self._partners, self._finish, self._ended = subject, partners, finish, ended
 
@@ -58,8 +58,8 @@ class Pending:
                 work.wait(self._timeout)
         except RuntimeError as error:
             raise self._explained(what, time.monotonic() - began, error) from error
-        if self._seat.alarm.reason is not None:
-            raise LinkError(f"{self._seat.name} stopped at {what or self._subject}: {self._seat.alarm.reason}")
+        if self._context.alarm.reason is not None:
+            raise LinkError(f"{self._context.name} stopped at {what or self._subject}: {self._context.alarm.reason}")
         if self._finish is not None:
             self._finish()
         if self._ended is not None:
@@ -71,9 +71,9 @@ class Pending:
         return self._work is None or self._work.is_completed()
 
     def _explained(self, what: str, seconds: float, error: RuntimeError) -> LinkError:
-        name, subject = self._seat.name, what or self._subject
-        if self._seat.alarm.reason is not None:
-            return LinkError(f"{name} stopped waiting for {subject}: {self._seat.alarm.reason}")
+        name, subject = self._context.name, what or self._subject
+        if self._context.alarm.reason is not None:
+            return LinkError(f"{name} stopped waiting for {subject}: {self._context.alarm.reason}")
         if seconds >= 0.95 * self._timeout.total_seconds():
             return LinkError(
                 f"{name} waited {seconds:.0f} s for {subject} {self._partners}",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from phalanx.comm.links import Group
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.observe.metrics import peak_memory
 from phalanx.plan.plan import Plan
 from phalanx.program.groups import group_of
@@ -74,7 +74,7 @@ class Recorder:
 @contextlib.contextmanager
 def recording(rank: Rank) -> Iterator[Recorder]:
     """Within it the recorder sees every instruction of the rank's training engine."""
-    recorder = Recorder(rank.plan, rank.formation.shape, rank.seat.rank, rank.device)
+    recorder = Recorder(rank.plan, rank.formation.shape, rank.context.rank, rank.device)
     watches = rank.step.engine.watches
     watches.append(recorder)
     try:
@@ -88,7 +88,7 @@ def writing(rank: Rank, path: Path, timeout: float) -> Iterator[None]:
     """Within it each rank runs one step, of which rank 0 then writes the timeline. Once in a run."""
     with recording(rank) as recorder:
         yield
-    timeline = gather(recorder.timeline(), rank.seat, rank.connections.world, timeout)
+    timeline = gather(recorder.timeline(), rank.context, rank.connections.world, timeout)
     if timeline is not None:
         path.write_text(timeline.to_json(), encoding="utf-8")
 
@@ -100,34 +100,34 @@ def merge(parts: Sequence[Timeline]) -> Timeline:
     return Timeline(tuple(events), tuple(part.memory[rank] for rank, part in enumerate(parts)))
 
 
-def gather(part: Timeline, seat: Seat, world: Group, timeout: float) -> Timeline | None:
+def gather(part: Timeline, context: RankContext, world: Group, timeout: float) -> Timeline | None:
     """All parts as one timeline, on rank 0; every rank must come here, once in a run.
 
     Ranks of one machine share a clock. That of another machine is compared with rank 0's when all leave a barrier,
     which they do at the same time but for the network's latency: between machines a timeline is no more exact.
     """
-    if seat.world == 1:
+    if context.world == 1:
         return merge([part])
-    ahead = _clock_ahead(seat, world)
+    ahead = _clock_ahead(context, world)
     events = tuple(replace(e, start=e.start - ahead, end=e.end - ahead) for e in part.events)
-    meeting = StoreRendezvous(seat.store, seat.rank)
+    meeting = StoreRendezvous(context.store, context.rank)
     meeting.arrive(_KEY, Timeline(events, part.memory).to_json())
-    if seat.rank > 0:
+    if context.rank > 0:
         return None
-    return merge([Timeline.from_json(text) for text in meeting.wait_all(_KEY, seat.world, timeout)])
+    return merge([Timeline.from_json(text) for text in meeting.wait_all(_KEY, context.world, timeout)])
 
 
-def _clock_ahead(seat: Seat, world: Group) -> float:
+def _clock_ahead(context: RankContext, world: Group) -> float:
     """Seconds by which this rank's clock is ahead of rank 0's."""
     found: list[float] = []
     for _ in range(_CLOCK_ROUNDS):
         world.barrier().wait("clocks")
-        device = torch.device(seat.device)
+        device = torch.device(context.device)
         own = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
         of_rank_0 = own.clone()
         world.broadcast(of_rank_0, root=0).wait("clocks")
         found.append(float(own - of_rank_0))
-    return statistics.median(found) if seat.node > 0 else 0.0
+    return statistics.median(found) if context.node > 0 else 0.0
 
 
 class _Clock(Protocol):

@@ -27,7 +27,7 @@ from phalanx.engine.redistribute import Mover
 from phalanx.engine.step import Step
 from phalanx.engine.totals import Totals
 from phalanx.engine.trace import Tracer
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.params import state_shards
@@ -47,7 +47,7 @@ from phalanx.state.layout import StateShard
 class Rank:
     """Trains and evaluates one captured model under one plan. `step` is called with this rank's part of a batch.
 
-    links: of this seat, to be used and left open; else it makes its own and closes them.
+    links: of this context, to be used and left open; else it makes its own and closes them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Rank:
         config: RunConfig,
         plan: Plan,
         *,
-        seat: Seat,
+        context: RankContext,
         trainable: Sequence[str],
         read: Read,
         buffers: Mapping[str, Tensor],
@@ -64,27 +64,27 @@ class Rank:
         watches: Iterable[Watch] = (),
         links: Links | None = None,
     ) -> None:
-        self.device, self.dtype = torch.device(seat.device), getattr(torch, config.dtype)
-        self._composed = compose(captured, plan, Mesh.of(plan).coordinates(seat.rank)[2], self.dtype, trainable)
+        self.device, self.dtype = torch.device(context.device), getattr(torch, config.dtype)
+        self._composed = compose(captured, plan, Mesh.of(plan).coordinates(context.rank)[2], self.dtype, trainable)
         self.captured = captured = self._composed.captured
-        self.seat, self.plan = seat, plan
+        self.context, self.plan = context, plan
         self._seed, self._buffers = config.seed, buffers
         self.compiler = Compiler(resolve_mode(config.compile, self.device))
         self.formation = self._formation(config, trainable, optimizer_class)
         self._graph = self._composed.graph
-        if seat.world > 1:
-            seat.slot.sits_at(self.formation.place)
+        if context.world > 1:
+            context.slot.set_place(self.formation.place)
         self.compiled = compile_plan(plan, self.formation.shape)
-        self.links, self._owns_links = links or Links(seat, timeout=config.timeout), links is None
+        self.links, self._owns_links = links or Links(context, timeout=config.timeout), links is None
         self.connections = Connections(self.formation, self.links)
         self.parameters = load_parameters(
-            self.formation.state, seat.rank, read, device=self.device, zero=self.connections.gather
+            self.formation.state, context.rank, read, device=self.device, zero=self.connections.gather
         )
         weights = self.parameters.trained
         self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class), weights, config.clip)
         self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
         engine, feeder = self._engine(trainable, watches, trains=True)
-        self.step = Step(feeder, engine, self.compiled.program(seat.rank), plan)
+        self.step = Step(feeder, engine, self.compiled.program(context.rank), plan)
         size = split(split(config.batch_size, plan.dp)[0], plan.mb)[0]
         self._evaluator = Evaluator(*self._engine((), watches, trains=False), self.formation, self.connections, size)
 
@@ -105,11 +105,11 @@ class Rank:
     def state_shards(self) -> Iterator[tuple[StateShard, Tensor]]:
         """Everything a checkpoint holds, as far as it lies here."""
         self.parameters.settle()
-        return state_shards.of_checkpoint(self.formation.state, self.seat.rank, self.parameters, self.optimizer)
+        return state_shards.of_checkpoint(self.formation.state, self.context.rank, self.parameters, self.optimizer)
 
     def values(self) -> Iterator[tuple[StateShard, Tensor]]:
         """The parameters alone, by their own names, in the precision of training."""
-        return state_shards.of_parameters(self.formation.state, self.seat.rank, self.parameters)
+        return state_shards.of_parameters(self.formation.state, self.context.rank, self.parameters)
 
     def restore_optimizer(
         self, slots: Iterable[tuple[str, str]], read: Callable[[str, Piece], Tensor], scalars: Mapping[str, Any]
@@ -141,7 +141,7 @@ class Rank:
         own = [block for stage in formation.stages for block in plan.stage_blocks(stage)]
         names = enumerate(self._composed.buckets.names)
         parts = Parts(
-            plan, formation.shape, self.seat.rank, formation.pp_index, graph, compute,
+            plan, formation.shape, self.context.rank, formation.pp_index, graph, compute,
             Tracer(graph, formation.shape, compute, shapes, self.dtype, own), self.parameters, self._movers(),
             self.connections.channel, self._gradients() if trains else {}, self._totals() if trains else None,
             {name: bucket for bucket, own_names in names for name in own_names},
@@ -189,4 +189,4 @@ class Rank:
             locals={name: each.locals for name, each in sharded.parameters.items()} if sharded else None,
             slots=optimizer_slots(config, torch.float32 if masters else self.dtype, self.device, optimizer_class),
         )  # fmt: skip
-        return Formation(self.plan, buckets.shape, facts, self.seat.rank, sharded)
+        return Formation(self.plan, buckets.shape, facts, self.context.rank, sharded)

@@ -31,8 +31,8 @@ def rehearse(rank: Rank, batch: Batch, first: int) -> None:
             "leave slices out, or compute=timed",
         )
     found: Durations = {}
-    for turn in range(rank.seat.world):
-        if turn == rank.seat.rank:
+    for turn in range(rank.context.world):
+        if turn == rank.context.rank:
             found = measure(rank, batch, first)
         rank.connections.world.barrier().wait("the rehearsal of another rank")
     for engine in rank.engines:

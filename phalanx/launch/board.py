@@ -94,7 +94,7 @@ class Slot:
         """The instruction that now begins. Called for each of them, so it must stay near a microsecond."""
         self._memory[self._instruction] = instruction.encode()[:128].ljust(128, b"\0")
 
-    def sits_at(self, place: str) -> None:
+    def set_place(self, place: str) -> None:
         """What this rank is in the plan, for messages: 'stage 1'."""
         self._memory[self._place] = place.encode()[:32].ljust(32, b"\0")
 

@@ -1,7 +1,7 @@
 """A crew: ranks on this machine that stay and run one job after the other.
 
 It hosts the store and the board, watches the ranks while a job runs, and turns whatever goes wrong into one error. It
-knows nothing of training: a job is a function that every rank calls with its seat.
+knows nothing of training: a job is a function that every rank calls with its context.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Crew:
         world: int | None = None,
         on_event: Callable[[str, Any], None] | None = None,
     ) -> list[Any]:
-        """`target(seat, *arguments)` on the first `world` ranks; what each returned, by rank.
+        """`target(context, *arguments)` on the first `world` ranks; what each returned, by rank.
 
         Ctrl-C and SIGTERM are passed on to the ranks once; if they leave because of it, so does this function, with
         KeyboardInterrupt or SystemExit. A second Ctrl-C ends them at once.

@@ -1,4 +1,4 @@
-"""Joining what another launcher started: this process takes its seat among ranks that nobody of ours supervises.
+"""Joining what another launcher started: this process takes its place among ranks that nobody of ours supervises.
 
 The environment says where torchrun, MPI or SLURM put the process; one that is half set is an error, because a rank that
 guesses wrong waits for ever. Each rank then watches out for itself (monitor.py): it shows the others that it lives, and
@@ -21,8 +21,8 @@ from typing import Any
 
 from phalanx.errors import ConfigError, PhalanxError, RankError
 from phalanx.launch.board import Board
+from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.monitor import Monitor, Notice
-from phalanx.launch.seat import Seat, local_device
 
 _MEET_SECONDS = 120.0
 # A script may train several times. All ranks count alike, so that the keys of one job never meet another's.
@@ -45,14 +45,14 @@ class Place:
     one_machine: bool
 
 
-def join(device: str = "auto", *, variables: Mapping[str, str] | None = None) -> Seat | None:
-    """The seat that a launcher gave this process, None when there is no launcher."""
+def join(device: str = "auto", *, variables: Mapping[str, str] | None = None) -> RankContext | None:
+    """The context that a launcher gave this process, None when there is no launcher."""
     place = find_place(os.environ if variables is None else variables)
     if place is None:
         return None
     board = Board.private(place.world)
     board.reset()
-    return Seat(
+    return RankContext(
         place.rank, place.world, place.local_rank, place.node, local_device(device, place.local_rank, place.world),
         _meet(place), place.port, generation=0, board=board, slot=board.slots[place.rank],
         address="127.0.0.1" if place.one_machine else "",
@@ -60,34 +60,37 @@ def join(device: str = "auto", *, variables: Mapping[str, str] | None = None) ->
 
 
 def run_joined(
-    seat: Seat, target: Callable[..., Any], *arguments: Any, on_event: Callable[[str, Any], None] | None = None
+    context: RankContext,
+    target: Callable[..., Any],
+    *arguments: Any,
+    on_event: Callable[[str, Any], None] | None = None,
 ) -> Any:
-    """`target(seat, *arguments)` on this rank, among others that do the same.
+    """`target(context, *arguments)` on this rank, among others that do the same.
 
     When a rank fails, all end within seconds; rank 0 raises the error that names it, the others leave with exit code 1.
     """
-    seat = dataclasses.replace(seat, on_event=on_event)
-    with Monitor(seat) as monitor:
+    context = dataclasses.replace(context, on_event=on_event)
+    with Monitor(context) as monitor:
         try:
-            result = target(seat, *arguments)
+            result = target(context, *arguments)
         except Exception as error:
             notice = monitor.tell(error)
-            raise _closing(seat, notice, error) from error
+            raise _closing(context, notice, error) from error
         except BaseException:
             monitor.finish()  # Ctrl-C or SIGTERM: the launcher sends it to all
             raise
         monitor.finish()
-        if seat.rank == 0 and not monitor.wait_for_all():
+        if context.rank == 0 and not monitor.wait_for_all():
             raise _as_error(monitor.heard())
         return result
 
 
-def _closing(seat: Seat, notice: Notice, error: Exception) -> BaseException:
+def _closing(context: RankContext, notice: Notice, error: Exception) -> BaseException:
     debug = os.environ.get("PHALANX_DEBUG", "0") not in ("", "0")
-    if notice.rank == seat.rank and (debug or (seat.rank == 0 and isinstance(error, PhalanxError))):
+    if notice.rank == context.rank and (debug or (context.rank == 0 and isinstance(error, PhalanxError))):
         return error
     # Rank 0 speaks for all, unless it is the one that is gone.
-    return _as_error(notice) if seat.rank == 0 or (notice.rank == 0 and notice.lost) else SystemExit(1)
+    return _as_error(notice) if context.rank == 0 or (notice.rank == 0 and notice.lost) else SystemExit(1)
 
 
 def _as_error(notice: Notice) -> RankError:

@@ -20,7 +20,7 @@ from typing import Any
 from phalanx.errors import LinkError, PhalanxError
 from phalanx.launch.alarm import Late, within
 from phalanx.launch.board import Sight, SilenceWatch
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 
 _TICK_SECONDS = 1.0
 _STORE_SECONDS = 5.0  # after which a store that does not answer is taken for gone
@@ -41,10 +41,10 @@ class Notice:
 class Monitor:
     """Runs beside one rank's job, in a `with` statement."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, context: RankContext) -> None:
         # A connection of its own: the main thread's may be busy with a long wait.
-        self._seat, self._store = seat, seat.store.clone()
-        self._left, self._silence = (seat.rank - 1) % seat.world, SilenceWatch()
+        self._context, self._store = context, context.store.clone()
+        self._left, self._silence = (context.rank - 1) % context.world, SilenceWatch()
         self._notice: Notice | None = None
         self._finished = False
         self._ended = threading.Event()
@@ -61,15 +61,15 @@ class Monitor:
 
     def finish(self) -> None:
         """This rank has done its part; its silence from now on means nothing."""
-        self._seat.slot.enter("finished")
+        self._context.slot.enter("finished")
         self._finished = True
         self._safely(self._show_life)
         self._safely(lambda: self._store.add("finished", 1))
 
     def wait_for_all(self) -> bool:
         """Wait until every rank has finished (the store may live here); False when one failed instead."""
-        while self._seat.alarm.reason is None:
-            if self._safely(lambda: self._store.add("finished", 0)) == self._seat.world:
+        while self._context.alarm.reason is None:
+            if self._safely(lambda: self._store.add("finished", 0)) == self._context.world:
                 return True
             time.sleep(0.05)
         return False
@@ -81,9 +81,9 @@ class Monitor:
     def tell(self, error: Exception) -> Notice:
         """Tell the others why this rank cannot go on, unless one told first; the notice that counts."""
         if isinstance(error, LinkError):
-            self._seat.alarm.wait(_SEARCH_SECONDS)
-        notice = self._post(_notice(self._seat, error))
-        self._linger(self._seat.world - notice.lost)
+            self._context.alarm.wait(_SEARCH_SECONDS)
+        notice = self._post(_notice(self._context, error))
+        self._linger(self._context.world - notice.lost)
         return notice
 
     def _post(self, notice: Notice) -> Notice:
@@ -103,7 +103,7 @@ class Monitor:
             if count is None or count >= num_listeners:
                 break
             time.sleep(0.05)
-        if self._seat.rank != 0:
+        if self._context.rank != 0:
             time.sleep(1.0)
 
     def _run(self) -> None:
@@ -122,7 +122,7 @@ class Monitor:
         if self._store.check(["notice"]):
             return Notice(**json.loads(self._store.get("notice")))
         key = f"life/{self._left}"
-        if self._left == self._seat.rank or not self._store.check([key]):
+        if self._left == self._context.rank or not self._store.check([key]):
             return None
         sight = Sight(**json.loads(self._store.get(key)))
         seconds = self._silence.silent_for(sight)
@@ -133,15 +133,15 @@ class Monitor:
         return self._post(Notice(self._left, message, lost=True))
 
     def _show_life(self) -> None:
-        self._seat.slot.beat()
-        self._store.set(f"life/{self._seat.rank}", json.dumps(dataclasses.asdict(self._seat.slot.read())))
+        self._context.slot.beat()
+        self._store.set(f"life/{self._context.rank}", json.dumps(dataclasses.asdict(self._context.slot.read())))
 
     def _leave(self, notice: Notice) -> None:
         self._notice = notice
-        self._seat.alarm.ring(notice.message)
+        self._context.alarm.ring(notice.message)
         if self._ended.wait(_LEAVE_SECONDS):
             return
-        if self._seat.rank == 0 or (notice.rank == 0 and notice.lost):
+        if self._context.rank == 0 or (notice.rank == 0 and notice.lost):
             sys.stderr.write(f"error: {notice.message}\n" + (f"  → {notice.hint}\n" if notice.hint else ""))
             sys.stderr.flush()
         os._exit(1)
@@ -154,9 +154,9 @@ class Monitor:
             return None
 
 
-def _notice(seat: Seat, error: Exception) -> Notice:
+def _notice(context: RankContext, error: Exception) -> Notice:
     message = error.message if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
     hint = error.hint if isinstance(error, PhalanxError) else "PHALANX_DEBUG=1 shows the traceback"
     if not isinstance(error, LinkError):
-        message = f"{seat.name} failed {seat.slot.read().where()}: {message}"
-    return Notice(seat.rank, message, hint)
+        message = f"{context.name} failed {context.slot.read().where()}: {message}"
+    return Notice(context.rank, message, hint)

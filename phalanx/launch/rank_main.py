@@ -1,4 +1,4 @@
-"""The main function of a local rank: take a job, sit down, run it, report, wait for the next."""
+"""The main function of a local rank: take a job, run it, report, wait for the next."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.launch.alarm import Alarm, heartbeat
 from phalanx.launch.board import Board
+from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.main_script import MainScript, unpickle
-from phalanx.launch.seat import Seat, local_device
 from phalanx.launch.wire import Wire
 
 
@@ -119,13 +119,13 @@ def _run(job: Job, rank: int, wire: Wire) -> Any:
         with job.task_file.open("rb") as file:
             target, arguments = unpickle(file, job.main)
         store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
-        seat = Seat(
+        context = RankContext(
             rank, job.world, local_rank=rank, node=0, device=local_device(job.device, rank, job.world),
             store=dist.PrefixStore(f"job{job.generation}", store), store_port=job.port, generation=job.generation,
             board=board, slot=board.slots[rank], alarm=alarm,
             on_event=lambda name, payload: wire.send(Event(name, payload)),
         )  # fmt: skip
-        return target(seat, *arguments)
+        return target(context, *arguments)
 
 
 def _adopt(job: Job) -> None:

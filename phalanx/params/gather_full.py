@@ -14,7 +14,7 @@ from phalanx.state.layout import Layout, StateShard
 from phalanx.state.reshard import gather_tensors
 
 if TYPE_CHECKING:
-    from phalanx.launch.seat import Seat
+    from phalanx.launch.context import RankContext
 
 _TIMEOUT = 3600.0  # seconds: rank 0 may write many tensors to a slow disk before it asks for the next
 
@@ -36,20 +36,20 @@ class _ToRoot:
 
 
 def gather_full(
-    layout: Layout, pieces: Iterable[tuple[StateShard, Tensor]], seat: Seat, device: torch.device
+    layout: Layout, pieces: Iterable[tuple[StateShard, Tensor]], context: RankContext, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by its name on rank 0; the other ranks must exhaust it too, and get nothing.
 
     layout: what all ranks hold, which each of them works out for itself; pieces: what this one does.
     """
     held = list(pieces)
-    assert [shard for shard, _ in held] == list(layout[seat.rank]), (
+    assert [shard for shard, _ in held] == list(layout[context.rank]), (
         "this rank holds something else than the layout says"
     )
-    if seat.world == 1:
+    if context.world == 1:
         yield from ((shard.name, data.view(shard.shape)) for shard, data in held)
         return
     local = {shard.name: data for shard, data in held}
-    with Links(seat, timeout=_TIMEOUT, name="whole") as links:
-        to_root = _ToRoot(links, seat.rank, seat.world)
-        yield from gather_tensors(layout, local, rank=seat.rank, transport=to_root, device=device)
+    with Links(context, timeout=_TIMEOUT, name="whole") as links:
+        to_root = _ToRoot(links, context.rank, context.world)
+        yield from gather_tensors(layout, local, rank=context.rank, transport=to_root, device=device)

@@ -27,7 +27,7 @@ from phalanx.errors import PhalanxError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
 from phalanx.launch.board import BoardWatch
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.launch.signals import StopRequest, stop_request
 from phalanx.model.zoo.zoo import build
 from phalanx.observe.metrics import Meter, device_peak_flops
@@ -58,10 +58,10 @@ class Loop:
     rank: Rank
     snapshot: Snapshot
 
-    def __init__(self, job: Job, seat: Seat, emit: Emit) -> None:
-        self.job, self.seat, self._emit = job, seat, emit
+    def __init__(self, job: Job, context: RankContext, emit: Emit) -> None:
+        self.job, self.context, self._emit = job, context, emit
         self.config, self.folder = job.config, job.folder
-        self._is_rank0 = seat.rank == 0
+        self._is_rank0 = context.rank == 0
         self._resumed: Path | None = None  # the checkpoint that the run went on from
 
     def fit(self) -> Summary:
@@ -75,12 +75,12 @@ class Loop:
             progress = make_progress(shown, config.json_output and self._is_rank0, config.log_every)
             stack.callback(progress.close)
             rows = self._set_up(progress.message)
-            log = stack.enter_context(RunLog(self.folder, rank=self.seat.rank))
+            log = stack.enter_context(RunLog(self.folder, rank=self.context.rank))
             stack.enter_context(_logged_errors(log))
             if self._is_rank0:
                 self._write_settings()
             peak = device_peak_flops(self.run.device, config.dtype)
-            meter = Meter(total_steps=self.run.total_steps, peak=peak and peak * self.seat.world)
+            meter = Meter(total_steps=self.run.total_steps, peak=peak and peak * self.context.world)
             reporter = Reporter(self.snapshot, meter, log, progress, self._emit, self.run.device)
             saver = self._saver()
             stack.callback(_settle, saver)
@@ -92,7 +92,7 @@ class Loop:
 
     def _train(self, reporter: Reporter, saver: AsyncSaver, stop: StopRequest) -> None:
         """Every step that is left: batch → step → evaluate → log → checkpoint."""
-        config, slot = self.config, self.seat.slot
+        config, slot = self.config, self.context.slot
         profiled = config.profile_steps if self._is_rank0 else None
         if os.environ.get(TIMED):
             rehearse(self.rank, *self._batch(1))
@@ -107,7 +107,7 @@ class Loop:
                 reporter.step(self._facts(step, eval_loss), outcome)
                 # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
                 # and leaving loses no step.
-                stopping = reporter.stops or (self.seat.world == 1 and stop.signal is not None)
+                stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
                 if stopping or self._due(step, config.checkpoint_every):
                     self._save(saver, reporter)
                 reporter.saved(saver.last)
@@ -151,7 +151,7 @@ class Loop:
             return None
         outcome.read()  # so that the step's time is not taken for the evaluation's
         samples = min(self.config.eval_samples, batches.num_samples or self.config.eval_samples)
-        with reporter.paused(), self.seat.slot.within("evaluate"):
+        with reporter.paused(), self.context.slot.within("evaluate"):
             needs = step_needs(self.run.plan, self.config.batch_size)
             with explain_out_of_memory(*needs, self.run.device):
                 loss = self.rank.evaluate(batches, samples)
@@ -162,18 +162,18 @@ class Loop:
         return StepFacts(step, step * self.config.batch_size, self._lr(step), self.run.task.unit, eval_loss)
 
     def _saver(self) -> AsyncSaver:
-        seat = self.seat
-        meeting = StoreRendezvous(seat.store, seat.rank) if seat.world > 1 else None
+        context = self.context
+        meeting = StoreRendezvous(context.store, context.rank) if context.world > 1 else None
         saver = AsyncSaver(
-            self.folder / "checkpoints", self.config.keep_checkpoints, rank=seat.rank, world=seat.world,
+            self.folder / "checkpoints", self.config.keep_checkpoints, rank=context.rank, world=context.world,
             rendezvous=meeting,
         )  # fmt: skip
-        seat.alarm.listen(saver.give_up)
+        context.alarm.listen(saver.give_up)
         return saver
 
     def _save(self, saver: AsyncSaver, reporter: Reporter) -> None:
         reporter.flush()
-        with reporter.paused(), self.seat.slot.within("save"):
+        with reporter.paused(), self.context.slot.within("save"):
             self.snapshot.optimizer = self.rank.optimizer.scalars()
             self.snapshot.loss_scale = self.rank.loss_scale.state() if self.rank.loss_scale else None
             saver.save(self.snapshot.step, self.rank.state_shards(), self.snapshot.to_json())
@@ -183,12 +183,12 @@ class Loop:
         config, job = self.config, self.job
         _forget_earlier_runs()
         # One rank reads every byte; if that fails, it ends all.
-        found = checkpoint_to_resume(config.resume, self.folder / "checkpoints", verify=self.seat.rank == 0)
+        found = checkpoint_to_resume(config.resume, self.folder / "checkpoints", verify=self.context.rank == 0)
         say(f"preparing {config.model}: data, graph, weights")
-        self.seat.slot.enter("capture")
+        self.context.slot.enter("capture")
         with self._rank_0_first():
-            run = self.run = prepare(job.model, job.data, job.eval_data, config, self.seat, collate=job.collate)
-        self.seat.slot.enter("compile")
+            run = self.run = prepare(job.model, job.data, job.eval_data, config, self.context, collate=job.collate)
+        self.context.slot.enter("compile")
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
             self.snapshot, self._resumed = restore(found, self.snapshot), found.path
@@ -201,9 +201,9 @@ class Loop:
 
         with explain_out_of_memory(*model_needs(config.dtype), run.device):
             self.rank = Rank(
-                run.captured, config, run.plan, seat=self.seat, trainable=run.trainable, read=read,
+                run.captured, config, run.plan, context=self.context, trainable=run.trainable, read=read,
                 buffers=load_buffers(run.captured, weights, run.device), optimizer_class=job.optimizer_class,
-                watches=[BoardWatch(self.seat.slot)] if self.seat.world > 1 else [],
+                watches=[BoardWatch(self.context.slot)] if self.context.world > 1 else [],
             )  # fmt: skip
             if found is not None:
                 self._restore(found)
@@ -221,13 +221,13 @@ class Loop:
     @contextlib.contextmanager
     def _rank_0_first(self) -> Iterator[None]:
         """Others wait, and find in the caches what rank 0 put there."""
-        store, key = self.seat.store, "prepared"
-        if self.seat.world > 1 and self.seat.rank > 0:
+        store, key = self.context.store, "prepared"
+        if self.context.world > 1 and self.context.rank > 0:
             while not store.check([key]):
-                if self.seat.alarm.wait(0.05):
-                    raise PhalanxError(f"stopped while preparing: {self.seat.alarm.reason}")
+                if self.context.alarm.wait(0.05):
+                    raise PhalanxError(f"stopped while preparing: {self.context.alarm.reason}")
         yield
-        if self.seat.world > 1 and self.seat.rank == 0:
+        if self.context.world > 1 and self.context.rank == 0:
             store.set(key, "yes")
 
     def _write_settings(self) -> None:
@@ -257,7 +257,7 @@ class Loop:
         """Rank 0 writes; the others hand it what they hold, one tensor at a time."""
         spec = self.run.spec
         tensors = gather_full(
-            self.rank.formation.state.all_parameters(), self.rank.values(), self.seat, self.run.device
+            self.rank.formation.state.all_parameters(), self.rank.values(), self.context, self.run.device
         )
         folder = self.folder / "export"
         if not self._is_rank0:

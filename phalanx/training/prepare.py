@@ -21,7 +21,7 @@ from phalanx.data.own import is_own_dataset, shown
 from phalanx.data.tokenizer import has_tokenizer
 from phalanx.engine.inputs import require_inputs
 from phalanx.errors import ConfigError, DataError
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.separable import NUM_SAMPLES, require_separable
@@ -76,11 +76,11 @@ class Prepared:
 
 
 def prepare(
-    model: Model, data: Any, eval_data: Any, config: RunConfig, seat: Seat, *, collate: Collate | None = None
+    model: Model, data: Any, eval_data: Any, config: RunConfig, context: RankContext, *, collate: Collate | None = None
 ) -> Prepared:
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan."""
-    device = torch.device(seat.device)
-    _require_fit(config, seat.world)
+    device = torch.device(context.device)
+    _require_fit(config, context.world)
     dtype = getattr(torch, config.dtype)
     spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
     task = _task(spec, data, collate)
@@ -104,7 +104,7 @@ def prepare(
     if not set(trainable) & set(captured.blocks.parameters()):
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
-    plan, reasons = complete(config.plan, world=seat.world, batch_size=config.batch_size, costs=costs)
+    plan, reasons = complete(config.plan, world=context.world, batch_size=config.batch_size, costs=costs)
     captured = _without_coupling(spec, captured, batches, plan, config.batch_size)
     if eval_batches is not None:
         require_evaluation(plan, eval_length(config, eval_batches))

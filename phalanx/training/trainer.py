@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from phalanx.config import RunConfig, require_eval_data
+from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.crew import Crew
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
-from phalanx.launch.seat import Seat, local_device
 from phalanx.model.zoo.zoo import Model
 from phalanx.state.folders import latest
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, unpack
@@ -78,24 +78,24 @@ class Trainer:
             raise
         result = Result(**vars(summary), model=self.job.model, config=self.config)
         self._fill(result.checkpoint)
-        if self.loop is None or self.loop.seat.rank == 0:
+        if self.loop is None or self.loop.context.rank == 0:
             self._callbacks.call("on_end", result)
         return result
 
     def _fit(self) -> Summary:
         """On the ranks that there are, or that are started for it."""
         device = self.config.device
-        seat = join(device)
-        if seat is not None:
-            return run_joined(seat, self._fit_here)
+        context = join(device)
+        if context is not None:
+            return run_joined(context, self._fit_here)
         ranks = choose_num_ranks(self.config)
         if ranks == 1:
-            return self._fit_here(Seat.alone(local_device(device, 0)))
+            return self._fit_here(RankContext.alone(local_device(device, 0)))
         with Crew(ranks, device=device) as crew, pack(self.job) as payload:
             return crew.run(fit_on_rank, payload, on_event=lambda hook, given: self._on_event(hook, *given))[0]
 
-    def _fit_here(self, seat: Seat) -> Summary:
-        self.loop = Loop(self.job, seat, self._on_event if seat.rank == 0 else _nobody)
+    def _fit_here(self, context: RankContext) -> Summary:
+        self.loop = Loop(self.job, context, self._on_event if context.rank == 0 else _nobody)
         return self.loop.fit()
 
     def _on_event(self, hook: str, *arguments: Any) -> None:
@@ -108,10 +108,10 @@ class Trainer:
             fill(self.job.model, saved)
 
 
-def fit_on_rank(seat: Seat, payload: JobPayload) -> Summary:
+def fit_on_rank(context: RankContext, payload: JobPayload) -> Summary:
     """A rank's part of a job that came to it as a payload."""
-    emit = (lambda hook, *arguments: seat.emit(hook, arguments)) if seat.rank == 0 else _nobody
-    return Loop(unpack(payload), seat, emit).fit()
+    emit = (lambda hook, *arguments: context.emit(hook, arguments)) if context.rank == 0 else _nobody
+    return Loop(unpack(payload), context, emit).fit()
 
 
 def train(

@@ -17,8 +17,8 @@ from phalanx.engine.compose import BucketNames, compose
 from phalanx.engine.inputs import num_samples, split
 from phalanx.errors import VerifyError
 from phalanx.expressions import evaluate
+from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.crew import Crew
-from phalanx.launch.seat import Seat, local_device
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured, attention_sites
 from phalanx.model.ops import random
@@ -73,7 +73,7 @@ def run_plan(case: Case, captured: Captured, initial: Mapping[str, Tensor], crew
         torch.save({name: value.detach() for name, value in initial.items()}, Path(folder) / "initial.pt")
         job = (case, plan, captured, Path(folder))
         if plan.world == 1:
-            traces = [run_rank(Seat.alone(local_device(case.device, 0)), *job)]
+            traces = [run_rank(RankContext.alone(local_device(case.device, 0)), *job)]
         else:
             with contextlib.ExitStack() as stack:
                 crew = crew or stack.enter_context(Crew(plan.world, device=case.device))

@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import num_samples
 from phalanx.engine.rank import Rank
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
@@ -49,18 +49,18 @@ class Trace:
     exchanged_bytes: int = 0
 
 
-def run_rank(seat: Seat, case: Case, plan: Plan, captured: Captured, folder: Path) -> Trace:
+def run_rank(context: RankContext, case: Case, plan: Plan, captured: Captured, folder: Path) -> Trace:
     """Every step of the case. folder: holds the initial values of all parameters in `initial.pt`."""
-    torch.set_num_threads(1 if seat.world > 1 else torch.get_num_threads())
+    torch.set_num_threads(1 if context.world > 1 else torch.get_num_threads())
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32
     initial: Mapping[str, Tensor] = torch.load(folder / "initial.pt", mmap=True)
 
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
         return piece.of(initial[name])
 
-    device = torch.device(seat.device)
+    device = torch.device(context.device)
     rank = Rank(
-        captured, _config(case), plan, seat=seat, trainable=captured.trainable, read=read,
+        captured, _config(case), plan, context=context, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
     trace = Trace()

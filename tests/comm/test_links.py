@@ -11,8 +11,8 @@ import torch
 from phalanx.comm.links import Links
 from phalanx.comm.pending import cause, open_sockets, opened_since, shut
 from phalanx.errors import RankError
+from phalanx.launch.context import RankContext
 from phalanx.launch.crew import Crew
-from phalanx.launch.seat import Seat
 from tests.launch import jobs
 
 
@@ -48,7 +48,7 @@ def test_a_group_of_one_communicates_nothing(crew: Crew):
 
 
 def test_a_single_rank_needs_no_crew():
-    assert jobs.alone_in_a_group(Seat.alone()) == ([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])
+    assert jobs.alone_in_a_group(RankContext.alone()) == ([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])
 
 
 def test_messages_arrive_in_order_on_channels_of_both_directions(crew: Crew):
@@ -88,7 +88,7 @@ def test_our_own_mistakes_are_asserted(crew: Crew, job: object, text: str):
 
 
 def test_links_refuse_a_group_this_rank_is_not_in():
-    with Links(Seat.alone()) as links, pytest.raises(AssertionError):
+    with Links(RankContext.alone()) as links, pytest.raises(AssertionError):
         links.group((1,))
 
 

@@ -12,23 +12,23 @@ import torch
 
 from phalanx.comm.links import Links
 from phalanx.errors import ConfigError, RankError
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 
 LIGHT = ("phalanx.comm.links",)  # what ranks of these tests need imported
 
 
-def describe(seat: Seat, *arguments: Any) -> tuple[Any, ...]:
-    return seat.rank, seat.world, seat.local_rank, seat.device, seat.generation, os.getpid(), arguments
+def describe(context: RankContext, *arguments: Any) -> tuple[Any, ...]:
+    return context.rank, context.world, context.local_rank, context.device, context.generation, os.getpid(), arguments
 
 
-def environment(seat: Seat, name: str) -> tuple[str | None, str, int]:
+def environment(context: RankContext, name: str) -> tuple[str | None, str, int]:
     return os.environ.get(name), os.getcwd(), torch.get_num_threads()
 
 
-def collectives(seat: Seat, dtype_name: str) -> dict[str, Any]:
-    dtype, rank, world = getattr(torch, dtype_name), seat.rank, seat.world
+def collectives(context: RankContext, dtype_name: str) -> dict[str, Any]:
+    dtype, rank, world = getattr(torch, dtype_name), context.rank, context.world
     everyone = tuple(range(world))
-    with Links(seat, timeout=20) as links:
+    with Links(context, timeout=20) as links:
         group = links.group(everyone)
         total = torch.arange(6, dtype=dtype) + rank
         most = torch.full((3,), float(rank), dtype=dtype)
@@ -51,25 +51,25 @@ def collectives(seat: Seat, dtype_name: str) -> dict[str, Any]:
     return {"traffic": traffic, **{name: tensor.double().tolist() for name, tensor in found.items()}}
 
 
-def sub_groups(seat: Seat) -> tuple[float, float, bool]:
+def sub_groups(context: RankContext) -> tuple[float, float, bool]:
     """Pairs of neighbours and every other rank of four; the same ranks for another purpose are another group."""
-    with Links(seat, timeout=20) as links:
-        pair = (seat.rank // 2 * 2, seat.rank // 2 * 2 + 1)
-        across = (seat.rank % 2, seat.rank % 2 + 2)
-        one, two = torch.tensor([float(seat.rank)]), torch.tensor([float(seat.rank)])
+    with Links(context, timeout=20) as links:
+        pair = (context.rank // 2 * 2, context.rank // 2 * 2 + 1)
+        across = (context.rank % 2, context.rank % 2 + 2)
+        one, two = torch.tensor([float(context.rank)]), torch.tensor([float(context.rank)])
         links.group(pair).all_reduce(one).wait()
         links.group(across).all_reduce(two).wait()
         same = links.group(pair) is links.group(pair) and links.group(pair) is not links.group(pair, "other")
     return one.item(), two.item(), same
 
 
-def alone_in_a_group(seat: Seat) -> tuple[list[float], list[float], list[float]]:
-    with Links(seat, timeout=20) as links:
-        group = links.group((seat.rank,))
+def alone_in_a_group(context: RankContext) -> tuple[list[float], list[float], list[float]]:
+    with Links(context, timeout=20) as links:
+        group = links.group((context.rank,))
         same, part, whole = torch.ones(2), torch.empty(2), torch.empty(2)
         for pending in (
             group.all_reduce(same), group.reduce_scatter(part, same * 2), group.all_gather(whole, same * 3),
-            group.broadcast(same, seat.rank), group.barrier(),
+            group.broadcast(same, context.rank), group.barrier(),
         ):  # fmt: skip
             assert pending.done()
             pending.wait()
@@ -77,11 +77,11 @@ def alone_in_a_group(seat: Seat) -> tuple[list[float], list[float], list[float]]
     return same.tolist(), part.tolist(), whole.tolist()
 
 
-def relay(seat: Seat, count: int) -> tuple[list[float], int, int]:
+def relay(context: RankContext, count: int) -> tuple[list[float], int, int]:
     """Forward messages run down the line and backward ones up, all posted before any is awaited."""
-    rank, last = seat.rank, seat.world - 1
+    rank, last = context.rank, context.world - 1
     line = [(left, left + 1) for left in range(last)]
-    with Links(seat, timeout=20) as links:
+    with Links(context, timeout=20) as links:
         links.open_channels([(a, b, "f") for a, b in line] + [(b, a, "b") for a, b in line])
         came = [torch.empty(3) for _ in range(2 * count)]
         started = []
@@ -101,67 +101,67 @@ def relay(seat: Seat, count: int) -> tuple[list[float], int, int]:
     return [tensor[0].item() for tensor in backward + forward], sent, received
 
 
-def wait_too_long(seat: Seat) -> None:
-    seat.slot.sits_at(f"stage {seat.rank}")
-    with Links(seat, timeout=1.0) as links:
-        seat.slot.enter("step")
-        seat.slot.at_step(7)
-        if seat.rank == 1:
+def wait_too_long(context: RankContext) -> None:
+    context.slot.set_place(f"stage {context.rank}")
+    with Links(context, timeout=1.0) as links:
+        context.slot.enter("step")
+        context.slot.at_step(7)
+        if context.rank == 1:
             channel = links.channel(0, "f", "in")
-            seat.slot.at("RF1.3<0")
+            context.slot.at("RF1.3<0")
             channel.recv(torch.empty(4)).wait("RF1.3")
         links.channel(1, "f", "out")
-        seat.slot.at("F0.3")
+        context.slot.at("F0.3")
         time.sleep(30)
 
 
-def waits_for_a_late_rank(seat: Seat, seconds: float) -> dict[str, float]:
+def waits_for_a_late_rank(context: RankContext, seconds: float) -> dict[str, float]:
     """Processor time of this rank's thread while it waits for rank 0, which is late, by what it waits for."""
     value, spent = torch.ones(4), {}
-    with Links(seat, timeout=30) as links:
+    with Links(context, timeout=30) as links:
         group = links.group((0, 1))
-        channel = links.channel(1 - seat.rank, "f", "out" if seat.rank == 0 else "in")
+        channel = links.channel(1 - context.rank, "f", "out" if context.rank == 0 else "in")
         for kind in ("message", "collective"):
             group.barrier().wait()
             began = time.thread_time()
-            if seat.rank == 0:
+            if context.rank == 0:
                 time.sleep(seconds)
-            message = channel.send if seat.rank == 0 else channel.recv
+            message = channel.send if context.rank == 0 else channel.recv
             (message(value) if kind == "message" else group.all_reduce(value)).wait()
             spent[kind] = time.thread_time() - began
     return spent
 
 
-def never_connected(seat: Seat) -> None:
-    if seat.rank == 0:
-        Links(seat, timeout=1.0).group((0, 1))
+def never_connected(context: RankContext) -> None:
+    if context.rank == 0:
+        Links(context, timeout=1.0).group((0, 1))
     time.sleep(30)
 
 
-def not_contiguous(seat: Seat) -> None:
-    with Links(seat, timeout=5.0) as links:
+def not_contiguous(context: RankContext) -> None:
+    with Links(context, timeout=5.0) as links:
         links.group((0, 1)).all_reduce(torch.zeros(4, 4).T)
 
 
-def left_unawaited(seat: Seat) -> None:
-    with Links(seat, timeout=5.0) as links:
+def left_unawaited(context: RankContext) -> None:
+    with Links(context, timeout=5.0) as links:
         links.group((0, 1)).all_reduce(torch.zeros(4))
 
 
-def forever(seat: Seat, folder: str, how: str) -> None:
+def forever(context: RankContext, folder: str, how: str) -> None:
     """Steps in lockstep until something happens; says in `folder` that it is on its way."""
-    seat.slot.sits_at(f"stage {seat.rank}")
-    others = tuple(range(seat.world))
-    with Links(seat, timeout=60) as links:
+    context.slot.set_place(f"stage {context.rank}")
+    others = tuple(range(context.world))
+    with Links(context, timeout=60) as links:
         group = links.group(others)
-        left, right = (seat.rank - 1) % seat.world, (seat.rank + 1) % seat.world
-        links.open_channels([(rank, (rank + 1) % seat.world, "f") for rank in others])
-        seat.slot.enter("step")
+        left, right = (context.rank - 1) % context.world, (context.rank + 1) % context.world
+        links.open_channels([(rank, (rank + 1) % context.world, "f") for rank in others])
+        context.slot.enter("step")
         for step in range(1_000_000):
-            seat.slot.at_step(step)
-            seat.slot.at(f"F{seat.rank}.{step % 8}")
+            context.slot.at_step(step)
+            context.slot.at(f"F{context.rank}.{step % 8}")
             if step == 3:
-                open(os.path.join(folder, f"rank-{seat.rank}"), "w").close()
+                open(os.path.join(folder, f"rank-{context.rank}"), "w").close()
             if how == "collective":
                 group.all_reduce(torch.ones(1000)).wait("NORM")
             else:
@@ -170,47 +170,47 @@ def forever(seat: Seat, folder: str, how: str) -> None:
                 sent.wait()
 
 
-def one_raises(seat: Seat, culprit: int) -> None:
-    seat.slot.sits_at(f"stage {seat.rank}")
-    with Links(seat, timeout=60) as links:
-        group = links.group(tuple(range(seat.world)))
-        seat.slot.enter("step")
-        seat.slot.at_step(2)
-        if seat.rank == culprit:
+def one_raises(context: RankContext, culprit: int) -> None:
+    context.slot.set_place(f"stage {context.rank}")
+    with Links(context, timeout=60) as links:
+        group = links.group(tuple(range(context.world)))
+        context.slot.enter("step")
+        context.slot.at_step(2)
+        if context.rank == culprit:
             print("about to divide", file=sys.stderr)
-            seat.slot.at("B1.2")
+            context.slot.at("B1.2")
             _ = 1 // 0
         group.all_reduce(torch.ones(10)).wait("R1.2/3")
 
 
-def misconfigured(seat: Seat, culprits: tuple[int, ...]) -> None:
-    if seat.rank in culprits:
+def misconfigured(context: RankContext, culprits: tuple[int, ...]) -> None:
+    if context.rank in culprits:
         raise ConfigError("option lr = -1 is negative", "use a positive number")
-    with Links(seat, timeout=60) as links:
+    with Links(context, timeout=60) as links:
         links.group((0, 1))
 
 
-def leaves_by_exit(seat: Seat) -> None:
-    if seat.rank == 1:
+def leaves_by_exit(context: RankContext) -> None:
+    if context.rank == 1:
         os._exit(7)
     time.sleep(30)
 
 
-def unpicklable(seat: Seat) -> Any:
+def unpicklable(context: RankContext) -> Any:
     return lambda: None
 
 
-def emits(seat: Seat, count: int) -> None:
-    for number in range(count if seat.rank == 0 else 0):
-        seat.emit("step", {"number": number, "payload": b"x" * 100_000})
+def emits(context: RankContext, count: int) -> None:
+    for number in range(count if context.rank == 0 else 0):
+        context.emit("step", {"number": number, "payload": b"x" * 100_000})
 
 
-def waits_for_signal(seat: Seat, folder: str, code: int) -> str:
+def waits_for_signal(context: RankContext, folder: str, code: int) -> str:
     """Stops as a trainer does: notes the signal, then leaves or returns."""
     came = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: came.append(number))
-    open(os.path.join(folder, f"rank-{seat.rank}"), "w").close()
+    open(os.path.join(folder, f"rank-{context.rank}"), "w").close()
     while not came:
         time.sleep(0.01)
     if code == 0:
@@ -218,12 +218,12 @@ def waits_for_signal(seat: Seat, folder: str, code: int) -> str:
     raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(code)
 
 
-def ignores_signals(seat: Seat, folder: str) -> None:
+def ignores_signals(context: RankContext, folder: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    open(os.path.join(folder, f"rank-{seat.rank}"), "w").close()
+    open(os.path.join(folder, f"rank-{context.rank}"), "w").close()
     time.sleep(60)
 
 
-def rank_error(seat: Seat) -> None:
-    raise RankError(f"rank {seat.rank} gave up")
+def rank_error(context: RankContext) -> None:
+    raise RankError(f"rank {context.rank} gave up")

@@ -12,18 +12,18 @@ from tests.launch import jobs
 
 
 def main(name: str, *arguments: str) -> int:
-    seat = join("cpu")
-    if seat is None:
+    context = join("cpu")
+    if context is None:
         print(json.dumps("no launcher"))
         return 0
     os.environ["OMP_NUM_THREADS"] = "1"
     values = [json.loads(argument) for argument in arguments]
     try:
-        result = run_joined(seat, getattr(jobs, name), *values)
+        result = run_joined(context, getattr(jobs, name), *values)
     except PhalanxError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-    sys.stdout.write(json.dumps([seat.rank, seat.node, result]) + "\n")
+    sys.stdout.write(json.dumps([context.rank, context.node, result]) + "\n")
     return 0
 
 

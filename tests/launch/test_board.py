@@ -16,7 +16,7 @@ from phalanx.launch.board import SILENCE_ALLOWED, Board, SilenceWatch
 def test_what_one_process_writes_another_reads(tmp_path: Path):
     ours, theirs = Board.create(tmp_path / "board", 3), Board.open(tmp_path / "board", 3)
     slot = theirs.slots[1]
-    slot.sits_at("stage 1")
+    slot.set_place("stage 1")
     slot.enter("step")
     slot.at_step(12)
     slot.at("F1.3")
@@ -32,7 +32,7 @@ def test_a_new_phase_forgets_the_instruction_and_a_reset_everything():
     board.slots[0].at("F1.3")
     board.slots[0].enter("save")
     assert board.slots[0].read().where() == "during save"
-    board.slots[0].sits_at("stage 1")
+    board.slots[0].set_place("stage 1")
     board.abort()
     board.reset()
     assert board.slots[0].read().place == "" and board.slots[0].read().where() == "during start"

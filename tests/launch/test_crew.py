@@ -24,7 +24,7 @@ def crew() -> Iterator[Crew]:
         yield crew
 
 
-def test_every_rank_gets_its_seat_and_the_arguments(crew: Crew):
+def test_every_rank_gets_its_context_and_the_arguments(crew: Crew):
     argument = {"a": torch.arange(3)}
     results = crew.run(jobs.describe, argument)
     assert [result[:4] for result in results] == [(rank, 3, rank, "cpu") for rank in range(3)]

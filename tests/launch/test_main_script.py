@@ -25,8 +25,8 @@ from phalanx.launch.crew import Crew
 
 print("loaded as", __name__, flush=True)
 
-def job(seat):
-    return seat.rank, __name__
+def job(context):
+    return context.rank, __name__
 
 def crew():
     return Crew(2, threads_per_rank=1, device="cpu", preload=())
@@ -142,7 +142,7 @@ def test_a_script_of_which_nothing_is_needed_is_not_loaded_and_needs_no_guard(tm
 
 
 def test_what_is_defined_under_the_guard_is_not_found(tmp_path: Path):
-    definition = "    def late(seat): return 1\n    with crew()"
+    definition = "    def late(context): return 1\n    with crew()"
     said = run_script(
         tmp_path / "script.py", JOB + GUARDED.replace("    with crew()", definition).replace("job", "late")
     )
@@ -169,7 +169,7 @@ def test_what_a_job_is_given_must_be_picklable() -> None:
         Crew(1, device="cpu", preload=()) as crew,
         pytest.raises(ConfigError, match="what the run is given cannot be handed to other processes"),
     ):
-        crew.run(lambda seat: 1)
+        crew.run(lambda context: 1)
 
 
 @pytest.mark.parametrize("call", ["phalanx.train", "Trainer.fit", "phalanx.verify", "Crew"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.params.gather_full import gather_full
 from phalanx.state.layout import StateShard
 from tests.captured import Case
@@ -30,9 +30,9 @@ class Tabled(nn.Module):
         return nn.functional.mse_loss(self.head(x).squeeze(-1), y)
 
 
-def keep(seat: Seat, case: Case, plan: str, frozen: tuple[str, ...], options: dict[str, object]) -> Kept:
+def keep(context: RankContext, case: Case, plan: str, frozen: tuple[str, ...], options: dict[str, object]) -> Kept:
     """After one step: the facts about the model's state, what this rank saves and exports, and the export itself."""
-    rank = case.rank(plan, seat=seat, frozen=frozen, **options)
+    rank = case.rank(plan, context=context, frozen=frozen, **options)
     samples = next(iter(case.batch.values())).shape[0]
     first, count = rank.part(0, samples)
     step = rank.step.begin({name: rows[first : first + count] for name, rows in case.batch.items()}, first, lr=0.01)
@@ -40,7 +40,7 @@ def keep(seat: Seat, case: Case, plan: str, frozen: tuple[str, ...], options: di
     state = [shard for shard, _ in rank.state_shards()]
     values = list(rank.values())
     full = {name: tensor.clone() for name, tensor in gather_full(
-        rank.formation.state.all_parameters(), values, seat, rank.device
+        rank.formation.state.all_parameters(), values, context, rank.device
     )}  # fmt: skip
     rank.close()
     return rank.formation.facts.to_json(), state, [shard for shard, _ in values], full

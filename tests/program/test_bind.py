@@ -73,7 +73,9 @@ def test_values_are_written_first_then_read_then_freed(case: Case) -> None:
             there |= set(row.writes)
             assert set(row.reads) | set(row.adds) | set(row.frees) <= there
             gone |= set(row.frees)
-            assert all(total in {*row.writes, *row.adds} and set(parts) <= set(row.reads) for total, parts in row.collects)
+            assert all(
+                total in {*row.writes, *row.adds} and set(parts) <= set(row.reads) for total, parts in row.collects
+            )
 
 
 @quick
@@ -107,7 +109,9 @@ def test_reductions_of_zero_2_and_3_are_collected_so_that_few_whole_gradients_ar
     for table in compile_plan(plan, shape).tables:
         on_their_way = 0
         for row in table.rows:
-            on_their_way -= sum(table.values[i].kind == "reduced" and table.values[i].micro_batch is not None for i in row.waits)
+            on_their_way -= sum(
+                table.values[i].kind == "reduced" and table.values[i].micro_batch is not None for i in row.waits
+            )
             on_their_way += row.instruction.op is Op.REDUCE
             assert plan.zero < 2 or on_their_way <= IN_FLIGHT
 
@@ -133,7 +137,12 @@ def test_stages_of_one_rank_hand_over_by_the_value_itself(case: Case) -> None:
 def test_a_rank_that_is_left_and_visited_again_has_another_value_of_the_same_name() -> None:
     cells = ((0, 1),)
     # h1 is read by the blocks 1 and 2; with interleaved stages block 1 is on another rank.
-    steps = ((segment("", "h1"),), (segment("h1", "h2"),), (segment("h1 h2", "h3"), exchange("h3", "h4", cells)), (segment("h4", "h5"),))
+    steps = (
+        (segment("", "h1"),),
+        (segment("h1", "h2"),),
+        (segment("h1 h2", "h3"), exchange("h3", "h4", cells)),
+        (segment("h4", "h5"),),
+    )
     shape = ModelShape(4, (), (True,) * 4, (True,) * 4, steps)
     first, last = compile_plan(Plan.parse("pp=2,tp=2,mb=2,schedule=interleaved,v=2,stages=1-1-1-1"), shape).tables
     names = [(table.values[i].what, table.values[i].stage) for table in (first, last) for i in row_of_writes(table)]
@@ -156,7 +165,9 @@ def test_gradients_are_added_up_from_exactly_the_readers_of_their_activation(cas
             it = row.instruction
             made = {table.values[i][:6] for i in (*row.writes, *row.adds)}
             found.update(key for key in made if key[0] == "gradient")
-            found.subtract({table.values[total][:6] for total, _ in row.collects if table.values[total].kind == "gradient"})
+            found.subtract(
+                {table.values[total][:6] for total, _ in row.collects if table.values[total].kind == "gradient"}
+            )
             taken = _gradients(plan, names, index, it, _step_of(shape, it).writes if it.op in (Op.CB, Op.LB) else ())
             if all(expected[key] or names.is_d_loss(key[1]) for key in taken):  # nothing comes of what nobody reads
                 expected.update(_gradients(plan, names, index, it, _given(plan, shape, it)))
@@ -262,7 +273,11 @@ def test_a_rank_compiles_from_plain_data_without_torch() -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps((plan, shape)), capture_output=True, env=environment, check=False
+        [sys.executable, "-c", code],
+        input=pickle.dumps((plan, shape)),
+        capture_output=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
     compiled = compile_plan(plan, shape)

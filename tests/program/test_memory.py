@@ -136,7 +136,9 @@ def test_what_is_computed_again_is_there_for_its_backward_only() -> None:
     found = live("recompute=yes,stages=2", chain(2, "10", saved="100", inputs="7"))
     assert found["F0.0/1"] == 7 + 10 + 10
     assert found["A0.0/1"] == found["F0.0/1"] + 100
-    assert found["A0.0/0"] == 10 + 10 + 2000 + 100  # the loss, the gradient of h1; inputs are read here for the last time
+    assert (
+        found["A0.0/0"] == 10 + 10 + 2000 + 100
+    )  # the loss, the gradient of h1; inputs are read here for the last time
 
 
 def test_weight_gradients_that_come_later_keep_what_they_need() -> None:

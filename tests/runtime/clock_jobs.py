@@ -10,25 +10,25 @@ import torch
 
 from phalanx.comm.links import Links
 from phalanx.engine import measured
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import from_text
 from phalanx.program.shape import ModelShape
 from phalanx.program.timeline import Timeline
 
 
-def gather_from_another_machine(seat: Seat, ahead: float) -> Timeline | None:
+def gather_from_another_machine(context: RankContext, ahead: float) -> Timeline | None:
     """Both ranks do something at the same time, but the clock of rank 1, which is on another machine, is ahead."""
-    if seat.rank == 1:
-        seat = replace(seat, node=1)
+    if context.rank == 1:
+        context = replace(context, node=1)
         measured.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
     recorder = measured.Recorder(
-        Plan(dp=2, stages=(1,)), ModelShape(1, (), (True,), (True,)), seat.rank, torch.device("cpu")
+        Plan(dp=2, stages=(1,)), ModelShape(1, (), (True,), (True,)), context.rank, torch.device("cpu")
     )
-    with Links(seat, timeout=20) as links:
+    with Links(context, timeout=20) as links:
         world = links.group((0, 1))
         world.barrier().wait()
         for instruction in from_text("COUNT F0.0/0"):
             recorder.begin(instruction)
             recorder.end(instruction)
-        return measured.gather(recorder.timeline(), seat, world, timeout=20)
+        return measured.gather(recorder.timeline(), context, world, timeout=20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.comm.links import Links
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.program.instructions import EXCHANGES, Instruction
 from tests.captured import Case
 
@@ -47,9 +47,9 @@ class Counter:
         return {kind: (traffic.calls, traffic.bytes) for kind, traffic in self.links.traffic.items()}
 
 
-def count(seat: Seat, case: Case, plan: str) -> list[Sent]:
+def count(context: RankContext, case: Case, plan: str) -> list[Sent]:
     """The collectives of one training step."""
-    rank = case.rank(plan, seat=seat)
+    rank = case.rank(plan, context=context)
     counter = Counter(rank.links)
     rank.step.engine.watches.append(counter)
     rank.step(case.batch, 0, lr=0.0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.config import RunConfig
 from phalanx.engine.rank import Rank
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
@@ -27,9 +27,9 @@ class Rows:
         return {name: column[first : first + count] for name, column in self.columns.items()}
 
 
-def evaluate(seat: Seat, case: Case, plan: str, counts: tuple[int, ...]) -> list[float]:
+def evaluate(context: RankContext, case: Case, plan: str, counts: tuple[int, ...]) -> list[float]:
     """The evaluation loss of the first samples of the case's batch, for several numbers of them."""
-    rank = case.rank(plan, seat=seat)
+    rank = case.rank(plan, context=context)
     losses = [rank.evaluate(Rows(case.batch), count) for count in counts]
     rank.close()
     return losses
@@ -62,10 +62,12 @@ class HalfStep:
     scale: float
 
 
-def half_steps(seat: Seat, captured: Captured, plan: Plan, values: dict[str, Tensor], sizes: tuple[float, ...]):
+def half_steps(
+    context: RankContext, captured: Captured, plan: Plan, values: dict[str, Tensor], sizes: tuple[float, ...]
+):
     """Steps in float16 on inputs of these sizes."""
     rank = Rank(
-        captured, RunConfig(dtype="float16", batch_size=4, compile="off"), plan, seat=seat,
+        captured, RunConfig(dtype="float16", batch_size=4, compile="off"), plan, context=context,
         trainable=captured.trainable, read=lambda name, is_master, piece: values[name], buffers={},
     )  # fmt: skip
     found: list[HalfStep] = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from phalanx.launch.context import RankContext
 from phalanx.launch.crew import Crew
-from phalanx.launch.seat import Seat
 from phalanx.model import reference
 from tests import captured
 from tests.runtime import rank_jobs
@@ -31,7 +31,7 @@ def expected(case: captured.Case) -> list[float]:
 
 
 def test_one_rank_gives_the_loss_of_the_model_in_eval_mode(case: captured.Case, expected: list[float]) -> None:
-    assert rank_jobs.evaluate(Seat.alone(), case, "mb=4", COUNTS) == pytest.approx(expected, rel=1e-11)
+    assert rank_jobs.evaluate(RankContext.alone(), case, "mb=4", COUNTS) == pytest.approx(expected, rel=1e-11)
 
 
 @pytest.mark.parametrize("plan", ["pp=2,dp=2,mb=2", "dp=2,mb=2,zero=3", "pp=2,mb=4,schedule=zb-v", "tp=2,mb=4"])

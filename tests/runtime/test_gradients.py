@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.comm.links import Links
 from phalanx.engine.gradients import BucketGradients, Reduced, Reduction, Sum, together
-from phalanx.launch.seat import Seat
+from phalanx.launch.context import RankContext
 from phalanx.model.segment.products import Product
 from phalanx.params.buckets import BufferPool, FlatBuffer
 from phalanx.params.flat import FlatLayout, Sharding
@@ -25,7 +25,7 @@ from phalanx.state.local import Local
 CPU = torch.device("cpu")
 SHAPES = {"a": (5, 40), "b": (3,), "unused": (2,)}  # of two shards, both have a part of "a"
 LOCALS = {name: Local(shape) for name, shape in SHAPES.items()}
-ALONE = Links(Seat.alone()).group((0,))
+ALONE = Links(RankContext.alone()).group((0,))
 
 
 class Started:

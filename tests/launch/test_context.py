@@ -1,4 +1,4 @@
-"""Where a rank sits: what must be so before CUDA starts."""
+"""A rank's context: what must be so before CUDA starts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError
-from phalanx.launch import seat
-from phalanx.launch.seat import local_device
+from phalanx.launch import context
+from phalanx.launch.context import local_device
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process in which nobody has asked yet."""
-    seat._loads_eagerly.cache_clear()
+    context._loads_eagerly.cache_clear()
     monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

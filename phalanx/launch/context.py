@@ -1,6 +1,6 @@
-"""A seat: what a rank knows of its place among the others, and the ways it has to reach them.
+"""A rank's context: what it knows of its place among the others, and the ways it has to reach them.
 
-Whoever starts ranks hands out seats; nothing else in a rank reads the environment to find out where it is.
+Whoever starts ranks hands out contexts; nothing else in a rank reads the environment to find out where it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.launch.board import Board, Slot
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankContext:
     """`store` is a torch.distributed store whose keys are this job's alone (None when there is one rank)."""
 
     rank: int
@@ -35,7 +35,7 @@ class Seat:
     on_event: Callable[[str, Any], None] | None = None
 
     @classmethod
-    def alone(cls, device: str = "cpu", on_event: Callable[[str, Any], None] | None = None) -> Seat:
+    def alone(cls, device: str = "cpu", on_event: Callable[[str, Any], None] | None = None) -> RankContext:
         """The only rank of a world of one, in this process."""
         board = Board.private(1)
         board.reset()
