@@ -17,7 +17,7 @@ from compare_setting import CPU_SIZE, GPU_SIZE, SHAPES, Setting
 from shared_gpu import rank_environment, shared_gpu
 
 from phalanx.errors import RankError
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 
@@ -42,9 +42,9 @@ def run(name: str, description: str, cases_of: Callable[[int], Sequence[Case]], 
     about |= {"rounds": _rounds(options), "steps": _steps(options), "quick": options.quick}
     results: list[dict[str, Any]] = []
     for world in options.ranks or ([2, 4] if options.gpu and not options.quick else [2]):
-        with _crew(world, options.gpu) as crew:
+        with _pool(world, options.gpu) as pool:
             for shape in options.shapes or (SHAPES[:1] if options.quick else SHAPES):
-                for found in _of_model(crew, _setting(shape, options, masters), cases_of(world), world, options):
+                for found in _of_model(pool, _setting(shape, options, masters), cases_of(world), world, options):
                     results.append(found)
                     if options.out:  # after each, so that a run that is cut short has not run for nothing
                         report.write(Path(options.out), name, about, results)
@@ -86,7 +86,7 @@ def _spread(ratio: Mapping[str, float]) -> str:
 
 
 def _of_model(
-    crew: Crew, setting: Setting, cases: Sequence[Case], world: int, options: argparse.Namespace
+    pool: WorkerPool, setting: Setting, cases: Sequence[Case], world: int, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     captured = setting.capture()
     costs = captured.blocks.flops(captured.dims(setting.batch()))
@@ -97,28 +97,30 @@ def _of_model(
         plan = complete(case.plan, world=world, batch_size=setting.size.samples, costs=costs).plan
         comparison = Comparison(setting, plan, case.rivals, _rounds(options), _steps(options))
         found = {"ranks": world, "model": setting.shape, "plan": case.plan, "against": list(case.rivals)}
-        found |= _outcome(crew, comparison, captured)
+        found |= _outcome(pool, comparison, captured)
         print("  ".join(" ".join(row) for row in rows([found])), file=sys.stderr, flush=True)
         yield found
 
 
-def _outcome(crew: Crew, comparison: Comparison, captured: Captured) -> dict[str, Any]:
+def _outcome(pool: WorkerPool, comparison: Comparison, captured: Captured) -> dict[str, Any]:
     """A rival that cannot do it is a result, too."""
     try:
-        return combine(crew.run(compare, comparison, captured), comparison.setting.dtype)
+        return combine(pool.run(compare, comparison, captured), comparison.setting.dtype)
     except RankError as error:
         return {"error": str(error).splitlines()[0]}
 
 
 @contextmanager
-def _crew(world: int, gpu: bool) -> Iterator[Crew]:
+def _pool(world: int, gpu: bool) -> Iterator[WorkerPool]:
     if not gpu:
         # The other rank is on this machine; the host's name may lead elsewhere.
-        with Crew(world, threads_per_rank=1, device="cpu", environment=lambda _: {"GLOO_SOCKET_IFNAME": "lo"}) as crew:
-            yield crew
+        with WorkerPool(
+            world, threads_per_rank=1, device="cpu", environment=lambda _: {"GLOO_SOCKET_IFNAME": "lo"}
+        ) as pool:
+            yield pool
         return
-    with shared_gpu(world), Crew(world, device="cuda", environment=rank_environment) as crew:
-        yield crew
+    with shared_gpu(world), WorkerPool(world, device="cuda", environment=rank_environment) as pool:
+        yield pool
 
 
 def _setting(shape: str, options: argparse.Namespace, masters: bool) -> Setting:

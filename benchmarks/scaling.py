@@ -27,7 +27,7 @@ import scaling_page
 from compare_setting import Setting, Size
 from scaling_ranks import Training, run_in_turn, slowest
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.complete import complete
 from phalanx.program.instructions import Op
 
@@ -134,8 +134,8 @@ def _training(text: str, setting: Setting, costs: Sequence[float], waits: Any, n
 
 
 def _steps(world: int, trainings: Sequence[Training], rounds: int, captured: Any) -> Mapping[str, list[float]]:
-    with Crew(world, threads_per_rank=1, device="cpu") as crew:
-        found = crew.run(run_in_turn, trainings, rounds, captured)
+    with WorkerPool(world, threads_per_rank=1, device="cpu") as pool:
+        found = pool.run(run_in_turn, trainings, rounds, captured)
     _say(f"{rounds} rounds on up to {world} ranks")
     return {training.name: slowest(found, training.name) for training in trainings}
 

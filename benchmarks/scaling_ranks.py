@@ -1,4 +1,4 @@
-"""The rank's side of `scaling.py`: trainings on 1, 2, 4 … of the ranks of one crew, in turn, step by step.
+"""The rank's side of `scaling.py`: trainings on 1, 2, 4 … of the ranks of one worker pool, in turn, step by step.
 
 Rank 0 takes part in all of them, and each step begins with a barrier of its ranks: they never run at the same time.
 """

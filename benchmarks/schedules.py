@@ -35,7 +35,7 @@ from shared_gpu import rank_environment, shared_gpu
 from phalanx.engine.compose import bucket_names
 from phalanx.engine.describe import Described
 from phalanx.engine.measured import merge
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
@@ -116,8 +116,8 @@ def _measure(kind: Kind, rounds: int) -> Iterator[dict[str, Any]]:
     setting = Setting("llama", kind.size, kind.dtype, masters=True)
     captured = setting.capture()
     bench = Bench(setting, _plans(kind, setting, captured), rounds, _waits(kind) if kind.timed else None)
-    with _crew(kind) as crew:
-        seen: list[Seen] = crew.run(run_bench, bench, captured, on_event=_say)
+    with _pool(kind) as pool:
+        seen: list[Seen] = pool.run(run_bench, bench, captured, on_event=_say)
     steps = {name: [merge(parts) for parts in zip(*(s.parts[name] for s in seen))] for name in bench.plans}
     buckets = bucket_names(captured.blocks, captured.trainable).names
     elements = [sum(math.prod(captured.shapes[name]) for name in names) for names in buckets]
@@ -152,13 +152,13 @@ def _say(event: str, schedule: str) -> None:
 
 
 @contextmanager
-def _crew(kind: Kind) -> Iterator[Crew]:
+def _pool(kind: Kind) -> Iterator[WorkerPool]:
     if kind is GPU:
-        with shared_gpu(kind.pp), Crew(kind.pp, device="cuda", environment=rank_environment) as crew:
-            yield crew
+        with shared_gpu(kind.pp), WorkerPool(kind.pp, device="cuda", environment=rank_environment) as pool:
+            yield pool
         return
-    with Crew(kind.pp, threads_per_rank=1, device="cpu") as crew:
-        yield crew
+    with WorkerPool(kind.pp, threads_per_rank=1, device="cpu") as pool:
+        yield pool
 
 
 def _simulate(

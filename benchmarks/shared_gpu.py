@@ -1,4 +1,4 @@
-"""Several ranks of a crew on one GPU, as a lab would have them (`phalanx/lab/gpu.py`).
+"""Several ranks of a worker pool on one GPU, as a lab would have them (`phalanx/lab/gpu.py`).
 
 Communication then goes through the host and behaves like a network of 25-40 Gbit/s.
 """

@@ -34,7 +34,7 @@ from slice_simulation import BlockTimes, Known, ends_of, planned
 
 from phalanx.engine.compose import bucket_names
 from phalanx.engine.measured import merge
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import ModelFacts
 from phalanx.model.measure import footprints, measure
@@ -96,13 +96,13 @@ def _pipeline(
     shape: Shape, options: argparse.Namespace, setting: dict[str, Any], begin: float, results: list[dict[str, Any]]
 ) -> None:
     captured = _captured(shape.size, shape.dtype)
-    with _crew(shape, shape.pp) as crew:
-        known, setting["profile"] = _profile(shape, captured, crew)
+    with _pool(shape, shape.pp) as pool:
+        known, setting["profile"] = _profile(shape, captured, pool)
         for number, tokens in (case for case in shape.cases if _wanted(options.only, _name(case))):
             if time.monotonic() - begin > options.budget:
                 print(f"no time left for {_name((number, tokens))}", file=sys.stderr)
                 continue
-            results.append(_case(shape, captured, crew, known, (number, tokens), options.rounds))
+            results.append(_case(shape, captured, pool, known, (number, tokens), options.rounds))
             _show(results[-1])
             report.publish(argparse.Namespace(out=options.out, plot=None), "slices", setting, results, [])
 
@@ -123,11 +123,11 @@ def _captured(size: Size, dtype: str) -> Captured:
     return Setting("llama", size, dtype, masters=True).capture()
 
 
-def _profile(shape: Shape, captured: Captured, crew: Crew) -> tuple[Known, dict[str, Any]]:
+def _profile(shape: Shape, captured: Captured, pool: WorkerPool) -> tuple[Known, dict[str, Any]]:
     """What slices take here, and how that is shown."""
     setting = Setting("llama", shape.size, shape.dtype, masters=True)
     plan = _plan(shape.pp, setting, captured)
-    found: list[Facts] = crew.run(profile, Case(setting, {WHOLE: plan}, 0), captured, shape.effort, on_event=_say)
+    found: list[Facts] = pool.run(profile, Case(setting, {WHOLE: plan}, 0), captured, shape.effort, on_event=_say)
     kinds = {name: median_of([getattr(facts, name) for facts in found]) for name in ("first", "layer", "last")}
     fits = {name: fit(kind.slices) for name, kind in kinds.items()}
     times = {name: BlockTimes(fits[name].times, kind.forward) for name, kind in kinds.items()}
@@ -166,7 +166,7 @@ def _plan(pp: int, setting: Setting, captured: Captured, more: str = "") -> Plan
 
 
 def _case(
-    shape: Shape, captured: Captured, crew: Crew, known: Known, case: tuple[int, int], rounds: int
+    shape: Shape, captured: Captured, pool: WorkerPool, known: Known, case: tuple[int, int], rounds: int
 ) -> dict[str, Any]:
     number, tokens = case
     setting = Setting("llama", replace(shape.size, samples=number, tokens=tokens), shape.dtype, masters=True)
@@ -177,7 +177,7 @@ def _case(
     if number == max(count for count, _ in shape.cases):
         sliced = best if best.slices else uniform[str(shape.slicings[-1])]
         plans |= {EAGER: replace(sliced, schedule="eager-1f1b"), ALL_FIRST: replace(sliced, schedule="gpipe")}
-    return _measured(Case(setting, plans, rounds), captured, crew, known)
+    return _measured(Case(setting, plans, rounds), captured, pool, known)
 
 
 def _cost(shape: Shape, rounds: int) -> dict[str, Any]:
@@ -185,15 +185,15 @@ def _cost(shape: Shape, rounds: int) -> dict[str, Any]:
     setting, captured = Setting("llama", shape.alone, shape.dtype, masters=True), _captured(shape.alone, shape.dtype)
     plans = {WHOLE: _plan(1, setting, captured)}
     plans |= {str(n): _plan(1, setting, captured, f",slices={n}") for n in shape.alone_slicings}
-    with _crew(shape, 1) as crew:
-        return _measured(Case(setting, plans, rounds, shape.compile), captured, crew, None)
+    with _pool(shape, 1) as pool:
+        return _measured(Case(setting, plans, rounds, shape.compile), captured, pool, None)
 
 
-def _measured(case: Case, captured: Captured, crew: Crew, known: Known | None) -> dict[str, Any]:
+def _measured(case: Case, captured: Captured, pool: WorkerPool, known: Known | None) -> dict[str, Any]:
     """Plans that are the same plan are run once."""
     names = {plan: name for name, plan in reversed(list(case.plans.items()))}
     once = replace(case, plans={name: plan for name, plan in case.plans.items() if names[plan] == name})
-    seen: list[Seen] = crew.run(run_case, once, captured, on_event=_say)
+    seen: list[Seen] = pool.run(run_case, once, captured, on_event=_say)
     size = case.setting.size
     steps = [_step(name, names[plan], plan, seen, known, size.tokens) for name, plan in case.plans.items()]
     return {"pp": len(seen), "sequences": size.samples, "tokens": size.tokens, "steps": steps}
@@ -264,16 +264,16 @@ def _say(event: str, text: str) -> None:
 
 
 @contextmanager
-def _crew(shape: Shape, size: int) -> Iterator[Crew]:
+def _pool(shape: Shape, size: int) -> Iterator[WorkerPool]:
     if shape is not GPU:
-        with Crew(size, threads_per_rank=1, device="cpu") as crew:
-            yield crew
+        with WorkerPool(size, threads_per_rank=1, device="cpu") as pool:
+            yield pool
     elif size == 1:
-        with Crew(1, device="cuda") as crew:
-            yield crew
+        with WorkerPool(1, device="cuda") as pool:
+            yield pool
     else:
-        with shared_gpu(size), Crew(size, device="cuda", environment=rank_environment) as crew:
-            yield crew
+        with shared_gpu(size), WorkerPool(size, device="cuda", environment=rank_environment) as pool:
+            yield pool
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

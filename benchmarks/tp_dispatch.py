@@ -23,7 +23,7 @@ import plot
 import report
 from tp_dispatch_rank import Shape, compare
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 
 HEADERS = ["layers", "width", "tokens", "tp=1 ms", "tp=2 ms", "tp=2 / tp=1 (quartiles)", "instructions"]
 
@@ -42,9 +42,9 @@ SHAPES = (Shape(4, 256, 4, 64), Shape(4, 256, 8, 128), Shape(4, 512, 8, 128))
 def main() -> None:
     options = _options()
     results: list[dict[str, Any]] = []
-    with Crew(2, threads_per_rank=1, device="cpu", environment=lambda _: {"GLOO_SOCKET_IFNAME": "lo"}) as crew:
+    with WorkerPool(2, threads_per_rank=1, device="cpu", environment=lambda _: {"GLOO_SOCKET_IFNAME": "lo"}) as pool:
         for shape in SHAPES:
-            results.append({"shape": asdict(shape), **crew.run(compare, shape, options.rounds)[0]})
+            results.append({"shape": asdict(shape), **pool.run(compare, shape, options.rounds)[0]})
             print(report.table(HEADERS, rows(results[-1:])), flush=True)
     report.publish(options, "tp_dispatch", {"rounds": options.rounds}, results, _panels(results))
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from phalanx.launch.crew import Crew
+    from phalanx.launch.worker_pool import WorkerPool
     from phalanx.verification.plain_side import PlainProcess
 
 # A busy machine must not fail a test: what is too slow is caught by pytest's timeout, not per example.
@@ -32,7 +32,7 @@ LONGEST_FIRST = ("parity", "faults", "launch", "lab", "benchmarks", "verificatio
 # training, captured, traced and built models.
 HEAVY_FOLDERS = ("parity", "faults", "lab", "benchmarks", "gpu")
 HEAVY_NAMES = {
-    "subprocess", "multiprocessing", "Crew", "PlainProcess", "main", "train", "fit", "short_run",
+    "subprocess", "multiprocessing", "WorkerPool", "PlainProcess", "main", "train", "fit", "short_run",
     "capture", "captured", "named", "capture_model", "traced", "build",
 }  # fmt: skip
 
@@ -73,24 +73,24 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def crew() -> Iterator[Crew]:
+def pool() -> Iterator[WorkerPool]:
     """Eight warm ranks, of which a test uses (and starts) as many as it needs, with `world` or by its plan."""
-    from phalanx.launch.crew import Crew
+    from phalanx.launch.worker_pool import WorkerPool
 
-    with Crew(8, threads_per_rank=1, device="cpu") as ranks:
+    with WorkerPool(8, threads_per_rank=1, device="cpu") as ranks:
         yield ranks
 
 
 @pytest.fixture
-def lent_ranks(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def lent_ranks(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A training in this process gets its ranks from the pool instead of starting some; how many it asked for."""
     asked: list[int] = []
 
     def lent(size: int, device: str) -> contextlib.AbstractContextManager[SimpleNamespace]:
         asked.append(size)
-        return contextlib.nullcontext(SimpleNamespace(run=partial(crew.run, world=size)))
+        return contextlib.nullcontext(SimpleNamespace(run=partial(pool.run, world=size)))
 
-    monkeypatch.setattr("phalanx.trainer.Crew", lent)
+    monkeypatch.setattr("phalanx.trainer.WorkerPool", lent)
     return asked
 
 

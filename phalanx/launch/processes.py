@@ -1,6 +1,6 @@
 """Local rank processes: started from the fork server, spoken to over wires, signalled and ended.
 
-It knows nothing of jobs; crew.py does.
+It knows nothing of jobs; worker_pool.py does.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from torch import nn
 
 from phalanx.config import RunConfig, require_eval_data
 from phalanx.launch.context import RankContext, local_device
-from phalanx.launch.crew import Crew
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.state.folders import latest
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, unpack
@@ -91,8 +91,8 @@ class Trainer:
         ranks = choose_num_ranks(self.config)
         if ranks == 1:
             return self._fit_here(RankContext.alone(local_device(device, 0)))
-        with Crew(ranks, device=device) as crew, pack(self.job) as payload:
-            return crew.run(fit_on_rank, payload, on_event=lambda hook, given: self._on_event(hook, *given))[0]
+        with WorkerPool(ranks, device=device) as pool, pack(self.job) as payload:
+            return pool.run(fit_on_rank, payload, on_event=lambda hook, given: self._on_event(hook, *given))[0]
 
     def _fit_here(self, context: RankContext) -> Summary:
         self.loop = Loop(self.job, context, self._on_event if context.rank == 0 else _nobody)

@@ -18,7 +18,7 @@ from phalanx.engine.inputs import num_samples, split
 from phalanx.errors import VerifyError
 from phalanx.expressions import evaluate
 from phalanx.launch.context import RankContext, local_device
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured, attention_sites
 from phalanx.model.ops import random
@@ -66,8 +66,10 @@ def _weights(spec: ModelSpec, case: Case) -> Weights:
     return SeededWeights(init_recipe.record(lambda: build(spec)), case.seed)
 
 
-def run_plan(case: Case, captured: Captured, initial: Mapping[str, Tensor], crew: Crew | None = None) -> Execution:
-    """The case under its plan: in this process if the plan has one rank, else on the ranks of a crew."""
+def run_plan(
+    case: Case, captured: Captured, initial: Mapping[str, Tensor], pool: WorkerPool | None = None
+) -> Execution:
+    """The case under its plan: in this process if the plan has one rank, else on the ranks of a worker pool."""
     plan = complete_plan(case, captured)
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
         torch.save({name: value.detach() for name, value in initial.items()}, Path(folder) / "initial.pt")
@@ -76,8 +78,8 @@ def run_plan(case: Case, captured: Captured, initial: Mapping[str, Tensor], crew
             traces = [run_rank(RankContext.alone(local_device(case.device, 0)), *job)]
         else:
             with contextlib.ExitStack() as stack:
-                crew = crew or stack.enter_context(Crew(plan.world, device=case.device))
-                traces = crew.run(run_rank, *job, world=plan.world)
+                pool = pool or stack.enter_context(WorkerPool(plan.world, device=case.device))
+                traces = pool.run(run_rank, *job, world=plan.world)
     steps = [_assemble(traces, number, captured) for number in range(case.steps)]
     return Execution(
         plan, steps, facts_of(traces, plan), _implied(plan, case, captured), attention_sites(captured.blocks)

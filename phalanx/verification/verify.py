@@ -19,8 +19,8 @@ from torch import Tensor
 
 from phalanx.config import plan_text
 from phalanx.errors import ConfigError, nearest
-from phalanx.launch.crew import Crew
 from phalanx.launch.main_script import refuse_while_loading
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.plan.plan import Plan
 from phalanx.verification.case import Case, Step
@@ -43,11 +43,11 @@ def verify(model: Model, plan: str | Plan = "", *, data: Sequence[dict[str, Tens
         return verify_case(case, process)
 
 
-def verify_case(case: Case, process: PlainProcess, crew: Crew | None = None) -> Report:
+def verify_case(case: Case, process: PlainProcess, pool: WorkerPool | None = None) -> Report:
     """As `verify`, with a plain process and ranks that may serve many cases."""
     started = time.perf_counter()
     spec, captured, initial = prepare(case)
-    execution = run_plan(case, captured, initial, crew)
+    execution = run_plan(case, captured, initial, pool)
     plain = process.run(case, initial, execution.attention_sites)
     facts = tuple(Fact(name, execution.implied[name], measured) for name, measured in execution.facts.items())
     return Report(

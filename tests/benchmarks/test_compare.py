@@ -15,7 +15,7 @@ from compare_setting import Setting, Size
 from torch_data_parallel import FSDP2_RESHARD
 from torch_pipeline import pipeline
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.complete import complete
 
 TINY = Size(layers=2, width=64, vocabulary=64, samples=4, tokens=8)
@@ -55,7 +55,7 @@ def test_a_rival_that_fails_is_shown_as_such() -> None:
     [("pp=2,mb=2,schedule=zb-h1", "gpt2", {"torch": pipeline}), ("dp=2,zero=3", "llama", FSDP2_RESHARD)],
 )
 def test_both_sides_of_a_comparison_train_alike(
-    plan: str, shape: str, rivals: dict, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    plan: str, shape: str, rivals: dict, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = Setting(shape, TINY, "float32", True)
     captured = setting.capture()
@@ -63,6 +63,6 @@ def test_both_sides_of_a_comparison_train_alike(
     completed = complete(plan, world=2, batch_size=TINY.samples, costs=costs).plan
     comparison = Comparison(setting, completed, rivals, rounds=1, steps=1)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    found = combine(crew.run(compare, comparison, captured, world=2), "float32")
+    found = combine(pool.run(compare, comparison, captured, world=2), "float32")
     assert len(set(found["losses"])) == len(found["losses"]), "every step changes the loss"
     assert set(found["ratios"]) == set(rivals)

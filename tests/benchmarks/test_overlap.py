@@ -27,7 +27,7 @@ from overlap_silence import Collective, SilentGroup
 from phalanx.comm.links import Group
 from phalanx.errors import PhalanxError
 from phalanx.lab.gpu import PROVEN
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 
 FEW = ("oases", "default_checkpoint", "optim_comm_checkpoint", "oases, pairs")  # of the modes
 TINY = Size(layers=2, width=64, vocabulary=64, samples=4, tokens=8)
@@ -51,13 +51,13 @@ def result(**more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measured(crew: Crew) -> list[Seen]:
+def measured(pool: WorkerPool) -> list[Seen]:
     setting = Setting("llama", TINY, "float32", masters=True)
     captured = setting.capture()
     plans = {mode: plan for mode, plan in overlap._plans(setting, captured).items() if mode in FEW}
     task = Task(setting, plans, (0.0, 1e9), 2, 1, "cpu", "off")
-    found = crew.run(measure, task, captured, world=2)
-    unfit = crew.run(measure, replace(task, wanted=(1e9, 2e9)), captured, world=2)
+    found = pool.run(measure, task, captured, world=2)
+    unfit = pool.run(measure, replace(task, wanted=(1e9, 2e9)), captured, world=2)
     assert [one.seconds for one in unfit] == [{}, {}], "nothing is timed where the calibration is not as wanted"
     return found
 

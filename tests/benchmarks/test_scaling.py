@@ -17,7 +17,7 @@ import scaling_start
 from compare_setting import Setting, Size
 from scaling_ranks import run_in_turn, slowest
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.program.instructions import Op
 
 TINY = Size(layers=2, width=64, vocabulary=64, samples=4, tokens=8)
@@ -65,7 +65,7 @@ def test_the_clock_times_what_it_watches_and_the_time_between_steps() -> None:
     assert len(clock.steps) == 1 and clock.steps[0][0] > 0
 
 
-def test_trainings_on_some_of_the_ranks_run_in_turn_in_one_crew(crew: Crew) -> None:
+def test_trainings_on_some_of_the_ranks_run_in_turn_in_one_pool(pool: WorkerPool) -> None:
     setting = Setting("llama", TINY, "float32", True)
     captured = setting.capture()
     waits = {op: (0.0, 0.005, 0.005, 0.0) for op in (Op.F, Op.B, Op.W, Op.BW)}
@@ -73,7 +73,7 @@ def test_trainings_on_some_of_the_ranks_run_in_turn_in_one_crew(crew: Crew) -> N
         scaling._training(text, setting, (1.0,) * 4, durations, name)
         for text, durations, name in (("mb=4", waits, "waits"), ("mb=1", None, "computes"), ("pp=2,mb=4", waits, "pp"))
     ]
-    found = crew.run(run_in_turn, trainings, 2, captured, world=2)
+    found = pool.run(run_in_turn, trainings, 2, captured, world=2)
     assert [set(seconds) for seconds in found] == [{"waits", "computes", "pp"}, {"pp"}]
     assert all(len(slowest(found, training.name)) == 2 for training in trainings)
     assert min(slowest(found, "waits")) >= 4 * 2 * 0.010, "4 micro-batches, 2 layers, forward and backward"

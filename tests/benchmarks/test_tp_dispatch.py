@@ -16,7 +16,7 @@ import tp_dispatch
 from compare import quartiles
 from tp_dispatch_rank import Shape, compare
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.shard.shard import shard
 from phalanx.plan.complete import complete
 
@@ -32,8 +32,8 @@ def test_the_unsplit_model_is_as_large_as_what_a_rank_of_two_holds() -> None:
     assert {n: tuple(shape) for n, shape in held.items()} == {n: tuple(shape) for n, shape in half.shapes.items()}
 
 
-def test_both_sides_are_timed_in_every_round(crew: Crew) -> None:
-    found = crew.run(compare, TINY, 2, world=2)[0]
+def test_both_sides_are_timed_in_every_round(pool: WorkerPool) -> None:
+    found = pool.run(compare, TINY, 2, world=2)[0]
     assert found["ratio"]["repeats"] == 2 and found["ratio"]["median"] > 0
     assert all(seconds["low"] > 0 for seconds in found["seconds"].values())
     assert found["instructions"]["tp=2"] > found["instructions"]["tp=1"]

@@ -12,20 +12,20 @@ from phalanx.comm.links import Links
 from phalanx.comm.pending import cause, open_sockets, opened_since, shut
 from phalanx.errors import RankError
 from phalanx.launch.context import RankContext
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from tests.launch import jobs
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with Crew(4, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as crew:
-        yield crew
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(4, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_collectives_give_what_their_names_say(crew: Crew, world: int, dtype: str):
-    for rank, found in enumerate(crew.run(jobs.collectives, dtype, world=world)):
+def test_collectives_give_what_their_names_say(pool: WorkerPool, world: int, dtype: str):
+    for rank, found in enumerate(pool.run(jobs.collectives, dtype, world=world)):
         ranks, weights = range(world), sum(range(1, world + 1))
         assert found["total"] == [world * item + sum(ranks) for item in range(6)]
         assert found["most"] == [world - 1] * 3
@@ -39,20 +39,20 @@ def test_collectives_give_what_their_names_say(crew: Crew, world: int, dtype: st
         }  # fmt: skip
 
 
-def test_groups_are_any_set_of_ranks_and_kept_by_purpose(crew: Crew):
-    assert crew.run(jobs.sub_groups) == [(1.0, 2.0, True), (1.0, 4.0, True), (5.0, 2.0, True), (5.0, 4.0, True)]
+def test_groups_are_any_set_of_ranks_and_kept_by_purpose(pool: WorkerPool):
+    assert pool.run(jobs.sub_groups) == [(1.0, 2.0, True), (1.0, 4.0, True), (5.0, 2.0, True), (5.0, 4.0, True)]
 
 
-def test_a_group_of_one_communicates_nothing(crew: Crew):
-    assert crew.run(jobs.alone_in_a_group, world=1) == [([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])]
+def test_a_group_of_one_communicates_nothing(pool: WorkerPool):
+    assert pool.run(jobs.alone_in_a_group, world=1) == [([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])]
 
 
-def test_a_single_rank_needs_no_crew():
+def test_a_single_rank_needs_no_pool():
     assert jobs.alone_in_a_group(RankContext.alone()) == ([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])
 
 
-def test_messages_arrive_in_order_on_channels_of_both_directions(crew: Crew):
-    results = crew.run(jobs.relay, 4)
+def test_messages_arrive_in_order_on_channels_of_both_directions(pool: WorkerPool):
+    results = pool.run(jobs.relay, 4)
     for rank, (values, sent, received) in enumerate(results):
         expected = [100.0 * (rank + 1) + number for number in range(4)] if rank < 3 else []
         expected += [100.0 * (rank - 1) + number for number in range(4)] if rank > 0 else []
@@ -60,31 +60,31 @@ def test_messages_arrive_in_order_on_channels_of_both_directions(crew: Crew):
         assert sent == received == (24 if 0 < rank < 3 else 12) * 4
 
 
-def test_a_wait_that_takes_too_long_says_who_waited_for_what_and_what_the_others_did(crew: Crew):
+def test_a_wait_that_takes_too_long_says_who_waited_for_what_and_what_the_others_did(pool: WorkerPool):
     with pytest.raises(RankError) as caught:
-        crew.run(jobs.wait_too_long, world=2)
+        pool.run(jobs.wait_too_long, world=2)
     message = caught.value.message
     assert message.startswith("rank 1 (stage 1) waited 1 s for RF1.3 from rank 0\n"), message
     assert "meanwhile rank 0 was in step 7 at F0.3" in message
     assert "timeout" in caught.value.hint
 
 
-def test_a_wait_takes_no_processor_time(crew: Crew):
-    spent = crew.run(jobs.waits_for_a_late_rank, 1.0, world=2)[1]
+def test_a_wait_takes_no_processor_time(pool: WorkerPool):
+    spent = pool.run(jobs.waits_for_a_late_rank, 1.0, world=2)[1]
     assert all(seconds < 0.01 for seconds in spent.values()), spent
 
 
-def test_a_rank_that_never_joins_a_group_is_named(crew: Crew):
+def test_a_rank_that_never_joins_a_group_is_named(pool: WorkerPool):
     with pytest.raises(RankError, match="rank 0 could not connect to rank 1: no answer for 1 s"):
-        crew.run(jobs.never_connected, world=2)
+        pool.run(jobs.never_connected, world=2)
 
 
 @pytest.mark.parametrize(
     ("job", "text"), [(jobs.not_contiguous, "not contiguous"), (jobs.left_unawaited, "1 operations were never awaited")]
 )
-def test_our_own_mistakes_are_asserted(crew: Crew, job: object, text: str):
+def test_our_own_mistakes_are_asserted(pool: WorkerPool, job: object, text: str):
     with pytest.raises(RankError, match=f"AssertionError: .*{text}"):
-        crew.run(job, world=2)  # type: ignore[arg-type]
+        pool.run(job, world=2)  # type: ignore[arg-type]
 
 
 def test_links_refuse_a_group_this_rank_is_not_in():

@@ -1,4 +1,4 @@
-"""Training on a crew that stays: a run costs no new processes, so tests can afford many plans and many failures."""
+"""Training on a pool that stays: a run costs no new processes, so tests can afford many plans and many failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.complete import needed_ranks
 from phalanx.training.job import Summary, pack
 from phalanx.training.trainer import Trainer, fit_on_rank
@@ -17,13 +17,18 @@ from tests.run_helpers import short_config
 
 
 def fit(
-    crew: Crew, out: Path, model: Any, data: Any, on_event: Callable[[str, Any], None] | None = None, **options: Any
+    pool: WorkerPool,
+    out: Path,
+    model: Any,
+    data: Any,
+    on_event: Callable[[str, Any], None] | None = None,
+    **options: Any,
 ) -> Summary:
-    """What rank 0 of `phalanx.train` returns, on as many ranks of the crew as the plan needs."""
+    """What rank 0 of `phalanx.train` returns, on as many ranks of the pool as the plan needs."""
     trainer = Trainer(model, data, short_config(out, **options))
     with pack(trainer.job) as payload:
         ranks = needed_ranks(trainer.config.plan) or 1
-        return crew.run(fit_on_rank, payload, world=ranks, on_event=on_event)[0]
+        return pool.run(fit_on_rank, payload, world=ranks, on_event=on_event)[0]
 
 
 class Breaks:

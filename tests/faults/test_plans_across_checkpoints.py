@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.state import checkpoint
 from tests.faults.ranks import fit
 from tests.run_helpers import losses, short_run
@@ -45,11 +45,11 @@ def undisturbed(out: Path, model: str, **options: Any) -> dict[int, float]:
     return losses(out)
 
 
-def relay(crew: Crew, out: Path, model: str, plans: Sequence[str], leg: int, **options: Any) -> dict[int, float]:
+def relay(pool: WorkerPool, out: Path, model: str, plans: Sequence[str], leg: int, **options: Any) -> dict[int, float]:
     """Step → loss of a run that goes on under the next plan after every `leg` steps."""
     for number, plan in enumerate(plans, start=1):
         chosen = {**OPTIONS, **options, "plan": plan, "steps": number * leg, "resume": "auto"}
-        done = fit(crew, out, model, DATA, **chosen)
+        done = fit(pool, out, model, DATA, **chosen)
         assert done.steps == number * leg and len(done.losses) == leg
     return losses(out)
 
@@ -65,9 +65,11 @@ def stored(folder: Path, prefix: str) -> dict[str, Tensor]:
     return {name: opened.read(name) for name in opened.names() if name.startswith(prefix)}
 
 
-def test_a_run_that_changes_plan_and_ranks_every_two_steps_has_the_losses_of_one_process(crew: Crew, tmp_path: Path):
+def test_a_run_that_changes_plan_and_ranks_every_two_steps_has_the_losses_of_one_process(
+    pool: WorkerPool, tmp_path: Path
+):
     expected = undisturbed(tmp_path / "whole", "gpt2", steps=2 * len(RELAY))
-    require_same(relay(crew, tmp_path / "relay", "gpt2", RELAY, 2), expected)
+    require_same(relay(pool, tmp_path / "relay", "gpt2", RELAY, 2), expected)
     for prefix in ("model/", "optimizer/"):
         whole, parts = stored(tmp_path / "whole", prefix), stored(tmp_path / "relay", prefix)
         torch.testing.assert_close(parts, whole, rtol=1e-7, atol=1e-12)
@@ -76,26 +78,26 @@ def test_a_run_that_changes_plan_and_ranks_every_two_steps_has_the_losses_of_one
 @pytest.mark.long
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=str)
 def test_twenty_steps_under_one_plan_and_twenty_under_another_equal_forty_on_one_rank(
-    first: str, second: str, crew: Crew, tmp_path: Path
+    first: str, second: str, pool: WorkerPool, tmp_path: Path
 ):
     expected = undisturbed(tmp_path / "whole", "gpt2", steps=40)
-    require_same(relay(crew, tmp_path / "relay", "gpt2", (first, second), 20), expected)
+    require_same(relay(pool, tmp_path / "relay", "gpt2", (first, second), 20), expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["openai/whisper-small", "google-t5/t5-small"])
-def test_encoder_decoder_models_change_plans_too(model: str, crew: Crew, tmp_path: Path):
+def test_encoder_decoder_models_change_plans_too(model: str, pool: WorkerPool, tmp_path: Path):
     expected = undisturbed(tmp_path / "whole", model, steps=4)
-    require_same(relay(crew, tmp_path / "relay", model, ("pp=2,dp=2,zero=3", "pp=3,mb=2"), 2), expected)
+    require_same(relay(pool, tmp_path / "relay", model, ("pp=2,dp=2,zero=3", "pp=3,mb=2"), 2), expected)
 
 
-def test_the_exported_folder_is_the_same_whatever_plan_wrote_it(crew: Crew, tmp_path: Path):
+def test_the_exported_folder_is_the_same_whatever_plan_wrote_it(pool: WorkerPool, tmp_path: Path):
     """Both plans export from one checkpoint, so not a bit may differ; and HuggingFace opens the folder."""
-    done = fit(crew, tmp_path / "trained", "gpt2", DATA, **{**OPTIONS, "dtype": "float32", "steps": 2})
+    done = fit(pool, tmp_path / "trained", "gpt2", DATA, **{**OPTIONS, "dtype": "float32", "steps": 2})
     exports = []
     for name, plan in (("one", ""), ("four", "pp=2,dp=2,zero=3")):
         options = {**OPTIONS, "dtype": "float32", "export": True, "steps": 2, "resume": str(done.checkpoint)}
-        exported = fit(crew, tmp_path / name, "gpt2", DATA, **options, plan=plan).export
+        exported = fit(pool, tmp_path / name, "gpt2", DATA, **options, plan=plan).export
         assert exported is not None
         exports.append(exported)
     one, four = (load_file(folder / "model.safetensors") for folder in exports)
@@ -106,11 +108,11 @@ def test_the_exported_folder_is_the_same_whatever_plan_wrote_it(crew: Crew, tmp_
 
 
 @pytest.mark.long
-def test_master_weights_survive_a_change_of_plan(crew: Crew, tmp_path: Path):
+def test_master_weights_survive_a_change_of_plan(pool: WorkerPool, tmp_path: Path):
     """Updates this small vanish in bfloat16: only master weights that were carried over can hold all of them."""
     options = {"dtype": "bfloat16", "lr": 1e-5, "warmup_steps": 0, "weight_decay": 0.0, "dropout": 0.0}
     undisturbed(tmp_path / "whole", "gpt2", steps=6, **options)
-    relay(crew, tmp_path / "relay", "gpt2", ("pp=2", "pp=2,dp=2,zero=3"), 3, **options)
+    relay(pool, tmp_path / "relay", "gpt2", ("pp=2", "pp=2,dp=2,zero=3"), 3, **options)
     whole, parts = stored(tmp_path / "whole", "master/"), stored(tmp_path / "relay", "master/")
     assert whole and whole.keys() == parts.keys()
     assert all(tensor.dtype == torch.float32 for tensor in parts.values())
@@ -118,10 +120,10 @@ def test_master_weights_survive_a_change_of_plan(crew: Crew, tmp_path: Path):
     assert apart < 1e-5, "less than one update in six"
 
 
-def test_the_scale_of_a_float16_loss_survives_a_change_of_plan(crew: Crew, tmp_path: Path):
+def test_the_scale_of_a_float16_loss_survives_a_change_of_plan(pool: WorkerPool, tmp_path: Path):
     options = {"dtype": "float16", "max_nonfinite": 20, "seq_len": 8}
     undisturbed(tmp_path / "whole", "gpt2", steps=4, **options)
-    relay(crew, tmp_path / "relay", "gpt2", ("pp=2", "dp=2,zero=1"), 2, **options)
+    relay(pool, tmp_path / "relay", "gpt2", ("pp=2", "dp=2,zero=1"), 2, **options)
     scales = []
     for name in ("whole", "relay"):
         newest = checkpoint.latest(tmp_path / name / "checkpoints")

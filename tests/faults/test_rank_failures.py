@@ -17,7 +17,7 @@ import pytest
 
 from phalanx.errors import RankError
 from phalanx.launch.board import Board
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.state import checkpoint
 from tests.faults import strike
 from tests.faults.ranks import Breaks, fit
@@ -46,22 +46,22 @@ def captured_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def undisturbed(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(plan, steps) → step → loss of a run that nothing happened to; it goes on where it was when more is asked for."""
     folders = {plan: tmp_path_factory.mktemp("undisturbed") for plan in PLACES}
 
     def run(plan: str, steps: int) -> dict[int, float]:
         if not (folders[plan] / "log-rank0.jsonl").exists() or max(losses(folders[plan])) < steps:
-            fit(crew, folders[plan], "gpt2", DATA, **{**OPTIONS, "plan": plan, "steps": steps})
+            fit(pool, folders[plan], "gpt2", DATA, **{**OPTIONS, "plan": plan, "steps": steps})
         return {step: loss for step, loss in losses(folders[plan]).items() if step <= steps}
 
     return run
 
 
-def at_work(crew: Crew) -> tuple[Board, dict[int, int]] | None:
-    """The crew's board and processes, once both ranks train."""
-    started = len(crew.pids) >= 2 and all(slot.read().phase == "step" for slot in crew._board.slots[:2])
-    return (crew._board, crew.pids) if started else None
+def at_work(pool: WorkerPool) -> tuple[Board, dict[int, int]] | None:
+    """The pool's board and processes, once both ranks train."""
+    started = len(pool.pids) >= 2 and all(slot.read().phase == "step" for slot in pool._board.slots[:2])
+    return (pool._board, pool.pids) if started else None
 
 
 def require_intact(out: Path) -> int:
@@ -71,11 +71,11 @@ def require_intact(out: Path) -> int:
     return checkpoint.open(newest).step
 
 
-def hit(crew: Crew, out: Path, plan: str, wanted: Wanted, number: int) -> tuple[str, Striker]:
+def hit(pool: WorkerPool, out: Path, plan: str, wanted: Wanted, number: int) -> tuple[str, Striker]:
     """Trains until rank 1 is hit; the message, and how it was hit."""
-    striker = Striker(lambda: at_work(crew), 1, wanted, number)
+    striker = Striker(lambda: at_work(pool), 1, wanted, number)
     with pytest.raises(RankError) as caught:
-        fit(crew, out, "gpt2", DATA, **{**OPTIONS, "plan": plan, "steps": ENDLESS})
+        fit(pool, out, "gpt2", DATA, **{**OPTIONS, "plan": plan, "steps": ENDLESS})
     seconds = time.monotonic() - striker.at
     assert striker.sight is not None, caught.value
     assert seconds < (15 if number == signal.SIGSTOP else 10)
@@ -83,11 +83,11 @@ def hit(crew: Crew, out: Path, plan: str, wanted: Wanted, number: int) -> tuple[
     return caught.value.message, striker
 
 
-def require_as_if_nothing_happened(crew: Crew, out: Path, plan: str, undisturbed: Any) -> None:
+def require_as_if_nothing_happened(pool: WorkerPool, out: Path, plan: str, undisturbed: Any) -> None:
     saved = require_intact(out)
     steps = saved + 3
     assert saved % 2 == 0
-    fit(crew, out, "gpt2", DATA, **{**OPTIONS, "plan": plan, "steps": steps})
+    fit(pool, out, "gpt2", DATA, **{**OPTIONS, "plan": plan, "steps": steps})
     assert records(out, "start")[-1]["first_step"] == saved
     found = {step: loss for step, loss in losses(out).items() if step <= steps}
     assert found == undisturbed(plan, steps)
@@ -111,14 +111,14 @@ MOMENTS = [
 
 @pytest.mark.parametrize(("plan", "instruction", "number"), MOMENTS)
 def test_a_rank_lost_in_a_step_is_named_with_its_stage_and_instruction_and_the_run_goes_on(
-    plan: str, instruction: str, number: signal.Signals, crew: Crew, tmp_path: Path, undisturbed: Any
+    plan: str, instruction: str, number: signal.Signals, pool: WorkerPool, tmp_path: Path, undisturbed: Any
 ):
-    message, striker = hit(crew, tmp_path, plan, strike.at(instruction), number)
+    message, striker = hit(pool, tmp_path, plan, strike.at(instruction), number)
     how = "stopped answering for 5 s" if number == signal.SIGSTOP else "was killed by signal SIGKILL"
     seen = striker.sight
     assert seen is not None and seen.instruction.startswith(instruction)
     assert message == f"{PLACES[plan]} {how} in step {seen.step} at {seen.instruction}"
-    require_as_if_nothing_happened(crew, tmp_path, plan, undisturbed)
+    require_as_if_nothing_happened(pool, tmp_path, plan, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -131,23 +131,23 @@ def test_a_rank_lost_in_a_step_is_named_with_its_stage_and_instruction_and_the_r
     ],
 )
 def test_a_rank_lost_while_it_writes_a_checkpoint_leaves_the_one_before_intact(
-    plan: str, number: signal.Signals, crew: Crew, tmp_path: Path, undisturbed: Any
+    plan: str, number: signal.Signals, pool: WorkerPool, tmp_path: Path, undisturbed: Any
 ):
-    message, striker = hit(crew, tmp_path, plan, strike.saving(tmp_path, rank=1), number)
+    message, striker = hit(pool, tmp_path, plan, strike.saving(tmp_path, rank=1), number)
     assert striker.sight is not None
     how = "stopped answering for" if number == signal.SIGSTOP else "was killed by signal SIGKILL"
     assert message.startswith(f"{PLACES[plan]} {how}") and f" step {striker.sight.step}" in message
     # Writing goes on behind the next steps, so the one that was interrupted is of this step or the one before.
     assert require_intact(tmp_path) < striker.sight.step
-    require_as_if_nothing_happened(crew, tmp_path, plan, undisturbed)
+    require_as_if_nothing_happened(pool, tmp_path, plan, undisturbed)
 
 
-def test_an_error_of_one_rank_ends_all_and_is_told_with_its_place(crew: Crew, tmp_path: Path):
+def test_an_error_of_one_rank_ends_all_and_is_told_with_its_place(pool: WorkerPool, tmp_path: Path):
     options = {**OPTIONS, "plan": REPLICAS, "steps": 9, "shuffle": False}
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
         # Samples 18 and 19 are the second replica's part of step 5.
-        fit(crew, tmp_path, "gpt2", Breaks(40, broken=18), **options)
+        fit(pool, tmp_path, "gpt2", Breaks(40, broken=18), **options)
     assert time.monotonic() - began < 30
     first = caught.value.message.splitlines()[0]
     assert first == "rank 1 (stage 0, replica 1) failed in step 5: OSError: sample 18 cannot be read"
@@ -167,34 +167,34 @@ class Signals:
 
 
 @pytest.mark.parametrize("plan", PLACES)
-def test_ctrl_c_stops_all_ranks_after_the_same_step_and_saves_it(plan: str, crew: Crew, tmp_path: Path):
+def test_ctrl_c_stops_all_ranks_after_the_same_step_and_saves_it(plan: str, pool: WorkerPool, tmp_path: Path):
     options = {**OPTIONS, "plan": plan, "steps": ENDLESS, "checkpoint_every": 0}
     with pytest.raises(KeyboardInterrupt):
-        fit(crew, tmp_path, "gpt2", DATA, on_event=Signals(signal.SIGINT, 1), **options)
+        fit(pool, tmp_path, "gpt2", DATA, on_event=Signals(signal.SIGINT, 1), **options)
     (stopped,) = records(tmp_path, "stop")
     assert stopped["signal"] == "SIGINT" and stopped["step"] >= 3
     assert require_intact(tmp_path) == stopped["step"] == max(losses(tmp_path)) == max(losses(tmp_path, rank=1))
 
 
-def test_a_second_ctrl_c_ends_the_ranks_at_once(crew: Crew, tmp_path: Path):
+def test_a_second_ctrl_c_ends_the_ranks_at_once(pool: WorkerPool, tmp_path: Path):
     options = {**OPTIONS, "plan": PIPELINE, "steps": ENDLESS, "checkpoint_every": 0}
     with pytest.raises(KeyboardInterrupt):
-        fit(crew, tmp_path, "gpt2", DATA, on_event=Signals(signal.SIGINT, 2), **options)
-    assert crew.pids == {} and checkpoint.latest(tmp_path / "checkpoints") is None
+        fit(pool, tmp_path, "gpt2", DATA, on_event=Signals(signal.SIGINT, 2), **options)
+    assert pool.pids == {} and checkpoint.latest(tmp_path / "checkpoints") is None
 
 
-def test_sigterm_while_the_run_is_prepared_ends_it_with_143(crew: Crew, tmp_path: Path):
+def test_sigterm_while_the_run_is_prepared_ends_it_with_143(pool: WorkerPool, tmp_path: Path):
     def interrupt() -> None:
-        while crew._board.slots[0].read().phase != "capture":
+        while pool._board.slots[0].read().phase != "capture":
             time.sleep(1e-4)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    crew._board.reset()  # of the run before
+    pool._board.reset()  # of the run before
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(SystemExit) as caught:
-        fit(crew, tmp_path, "gpt2", DATA, **{**OPTIONS, "plan": PIPELINE, "steps": ENDLESS})
-    assert caught.value.code == 143 and crew.pids == {}
+        fit(pool, tmp_path, "gpt2", DATA, **{**OPTIONS, "plan": PIPELINE, "steps": ENDLESS})
+    assert caught.value.code == 143 and pool.pids == {}
 
 
 class Command:
@@ -214,7 +214,7 @@ class Command:
 
     def at_work(self) -> tuple[Board, dict[int, int]] | None:
         """Rank 0 writes to our pipe and rank 1 to a file of its own, which tells them apart."""
-        boards = list(self._scratch.glob("phalanx-crew-*/board"))
+        boards = list(self._scratch.glob("phalanx-pool-*/board"))
         if not boards or boards[0].stat().st_size == 0:
             return None
         board = Board.open(boards[0], 2)
@@ -245,7 +245,7 @@ def under_way(command: Command) -> tuple[Board, dict[int, int]]:
 
 
 def test_the_command_tells_of_a_killed_rank_in_one_sentence_and_goes_on_until_it_is_told_to_stop(
-    crew: Crew, tmp_path: Path, undisturbed: Any
+    pool: WorkerPool, tmp_path: Path, undisturbed: Any
 ):
     out = tmp_path / "run"
     command = Command(out, steps=ENDLESS)

@@ -13,7 +13,7 @@ import torch
 from transformers import GPT2Config
 
 from phalanx.lab import gpu, owned
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.ops.choice import Kind, choose
 from phalanx.model.ops.kernels import Chunked
 from phalanx.verification.case import Case
@@ -46,12 +46,12 @@ def plain() -> Iterator[PlainProcess]:
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
+def pool() -> Iterator[WorkerPool]:
     """Four ranks that share the GPU, of which a case uses as many as its plan has."""
     with gpu.shared_gpu(owned.new_name(), 25) as shared, pytest.MonkeyPatch.context() as patch:
         for name, value in shared.items():
             patch.setenv(name, value)
-        with Crew(4, device=DEVICE, environment=lambda rank: gpu.rank_variables(rank, "lo")) as ranks:
+        with WorkerPool(4, device=DEVICE, environment=lambda rank: gpu.rank_variables(rank, "lo")) as ranks:
             yield ranks
 
 
@@ -72,8 +72,8 @@ def test_attention_of_every_kind_has_a_fast_kernel_that_is_right(dim: int, kind:
     assert not isinstance(choose(q, q[:, :2], q[:, :2], spec), Chunked)  # compared with it before it is taken
 
 
-def require_exact(case: Case, plain: PlainProcess, crew: Crew | None = None) -> None:
-    report = verify_case(case, plain, crew)
+def require_exact(case: Case, plain: PlainProcess, pool: WorkerPool | None = None) -> None:
+    report = verify_case(case, plain, pool)
     assert report.ok, f"\n{report}"
 
 
@@ -88,11 +88,11 @@ def test_every_architecture_compiled_is_exact(name: str, plain: PlainProcess) ->
 @pytest.mark.parametrize("name", [GPT2, LLAMA])
 @pytest.mark.parametrize(("plan", "compiled"), [*((plan, "off") for plan in PLANS), (PLANS[0], "inductor")])
 def test_ranks_that_share_the_gpu_are_exact(
-    name: str, plan: str, compiled: str, plain: PlainProcess, crew: Crew
+    name: str, plan: str, compiled: str, plain: PlainProcess, pool: WorkerPool
 ) -> None:
     """Mostly uncompiled: small segments take minutes to compile and nothing to run."""
     require_exact(
-        Case(name, plan, tiny=True, dtype="float32", dropout=0.1, compile=compiled, device=DEVICE), plain, crew
+        Case(name, plan, tiny=True, dtype="float32", dropout=0.1, compile=compiled, device=DEVICE), plain, pool
     )
 
 

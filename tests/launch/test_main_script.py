@@ -15,26 +15,26 @@ import torch
 import phalanx
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError
-from phalanx.launch.crew import Crew
 from phalanx.launch.main_script import MainScript, unpickle
+from phalanx.launch.worker_pool import WorkerPool
 
 ROOT = Path(__file__).parents[2]
 
 JOB = """
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 
 print("loaded as", __name__, flush=True)
 
 def job(context):
     return context.rank, __name__
 
-def crew():
-    return Crew(2, threads_per_rank=1, device="cpu", preload=())
+def pool():
+    return WorkerPool(2, threads_per_rank=1, device="cpu", preload=())
 """
 
 GUARDED = """
 if __name__ == "__main__":
-    with crew() as ranks:
+    with pool() as ranks:
         print(ranks.run(job))
 """
 
@@ -135,16 +135,16 @@ def test_a_module_that_was_started_by_its_name_is_loaded_by_it(tmp_path: Path):
 
 def test_a_script_of_which_nothing_is_needed_is_not_loaded_and_needs_no_guard(tmp_path: Path):
     unguarded = (
-        "from tests.launch import jobs\nwith crew() as ranks:\n    print(len(ranks.run(jobs.describe)), 'ranks')\n"
+        "from tests.launch import jobs\nwith pool() as ranks:\n    print(len(ranks.run(jobs.describe)), 'ranks')\n"
     )
     said = run_script(tmp_path / "script.py", JOB + unguarded)
     assert "2 ranks" in said and said.count("loaded as") == 1, said
 
 
 def test_what_is_defined_under_the_guard_is_not_found(tmp_path: Path):
-    definition = "    def late(context): return 1\n    with crew()"
+    definition = "    def late(context): return 1\n    with pool()"
     said = run_script(
-        tmp_path / "script.py", JOB + GUARDED.replace("    with crew()", definition).replace("job", "late")
+        tmp_path / "script.py", JOB + GUARDED.replace("    with pool()", definition).replace("job", "late")
     )
     assert "ConfigError: a process that loads script.py afresh does not find 'late' in it" in said, said
     assert "define it at the top level" in said
@@ -166,20 +166,20 @@ def test_a_script_that_cannot_be_loaded_says_why(tmp_path: Path, leaves: str):
 
 def test_what_a_job_is_given_must_be_picklable() -> None:
     with (
-        Crew(1, device="cpu", preload=()) as crew,
+        WorkerPool(1, device="cpu", preload=()) as pool,
         pytest.raises(ConfigError, match="what the run is given cannot be handed to other processes"),
     ):
-        crew.run(lambda context: 1)
+        pool.run(lambda context: 1)
 
 
-@pytest.mark.parametrize("call", ["phalanx.train", "Trainer.fit", "phalanx.verify", "Crew"])
+@pytest.mark.parametrize("call", ["phalanx.train", "Trainer.fit", "phalanx.verify", "WorkerPool"])
 def test_nothing_is_started_while_a_script_is_being_loaded(call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     trainer = phalanx.Trainer("gpt2", "synthetic", RunConfig(out=str(tmp_path)))
     calls = {
         "phalanx.train": lambda: phalanx.train("gpt2", "synthetic", out=tmp_path),
         "Trainer.fit": trainer.fit,
         "phalanx.verify": lambda: phalanx.verify(torch.nn.Linear(3, 3)),
-        "Crew": lambda: Crew(1).__enter__(),
+        "WorkerPool": lambda: WorkerPool(1).__enter__(),
     }
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(ConfigError, match=rf"calls {call} whenever it is loaded(.|\n)*under `if __name__ == "):

@@ -17,7 +17,7 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError, PlanError
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.training import trainer
 from tests.faults.ranks import fit
 from tests.run_helpers import SHORT, losses, records, short_run
@@ -35,9 +35,9 @@ def captured_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     short_run("gpt2", DATA, tmp_path_factory.mktemp("first"), **{**OPTIONS, "steps": 2})
 
 
-def local(crew: Crew, out: Path, steps: int) -> dict[int, float]:
+def local(pool: WorkerPool, out: Path, steps: int) -> dict[int, float]:
     """Step → loss with ranks of our own."""
-    fit(crew, out, "gpt2", DATA, **{**OPTIONS, "plan": PLAN, "steps": steps})
+    fit(pool, out, "gpt2", DATA, **{**OPTIONS, "plan": PLAN, "steps": steps})
     return losses(out)
 
 
@@ -78,15 +78,15 @@ def wait_for_step(out: Path, rank: int, step: int, process: subprocess.Popen[str
         time.sleep(0.05)
 
 
-def test_under_torchrun_the_losses_are_those_of_our_own_ranks(crew: Crew, tmp_path: Path):
+def test_under_torchrun_the_losses_are_those_of_our_own_ranks(pool: WorkerPool, tmp_path: Path):
     process = torchrun(tmp_path / "joined", steps=4)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     assert "error" not in err.lower() and out == ""
-    assert losses(tmp_path / "joined") == local(crew, tmp_path / "local", 4)
+    assert losses(tmp_path / "joined") == local(pool, tmp_path / "local", 4)
 
 
-def test_under_slurm_a_killed_rank_ends_the_job_and_rank_0_tells_of_it(crew: Crew, tmp_path: Path):
+def test_under_slurm_a_killed_rank_ends_the_job_and_rank_0_tells_of_it(pool: WorkerPool, tmp_path: Path):
     ranks = slurm(1, tmp_path / "joined", steps=ENDLESS)
     wait_for_step(tmp_path / "joined", 1, 4, ranks[1])
     time.sleep(1.5)  # ranks show what they do once a second
@@ -98,7 +98,7 @@ def test_under_slurm_a_killed_rank_ends_the_job_and_rank_0_tells_of_it(crew: Cre
     assert ranks[0].returncode == 2 and err.count("error:") == 1 and "Traceback" not in err, err
     assert re.match(r"error: rank 1 \(stage 1\) stopped answering for \d+ s in step \d+", err), err
     found = losses(tmp_path / "joined")
-    expected = local(crew, tmp_path / "local", 4)
+    expected = local(pool, tmp_path / "local", 4)
     assert {step: found[step] for step in expected} == expected
 
 
@@ -155,7 +155,7 @@ def test_a_script_under_a_launcher_may_train_several_times(tmp_path: Path):
 
 
 def test_without_plan_and_ranks_a_cpu_is_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trainer, "Crew", None)  # nobody is started
+    monkeypatch.setattr(trainer, "WorkerPool", None)  # nobody is started
     short_run("gpt2", DATA, tmp_path, **OPTIONS)
     assert json.loads((tmp_path / "plan.json").read_text())["pp"] == 1
     assert "ranks" not in records(tmp_path, "start")[0]["header"]
@@ -182,14 +182,14 @@ def test_a_number_of_ranks_alone_makes_a_plan(lent_ranks: list[int], tmp_path: P
 def test_ranks_and_plans_that_do_not_fit_are_refused_before_anything_is_started(
     options: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ):
-    monkeypatch.setattr(trainer, "Crew", None)  # nobody is started
+    monkeypatch.setattr(trainer, "WorkerPool", None)  # nobody is started
     given = ["--model=gpt2", "--tiny", "--data=synthetic:7", "--device=cpu", "--steps=2", f"--out={tmp_path}"]
     assert main(["train", *given, *options]) == 2
     said = capfd.readouterr().err
     assert said.startswith("error: ") and message in said and "\n  → " in said and "Traceback" not in said
 
 
-def test_what_only_the_model_can_refuse_comes_from_a_rank_in_the_same_words(crew: Crew, tmp_path: Path):
+def test_what_only_the_model_can_refuse_comes_from_a_rank_in_the_same_words(pool: WorkerPool, tmp_path: Path):
     with pytest.raises(PlanError) as caught:
-        fit(crew, tmp_path, "gpt2", DATA, **{**OPTIONS, "plan": "pp=2,stages=3-4"})
+        fit(pool, tmp_path, "gpt2", DATA, **{**OPTIONS, "plan": "pp=2,stages=3-4"})
     assert caught.value.message == "plan: stages=3-4 holds 7 blocks, and the model has 6"

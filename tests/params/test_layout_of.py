@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.config import RunConfig
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.params import state_shards
 from phalanx.params.layout_of import StateLayout, layout_of
 from phalanx.params.optimizer import Optimizer, make_optimizer, optimizer_slots
@@ -164,9 +164,9 @@ def test_the_slots_of_an_optimizer_are_known_before_training(
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with Crew(4, threads_per_rank=1, device="cpu") as crew:
-        yield crew
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(4, threads_per_rank=1, device="cpu") as pool:
+        yield pool
 
 
 FROZEN = ("transformer.wpe.weight", "transformer.h.0.ln_1.weight")
@@ -185,31 +185,31 @@ FROZEN = ("transformer.wpe.weight", "transformer.h.0.ln_1.weight")
     ],
 )
 def test_real_ranks_keep_and_export_what_the_layout_of_the_plan_says(
-    crew: Crew, text: str, options: dict[str, object]
+    pool: WorkerPool, text: str, options: dict[str, object]
 ) -> None:
     case = captured.named(captured.GPT2, samples=4)
-    full = _kept_as_planned(crew, case, text, FROZEN, options)
+    full = _kept_as_planned(pool, case, text, FROZEN, options)
     for name in FROZEN:
         assert torch.equal(full[name], case.parameters[name])
 
 
 @pytest.mark.parametrize("text", ["dp=2,zero=3", "dp=4,zero=1,zero_degree=2"])
-def test_integers_are_kept_as_they_are_and_what_nothing_uses_is_kept_too(crew: Crew, text: str) -> None:
+def test_integers_are_kept_as_they_are_and_what_nothing_uses_is_kept_too(pool: WorkerPool, text: str) -> None:
     torch.manual_seed(0)
     case = captured.own(keep_jobs.Tabled(), x=torch.randn(4, 4), y=torch.randn(4))
-    full = _kept_as_planned(crew, case, text, (), {})
+    full = _kept_as_planned(pool, case, text, (), {})
     assert full["table"].tolist() == [2, 0, 1, 3] and full["table"].dtype == torch.int64
     assert torch.equal(full["unused"], case.parameters["unused"])
 
 
 def _kept_as_planned(
-    crew: Crew, case: captured.Case, text: str, frozen: tuple[str, ...], options: dict[str, object]
+    pool: WorkerPool, case: captured.Case, text: str, frozen: tuple[str, ...], options: dict[str, object]
 ) -> dict[str, Tensor]:
     """What rank 0 exports, after all ranks kept what the layout says."""
     costs = case.blocks.flops(case.captured.dims(case.batch))
     world = Plan.parse(text).world
     plan = complete(text, world=world, batch_size=4, costs=costs).plan
-    found = crew.run(keep_jobs.keep, case, text, frozen, options, world=world)
+    found = pool.run(keep_jobs.keep, case, text, frozen, options, world=world)
     (facts,) = {facts for facts, *_ in found}
     state = StateLayout(plan, StateFacts.from_json(facts))
     check_layout(state.all_state())

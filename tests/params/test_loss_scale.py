@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.capture import capture
 from phalanx.model.zoo.zoo import resolve
 from phalanx.params.loss_scale import INITIAL, LossScale
@@ -51,14 +51,14 @@ def test_a_tiny_model_learns_in_float16(tmp_path: Path) -> None:
     assert result.skipped < 5
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_both(crew: Crew) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_both(pool: WorkerPool) -> None:
     torch.manual_seed(0)
     module = rank_jobs.Stack()
     inputs = infer_inputs({"x": torch.ones(4, 4), "y": torch.ones(4)})
     captured = capture(resolve(module), inputs, dtype=torch.float16, check=False, use_cache=False)
     plan = complete("pp=2,mb=1", world=2, batch_size=4, costs=[1.0] * 4).plan
     initial = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    first, last = crew.run(rank_jobs.half_steps, captured, plan, initial, (1.0, 3e4, 1.0), world=2)
+    first, last = pool.run(rank_jobs.half_steps, captured, plan, initial, (1.0, 3e4, 1.0), world=2)
     # The large input meets the weights of the first stage only.
     assert [step.finite_here for step in first] == [True, False, True]
     assert [step.finite_here for step in last] == [True, True, True]

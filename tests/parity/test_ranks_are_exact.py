@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case
@@ -50,6 +50,6 @@ QUICK = {
 
 
 @pytest.mark.parametrize(("name", "plan"), a.table(a.ARCHITECTURES, PLANS, QUICK))
-def test_a_plan_of_several_ranks_is_exact(name: str, plan: str, plain_process: PlainProcess, crew: Crew) -> None:
-    report = verify_case(Case(name, plan, tiny=True, dropout=0.1), plain_process, crew)
+def test_a_plan_of_several_ranks_is_exact(name: str, plan: str, plain_process: PlainProcess, pool: WorkerPool) -> None:
+    report = verify_case(Case(name, plan, tiny=True, dropout=0.1), plain_process, pool)
     assert report.ok, f"\n{report}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case
@@ -47,50 +47,52 @@ CUBE = "pp=2,tp=2,dp=2,zero=1,mb=2,slices=3-2"
 SLICED = [*a.DECODERS, *a.TWO_STACKS]
 
 
-def require_exact(case: Case, process: PlainProcess, crew: Crew) -> None:
-    report = verify_case(case, process, crew)
+def require_exact(case: Case, process: PlainProcess, pool: WorkerPool) -> None:
+    report = verify_case(case, process, pool)
     assert report.ok, f"\n{report}"
 
 
 @pytest.mark.parametrize(("name", "plan"), a.table(SLICED, PLANS, QUICK))
-def test_a_plan_with_slices_and_dropout_is_exact(name: str, plan: str, plain_process: PlainProcess, crew: Crew) -> None:
-    require_exact(Case(name, plan, tiny=True, dropout=0.1), plain_process, crew)
+def test_a_plan_with_slices_and_dropout_is_exact(
+    name: str, plan: str, plain_process: PlainProcess, pool: WorkerPool
+) -> None:
+    require_exact(Case(name, plan, tiny=True, dropout=0.1), plain_process, pool)
 
 
 @pytest.mark.parametrize("name", a.rows(SLICED, [a.GPT2]))
-def test_slices_of_padded_sequences_are_exact(name: str, plain_process: PlainProcess, crew: Crew) -> None:
+def test_slices_of_padded_sequences_are_exact(name: str, plain_process: PlainProcess, pool: WorkerPool) -> None:
     """Some slices of a short sequence hold nothing but padding."""
     plan = "pp=2,mb=2,slices=5-3-1"
-    require_exact(Case(name, plan, tiny=True, dropout=0.1, padding=True), plain_process, crew)
+    require_exact(Case(name, plan, tiny=True, dropout=0.1, padding=True), plain_process, pool)
 
 
 @pytest.mark.parametrize("name", a.rows(a.DECODERS, [a.MISTRAL]))
-def test_slices_of_packed_documents_are_exact(name: str, plain_process: PlainProcess, crew: Crew) -> None:
+def test_slices_of_packed_documents_are_exact(name: str, plain_process: PlainProcess, pool: WorkerPool) -> None:
     """Documents end inside slices and go on in the next ones."""
     plan = "pp=2,mb=2,slices=5-3-1/4"
-    require_exact(Case(name, plan, tiny=True, dropout=0.1, documents=True), plain_process, crew)
+    require_exact(Case(name, plan, tiny=True, dropout=0.1, documents=True), plain_process, pool)
 
 
-def test_slices_beside_three_kinds_of_parallelism_are_exact(plain_process: PlainProcess, crew: Crew) -> None:
-    require_exact(Case(a.LLAMA, CUBE, tiny=True, dropout=0.1), plain_process, crew)
+def test_slices_beside_three_kinds_of_parallelism_are_exact(plain_process: PlainProcess, pool: WorkerPool) -> None:
+    require_exact(Case(a.LLAMA, CUBE, tiny=True, dropout=0.1), plain_process, pool)
 
 
 @long
 @pytest.mark.parametrize("tokens", [31, 13, 17])
-def test_lengths_that_no_slice_divides_are_exact(tokens: int, plain_process: PlainProcess, crew: Crew) -> None:
+def test_lengths_that_no_slice_divides_are_exact(tokens: int, plain_process: PlainProcess, pool: WorkerPool) -> None:
     case = Case(a.GPT2, "pp=2,mb=2,slices=6", tiny=True, dropout=0.1, tokens=tokens)
-    require_exact(case, plain_process, crew)
+    require_exact(case, plain_process, pool)
 
 
-def test_slices_of_one_token_each_are_exact(plain_process: PlainProcess, crew: Crew) -> None:
+def test_slices_of_one_token_each_are_exact(plain_process: PlainProcess, pool: WorkerPool) -> None:
     case = Case(a.LLAMA, "pp=2,mb=1,slices=8", tiny=True, tokens=12)
-    require_exact(case, plain_process, crew)
+    require_exact(case, plain_process, pool)
 
 
 @pytest.mark.parametrize(
     ("mode", "slices"), [pytest.param("inductor", "5-3-1", marks=long), pytest.param("aot_eager", "5-3-1", marks=long),
                          ("aot_eager", "2")],
 )  # fmt: skip
-def test_compiled_slices_are_exact(mode: str, slices: str, plain_process: PlainProcess, crew: Crew) -> None:
+def test_compiled_slices_are_exact(mode: str, slices: str, plain_process: PlainProcess, pool: WorkerPool) -> None:
     case = Case(a.LLAMA, f"pp=2,mb=2,slices={slices}", tiny=True, dropout=0.1, compile=mode)
-    require_exact(case, plain_process, crew)
+    require_exact(case, plain_process, pool)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case
@@ -80,33 +80,37 @@ def suited(name: str, plan: str) -> str:
     return f"{before}degrees={units}*4+{first}:{second}:{first}*4" + (f",{after}" if after else "")
 
 
-def require_exact(name: str, plan: str, process: PlainProcess, crew: Crew, dropout: float = 0.1) -> None:
-    report = verify_case(Case(name, suited(name, plan), tiny=True, dropout=dropout), process, crew)
+def require_exact(name: str, plan: str, process: PlainProcess, pool: WorkerPool, dropout: float = 0.1) -> None:
+    report = verify_case(Case(name, suited(name, plan), tiny=True, dropout=dropout), process, pool)
     assert report.ok, f"\n{report}"
 
 
 @pytest.mark.parametrize("name", a.rows(a.ARCHITECTURES, [a.VIT, a.GEMMA2, a.MIXTRAL]))
-def test_every_architecture_split_over_two_ranks_is_exact(name: str, plain_process: PlainProcess, crew: Crew) -> None:
-    require_exact(name, "tp=2", plain_process, crew, dropout=0.0)
+def test_every_architecture_split_over_two_ranks_is_exact(
+    name: str, plain_process: PlainProcess, pool: WorkerPool
+) -> None:
+    require_exact(name, "tp=2", plain_process, pool, dropout=0.0)
 
 
 @pytest.mark.parametrize(("name", "plan"), a.table(a.ARCHITECTURES, PLANS, QUICK))
-def test_a_split_plan_with_dropout_is_exact(name: str, plan: str, plain_process: PlainProcess, crew: Crew) -> None:
-    require_exact(name, plan, plain_process, crew)
+def test_a_split_plan_with_dropout_is_exact(
+    name: str, plan: str, plain_process: PlainProcess, pool: WorkerPool
+) -> None:
+    require_exact(name, plan, plain_process, pool)
 
 
 @pytest.mark.parametrize(("name", "plan"), a.table(a.DECODERS, UNEVEN, QUICK_UNEVEN))
 def test_heads_that_ranks_do_not_divide_are_exact(
-    name: str, plan: str, plain_process: PlainProcess, crew: Crew
+    name: str, plan: str, plain_process: PlainProcess, pool: WorkerPool
 ) -> None:
-    require_exact(name, plan, plain_process, crew)
+    require_exact(name, plan, plain_process, pool)
 
 
 @pytest.mark.parametrize(("name", "plan"), a.table([GPT2, LLAMA], CUBES, QUICK_CUBES))
 def test_three_kinds_of_parallelism_at_once_are_exact(
-    name: str, plan: str, plain_process: PlainProcess, crew: Crew
+    name: str, plan: str, plain_process: PlainProcess, pool: WorkerPool
 ) -> None:
-    require_exact(name, plan, plain_process, crew)
+    require_exact(name, plan, plain_process, pool)
 
 
 @st.composite
@@ -127,13 +131,15 @@ def few(examples: int) -> settings:
 @pytest.mark.parametrize("name", a.rows([GPT2, LLAMA], [LLAMA]))
 @few(1)
 @given(plan=degrees())
-def test_units_of_random_degrees_are_exact(name: str, plan: str, plain_process: PlainProcess, crew: Crew) -> None:
-    require_exact(name, plan, plain_process, crew)
+def test_units_of_random_degrees_are_exact(name: str, plan: str, plain_process: PlainProcess, pool: WorkerPool) -> None:
+    require_exact(name, plan, plain_process, pool)
 
 
 @long
 @pytest.mark.parametrize("name", [GPT2, LLAMA])
 @few(12)
 @given(plan=degrees())
-def test_many_more_random_degrees_are_exact(name: str, plan: str, plain_process: PlainProcess, crew: Crew) -> None:
-    require_exact(name, plan, plain_process, crew)
+def test_many_more_random_degrees_are_exact(
+    name: str, plan: str, plain_process: PlainProcess, pool: WorkerPool
+) -> None:
+    require_exact(name, plan, plain_process, pool)

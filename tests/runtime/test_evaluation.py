@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.launch.context import RankContext
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model import reference
 from tests import captured
 from tests.runtime import rank_jobs
@@ -36,8 +36,8 @@ def test_one_rank_gives_the_loss_of_the_model_in_eval_mode(case: captured.Case, 
 
 @pytest.mark.parametrize("plan", ["pp=2,dp=2,mb=2", "dp=2,mb=2,zero=3", "pp=2,mb=4,schedule=zb-v", "tp=2,mb=4"])
 def test_all_ranks_get_the_same_loss_under_every_plan(
-    plan: str, crew: Crew, case: captured.Case, expected: list[float]
+    plan: str, pool: WorkerPool, case: captured.Case, expected: list[float]
 ) -> None:
     world = 4 if "pp=2,dp=2" in plan else 2
-    for losses in crew.run(rank_jobs.evaluate, case, plan, COUNTS, world=world):
+    for losses in pool.run(rank_jobs.evaluate, case, plan, COUNTS, world=world):
         assert losses == pytest.approx(expected, rel=1e-11)

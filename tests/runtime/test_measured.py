@@ -12,7 +12,7 @@ import torch
 from phalanx.cli.main import main
 from phalanx.engine.measured import Recorder, merge
 from phalanx.errors import ConfigError
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import SENDS, Op, from_text
 from phalanx.program.lower import lower
@@ -121,8 +121,8 @@ def test_merged_parts_begin_at_zero_and_keep_each_ranks_memory() -> None:
 
 
 def test_the_clock_of_another_machine_is_compared_with_that_of_rank_0() -> None:
-    with Crew(2, device="cpu", preload=("phalanx.engine.measured",)) as crew:
-        timeline, nothing = crew.run(gather_from_another_machine, 1000.0)
+    with WorkerPool(2, device="cpu", preload=("phalanx.engine.measured",)) as pool:
+        timeline, nothing = pool.run(gather_from_another_machine, 1000.0)
     assert nothing is None
     assert [(event.rank, str(event.instruction)) for event in timeline.events] == [
         (0, "COUNT"), (0, "F0.0/0"), (1, "COUNT"), (1, "F0.0/0"),

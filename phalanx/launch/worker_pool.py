@@ -1,4 +1,4 @@
-"""A crew: ranks on this machine that stay and run one job after the other.
+"""A worker pool: ranks on this machine that stay and run one job after the other.
 
 It hosts the store and the board, watches the ranks while a job runs, and turns whatever goes wrong into one error. It
 knows nothing of training: a job is a function that every rank calls with its context.
@@ -31,7 +31,7 @@ _TICK_SECONDS = 0.2
 PRELOAD = ("torch", "phalanx.comm.links", "phalanx.training.trainer")
 
 
-class Crew:
+class WorkerPool:
     """`size` local ranks, started when the first job needs them. Use it in a `with` statement.
 
     `device` is auto, cpu or cuda; `environment` adds variables to those of a rank, which has this process's.
@@ -52,9 +52,9 @@ class Crew:
         self._environment = environment or (lambda rank: {})
         self._generation = 0
 
-    def __enter__(self) -> Crew:
-        refuse_while_loading("Crew")
-        self._folder = Path(tempfile.mkdtemp(prefix="phalanx-crew-"))
+    def __enter__(self) -> WorkerPool:
+        refuse_while_loading("WorkerPool")
+        self._folder = Path(tempfile.mkdtemp(prefix="phalanx-pool-"))
         self._board = Board.create(self._folder / "board", self.size)
         self._processes = Processes(self._folder, self._preload)
         self._store = _host_store()

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import RankError
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from tests.launch import jobs
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with Crew(3, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as crew:
-        yield crew
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(3, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as pool:
+        yield pool
 
 
 def alive(pid: int) -> bool:
@@ -44,15 +44,15 @@ def wait_for(condition: object, seconds: float = 60.0) -> None:
 class Blow(threading.Thread):
     """Sends a signal to one rank as soon as all are on their way, and notes when."""
 
-    def __init__(self, crew: Crew, folder: Path, rank: int, number: int) -> None:
+    def __init__(self, pool: WorkerPool, folder: Path, rank: int, number: int) -> None:
         super().__init__()
-        self.crew, self.folder, self.rank, self.number = crew, folder, rank, number
+        self.pool, self.folder, self.rank, self.number = pool, folder, rank, number
         self.pids: dict[int, int] = {}
         self.at = 0.0
 
     def run(self) -> None:
         wait_for(lambda: len(list(self.folder.iterdir())) == 3)
-        self.pids = self.crew.pids
+        self.pids = self.pool.pids
         self.at = time.monotonic()
         os.kill(self.pids[self.rank], self.number)
 
@@ -64,11 +64,11 @@ class Blow(threading.Thread):
         ("collective", signal.SIGSEGV), pytest.param("collective", signal.SIGSTOP, marks=pytest.mark.long),
     ],
 )  # fmt: skip
-def test_a_lost_rank_is_named_and_the_others_end(crew: Crew, tmp_path: Path, how: str, number: signal.Signals):
-    blow = Blow(crew, tmp_path, 1, number)
+def test_a_lost_rank_is_named_and_the_others_end(pool: WorkerPool, tmp_path: Path, how: str, number: signal.Signals):
+    blow = Blow(pool, tmp_path, 1, number)
     blow.start()
     with pytest.raises(RankError) as caught:
-        crew.run(jobs.forever, str(tmp_path), how)
+        pool.run(jobs.forever, str(tmp_path), how)
     seconds = time.monotonic() - blow.at
     blow.join()
     what = "stopped answering for 5 s" if number == signal.SIGSTOP else f"was killed by signal {number.name}"
@@ -82,9 +82,9 @@ def test_a_lost_rank_is_named_and_the_others_end(crew: Crew, tmp_path: Path, how
         assert "memory" in caught.value.hint
 
 
-def test_an_exception_is_told_with_its_place_and_the_last_output(crew: Crew):
+def test_an_exception_is_told_with_its_place_and_the_last_output(pool: WorkerPool):
     with pytest.raises(RankError) as caught:
-        crew.run(jobs.one_raises, 1)
+        pool.run(jobs.one_raises, 1)
     assert caught.value.message.splitlines() == [
         "rank 1 (stage 1) failed in step 2 at B1.2: ZeroDivisionError: integer division or modulo by zero",
         "  the last it wrote (rank 1):",
@@ -93,28 +93,28 @@ def test_an_exception_is_told_with_its_place_and_the_last_output(crew: Crew):
     assert caught.value.hint == "PHALANX_DEBUG=1 shows the traceback"
 
 
-def test_debugging_shows_the_traceback_of_the_rank(crew: Crew, monkeypatch: pytest.MonkeyPatch):
+def test_debugging_shows_the_traceback_of_the_rank(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PHALANX_DEBUG", "1")
     with pytest.raises(RankError) as caught:
-        crew.run(jobs.one_raises, 0)
+        pool.run(jobs.one_raises, 0)
     assert "_ = 1 // 0" in caught.value.message and caught.value.hint == ""
 
 
-def test_a_rank_that_leaves_by_itself_is_named(crew: Crew):
+def test_a_rank_that_leaves_by_itself_is_named(pool: WorkerPool):
     with pytest.raises(RankError, match="rank 1 left with exit code 7 during start"):
-        crew.run(jobs.leaves_by_exit, world=2)
+        pool.run(jobs.leaves_by_exit, world=2)
 
 
-def test_an_error_about_a_rank_keeps_its_words(crew: Crew):
+def test_an_error_about_a_rank_keeps_its_words(pool: WorkerPool):
     with pytest.raises(RankError, match="rank 0 failed during start: rank 0 gave up"):
-        crew.run(jobs.rank_error, world=1)
+        pool.run(jobs.rank_error, world=1)
 
 
-def test_after_a_failure_the_crew_goes_on_with_fresh_ranks(crew: Crew):
-    before = crew.run(jobs.describe)
+def test_after_a_failure_the_pool_goes_on_with_fresh_ranks(pool: WorkerPool):
+    before = pool.run(jobs.describe)
     with pytest.raises(RankError):
-        crew.run(jobs.one_raises, 2)
-    after = crew.run(jobs.describe)
+        pool.run(jobs.one_raises, 2)
+    after = pool.run(jobs.describe)
     assert not {result[5] for result in before} & {result[5] for result in after}
 
 
@@ -123,24 +123,24 @@ def children_of(pid: int) -> list[int]:
     return [int(line) for line in listing.stdout.split()]
 
 
-def test_nothing_is_left_when_the_crew_is_closed_nor_when_its_server_is_killed():
-    with Crew(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as crew:
-        crew.run(jobs.describe)
-        pids, server = list(crew.pids.values()), crew._processes._server.pid
+def test_nothing_is_left_when_the_pool_is_closed_nor_when_its_server_is_killed():
+    with WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as pool:
+        pool.run(jobs.describe)
+        pids, server = list(pool.pids.values()), pool._processes._server.pid
         assert sorted(children_of(server)) == sorted(pids)
         os.kill(server, signal.SIGKILL)
         wait_for(lambda: not any(alive(pid) for pid in pids), 5)
-        pids = [result[5] for result in crew.run(jobs.describe)]
-        folder, server = crew._folder, crew._processes._server.pid
+        pids = [result[5] for result in pool.run(jobs.describe)]
+        folder, server = pool._folder, pool._processes._server.pid
     assert not any(alive(pid) for pid in [*pids, server]) and not folder.exists()
 
 
 def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path):
     code = (
-        "from phalanx.launch.crew import Crew\nfrom tests.launch import jobs\n"
-        "with Crew(2, threads_per_rank=1, device='cpu', preload=jobs.LIGHT) as crew:\n"
-        "    print(*(result[5] for result in crew.run(jobs.describe)), crew._processes._server.pid, flush=True)\n"
-        f"    crew.run(jobs.ignores_signals, {str(tmp_path)!r})\n"
+        "from phalanx.launch.worker_pool import WorkerPool\nfrom tests.launch import jobs\n"
+        "with WorkerPool(2, threads_per_rank=1, device='cpu', preload=jobs.LIGHT) as pool:\n"
+        "    print(*(result[5] for result in pool.run(jobs.describe)), pool._processes._server.pid, flush=True)\n"
+        f"    pool.run(jobs.ignores_signals, {str(tmp_path)!r})\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT,

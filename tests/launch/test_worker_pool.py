@@ -1,4 +1,4 @@
-"""A crew of real processes: jobs, results, events, signals."""
+"""A worker pool of real processes: jobs, results, events, signals."""
 
 from __future__ import annotations
 
@@ -14,77 +14,77 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError, RankError
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import WorkerPool
 from tests.launch import jobs
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with Crew(3, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as crew:
-        yield crew
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(3, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as pool:
+        yield pool
 
 
-def test_every_rank_gets_its_context_and_the_arguments(crew: Crew):
+def test_every_rank_gets_its_context_and_the_arguments(pool: WorkerPool):
     argument = {"a": torch.arange(3)}
-    results = crew.run(jobs.describe, argument)
+    results = pool.run(jobs.describe, argument)
     assert [result[:4] for result in results] == [(rank, 3, rank, "cpu") for rank in range(3)]
     assert len({result[5] for result in results}) == 3
     assert all(torch.equal(result[6][0]["a"], argument["a"]) for result in results)
 
 
-def test_ranks_stay_for_the_next_job_which_has_a_generation_of_its_own(crew: Crew):
-    first, second = crew.run(jobs.describe), crew.run(jobs.describe)
+def test_ranks_stay_for_the_next_job_which_has_a_generation_of_its_own(pool: WorkerPool):
+    first, second = pool.run(jobs.describe), pool.run(jobs.describe)
     assert [result[5] for result in first] == [result[5] for result in second]
     assert {result[4] for result in second} == {first[0][4] + 1}
 
 
-def test_a_job_may_use_fewer_ranks(crew: Crew):
-    assert [result[:2] for result in crew.run(jobs.describe, world=2)] == [(0, 2), (1, 2)]
+def test_a_job_may_use_fewer_ranks(pool: WorkerPool):
+    assert [result[:2] for result in pool.run(jobs.describe, world=2)] == [(0, 2), (1, 2)]
 
 
 def test_ranks_see_the_environment_and_folder_as_they_are_when_the_job_starts(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("PHALANX_TEST_WORD", "first")
-    assert crew.run(jobs.environment, "PHALANX_TEST_WORD", world=1)[0][0] == "first"
+    assert pool.run(jobs.environment, "PHALANX_TEST_WORD", world=1)[0][0] == "first"
     monkeypatch.delenv("PHALANX_TEST_WORD")
     monkeypatch.chdir(tmp_path)
-    assert crew.run(jobs.environment, "PHALANX_TEST_WORD", world=1) == [(None, str(tmp_path), 1)]
+    assert pool.run(jobs.environment, "PHALANX_TEST_WORD", world=1) == [(None, str(tmp_path), 1)]
 
 
-def test_events_reach_the_caller_in_order(crew: Crew):
+def test_events_reach_the_caller_in_order(pool: WorkerPool):
     came: list[tuple[str, int, int]] = []
-    crew.run(
+    pool.run(
         jobs.emits, 20, on_event=lambda name, value: came.append((name, value["number"], len(value["payload"])))
     )  # fmt: skip
     assert came == [("step", number, 100_000) for number in range(20)]
 
 
-def test_an_error_in_an_event_handler_ends_the_job(crew: Crew):
+def test_an_error_in_an_event_handler_ends_the_job(pool: WorkerPool):
     def refuse(name: str, value: Any) -> None:
         raise KeyError(name)
 
     with pytest.raises(KeyError, match="step"):
-        crew.run(jobs.emits, 1, on_event=refuse)
-    assert crew.pids == {}
+        pool.run(jobs.emits, 1, on_event=refuse)
+    assert pool.pids == {}
 
 
-def test_a_users_mistake_is_raised_as_it_would_be_without_ranks(crew: Crew):
+def test_a_users_mistake_is_raised_as_it_would_be_without_ranks(pool: WorkerPool):
     with pytest.raises(ConfigError) as caught:
-        crew.run(jobs.misconfigured, (0, 1), world=2)
+        pool.run(jobs.misconfigured, (0, 1), world=2)
     assert str(caught.value) == "option lr = -1 is negative\n  → use a positive number"
     assert caught.value.hint == "use a positive number"
 
 
-def test_a_mistake_that_only_another_rank_saw_names_it(crew: Crew):
+def test_a_mistake_that_only_another_rank_saw_names_it(pool: WorkerPool):
     with pytest.raises(ConfigError) as caught:
-        crew.run(jobs.misconfigured, (1,), world=2)
+        pool.run(jobs.misconfigured, (1,), world=2)
     assert str(caught.value) == "rank 1: option lr = -1 is negative\n  → use a positive number"
 
 
-def test_a_result_that_cannot_be_handed_back_is_named(crew: Crew):
+def test_a_result_that_cannot_be_handed_back_is_named(pool: WorkerPool):
     with pytest.raises(RankError, match=r"rank [012] failed during start: .*pickle"):
-        crew.run(jobs.unpicklable)
+        pool.run(jobs.unpicklable)
 
 
 def signal_when_under_way(folder: Path, world: int, *numbers: int) -> threading.Thread:
@@ -106,33 +106,33 @@ main_thread_only = pytest.mark.skipif(
 
 
 @main_thread_only
-def test_ctrl_c_is_passed_on_and_ranks_leave_in_their_own_time(crew: Crew, tmp_path: Path):
+def test_ctrl_c_is_passed_on_and_ranks_leave_in_their_own_time(pool: WorkerPool, tmp_path: Path):
     sender = signal_when_under_way(tmp_path, 2, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        crew.run(jobs.waits_for_signal, str(tmp_path), 1, world=2)
+        pool.run(jobs.waits_for_signal, str(tmp_path), 1, world=2)
     sender.join()
 
 
 @main_thread_only
-def test_sigterm_is_passed_on_with_the_exit_code_of_the_ranks(crew: Crew, tmp_path: Path):
+def test_sigterm_is_passed_on_with_the_exit_code_of_the_ranks(pool: WorkerPool, tmp_path: Path):
     sender = signal_when_under_way(tmp_path, 2, signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:
-        crew.run(jobs.waits_for_signal, str(tmp_path), 143, world=2)
+        pool.run(jobs.waits_for_signal, str(tmp_path), 143, world=2)
     assert caught.value.code == 143
     sender.join()
 
 
 @main_thread_only
-def test_ranks_that_handle_the_signal_themselves_return_their_results(crew: Crew, tmp_path: Path):
+def test_ranks_that_handle_the_signal_themselves_return_their_results(pool: WorkerPool, tmp_path: Path):
     sender = signal_when_under_way(tmp_path, 2, signal.SIGINT)
-    assert crew.run(jobs.waits_for_signal, str(tmp_path), 0, world=2) == ["SIGINT", "SIGINT"]
+    assert pool.run(jobs.waits_for_signal, str(tmp_path), 0, world=2) == ["SIGINT", "SIGINT"]
     sender.join()
 
 
 @main_thread_only
-def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(crew: Crew, tmp_path: Path):
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(pool: WorkerPool, tmp_path: Path):
     sender = signal_when_under_way(tmp_path, 2, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        crew.run(jobs.ignores_signals, str(tmp_path), world=2)
+        pool.run(jobs.ignores_signals, str(tmp_path), world=2)
     sender.join()
-    assert crew.pids == {}
+    assert pool.pids == {}
