@@ -23,7 +23,7 @@ _MAX_LINKED = 16  # programs times shapes of their micro-batches that are rememb
 
 
 class Watch(Protocol):
-    """Told of every instruction before and after it runs (a board for the supervisor, a timeline); and of a
+    """Told of every instruction before and after it runs (the status board for the supervisor, a timeline); and of a
     computation, in between, when it has everything that it waited for."""
 
     def begin(self, instruction: Instruction) -> None: ...

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from phalanx.launch.board import Board, Slot
+from phalanx.launch.status_board import StatusBoard, StatusSlot
 
 BEAT_SECONDS = 0.25
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Alarm:
 
 
 @contextmanager
-def heartbeat(board: Board, slot: Slot, alarm: Alarm) -> Iterator[None]:
+def heartbeat(board: StatusBoard, slot: StatusSlot, alarm: Alarm) -> Iterator[None]:
     """Within it a thread shows signs of life and listens for the abort flag."""
     ended = threading.Event()
 

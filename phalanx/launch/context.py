@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.launch.alarm import Alarm
-from phalanx.launch.board import Board, Slot
+from phalanx.launch.status_board import StatusBoard, StatusSlot
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class RankContext:
     store: Any
     store_port: int
     generation: int
-    board: Board
-    slot: Slot
+    board: StatusBoard
+    slot: StatusSlot
     alarm: Alarm = field(default_factory=Alarm)
     address: str = "127.0.0.1"  # where CPU links listen; "" leaves it to GLOO_SOCKET_IFNAME or the host's name
     on_event: Callable[[str, Any], None] | None = None
@@ -37,7 +37,7 @@ class RankContext:
     @classmethod
     def alone(cls, device: str = "cpu", on_event: Callable[[str, Any], None] | None = None) -> RankContext:
         """The only rank of a world of one, in this process."""
-        board = Board.private(1)
+        board = StatusBoard.private(1)
         board.reset()
         return cls(0, 1, 0, 0, device, None, 0, 0, board, board.slots[0], on_event=on_event)
 

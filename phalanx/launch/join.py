@@ -20,9 +20,9 @@ from datetime import timedelta
 from typing import Any
 
 from phalanx.errors import ConfigError, PhalanxError, RankError
-from phalanx.launch.board import Board
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.monitor import Monitor, Notice
+from phalanx.launch.status_board import StatusBoard
 
 _MEET_SECONDS = 120.0
 # A script may train several times. All ranks count alike, so that the keys of one job never meet another's.
@@ -50,7 +50,7 @@ def join(device: str = "auto", *, variables: Mapping[str, str] | None = None) ->
     place = find_place(os.environ if variables is None else variables)
     if place is None:
         return None
-    board = Board.private(place.world)
+    board = StatusBoard.private(place.world)
     board.reset()
     return RankContext(
         place.rank, place.world, place.local_rank, place.node, local_device(device, place.local_rank, place.world),

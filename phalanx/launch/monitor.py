@@ -19,8 +19,8 @@ from typing import Any
 
 from phalanx.errors import LinkError, PhalanxError
 from phalanx.launch.alarm import Late, within
-from phalanx.launch.board import Sight, SilenceWatch
 from phalanx.launch.context import RankContext
+from phalanx.launch.status_board import SilenceWatch, StatusView
 
 _TICK_SECONDS = 1.0
 _STORE_SECONDS = 5.0  # after which a store that does not answer is taken for gone
@@ -124,12 +124,12 @@ class Monitor:
         key = f"life/{self._left}"
         if self._left == self._context.rank or not self._store.check([key]):
             return None
-        sight = Sight(**json.loads(self._store.get(key)))
-        seconds = self._silence.silent_for(sight)
-        if seconds is None or sight.phase == "finished":
+        view = StatusView(**json.loads(self._store.get(key)))
+        seconds = self._silence.silent_for(view)
+        if seconds is None or view.phase == "finished":
             return None
-        name = f"rank {self._left} ({sight.place})" if sight.place else f"rank {self._left}"
-        message = f"{name} stopped answering for {seconds:.0f} s {sight.where()}"
+        name = f"rank {self._left} ({view.place})" if view.place else f"rank {self._left}"
+        message = f"{name} stopped answering for {seconds:.0f} s {view.where()}"
         return self._post(Notice(self._left, message, lost=True))
 
     def _show_life(self) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.alarm import Alarm, heartbeat
-from phalanx.launch.board import Board
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.main_script import MainScript, unpickle
+from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.wire import Wire
 
 
@@ -114,7 +114,7 @@ def _run(job: Job, rank: int, wire: Wire) -> Any:
 
     _adopt(job)
     torch.set_num_threads(job.threads)
-    board, alarm = Board.open(job.folder / "board", job.num_slots), Alarm()
+    board, alarm = StatusBoard.open(job.folder / "board", job.num_slots), Alarm()
     with heartbeat(board, board.slots[rank], alarm):
         with job.task_file.open("rb") as file:
             target, arguments = unpickle(file, job.main)

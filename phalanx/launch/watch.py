@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import LinkError, PhalanxError, RankError
-from phalanx.launch.board import Board, Sight, SilenceWatch
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Done, Event, Failed, Left
+from phalanx.launch.status_board import SilenceWatch, StatusBoard, StatusView
 
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
 _FOLLOW_SECONDS = 10.0  # for ranks to follow one that left because of a signal; saving does not count
@@ -26,10 +26,10 @@ _FOLLOW_SECONDS = 10.0  # for ranks to follow one that left because of a signal;
 
 @dataclass(frozen=True)
 class Trouble:
-    """One rank's: `failed` if it could still say so itself, else `cause`. `sight` is what it was doing."""
+    """One rank's: `failed` if it could still say so itself, else `cause`. `view` is what it was doing."""
 
     rank: int
-    sight: Sight
+    view: StatusView
     cause: str = ""
     hint: str = ""
     failed: Failed | None = None
@@ -43,14 +43,14 @@ class Trouble:
 class Watch:
     """Over the first `world` ranks."""
 
-    def __init__(self, processes: Processes, board: Board, world: int) -> None:
+    def __init__(self, processes: Processes, board: StatusBoard, world: int) -> None:
         self._processes, self._board, self._world = processes, board, world
         self._silence = [SilenceWatch() for _ in range(world)]
         self._done: set[int] = set()
         self._left: dict[int, Left] = {}
         self._troubles: dict[int, Trouble] = {}
         self._deadline: float | None = None
-        self._sights = {}
+        self._views = {}
 
     def hear(self, rank: int, on_event: Callable[[str, Any], None] | None) -> bool:
         """Take what a rank says; whether it has hung up."""
@@ -64,7 +64,7 @@ class Watch:
             elif isinstance(message, Left):
                 self._left[rank] = message
             elif isinstance(message, Failed):
-                self._add(Trouble(rank, self._sight(rank), failed=message, output=self._output(rank)))
+                self._add(Trouble(rank, self._view(rank), failed=message, output=self._output(rank)))
         return wire.closed
 
     def look(self) -> None:
@@ -73,16 +73,16 @@ class Watch:
         if self._processes.broken:
             raise RankError("the process that starts ranks was ended, and the ranks with it")
         for rank in self._expected():
-            process, sight = self._processes.alive[rank], self._sight(rank)
+            process, view = self._processes.alive[rank], self._view(rank)
             if process.code is not None:
-                self._add(_died(rank, sight, process.code, self._output(rank)))
-            elif (seconds := self._silence[rank].silent_for(sight, stopped=process.stopped)) is not None:
-                self._add(_stalled(rank, sight, seconds, self._output(rank)))
+                self._add(_died(rank, view, process.code, self._output(rank)))
+            elif (seconds := self._silence[rank].silent_for(view, stopped=process.stopped)) is not None:
+                self._add(_stalled(rank, view, seconds, self._output(rank)))
 
     def over(self) -> bool:
         """Whether nothing more is to be expected."""
         expected = self._expected()
-        if self._left and not self._troubles and any(self._sight(rank).phase == "save" for rank in expected):
+        if self._left and not self._troubles and any(self._view(rank).phase == "save" for rank in expected):
             self._deadline = None
         elif self._left and self._deadline is None:
             self._deadline = time.monotonic() + _FOLLOW_SECONDS
@@ -91,7 +91,7 @@ class Watch:
     def conclude(self) -> None:
         """Raise what the job ended with, if that is not success."""
         if self._troubles:
-            raise _verdict(list(self._troubles.values()), self._sights)
+            raise _verdict(list(self._troubles.values()), self._views)
         if self._left:
             code = self._left[min(self._left)].code
             raise KeyboardInterrupt if code is None else SystemExit(code)
@@ -99,7 +99,7 @@ class Watch:
     def _add(self, trouble: Trouble) -> None:
         if not self._troubles:
             # Where the others were when it happened; what they show later is how they ended.
-            self._sights = {rank: self._sight(rank) for rank in range(self._world)}
+            self._views = {rank: self._view(rank) for rank in range(self._world)}
             self._deadline = time.monotonic() + _LAST_WORDS_SECONDS
             self._board.abort()
         self._troubles[trouble.rank] = trouble
@@ -108,28 +108,28 @@ class Watch:
         ended = self._done | self._left.keys() | self._troubles.keys()
         return [rank for rank in range(self._world) if rank not in ended]
 
-    def _sight(self, rank: int) -> Any:
+    def _view(self, rank: int) -> Any:
         return self._board.slots[rank].read()
 
     def _output(self, rank: int) -> list[str]:
         return self._processes.alive[rank].last_output()
 
 
-def _died(rank: int, sight: Sight, code: int, output: Sequence[str]) -> Trouble:
+def _died(rank: int, view: StatusView, code: int, output: Sequence[str]) -> Trouble:
     """A rank whose process ended in the middle of a job."""
     if code >= 0:
-        return Trouble(rank, sight, f"left with exit code {code}", output=output)
+        return Trouble(rank, view, f"left with exit code {code}", output=output)
     name = signal.Signals(-code).name
     hint = "the kernel does that when memory runs out (dmesg says so)" if name == "SIGKILL" else ""
-    return Trouble(rank, sight, f"was killed by signal {name}", hint, output=output)
+    return Trouble(rank, view, f"was killed by signal {name}", hint, output=output)
 
 
-def _stalled(rank: int, sight: Sight, seconds: float, output: Sequence[str]) -> Trouble:
+def _stalled(rank: int, view: StatusView, seconds: float, output: Sequence[str]) -> Trouble:
     hint = "it was stopped, or a call keeps all its threads waiting"
-    return Trouble(rank, sight, f"stopped answering for {seconds:.0f} s", hint, output=output)
+    return Trouble(rank, view, f"stopped answering for {seconds:.0f} s", hint, output=output)
 
 
-def _verdict(troubles: Sequence[Trouble], sights: Mapping[int, Sight]) -> PhalanxError:
+def _verdict(troubles: Sequence[Trouble], views: Mapping[int, StatusView]) -> PhalanxError:
     """The error to raise. `troubles` are in the order in which they were noticed."""
     silent = [trouble for trouble in troubles if trouble.failed is None]
     spoken = [trouble for trouble in troubles if trouble.failed is not None and not trouble.is_consequence]
@@ -139,7 +139,7 @@ def _verdict(troubles: Sequence[Trouble], sights: Mapping[int, Sight]) -> Phalan
         if first.failed.error is not None and not isinstance(first.failed.error, RankError):
             return _users_mistake(first, first.failed)
     # Whoever was silent did not fail because of others; a consequence counts only where nothing else is known.
-    return _rank_error((silent or spoken or troubles)[0], sights)
+    return _rank_error((silent or spoken or troubles)[0], views)
 
 
 def _users_mistake(trouble: Trouble, failed: Failed) -> PhalanxError:
@@ -154,19 +154,19 @@ def _users_mistake(trouble: Trouble, failed: Failed) -> PhalanxError:
     return error
 
 
-def _rank_error(trouble: Trouble, sights: Mapping[int, Sight]) -> RankError:
-    sight = trouble.sight
-    name = f"rank {trouble.rank} ({sight.place})" if sight.place else f"rank {trouble.rank}"
-    hint, text = trouble.hint, f"{name} {trouble.cause} {sight.where()}"
+def _rank_error(trouble: Trouble, views: Mapping[int, StatusView]) -> RankError:
+    view = trouble.view
+    name = f"rank {trouble.rank} ({view.place})" if view.place else f"rank {trouble.rank}"
+    hint, text = trouble.hint, f"{name} {trouble.cause} {view.where()}"
     if trouble.failed is not None:
         error = trouble.failed.error
         hint = error.hint if error else "" if _debug() else "PHALANX_DEBUG=1 shows the traceback"
         text = error.message if trouble.is_consequence and error else (
-            f"{name} failed {sight.where()}: {error.message if error else trouble.failed.text}"
+            f"{name} failed {view.where()}: {error.message if error else trouble.failed.text}"
         )  # fmt: skip
     lines = [text]
     if trouble.is_consequence:
-        others = (f"rank {rank} was {other.where()}" for rank, other in sights.items() if rank != trouble.rank)
+        others = (f"rank {rank} was {other.where()}" for rank, other in views.items() if rank != trouble.rank)
         lines += [f"  meanwhile {other}" for other in others]
     elif trouble.output:
         lines += [f"  the last it wrote (rank {trouble.rank}):", *(f"    {line}" for line in trouble.output)]

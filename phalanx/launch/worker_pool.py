@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from phalanx.launch.board import Board
 from phalanx.launch.main_script import MainScript, explained_pickling, refuse_while_loading
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
 from phalanx.launch.signals import Wish, wishes
+from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.watch import Watch
 
 _TICK_SECONDS = 0.2
@@ -55,7 +55,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         refuse_while_loading("WorkerPool")
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-pool-"))
-        self._board = Board.create(self._folder / "board", self.size)
+        self._board = StatusBoard.create(self._folder / "board", self.size)
         self._processes = Processes(self._folder, self._preload)
         self._store = _host_store()
         return self

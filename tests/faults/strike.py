@@ -9,22 +9,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.launch.board import Board, Sight
+from phalanx.launch.status_board import StatusBoard, StatusView
 from phalanx.state import folders
 
-Wanted = Callable[[Sight], bool]
+Wanted = Callable[[StatusView], bool]
 
 
 def at(instruction: str, *, after: int = 4) -> Wanted:
     """While the rank is at an instruction that begins like this, in a step after the given one."""
-    return lambda sight: sight.phase == "step" and sight.step > after and sight.instruction.startswith(instruction)
+    return lambda view: view.phase == "step" and view.step > after and view.instruction.startswith(instruction)
 
 
 def saving(out: Path, rank: int, *, after: int = 4) -> Wanted:
     """While a checkpoint is being written and the rank has not told the others that its part is done."""
 
-    def wanted(sight: Sight) -> bool:
-        if sight.step <= after:
+    def wanted(view: StatusView) -> bool:
+        if view.step <= after:
             return False
         return any(
             not (partial / folders.MARKER).exists() and not (partial / f"index-{rank:05}.json").exists()
@@ -46,7 +46,7 @@ def state(pid: int) -> str:
         return ""
 
 
-def strike(board: Board, rank: int, pid: int, wanted: Wanted, number: int, seconds: float = 60.0) -> Sight:
+def strike(board: StatusBoard, rank: int, pid: int, wanted: Wanted, number: int, seconds: float = 60.0) -> StatusView:
     """Sends the signal at the wanted moment; what the rank was doing."""
     slot, deadline = board.slots[rank], time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -56,22 +56,22 @@ def strike(board: Board, rank: int, pid: int, wanted: Wanted, number: int, secon
         os.kill(pid, signal.SIGSTOP)
         while state(pid) not in ("T", ""):
             pass
-        if wanted(sight := slot.read()):
+        if wanted(view := slot.read()):
             os.kill(pid, number)
-            return sight
+            return view
         os.kill(pid, signal.SIGCONT)
     raise AssertionError(f"rank {rank} was never seen where it should be hit; last {slot.read()}")
 
 
 class Striker(threading.Thread):
-    """Strikes beside a job that keeps this thread busy. `sight`, `at` and `pids` say what was hit and when."""
+    """Strikes beside a job that keeps this thread busy. `view`, `at` and `pids` say what was hit and when."""
 
     def __init__(
-        self, begin: Callable[[], tuple[Board, dict[int, int]] | None], rank: int, wanted: Wanted, number: int
+        self, begin: Callable[[], tuple[StatusBoard, dict[int, int]] | None], rank: int, wanted: Wanted, number: int
     ):
         super().__init__(daemon=True)
         self._begin, self._rank, self._wanted, self._number = begin, rank, wanted, number
-        self.sight: Sight | None = None
+        self.view: StatusView | None = None
         self.at, self.pids = 0.0, {}
         self.start()
 
@@ -79,5 +79,5 @@ class Striker(threading.Thread):
         while (found := self._begin()) is None:
             time.sleep(0.01)
         board, self.pids = found
-        self.sight = strike(board, self._rank, self.pids[self._rank], self._wanted, self._number)
+        self.view = strike(board, self._rank, self.pids[self._rank], self._wanted, self._number)
         self.at = time.monotonic()

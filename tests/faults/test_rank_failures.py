@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import RankError
-from phalanx.launch.board import Board
+from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.state import checkpoint
 from tests.faults import strike
@@ -58,7 +58,7 @@ def undisturbed(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> A
     return run
 
 
-def at_work(pool: WorkerPool) -> tuple[Board, dict[int, int]] | None:
+def at_work(pool: WorkerPool) -> tuple[StatusBoard, dict[int, int]] | None:
     """The pool's board and processes, once both ranks train."""
     started = len(pool.pids) >= 2 and all(slot.read().phase == "step" for slot in pool._board.slots[:2])
     return (pool._board, pool.pids) if started else None
@@ -77,7 +77,7 @@ def hit(pool: WorkerPool, out: Path, plan: str, wanted: Wanted, number: int) -> 
     with pytest.raises(RankError) as caught:
         fit(pool, out, "gpt2", DATA, **{**OPTIONS, "plan": plan, "steps": ENDLESS})
     seconds = time.monotonic() - striker.at
-    assert striker.sight is not None, caught.value
+    assert striker.view is not None, caught.value
     assert seconds < (15 if number == signal.SIGSTOP else 10)
     assert not any(is_alive(pid) for pid in striker.pids.values())
     return caught.value.message, striker
@@ -115,7 +115,7 @@ def test_a_rank_lost_in_a_step_is_named_with_its_stage_and_instruction_and_the_r
 ):
     message, striker = hit(pool, tmp_path, plan, strike.at(instruction), number)
     how = "stopped answering for 5 s" if number == signal.SIGSTOP else "was killed by signal SIGKILL"
-    seen = striker.sight
+    seen = striker.view
     assert seen is not None and seen.instruction.startswith(instruction)
     assert message == f"{PLACES[plan]} {how} in step {seen.step} at {seen.instruction}"
     require_as_if_nothing_happened(pool, tmp_path, plan, undisturbed)
@@ -134,11 +134,11 @@ def test_a_rank_lost_while_it_writes_a_checkpoint_leaves_the_one_before_intact(
     plan: str, number: signal.Signals, pool: WorkerPool, tmp_path: Path, undisturbed: Any
 ):
     message, striker = hit(pool, tmp_path, plan, strike.saving(tmp_path, rank=1), number)
-    assert striker.sight is not None
+    assert striker.view is not None
     how = "stopped answering for" if number == signal.SIGSTOP else "was killed by signal SIGKILL"
-    assert message.startswith(f"{PLACES[plan]} {how}") and f" step {striker.sight.step}" in message
+    assert message.startswith(f"{PLACES[plan]} {how}") and f" step {striker.view.step}" in message
     # Writing goes on behind the next steps, so the one that was interrupted is of this step or the one before.
-    assert require_intact(tmp_path) < striker.sight.step
+    assert require_intact(tmp_path) < striker.view.step
     require_as_if_nothing_happened(pool, tmp_path, plan, undisturbed)
 
 
@@ -212,12 +212,12 @@ class Command:
             stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._scratch)},
         )  # fmt: skip
 
-    def at_work(self) -> tuple[Board, dict[int, int]] | None:
+    def at_work(self) -> tuple[StatusBoard, dict[int, int]] | None:
         """Rank 0 writes to our pipe and rank 1 to a file of its own, which tells them apart."""
         boards = list(self._scratch.glob("phalanx-pool-*/board"))
         if not boards or boards[0].stat().st_size == 0:
             return None
-        board = Board.open(boards[0], 2)
+        board = StatusBoard.open(boards[0], 2)
         if any(slot.read().phase != "step" for slot in board.slots):
             return None
         (server,) = children(self.process.pid)
@@ -235,7 +235,7 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def under_way(command: Command) -> tuple[Board, dict[int, int]]:
+def under_way(command: Command) -> tuple[StatusBoard, dict[int, int]]:
     deadline = time.monotonic() + 120
     while (found := command.at_work()) is None:
         assert command.process.poll() is None, command.process.communicate()[1]

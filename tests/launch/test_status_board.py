@@ -1,4 +1,4 @@
-"""The board that ranks write and the supervisor reads."""
+"""The status board that ranks write and the supervisor reads."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.launch.alarm import Alarm, heartbeat
-from phalanx.launch.board import SILENCE_ALLOWED, Board, SilenceWatch
+from phalanx.launch.status_board import SILENCE_ALLOWED, SilenceWatch, StatusBoard
 
 
 def test_what_one_process_writes_another_reads(tmp_path: Path):
-    ours, theirs = Board.create(tmp_path / "board", 3), Board.open(tmp_path / "board", 3)
+    ours, theirs = StatusBoard.create(tmp_path / "board", 3), StatusBoard.open(tmp_path / "board", 3)
     slot = theirs.slots[1]
     slot.set_place("stage 1")
     slot.enter("step")
     slot.at_step(12)
     slot.at("F1.3")
-    sight = ours.slots[1].read()
-    assert (sight.phase, sight.step, sight.place, sight.instruction) == ("step", 12, "stage 1", "F1.3")
-    assert sight.where() == "in step 12 at F1.3"
+    view = ours.slots[1].read()
+    assert (view.phase, view.step, view.place, view.instruction) == ("step", 12, "stage 1", "F1.3")
+    assert view.where() == "in step 12 at F1.3"
     assert ours.slots[0].read().place == ours.slots[2].read().place == ""
 
 
 def test_a_new_phase_forgets_the_instruction_and_a_reset_everything():
-    board = Board.private(1)
+    board = StatusBoard.private(1)
     board.slots[0].enter("step")
     board.slots[0].at("F1.3")
     board.slots[0].enter("save")
@@ -41,7 +41,7 @@ def test_a_new_phase_forgets_the_instruction_and_a_reset_everything():
 
 @given(st.text(alphabet=st.characters(codec="ascii", exclude_characters="\0")))
 def test_any_instruction_leaves_the_neighbours_alone(text: str):
-    board = Board.private(3)
+    board = StatusBoard.private(3)
     board.reset()
     before = (board.slots[0].read(), board.slots[2].read())
     board.slots[1].at(text)
@@ -50,7 +50,7 @@ def test_any_instruction_leaves_the_neighbours_alone(text: str):
 
 
 def test_writing_the_instruction_costs_at_most_two_microseconds():
-    slot = Board.private(1).slots[0]
+    slot = StatusBoard.private(1).slots[0]
 
     def cost() -> float:
         began = time.perf_counter()
@@ -64,7 +64,7 @@ def test_writing_the_instruction_costs_at_most_two_microseconds():
 def test_silence_is_reported_only_beyond_what_the_phase_allows(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    board = Board.private(1)
+    board = StatusBoard.private(1)
     board.reset()
     slot, watch = board.slots[0], SilenceWatch()
     for phase, allowed in SILENCE_ALLOWED.items():
@@ -80,7 +80,7 @@ def test_silence_is_reported_only_beyond_what_the_phase_allows(monkeypatch: pyte
 def test_a_stopped_process_gets_no_more_time_in_any_phase(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    board = Board.private(1)
+    board = StatusBoard.private(1)
     board.reset()
     board.slots[0].enter("compile")
     watch = SilenceWatch()
@@ -91,7 +91,7 @@ def test_a_stopped_process_gets_no_more_time_in_any_phase(monkeypatch: pytest.Mo
 
 
 def test_the_heartbeat_moves_the_counter_and_rings_when_the_job_is_over():
-    board, alarm = Board.private(1), Alarm()
+    board, alarm = StatusBoard.private(1), Alarm()
     board.reset()
     first = board.slots[0].read().beat
     with heartbeat(board, board.slots[0], alarm):

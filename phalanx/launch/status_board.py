@@ -1,4 +1,4 @@
-"""The board: memory that all local ranks and their supervisor see, one slot per rank and one abort flag.
+"""The status board: memory that all local ranks and their supervisor see, one slot per rank and one abort flag.
 
 A rank writes what it is doing, the supervisor reads it to notice who stopped answering and to say where. It carries
 nothing that training depends on, so a reader may see a text that is half written.
@@ -30,7 +30,7 @@ _INSTRUCTION = slice(64, 192)
 
 
 @dataclass(frozen=True)
-class Sight:
+class StatusView:
     """What a slot said when it was read; `step` is -1 before the first."""
 
     beat: int
@@ -49,7 +49,7 @@ class Sight:
         return f"{text} at {self.instruction}" if self.instruction else text
 
 
-class Slot:
+class StatusSlot:
     """One rank's part of the board."""
 
     def __init__(self, memory: mmap.mmap, rank: int) -> None:
@@ -98,32 +98,32 @@ class Slot:
         """What this rank is in the plan, for messages: 'stage 1'."""
         self._memory[self._place] = place.encode()[:32].ljust(32, b"\0")
 
-    def read(self) -> Sight:
+    def read(self) -> StatusView:
         beat, step = _COUNTERS.unpack_from(self._memory, self._start)
         texts = (self._memory[part].rstrip(b"\0").decode(errors="replace") for part in
                  (self._phase, self._place, self._instruction))  # fmt: skip
-        return Sight(beat, step, *texts)
+        return StatusView(beat, step, *texts)
 
 
-class Board:
+class StatusBoard:
     """The whole board, in a file that several processes map or in the memory of one."""
 
     def __init__(self, memory: mmap.mmap, num_slots: int) -> None:
         self._memory = memory
-        self.slots = tuple(Slot(memory, rank) for rank in range(num_slots))
+        self.slots = tuple(StatusSlot(memory, rank) for rank in range(num_slots))
 
     @classmethod
-    def create(cls, path: Path, num_slots: int) -> Board:
+    def create(cls, path: Path, num_slots: int) -> StatusBoard:
         path.write_bytes(bytes(_HEADER + num_slots * _SLOT))
         return cls.open(path, num_slots)
 
     @classmethod
-    def open(cls, path: Path, num_slots: int) -> Board:
+    def open(cls, path: Path, num_slots: int) -> StatusBoard:
         with path.open("r+b") as file:
             return cls(mmap.mmap(file.fileno(), _HEADER + num_slots * _SLOT), num_slots)
 
     @classmethod
-    def private(cls, num_slots: int) -> Board:
+    def private(cls, num_slots: int) -> StatusBoard:
         """A board that no other process sees."""
         return cls(mmap.mmap(-1, _HEADER + num_slots * _SLOT), num_slots)
 
@@ -144,7 +144,7 @@ class Board:
 class BoardWatch:
     """Looks on while an engine runs: writes each instruction on the board before it begins."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: StatusSlot) -> None:
         self._slot = slot
         self._texts: dict[Hashable, str] = {}
 
@@ -167,12 +167,12 @@ class SilenceWatch:
     def __init__(self) -> None:
         self._beat, self._since = -1, time.monotonic()
 
-    def silent_for(self, sight: Sight, *, stopped: bool = False) -> float | None:
+    def silent_for(self, view: StatusView, *, stopped: bool = False) -> float | None:
         """Seconds of silence, if they are more than the phase allows."""
         now = time.monotonic()
-        if sight.beat != self._beat:
-            self._beat, self._since = sight.beat, now
-        allowed = SILENCE_ALLOWED.get(sight.phase, SILENCE_ALLOWED["start"])
+        if view.beat != self._beat:
+            self._beat, self._since = view.beat, now
+        allowed = SILENCE_ALLOWED.get(view.phase, SILENCE_ALLOWED["start"])
         allowed = min(allowed, SILENCE_ALLOWED_WHEN_STOPPED) if stopped else allowed
         silence = now - self._since
         return silence if silence > allowed else None
