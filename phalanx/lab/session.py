@@ -24,7 +24,7 @@ from phalanx.lab.network import Loopback, Network
 from phalanx.lab.script import Disturbance, Event, RestoreLink, Script, SlowLink, check_disturbance
 from phalanx.lab.slowdown import Slowdown, slow_down
 from phalanx.lab.spec import LabSpec
-from phalanx.launch.signals import Wish, wishes
+from phalanx.launch.signals import StopSignal, stop_signal
 
 _PR_SET_PDEATHSIG = 1
 _OF_LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "SLURM_", "PMI_", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
@@ -209,18 +209,18 @@ class Session:
         Ctrl-C and SIGTERM are passed on to the ranks once, a second one ends them at once.
         """
         pending = deque(script)
-        with wishes() as wish:
+        with stop_signal() as stop:
             while self.running:
                 self._do_due(pending)
                 self._look(bool(pending))
-                self._obey(wish)
+                self._obey(stop)
                 time.sleep(_TICK_SECONDS)
         self._look(False)
         for event in pending:
             self._log(f"{event.disturbance} came too late: all ranks had ended")
         self.close()
-        if wish.signals:
-            raise KeyboardInterrupt if wish.signals[0] == signal.SIGINT else SystemExit(128 + wish.signals[0])
+        if stop.signals:
+            raise KeyboardInterrupt if stop.signals[0] == signal.SIGINT else SystemExit(128 + stop.signals[0])
         return self._failed.exit_code if self._failed else 0
 
     def close(self) -> None:
@@ -283,13 +283,13 @@ class Session:
                 rank.killed = True
             self._end_all()
 
-    def _obey(self, wish: Wish) -> None:
-        if wish.signals and self._end_at == float("inf"):
+    def _obey(self, stop: StopSignal) -> None:
+        if stop.signals and self._end_at == float("inf"):
             self._end_at = self.seconds + self._grace
             for rank in self.running:
-                rank.send(wish.signals[0])
+                rank.send(stop.signals[0])
                 rank.send(signal.SIGCONT)
-        if len(wish.signals) > 1:
+        if len(stop.signals) > 1:
             self._end_all()
 
     def _end_all(self) -> None:

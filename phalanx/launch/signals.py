@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop, to a rank and to a process that supervises ranks.
+"""Ctrl-C and SIGTERM as a request to stop, to a rank and to a process that supervises ranks.
 
 A rank's first signal lets the step finish and be saved, the second means it. A supervisor only notes signals and passes
 them on: saying what will happen is the ranks' business.
@@ -40,7 +40,7 @@ def stop_request(say: bool = True) -> Iterator[StopRequest]:
         yield request
 
 
-class Wish:
+class StopSignal:
     """The signals that came, in order."""
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class Wish:
 
 
 @contextmanager
-def wishes() -> Iterator[Wish]:
+def stop_signal() -> Iterator[StopSignal]:
     """Within it SIGINT and SIGTERM are noted instead of acting."""
-    wish = Wish()
-    with _handled_by(lambda number, frame: wish.signals.append(number), {}):
-        yield wish
+    stop = StopSignal()
+    with _handled_by(lambda number, frame: stop.signals.append(number), {}):
+        yield stop
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Any
 from phalanx.launch.main_script import MainScript, explained_pickling, refuse_while_loading
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
-from phalanx.launch.signals import Wish, wishes
+from phalanx.launch.signals import StopSignal, stop_signal
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.watch import Watch
 
@@ -90,8 +90,8 @@ class WorkerPool:
         try:
             self._processes.start(world)
             job = self._post(world, (target, arguments))
-            with wishes() as wish:
-                self._follow(job, Watch(self._processes, self._board, world), on_event, wish)
+            with stop_signal() as stop:
+                self._follow(job, Watch(self._processes, self._board, world), on_event, stop)
             return [self._result(job, rank) for rank in range(world)]
         except BaseException:
             # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
@@ -115,7 +115,7 @@ class WorkerPool:
                 process.wire.send(dataclasses.replace(job, environment={**here, **self._environment(rank)}))
         return job
 
-    def _follow(self, job: Job, watch: Watch, on_event: Callable[[str, Any], None] | None, wish: Wish) -> None:
+    def _follow(self, job: Job, watch: Watch, on_event: Callable[[str, Any], None] | None, stop: StopSignal) -> None:
         """Returns when every rank is done, raises when the job is over in another way."""
         forwarded = 0
         with selectors.DefaultSelector() as selector:
@@ -127,11 +127,11 @@ class WorkerPool:
                     if key.data is not None and watch.hear(key.data, on_event):
                         selector.unregister(key.fileobj)
                 watch.look()
-                if wish.signals and not forwarded:
-                    forwarded = wish.signals[0]
+                if stop.signals and not forwarded:
+                    forwarded = stop.signals[0]
                     self._processes.deliver(forwarded)
-                if len(wish.signals) > 1:
-                    raise _leaving(wish.signals[-1])
+                if len(stop.signals) > 1:
+                    raise _leaving(stop.signals[-1])
         watch.conclude()
 
     def _result(self, job: Job, rank: int) -> Any:
