@@ -23,7 +23,7 @@ from torch import Tensor
 
 from phalanx.comm.pending import Pending, Sockets, cause, is_lost_connection, open_sockets, opened_since, shut
 from phalanx.errors import LinkError
-from phalanx.launch.alarm import Late, within
+from phalanx.launch.abort import Late, within
 from phalanx.launch.context import RankContext
 
 Direction = Literal["f", "b"]
@@ -53,7 +53,7 @@ class Links:
         self._pending: set[Pending] = set()
         self._sockets: Sockets = {}
         self._lock = threading.Lock()
-        context.alarm.listen(self._let_go)
+        context.abort.listen(self._let_go)
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> Group:
         """The group of these ranks, made on the first call, which all of them must make in the same order."""
@@ -94,7 +94,7 @@ class Links:
     def close(self) -> None:
         """Leave in good order. Everything that was started must have been awaited."""
         assert not self._pending, f"{len(self._pending)} operations were never awaited"
-        self.context.alarm.forget(self._let_go)
+        self.context.abort.forget(self._let_go)
         if self.device.type == "cuda":
             for backend in self._backends():
                 backend.shutdown()
@@ -103,7 +103,7 @@ class Links:
 
     def abort(self) -> None:
         """Leave at once. Buffers of unfinished operations must not be used again."""
-        self.context.alarm.forget(self._let_go)
+        self.context.abort.forget(self._let_go)
         self._let_go()
         time.sleep(0.05)  # operations that now fail still touch their group
         for backend in self._backends():
@@ -156,15 +156,15 @@ class Links:
 
         before, began, seconds = open_sockets(), time.monotonic(), self.timeout.total_seconds()
         try:
-            backend = within(seconds, make, unless=lambda: self.context.alarm.reason is not None)
+            backend = within(seconds, make, unless=lambda: self.context.abort.reason is not None)
         except (Late, RuntimeError) as error:
             late = time.monotonic() - began >= 0.95 * seconds  # the library's own deadline may come first
-            reason = self.context.alarm.reason or (f"no answer for {seconds:.0f} s" if late else cause(error))
+            reason = self.context.abort.reason or (f"no answer for {seconds:.0f} s" if late else cause(error))
             others = _named(rank for rank in ranks if rank != self.context.rank)
             raise LinkError(f"{self.context.name} could not connect to {others}: {reason}") from error
         with self._lock:
             self._sockets |= opened_since(before)
-        if self.context.alarm.reason is not None:
+        if self.context.abort.reason is not None:
             self._let_go()
         return backend
 

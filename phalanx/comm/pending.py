@@ -1,7 +1,7 @@
 """Communication that was started and not yet awaited: the one place where a rank waits for others.
 
-A wait blocks in the backend; it knows what it waits for and from whom, ends at a deadline, and lets go when the alarm
-rings. Between CPU ranks nothing but shutting gloo's sockets makes a blocked wait let go, so they are found here, too.
+A wait blocks in the backend; it knows what it waits for and from whom, ends at a deadline, and lets go when the abort
+event is set. Between CPU ranks only shutting gloo's sockets makes a blocked wait let go, so they are found here, too.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Pending:
                 work.wait(self._timeout)
         except RuntimeError as error:
             raise self._explained(what, time.monotonic() - began, error) from error
-        if self._context.alarm.reason is not None:
-            raise LinkError(f"{self._context.name} stopped at {what or self._subject}: {self._context.alarm.reason}")
+        if self._context.abort.reason is not None:
+            raise LinkError(f"{self._context.name} stopped at {what or self._subject}: {self._context.abort.reason}")
         if self._finish is not None:
             self._finish()
         if self._ended is not None:
@@ -72,8 +72,8 @@ class Pending:
 
     def _explained(self, what: str, seconds: float, error: RuntimeError) -> LinkError:
         name, subject = self._context.name, what or self._subject
-        if self._context.alarm.reason is not None:
-            return LinkError(f"{name} stopped waiting for {subject}: {self._context.alarm.reason}")
+        if self._context.abort.reason is not None:
+            return LinkError(f"{name} stopped waiting for {subject}: {self._context.abort.reason}")
         if seconds >= 0.95 * self._timeout.total_seconds():
             return LinkError(
                 f"{name} waited {seconds:.0f} s for {subject} {self._partners}",

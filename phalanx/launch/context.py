@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.launch.alarm import Alarm
+from phalanx.launch.abort import AbortEvent
 from phalanx.launch.status_board import StatusBoard, StatusSlot
 
 
@@ -30,7 +30,7 @@ class RankContext:
     generation: int
     board: StatusBoard
     slot: StatusSlot
-    alarm: Alarm = field(default_factory=Alarm)
+    abort: AbortEvent = field(default_factory=AbortEvent)
     address: str = "127.0.0.1"  # where CPU links listen; "" leaves it to GLOO_SOCKET_IFNAME or the host's name
     on_event: Callable[[str, Any], None] | None = None
 

@@ -1,7 +1,7 @@
 """How ranks without a supervisor notice each other's failure: signs of life and one notice, both in the store.
 
 Every rank shows what it does once a second and watches its left neighbour. The first notice of a failure is the one
-that counts; who reads it rings its alarm, and leaves the process if the main thread does not.
+that counts; who reads it sets its abort event, and leaves the process if the main thread does not.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.errors import LinkError, PhalanxError
-from phalanx.launch.alarm import Late, within
+from phalanx.launch.abort import Late, within
 from phalanx.launch.context import RankContext
 from phalanx.launch.status_board import SilenceWatch, StatusView
 
 _TICK_SECONDS = 1.0
 _STORE_SECONDS = 5.0  # after which a store that does not answer is taken for gone
 _SEARCH_SECONDS = 9.0  # for the others to find out who was lost: longer than a neighbour may be silent in a step
-_LEAVE_SECONDS = 8.0  # for the main thread to come back after the alarm rang
+_LEAVE_SECONDS = 8.0  # for the main thread to come back after the abort event was set
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Monitor:
 
     def wait_for_all(self) -> bool:
         """Wait until every rank has finished (the store may live here); False when one failed instead."""
-        while self._context.alarm.reason is None:
+        while self._context.abort.reason is None:
             if self._safely(lambda: self._store.add("finished", 0)) == self._context.world:
                 return True
             time.sleep(0.05)
@@ -81,7 +81,7 @@ class Monitor:
     def tell(self, error: Exception) -> Notice:
         """Tell the others why this rank cannot go on, unless one told first; the notice that counts."""
         if isinstance(error, LinkError):
-            self._context.alarm.wait(_SEARCH_SECONDS)
+            self._context.abort.wait(_SEARCH_SECONDS)
         notice = self._post(_notice(self._context, error))
         self._linger(self._context.world - notice.lost)
         return notice
@@ -138,7 +138,7 @@ class Monitor:
 
     def _leave(self, notice: Notice) -> None:
         self._notice = notice
-        self._context.alarm.ring(notice.message)
+        self._context.abort.set(notice.message)
         if self._ended.wait(_LEAVE_SECONDS):
             return
         if self._context.rank == 0 or (notice.rank == 0 and notice.lost):

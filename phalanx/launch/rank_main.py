@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.launch.alarm import Alarm, heartbeat
+from phalanx.launch.abort import AbortEvent, heartbeat
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.main_script import MainScript, unpickle
 from phalanx.launch.status_board import StatusBoard
@@ -114,15 +114,15 @@ def _run(job: Job, rank: int, wire: Wire) -> Any:
 
     _adopt(job)
     torch.set_num_threads(job.threads)
-    board, alarm = StatusBoard.open(job.folder / "board", job.num_slots), Alarm()
-    with heartbeat(board, board.slots[rank], alarm):
+    board, abort = StatusBoard.open(job.folder / "board", job.num_slots), AbortEvent()
+    with heartbeat(board, board.slots[rank], abort):
         with job.task_file.open("rb") as file:
             target, arguments = unpickle(file, job.main)
         store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
         context = RankContext(
             rank, job.world, local_rank=rank, node=0, device=local_device(job.device, rank, job.world),
             store=dist.PrefixStore(f"job{job.generation}", store), store_port=job.port, generation=job.generation,
-            board=board, slot=board.slots[rank], alarm=alarm,
+            board=board, slot=board.slots[rank], abort=abort,
             on_event=lambda name, payload: wire.send(Event(name, payload)),
         )  # fmt: skip
         return target(context, *arguments)

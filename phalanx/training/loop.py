@@ -168,7 +168,7 @@ class Loop:
             self.folder / "checkpoints", self.config.keep_checkpoints, rank=context.rank, world=context.world,
             rendezvous=meeting,
         )  # fmt: skip
-        context.alarm.listen(saver.give_up)
+        context.abort.listen(saver.give_up)
         return saver
 
     def _save(self, saver: AsyncSaver, reporter: Reporter) -> None:
@@ -224,8 +224,8 @@ class Loop:
         store, key = self.context.store, "prepared"
         if self.context.world > 1 and self.context.rank > 0:
             while not store.check([key]):
-                if self.context.alarm.wait(0.05):
-                    raise PhalanxError(f"stopped while preparing: {self.context.alarm.reason}")
+                if self.context.abort.wait(0.05):
+                    raise PhalanxError(f"stopped while preparing: {self.context.abort.reason}")
         yield
         if self.context.world > 1 and self.context.rank == 0:
             store.set(key, "yes")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.alarm import Alarm, heartbeat
+from phalanx.launch.abort import AbortEvent, heartbeat
 from phalanx.launch.status_board import SILENCE_ALLOWED, SilenceWatch, StatusBoard
 
 
@@ -91,20 +91,20 @@ def test_a_stopped_process_gets_no_more_time_in_any_phase(monkeypatch: pytest.Mo
 
 
 def test_the_heartbeat_moves_the_counter_and_rings_when_the_job_is_over():
-    board, alarm = StatusBoard.private(1), Alarm()
+    board, abort = StatusBoard.private(1), AbortEvent()
     board.reset()
     first = board.slots[0].read().beat
-    with heartbeat(board, board.slots[0], alarm):
-        assert not alarm.wait(0.6)
+    with heartbeat(board, board.slots[0], abort):
+        assert not abort.wait(0.6)
         assert board.slots[0].read().beat > first
         board.abort()
-        assert alarm.wait(5.0) and alarm.reason == "another rank failed"
+        assert abort.wait(5.0) and abort.reason == "another rank failed"
 
 
-def test_the_alarm_calls_each_listener_once_even_one_that_comes_late():
-    alarm, calls = Alarm(), []
-    alarm.listen(lambda: calls.append("early"))
-    alarm.ring("smoke")
-    alarm.ring("fire")
-    alarm.listen(lambda: calls.append("late"))
-    assert calls == ["early", "late"] and alarm.reason == "smoke"
+def test_the_abort_event_calls_each_listener_once_even_one_that_comes_late():
+    abort, calls = AbortEvent(), []
+    abort.listen(lambda: calls.append("early"))
+    abort.set("smoke")
+    abort.set("fire")
+    abort.listen(lambda: calls.append("late"))
+    assert calls == ["early", "late"] and abort.reason == "smoke"

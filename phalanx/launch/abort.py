@@ -1,6 +1,6 @@
-"""The alarm of one rank: rung once when the job cannot go on, so that everything that waits lets go.
+"""The abort event of one rank: set once when the job cannot go on, so that everything that waits lets go.
 
-A rank's heartbeat shows the supervisor that it lives and rings the alarm when the board says that the job is over.
+A rank's heartbeat shows the supervisor that it lives and sets the event when the board says that the job is over.
 Calls that nothing can make let go are made on a thread of their own (`within`), which is abandoned.
 """
 
@@ -17,16 +17,16 @@ BEAT_SECONDS = 0.25
 T = TypeVar("T")
 
 
-class Alarm:
-    """`reason` is None until it rings. Listeners are called on the thread that rings, once."""
+class AbortEvent:
+    """`reason` is None until it is set. Listeners are called on the thread that sets it, once."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._lock, self._rung = threading.Lock(), threading.Event()
+        self._lock, self._is_set = threading.Lock(), threading.Event()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when the alarm rings; at once if it already has."""
+        """Call `listener` when the event is set; at once if it already is."""
         with self._lock:
             self._listeners.append(listener)
             late = self.reason is not None
@@ -37,23 +37,23 @@ class Alarm:
         with self._lock:
             self._listeners = [other for other in self._listeners if other != listener]
 
-    def ring(self, reason: str) -> None:
+    def set(self, reason: str) -> None:
         with self._lock:
             if self.reason is not None:
                 return
             self.reason = reason
             listeners = list(self._listeners)
-        self._rung.set()
+        self._is_set.set()
         for listener in listeners:
             listener()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for it to ring; whether it did."""
-        return self._rung.wait(seconds)
+        """Wait for it to be set; whether it was."""
+        return self._is_set.wait(seconds)
 
 
 @contextmanager
-def heartbeat(board: StatusBoard, slot: StatusSlot, alarm: Alarm) -> Iterator[None]:
+def heartbeat(board: StatusBoard, slot: StatusSlot, abort: AbortEvent) -> Iterator[None]:
     """Within it a thread shows signs of life and listens for the abort flag."""
     ended = threading.Event()
 
@@ -61,7 +61,7 @@ def heartbeat(board: StatusBoard, slot: StatusSlot, alarm: Alarm) -> Iterator[No
         while not ended.wait(BEAT_SECONDS):
             slot.beat()
             if board.aborted:
-                alarm.ring("another rank failed")
+                abort.set("another rank failed")
 
     thread = threading.Thread(target=beat, name="phalanx-heartbeat", daemon=True)
     thread.start()
