@@ -71,7 +71,7 @@ def measure(old: str, new: str, repeats: int) -> dict[str, Any]:
 
 def decoder(tp: int) -> StateFacts:
     """A description of a decoder's parameters, in bfloat16 with masters, trained by Adam."""
-    shapes = {"embed": (((VOCABULARY, WIDTH), 0), 0)}
+    shapes: dict[str, tuple[tuple[tuple[int, ...], int | None], int]] = {"embed": (((VOCABULARY, WIDTH), 0), 0)}
     for layer in range(LAYERS):
         shapes |= {f"layers.{layer}.{name}": (kind, layer + 1) for name, kind in LAYER.items()}
     shapes["norm"] = (((WIDTH,), None), LAYERS + 1)

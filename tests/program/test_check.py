@@ -360,7 +360,7 @@ def test_an_evaluation_runs_every_micro_batch_whole() -> None:
         check(whole.plan, layers, [from_text("I.0 F0.0a/0:0")], 1, training=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(every_case, st.data())
 def test_no_instruction_can_be_left_out_or_done_twice(case: Case, data: st.DataObject) -> None:
     plan, shape = case
@@ -375,7 +375,7 @@ def test_no_instruction_can_be_left_out_or_done_twice(case: Case, data: st.DataO
         assert "<-- here" in refusal(plan, shape, programs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(every_case, st.data())
 def test_no_computation_can_move_before_what_writes_its_values(case: Case, data: st.DataObject) -> None:
     """What is written once and read later is not there the other way around."""
@@ -425,7 +425,7 @@ def test_more_forwards_at_once_than_1f1b_promises_are_refused() -> None:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_as_many_activations_and_gathered_blocks_are_held_as_promised(case: Case) -> None:
     plan, shape = case

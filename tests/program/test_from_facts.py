@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from phalanx.model.facts.facts import SHIPPED, ModelFacts, from_json, load
 from phalanx.plan.complete import balance
 from phalanx.plan.plan import Plan
-from phalanx.program.check import check
-from phalanx.program.costs import Link
+from phalanx.program.compile import compile_plan
+from phalanx.program.costs import BucketCosts, Link
 from phalanx.program.from_facts import Device, block_seconds, costs_of_facts, shape_of_facts
 from phalanx.program.instructions import Op
-from phalanx.program.lower import lower
+from phalanx.program.memory import Sizes, live_bytes
 from phalanx.program.simulate import simulate
+from phalanx.program.timeline import Timeline
 
+LOSS_BYTES = 4
 DIMS = {"batch": 2, "tokens": 128}
 PLAN = Plan(pp=2, stages=(7, 7))
+CUT = 2 * 2 * 128 * 768  # bytes of gpt2's hidden state
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +32,7 @@ def gpt2() -> ModelFacts:
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
-def test_the_buckets_of_every_shipped_model_hold_each_parameter_once(path):
+def test_the_buckets_of_every_shipped_model_hold_each_parameter_once(path: Path) -> None:
     facts = from_json(path.read_text(encoding="utf-8"))
     shape = shape_of_facts(facts)
     plan = Plan(stages=(len(facts.blocks),))
@@ -35,7 +41,18 @@ def test_the_buckets_of_every_shipped_model_hold_each_parameter_once(path):
     assert len(costs.buckets) == shape.num_buckets
     assert sum(bucket.weight_bytes for bucket in costs.buckets) == facts.parameter_bytes
     assert [bucket.weight_bytes > 0 for bucket in costs.buckets] == list(shape.held)
-    assert sum(costs.saved_bytes) == facts.saved_bytes(dims)
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_after_the_forward_of_every_shipped_model_lives_what_its_facts_say(path: Path) -> None:
+    facts = from_json(path.read_text(encoding="utf-8"))
+    plan, shape = Plan(stages=(len(facts.blocks),)), shape_of_facts(facts)
+    dims = {dim: 2 if dim == "batch" else 16 for dim in facts.dims}
+    compiled = compile_plan(plan, shape)
+    live = live_bytes(compiled.tables[0], Sizes.of(compiled, costs_of_facts(facts, plan, dims, Device())))
+    last = max(position for position, it in enumerate(compiled.programs[0]) if it.op is Op.F)
+    assert live[last] == facts.saved_bytes(dims) + LOSS_BYTES
+    assert live[-1] == 0
 
 
 def test_tied_parameters_are_a_bucket_of_their_own(gpt2: ModelFacts):
@@ -58,26 +75,31 @@ def test_a_block_takes_its_arithmetic_or_its_writing_to_memory_whichever_is_long
     assert saved[0] == pytest.approx((776 * 2 * 128 + 8 * 128) / 1e9)
 
 
-def test_the_backward_is_two_forwards_and_recomputation_adds_a_third(gpt2: ModelFacts):
-    plain = costs_of_facts(gpt2, PLAN, DIMS, Device())
-    again = costs_of_facts(gpt2, Plan(pp=2, stages=(7, 7), recompute=True), DIMS, Device())
+def test_the_backward_is_two_forwards_and_what_is_done_again_one(gpt2: ModelFacts) -> None:
+    costs = costs_of_facts(gpt2, PLAN, DIMS, Device())
     for block in range(14):
-        assert plain.seconds(Op.BW, block) == pytest.approx(2 * plain.seconds(Op.F, block))
-        assert again.seconds(Op.BW, block) == pytest.approx(3 * again.seconds(Op.F, block))
+        assert costs.seconds(Op.BW, block) == pytest.approx(2 * costs.seconds(Op.F, block))
+        assert costs.seconds(Op.A, block) == costs.seconds(Op.F, block)
 
 
-def test_recomputation_keeps_a_blocks_inputs_and_brings_the_rest_back(gpt2: ModelFacts):
-    plain = costs_of_facts(gpt2, PLAN, DIMS, Device())
-    again = costs_of_facts(gpt2, Plan(pp=2, stages=(7, 7), recompute=True), DIMS, Device())
-    assert again.saved_bytes == (0, *plain.cut_bytes[:-1])
-    assert [kept + rebuilt for kept, rebuilt in zip(again.saved_bytes, again.rebuilt_bytes)] == list(plain.saved_bytes)
-    assert plain.rebuilt_bytes == (0,) * 14
+def test_recomputation_takes_longer_and_keeps_little_but_what_crosses(gpt2: ModelFacts) -> None:
+    shape, found = shape_of_facts(gpt2), dict[bool, Timeline]()
+    for recompute in (False, True):
+        plan = Plan(stages=(14,), recompute=recompute)
+        costs = replace(costs_of_facts(gpt2, plan, DIMS, Device()), buckets=(BucketCosts(),) * shape.num_buckets)
+        found[recompute] = simulate(compile_plan(plan, shape), costs)
+    assert found[True].busy(0) > found[False].busy(0)
+    again, plain = (found[recompute].memory[0]["activations"] for recompute in (True, False))
+    largest = max(gpt2.saved_bytes(DIMS, [block]) for block in gpt2.blocks)
+    assert again <= 13 * CUT + largest + LOSS_BYTES < plain
 
 
-def test_the_cut_is_what_crosses_and_goes_over_the_devices_link(gpt2: ModelFacts):
+def test_the_cut_is_what_crosses_and_goes_over_the_devices_link(gpt2: ModelFacts) -> None:
     link = Link(0.5, 1000.0)
     costs = costs_of_facts(gpt2, PLAN, DIMS, Device(link=link))
-    assert costs.cut_bytes == (*[2 * 2 * 128 * 768] * 13, 0)
+    timeline = simulate(compile_plan(PLAN, shape_of_facts(gpt2)), costs)
+    sent = [event.seconds for event in timeline.events if event.instruction.op in (Op.SEND_F, Op.SEND_B)]
+    assert sent == pytest.approx([0.5 + CUT / 1000] * 2)
     assert costs.message(0, 1) == costs.group((0, 1)) == link
 
 
@@ -98,14 +120,20 @@ def test_an_encoder_runs_once_per_micro_batch_where_the_model_has_one(name: str,
     assert facts is not None and shape_of_facts(facts).num_whole_blocks == num_whole
 
 
-def test_what_an_encoder_hands_on_belongs_to_the_micro_batch():
+@pytest.mark.parametrize("stages", [
+    "7-8",  # behind the encoder
+    pytest.param("8-7", marks=pytest.mark.xfail(  # behind the bridge, which makes the decoder's input too
+        strict=True, reason="facts give what the bridge makes of the encoder's result to every slice")),
+])  # fmt: skip
+def test_what_an_encoder_hands_on_is_sent_once_per_micro_batch(stages: str) -> None:
     facts = load("google-t5/t5-small")
     assert facts is not None
-    dims = {"batch": 2, "source": 32, "tokens": 16}
-    costs = costs_of_facts(facts, Plan(stages=(15,)), dims, Device())
-    encoder_output = 2 * 32 * 512 * 2
-    assert costs.whole_cut_bytes[6] == costs.cut_bytes[6] == encoder_output
-    assert costs.whole_cut_bytes[8] == encoder_output < costs.cut_bytes[8]
+    plan = Plan.parse(f"pp=2,slices=2,stages={stages}")
+    costs = costs_of_facts(facts, plan, {"batch": 2, "source": 32, "tokens": 16}, Device(link=Link(0, 1.0)))
+    timeline = simulate(compile_plan(plan, shape_of_facts(facts)), costs)
+    sent = [event.seconds for event in timeline.events if event.instruction.op is Op.SEND_F]
+    encoder_output, decoder_input = 2 * 32 * 512 * 2, 2 * 8 * 512 * 2
+    assert sent == ([encoder_output] if stages == "7-8" else [encoder_output + decoder_input, decoder_input])
 
 
 def test_later_slices_of_a_model_take_longer_and_all_of_them_what_the_micro_batch_does(gpt2: ModelFacts):
@@ -124,11 +152,10 @@ def test_a_step_of_slices_can_be_predicted_from_facts(name: str):
     assert facts is not None
     dims = {"batch": 1, "tokens": 512, "source": 64}
     stages = balance([1.0] * len(facts.blocks), 4)
-    makespans = {}
+    makespans: dict[str, float] = {}
     for slices in ("", ",slices=8"):
         plan = Plan.parse(f"pp=4{slices},stages={'-'.join(map(str, stages))}")
         shape = shape_of_facts(facts)
-        programs = lower(plan, shape)
-        check(plan, shape, programs)
-        makespans[slices] = simulate(plan, shape, programs, costs_of_facts(facts, plan, dims, Device())).makespan
+        costs = costs_of_facts(facts, plan, dims, Device())
+        makespans[slices] = simulate(compile_plan(plan, shape), costs).makespan
     assert makespans[",slices=8"] < makespans[""]

@@ -21,7 +21,7 @@ from tests.program.tensor_shapes import segment
 BUCKET = BucketCosts(weight_bytes=1000, gradient_bytes=2000, optimizer_bytes=6000)
 
 
-def costs_of(shape: ModelShape, **changes: object) -> Costs:
+def costs_of(shape: ModelShape, /, **changes: object) -> Costs:
     return replace(uniform(shape), buckets=(BUCKET,) * shape.num_buckets, **changes)  # pyright: ignore
 
 
@@ -171,7 +171,7 @@ def test_an_evaluation_keeps_its_losses_and_nothing_else() -> None:
     shape = chain(3, "10", saved="100")
     compiled = compile_forward(Plan.parse("stages=3"), shape, 2)
     found = live_bytes(compiled.tables[0], Sizes.of(compiled, costs_of(shape)))
-    assert max(found) == 10 + 2 * 10 and found[-1] == 2 * 10
+    assert max(found) == found[-1] == 2 * 10
 
 
 # What a rank holds at most.
@@ -179,9 +179,8 @@ def test_an_evaluation_keeps_its_losses_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("zero, weights, gradients, optimizer, gathered", [
     (0, 4000, 8000, 24000, 0),
-    (1, 4000, 8000 + 4000, 12000, 0),  # all of them, and the sum of each on its way
-    (2, 4000, 3 * 2000 + 3 * 1000, 12000, 0),  # of the last block and of two under way, and the sums of three
-    (3, 2000, 3 * 2000 + 3 * 1000, 12000, 1000),  # with the weights of the last block
+    (2, 4000, 3 * 2000 + 3 * 1000, 12000, 0),  # of block 0 and of two under way, and the sums of three
+    (3, 2000, 3 * 2000 + 2 * 1000, 12000, 2000),  # at block 1, with its weights and the next one's
 ])  # fmt: skip
 def test_zero_shards_optimizer_state_then_gradients_then_weights(
     zero: int, weights: int, gradients: int, optimizer: int, gathered: int
@@ -189,6 +188,11 @@ def test_zero_shards_optimizer_state_then_gradients_then_weights(
     held = memory(Plan(dp=2, zero=zero, stages=(4,)))
     assert (held["weights"], held["gradients"], held["optimizer"]) == (weights, gradients, optimizer)
     assert held.get("gathered weights", 0) == gathered
+
+
+@pytest.mark.xfail(strict=True, reason="peak_memory dates what NORM frees before it has waited for the reduction")
+def test_whole_gradients_stay_until_their_reduction_has_arrived() -> None:
+    assert memory(Plan(dp=2, zero=1, stages=(1,)), group_link=Link(1.0))["gradients"] == 2000 + 1000
 
 
 def test_shards_are_those_of_the_zero_group_and_round_up() -> None:

@@ -42,7 +42,7 @@ def most_open(program: Program) -> int:
     return most
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sliced_cases())
 def test_every_slicing_on_every_schedule_mode_and_mesh_passes_the_check(case: Case) -> None:
     compile_plan(*case)
