@@ -90,7 +90,7 @@ def lent_ranks(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(size)
         return contextlib.nullcontext(SimpleNamespace(run=partial(pool.run, world=size)))
 
-    monkeypatch.setattr("phalanx.trainer.WorkerPool", lent)
+    monkeypatch.setattr("phalanx.training.trainer.WorkerPool", lent)
     return asked
 
 

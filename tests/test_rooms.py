@@ -16,8 +16,9 @@ ROWS = (
     ("plan",),
     ("config", "model.facts", "tasks"),
     ("program", "data", "launch", "state"),
-    ("observe", "model"),
-    ("runtime",),
+    ("observe", "model", "comm"),
+    ("params",),
+    ("engine",),
     ("profile", "lab", "verification"),
     ("training",),
     ("cli",),
@@ -28,8 +29,6 @@ EXCEPTIONS = {
     ("model.facts.facts", "model.zoo.zoo_table"),  # names only, as plain data
     ("state.dcp", "model.weights.weights"),
     ("state.huggingface", "model.weights.weights"),
-    ("launch.monitor", "runtime.pending"),
-    ("launch.verdict", "runtime.pending"),
 }
 
 

@@ -42,6 +42,10 @@ class Composed:
     def graph(self) -> ExecutionGraph:
         return ExecutionGraph.of(self.captured.blocks, self.sharded)
 
+    def integers(self) -> dict[str, torch.dtype]:
+        """The dtypes of parameters that are tables of integers."""
+        return {name: getattr(torch, dtype) for name, dtype in self.captured.integers.items()}
+
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every parameter, as far as it would lie on the rank."""
         split = self.sharded.parameters if self.sharded else {}

@@ -41,7 +41,13 @@ class Described:
             products=plan.adds_gradients,
         )  # fmt: skip
         self._tracer = Tracer(
-            graph, self._composed.shape, self._compute, self._composed.local_shapes(), self._precision, blocks
+            graph,
+            self._composed.shape,
+            self._compute,
+            self._composed.local_shapes(),
+            self._precision,
+            blocks,
+            self._composed.integers(),
         )
         self._known: dict[tuple[int, ...], ModelShape] = {}
 
@@ -72,7 +78,9 @@ class Described:
         for block, flops in enumerate(self._flops(dims)):
             chain = shape.steps_of(block)
             kept = {wire for step in chain if step.kind == "segment" for wire in step.bw.reads}
-            own = sum(int(step.bw.saved_b) + int(step.bw.saved_bw) for step in chain if step.kind == "segment")
+            own = sum(
+                int(step.bw.saved_b or 0) + int(step.bw.saved_bw or 0) for step in chain if step.kind == "segment"
+            )
             saved = own + sum(int(shape.sizes[wire]) for wire in kept)
             found.append(max(flops / device.flops_per_s, saved / device.memory_bytes_per_s))
         return tuple(found)

@@ -64,7 +64,8 @@ class Recorder:
         """As the simulator names it."""
         op, peer = instruction.op, instruction.peer
         if op in COLLECTIVES:
-            return group_name(group_of(self._plan, self._shape, self._rank, instruction))
+            ranks = group_of(self._plan, self._shape, self._rank, instruction)
+            return group_name(ranks) if len(ranks) > 1 else COMPUTE
         if op in SENDS or op in RECEIVES:
             assert peer is not None
             return channel_name(self._rank, peer, op) if op in SENDS else channel_name(peer, self._rank, op)

@@ -142,7 +142,8 @@ class Rank:
         names = enumerate(self._composed.buckets.names)
         parts = Parts(
             plan, formation.shape, self.context.rank, formation.pp_index, graph, compute,
-            Tracer(graph, formation.shape, compute, shapes, self.dtype, own), self.parameters, self._movers(),
+            Tracer(graph, formation.shape, compute, shapes, self.dtype, own, self._composed.integers()),
+            self.parameters, self._movers(),
             self.connections.channel, self._gradients() if trains else {}, self._totals() if trains else None,
             {name: bucket for bucket, own_names in names for name in own_names},
         )  # fmt: skip

@@ -51,7 +51,7 @@ class Mover:
             case "join":
                 return lambda gradient: self._own_part(gradient, exchange)
             case "stack":
-                return lambda gradient: gradient[self._group.index].contiguous()
+                return lambda gradient: gradient[self._group.index].clone()
             case _:
                 assert exchange.kind == "scale", f"{exchange.kind} does nothing in the backward"
                 return lambda gradient: gradient * exchange.factor

@@ -43,7 +43,8 @@ class Traced:
 
 class Tracer:
     """shapes: of every parameter of the model as far as it would lie here, also of those that live on other stages.
-    own: the blocks of this rank; of the others only what they put out is looked at."""
+    own: the blocks of this rank; of the others only what they put out is looked at. dtypes: of parameters
+    that are not in the precision of training."""
 
     def __init__(
         self,
@@ -53,12 +54,15 @@ class Tracer:
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         own: Collection[int],
+        dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self._graph, self._shape, self._compute, self._own = graph, shape, compute, set(own)
         self._mode = FakeTensorMode()
+        others = dtypes or {}
         with self._mode:
             self._parameters = {
-                name: torch.empty(size, dtype=dtype, device=compute.device) for name, size in shapes.items()
+                name: torch.empty(size, dtype=others.get(name, dtype), device=compute.device)
+                for name, size in shapes.items()
             }
         self._known: dict[tuple[int, ...], Traced] = {}
 
@@ -168,7 +172,8 @@ def describe(block: Block, segment: Segment) -> dict[str, object]:
         return tuple(dict.fromkeys(n for n in found if n)), any(storage(node) in given for node in nodes)
 
     def own(nodes: Sequence[fx.Node]) -> str:
-        return str(total_bytes(nodes, besides=(*joint.inputs, *joint.outputs, *joint.tangents)))
+        """Empty for nothing; something may still take no bytes."""
+        return str(total_bytes(nodes, besides=(*joint.inputs, *joint.outputs, *joint.tangents))) if nodes else ""
 
     taken = [name for name, needed in zip(block.outputs, joint.differentiable, strict=True) if needed]
     tangents = dict(zip(map(storage, joint.tangents), taken, strict=True))

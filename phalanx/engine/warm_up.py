@@ -58,5 +58,5 @@ def arguments_of(call: ComputeCall, device: torch.device) -> list[Tensor]:
         if key is not None:
             found.append(call.inputs[key])
         else:
-            found.append(torch.zeros(like.shape, dtype=like.dtype, device=device).as_strided(like.shape, like.stride()))
+            found.append(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).zero_())
     return found

@@ -26,6 +26,7 @@ COLOURS = {
     Op.F: "#4477aa", Op.B: "#ee6677", Op.W: "#ccbb44", Op.BW: "#ee6677", Op.STEP: "#aa3377",
     Op.SEND_F: "#66ccee", Op.RECV_F: "#66ccee", Op.SEND_B: "#ee99aa", Op.RECV_B: "#ee99aa",
     Op.GATHER: "#228833", Op.SHARE: "#228833", Op.REDUCE: "#99bb55", Op.SUM: "#99bb55", Op.TIE: "#99bb55",
+    Op.INPUT: "#bbbbbb", Op.LF: "#117799", Op.LA: "#117799", Op.LB: "#994455",
     Op.COUNT: "#bbbbbb", Op.NORM: "#bbbbbb", Op.A: "#88aacc", Op.CF: "#117799", Op.CA: "#117799", Op.CB: "#994455",
 }  # fmt: skip
 MEANINGS = {
@@ -120,6 +121,7 @@ def duration_text(seconds: float) -> str:
 MOST_STRIPS = 8
 _IDLE = "·"
 _LETTERS = {Op.F: "F", Op.B: "B", Op.W: "W", Op.BW: "B", Op.A: "A", Op.STEP: "S"}
+_OTHER = "-"  # what takes a rank's time and has no letter: inputs, local redistributions, counts of one rank
 
 Cell = tuple[str, str]  # characters and their style
 
@@ -152,7 +154,7 @@ def chart(timeline: Timeline, ranks: Sequence[int], width: int) -> list[Text]:
 
 def _names(bars: Sequence[Bar]) -> dict[Bar, str]:
     several = any(bar.turn for bar in bars)
-    return {bar: _LETTERS[bar.op] + (_place(bar, several) if bar.op in COMPUTES else "") for bar in bars}
+    return {bar: _LETTERS.get(bar.op, _OTHER) + (_place(bar, several) if bar.op in COMPUTES else "") for bar in bars}
 
 
 def _place(bar: Bar, several: bool) -> str:
@@ -181,7 +183,7 @@ def _cells(bar: Bar, name: str, size: int) -> Iterator[Cell]:
 
 
 def _legend(bars: Sequence[Bar]) -> Text:
-    used = {_LETTERS[bar.op] for bar in bars}
+    used = {_LETTERS.get(bar.op, _OTHER) for bar in bars}
     meanings = [f"{_LETTERS[op]} {meaning}" for meaning, op in MEANINGS.items() if _LETTERS.get(op) in used]
     return _text([(", ".join([*meanings, f"{_IDLE} idle"]), "dim")])
 

@@ -78,21 +78,39 @@ class Scope:
 
 def _check_rank(scope: Scope, index: int, program: Program) -> Table:
     wanted = Counter(_wanted(scope, index))
-    stages = scope.plan.stages_of(index)
+    stages, held = scope.plan.stages_of(index), buckets_of(scope.plan, scope.shape, index)
     for position, it in enumerate(program):
         for work in _works(it, scope.plan):
             if work in wanted and wanted[work] > 0:
                 wanted[work] -= 1
             elif work in wanted:
                 raise Broken(f"runs {work} twice", index, position)
-            elif it.op is not Op.GATHER or not scope.plan.gathers:
+            elif it.op is not Op.GATHER or not scope.plan.gathers or it.block not in held:
                 raise Broken(_out_of_place(scope, stages, it), index, position)
     missing = [work for work, count in wanted.items() if count > 0]
     if missing:
         raise Broken(f"never runs {missing[0]}", index)
+    _check_update(program, index)
     table = bind(scope.plan, scope.shape, program, index)
     check_values(scope.plan, scope.shape, index, table)
     return table
+
+
+_EARLIER = {  # what comes before: of the same bucket, or any
+    Op.SUM: (Op.REDUCE,), Op.TIE: (Op.REDUCE, Op.SUM), Op.NORM: (Op.REDUCE, Op.SUM, Op.TIE), Op.STEP: (Op.NORM,),
+    Op.SHARE: (Op.STEP,),
+}  # fmt: skip
+
+
+def _check_update(program: Program, index: int) -> None:
+    """Gradients are reduced, summed, tied, measured, used and what became of them shared, in this order."""
+    last = {(it.op, it.block): position for position, it in enumerate(program) if it.op in _UPDATE}
+    for position, it in enumerate(program):
+        for op in _EARLIER.get(it.op, ()):
+            alike = it.op in (Op.SUM, Op.TIE)
+            late = [p for (other, bucket), p in last.items() if other is op and (not alike or bucket == it.block)]
+            if any(p > position for p in late):
+                raise Broken(f"has {it} before {program[max(late)]}", index, position)
 
 
 def _works(it: Instruction, plan: Plan) -> list[Instruction]:
@@ -170,6 +188,8 @@ def _out_of_place(scope: Scope, stages: tuple[int, ...], it: Instruction) -> str
     plan = scope.plan
     if not scope.training and (it.op in _UPDATE or (in_visits(it) and visit_of(it, split=True).op is not Op.F)):
         return f"has {it} in an evaluation, which is forward only"
+    if it.op is Op.GATHER and plan.gathers:
+        return f"has {it}, but holds nothing of bucket {it.block}"
     if it.op is Op.GATHER:
         return f"has {it}, but zero={plan.zero} leaves every parameter in place"
     if it.stage is not None and it.stage not in stages:

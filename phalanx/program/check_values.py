@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from phalanx.plan.plan import Plan
-from phalanx.program.instructions import Instruction
+from phalanx.program.instructions import Instruction, Op
 from phalanx.program.rules import Key, Rules, of_bucket
 from phalanx.program.shape import ModelShape
 from phalanx.program.values import RESIDENT, Row, Table
@@ -37,6 +37,7 @@ class _Meaning:
     gives: list[Key] = field(default_factory=list[Key])
     takes: set[Key] = field(default_factory=set[Key])
     arrives: set[Key] = field(default_factory=set[Key])
+    holds: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
     sums: str = ""  # what it does with the sums of parameters' gradients: reduce, further or all
 
 
@@ -58,6 +59,7 @@ class _Notes:
         self._given.add(key)
         if arrives:
             self.found.arrives.add(key)
+            self.found.holds[key] = holds
         return key
 
     def add(self, key: Key, size: str = "") -> Key:
@@ -71,6 +73,7 @@ class _Notes:
         self._given.add(key)
         if arrives:
             self.found.arrives.add(key)
+            self.found.holds[key] = holds
         return key
 
     def take(self, key: Key) -> Key | None:
@@ -79,9 +82,11 @@ class _Notes:
 
     def reduce(self, bucket: int, micro_batch: int | None) -> None:
         self.found.sums = "reduce"
-        self.found.reads.add(of_bucket("d_parameters", bucket))
-        self.found.writes.add(("reduced", str(bucket), micro_batch, None, None, None))
-        self.found.arrives |= self.found.writes
+        gradients, reduced = of_bucket("d_parameters", bucket), ("reduced", str(bucket), micro_batch, None, None, None)
+        self.found.reads.add(gradients)
+        self.found.writes.add(reduced)
+        self.found.arrives.add(reduced)
+        self.found.holds[reduced] = (gradients,)
 
     def reduce_further(self, bucket: int) -> None:
         self.found.sums = "further"
@@ -117,6 +122,15 @@ class _Follower:
         self._given: Counter[Key] = Counter()
         self._added: Counter[tuple[str, int | None]] = Counter()
         self._gathered: set[int] = set()
+        self._held: dict[int, set[int]] = {}  # by what is on its way
+        self._collected: set[int] = set()
+        self._touched: set[int] = set()
+        self._ends = Op.NORM in {it.op for it in program}
+        self._num_slices: Counter[Key] = Counter()  # of each past, how many slices write it
+        self._passed: Counter[tuple[Key, bool]] = Counter()  # slices that wrote it, or came back
+        for it, meaning in zip(program, self._meanings):
+            if it.op is Op.F:
+                self._num_slices.update(key for key in meaning.adds if key[0] == "past")
 
     def _meaning(self, it: Instruction) -> _Meaning:
         self._notes.found = _Meaning()
@@ -127,7 +141,8 @@ class _Follower:
         for position, (row, meaning) in enumerate(zip(self._table.rows, self._meanings)):
             for words in (*self._named(row, meaning), *self._follow(row, meaning)):
                 raise Broken(f"{words} at {row.instruction}", self._index, position)
-        kept = {i for i, value in enumerate(self._table.values) if value.kind in (*RESIDENT, "loss")}
+        for_good = RESIDENT if self._ends else RESIDENT | {"loss"}  # a loss that no NORM reads is what was asked for
+        kept = {i for i, value in enumerate(self._table.values) if value.kind in for_good}
         left = self._written - self._freed - kept
         if left:
             raise Broken(f"never frees {self._name(min(left))}", self._index)
@@ -161,6 +176,7 @@ class _Follower:
     def _follow(self, row: Row, meaning: _Meaning) -> Iterator[str]:
         for i in row.waits:
             self._pending.discard(i)
+            self._held.pop(i, None)
         new = set(row.writes)
         yield from (f"writes {self._name(i)} twice" for i in row.writes if i in self._written)
         for i in dict.fromkeys((*row.reads, *row.adds, *row.writes)):
@@ -171,6 +187,9 @@ class _Follower:
             if i in self._pending:
                 yield f"uses {self._name(i)} without waiting for it"
         yield from self._incomplete(row, meaning)
+        yield from self._out_of_order(row, meaning)
+        yield from self._lost(row, meaning)
+        self._touched.update(row.reads, row.adds)
         self._written |= new
         for key in (*meaning.gives, *(key for key in meaning.writes if key[0] == "gradient")):
             self._given[key] += 1
@@ -180,13 +199,56 @@ class _Follower:
         self._pending.update(i for i in (*row.writes, *row.adds) if self._keys[i] in meaning.arrives)
         if meaning.sums == "further":
             self._pending.update(row.adds[-1:])
+        for i in row.writes:
+            held = meaning.holds.get(self._keys[i], ())
+            self._held[i] = {j for j in row.reads if self._keys[j] in held}
         yield from self._too_many(row)
         for i in row.frees:
             if i in self._freed:
                 yield f"frees {self._name(i)} again"
             if i not in self._written:
                 yield f"frees {self._name(i)}, which was never written,"
+            if any(i in held for held in self._held.values()):
+                yield f"frees {self._name(i)}, which is still being sent,"
         self._freed.update(row.frees)
+
+    def _out_of_order(self, row: Row, meaning: _Meaning) -> Iterator[str]:
+        """Slices write the past first to last, and come back last to first."""
+        it = row.instruction
+        for key in meaning.adds:
+            if key[0] == "past" and it.op is Op.F:
+                expected = self._passed[key, False]
+                self._passed[key, False] += 1
+            elif key[0] == "d_past":
+                past: Key = ("past", *key[1:])
+                expected = self._num_slices[past] - 1 - self._passed[key, True]
+                self._passed[key, True] += 1
+            else:
+                continue
+            if (it.slice or 0) != expected:
+                yield f"comes where slice {expected} should"
+
+    def _lost(self, row: Row, meaning: _Meaning) -> Iterator[str]:
+        """Sums over ranks, losses and gradients that would be left out; parameters that may still be on their way."""
+        for total, parts in row.collects:
+            if total not in (*row.adds, *row.writes) or not set(parts) <= {*row.reads, *row.adds}:
+                yield f"adds up {self._name(total)} without reading and writing it"
+            self._collected.update(parts)
+        if meaning.sums == "reduce":
+            self._collected.update(i for i in row.reads if self._keys[i][0] == "d_parameters")
+        added = {_bucket(self._keys[i]) for i in row.adds}
+        if meaning.sums == "further" and str(row.instruction.block) not in added:
+            yield "sums nothing over further ranks"
+        if meaning.sums == "all":
+            kinds = ("d_parameters", "reduced", *(["loss"] if row.instruction.op is Op.NORM else []))
+            there = (i for i in self._written - self._freed - self._collected if self._keys[i][0] in kinds)
+            yield from (f"does not read {self._name(i)}" for i in sorted(there) if i not in row.reads)
+        for i in row.frees:
+            if self._keys[i][0] == "reduced" and row.instruction.op is not Op.STEP and i not in self._collected:
+                yield f"frees {self._name(i)} before it was added up"
+        if self._plan.zero in (1, 2):
+            first = (i for i in (*row.reads, *row.adds) if self._keys[i][0] == "parameters" and i not in self._touched)
+            yield from (f"uses {self._name(i)} without waiting for it" for i in first if i not in row.waits)
 
     def _incomplete(self, row: Row, meaning: _Meaning) -> Iterator[str]:
         """Sums that are used before everything was added to them."""

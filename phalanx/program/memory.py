@@ -6,6 +6,7 @@ are evaluated for each part of the batch. What libraries keep for themselves is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan
 from phalanx.program.costs import BucketCosts, Costs
 from phalanx.program.holders import buckets_of
-from phalanx.program.instructions import COMPUTE, SENDS, Instruction
+from phalanx.program.instructions import COMPUTE, SENDS, Instruction, Op
 from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape
 from phalanx.program.slice_costs import TOKENS
@@ -76,7 +77,7 @@ class Sizes:
     def crossing(self, names: Names, stage: int, it: Instruction) -> int:
         """Bytes of what crosses before a stage for a part of the batch."""
         dims = self.part_dims((it.micro_batch, it.slice, it.half))
-        sizes = self.shape(dims).sizes if self.dims else {}
+        sizes = self.shape(dims).sizes
         return sum(self._number(sizes.get(wire, "0"), dims) for wire in names.crossing(stage, it.slice))
 
     def _evaluate(self, value: Value) -> int:
@@ -171,8 +172,13 @@ def _changes(
     users: dict[int, int] = {}
     sizes: dict[int, int] = {}
     now = 0.0  # when what comes next is issued
+    arrives: dict[int, float] = {}
     for row, event in zip(table.rows, events, strict=True):
         computes = event.resource == COMPUTE_RESOURCE
+        now = max([now, *(arrives.pop(i) for i in row.waits if i in arrives)])
+        if not computes:
+            arrives.update(dict.fromkeys((*row.writes, *row.adds), event.end))
+            now = event.end if row.instruction.op is Op.NORM else now
         issued = event.start if computes else now
         ended = event.end if computes or row.instruction.op in SENDS else now
         for i in row.writes:
@@ -181,7 +187,7 @@ def _changes(
                 sizes[value.memory] = size(value)
                 yield issued, sizes[value.memory], COMPONENTS[value.kind]
             users[value.memory] = users.get(value.memory, 0) + 1
-        yield from _working(costs, row.instruction, event)
+        yield from _working(costs, size, row.instruction, event)
         for i in row.frees:
             value = table.values[i]
             users[value.memory] = users.get(value.memory, 1) - 1
@@ -190,8 +196,11 @@ def _changes(
         now = event.end if computes else now
 
 
-def _working(costs: Costs, it: Instruction, event: Event) -> Iterator[tuple[float, int, str]]:
+def _working(costs: Costs, sizes: Sizes, it: Instruction, event: Event) -> Iterator[tuple[float, int, str]]:
+    """Known for whole micro-batches: a half or slice is taken to need its part of it."""
     if it.op in COMPUTE and it.op in costs.working_bytes and it.block is not None:
-        size = costs.working_bytes[it.op][it.block]
+        dims = sizes.part_dims((it.micro_batch, it.slice, it.half))
+        share = math.prod(dims[name] / whole for name, whole in costs.dims.items() if whole)
+        size = round(share * costs.working_bytes[it.op][it.block])
         yield event.start, size, "working"
         yield event.end, -size, "working"

@@ -211,7 +211,7 @@ class Rules(Generic[Id]):
             memory[wire] = sink.give(self.gradient(it, wire), self.names.size.get(wire, ""), memory=base)
         if fused:
             self._add_weight_gradients(it, step)
-        elif place_of(it) in self._apart and bw.trains and bw.saved_w != "0":
+        elif place_of(it) in self._apart and bw.trains and bw.saved_w:
             sink.write(self._of_step("saved_w", it), bw.saved_w)
 
     def _weight(self, it: Instruction) -> None:
@@ -225,9 +225,9 @@ class Rules(Generic[Id]):
             sink.read(self.activation(it, wire))
         for wire in bw.w_takes:
             self._take(it, wire)
-        if bw.saved_bw != "0":
+        if bw.saved_bw:
             sink.read(self._of_step("saved_bw", it))
-        if bw.saved_w != "0":
+        if bw.saved_w:
             sink.read(self._of_step("saved_w", it))
         self._add_weight_gradients(it, step)
 
@@ -317,7 +317,7 @@ class Rules(Generic[Id]):
     @staticmethod
     def _saved(step: Step) -> list[tuple[str, str]]:
         kinds = (("saved_b", step.bw.saved_b), ("saved_bw", step.bw.saved_bw))
-        return [(kind, size) for kind, size in kinds if size != "0"]
+        return [(kind, size) for kind, size in kinds if size]
 
     def _read_parameters(self, it: Instruction, step: Step) -> None:
         for bucket in self.buckets(it, step):

@@ -31,9 +31,9 @@ class Backward:
     w_takes: Names
     inputs: bool = False
     w_inputs: bool = False
-    saved_b: str = "0"
+    saved_b: str = ""
     saved_bw: str = "1"
-    saved_w: str = "0"
+    saved_w: str = ""
     trains: bool = True
     d_parameters: str = "0"
     same: tuple[tuple[str, str], ...] = ()

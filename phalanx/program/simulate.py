@@ -148,7 +148,7 @@ class _Issuer:
         elif it.op in SENDS or it.op in RECEIVES:
             self._wait(waits)
             self._message(position, row)
-        elif it.op in COLLECTIVES:
+        elif it.op in COLLECTIVES and len(self.setting.group(self.rank, it)) > 1:
             self._wait(waits)
             self._collective(position, row)
         else:
@@ -285,7 +285,7 @@ def _alike(setting: Setting, rank: int) -> int:
 
 
 def _resource(setting: Setting, rank: int, it: Instruction, event: Event) -> str:
-    if it.op in COLLECTIVES:
+    if it.op in COLLECTIVES and len(setting.group(rank, it)) > 1:
         return group_name(setting.group(rank, it))
     if it.peer is not None:
         return channel_name(*((rank, it.peer) if it.op in SENDS else (it.peer, rank)), it.op)

@@ -26,9 +26,9 @@ from phalanx.engine.step import Outcome, training_flops
 from phalanx.errors import PhalanxError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
-from phalanx.launch.board import BoardWatch
 from phalanx.launch.context import RankContext
 from phalanx.launch.signals import StopRequest, stop_request
+from phalanx.launch.status_board import BoardWatch
 from phalanx.model.zoo.zoo import build
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.progress import make_progress

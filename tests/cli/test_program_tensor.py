@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli import program, program_split
+from phalanx.cli import program
 from phalanx.cli.main import main
 from phalanx.cli.program_report import exchange_seconds
 from phalanx.program.instructions import Instruction, Op, from_text
@@ -26,7 +26,7 @@ def once() -> Iterator[None]:
     """The model is captured and measured once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "find_facts", cache(program.find_facts))
-        patch.setattr(program_split, "capture_model", cache(program_split.capture_model))
+        patch.setattr(program, "capture_model", cache(program.capture_model))
         yield
 
 
@@ -59,14 +59,15 @@ def test_the_programs_have_the_collectives_of_the_mode(
 def _memory(lines: list[str]) -> dict[str, float]:
     table = next(number for number, line in enumerate(lines) if line.startswith("rank ") and "peak" in line)
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    titles, cells = lines[table].split()[3:], lines[table + 1].split()
+    titles = [title.strip() for title in lines[table].split("  ") if title.strip()][3:]
+    cells = lines[table + 1].split()
     sizes = [float(a) * units[b] for a, b in pairwise(cells) if b in units]
     return dict(zip(titles, sizes, strict=True))
 
 
 def test_a_rank_holds_about_half_of_a_split_model(capsys: pytest.CaptureFixture[str]) -> None:
     whole, half = _memory(shown(capsys, "tp=1")), _memory(shown(capsys, "tp=2"))
-    for part in ("weights", "gradients", "optimizer", "activations"):
+    for part in ("weights", "optimizer", "peak"):
         assert 0.45 < half[part] / whole[part] < 0.75, part
 
 

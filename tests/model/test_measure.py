@@ -52,7 +52,7 @@ def test_measured_saved_bytes_are_what_is_kept_for_the_backward(name: str) -> No
         shape = Described(captured, Plan(stages=(len(captured.blocks.blocks),)), "bfloat16").at(dims)
     steps = [step for block in range(shape.num_blocks) for step in shape.steps_of(block)]
     kept = {wire for step in steps for wire in step.bw.reads}
-    own = sum(int(step.bw.saved_b) + int(step.bw.saved_bw) for step in steps)
+    own = sum(int(step.bw.saved_b or 0) + int(step.bw.saved_bw or 0) for step in steps)
     shared = {tensor.name: evaluate(tensor.bytes, dims) for block in facts.blocks for tensor in block.shared}
     assert {name for name in shared if name in shape.sizes} == kept
     assert facts.saved_bytes(dims) == own + sum(shared.values())

@@ -7,14 +7,14 @@ from typing import Any
 
 from phalanx.observe.program_files import chrome_trace
 from phalanx.plan.plan import Plan
+from phalanx.program.compile import compile_plan
 from phalanx.program.costs import uniform
-from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
 
 PLAN = Plan(pp=2, mb=2, stages=(1, 1))
 SHAPE = ModelShape(2, (), (True, True), (True, True))
-TIMELINE = simulate(PLAN, SHAPE, lower(PLAN, SHAPE), uniform(SHAPE, send=0.5))
+TIMELINE = simulate(compile_plan(PLAN, SHAPE), uniform(SHAPE, send=0.5))
 
 
 def events(kind: str, *names: str) -> list[dict[str, Any]]:

@@ -14,9 +14,9 @@ from phalanx.errors import ConfigError
 from phalanx.observe.program_files import svg, ticks, write_png
 from phalanx.observe.program_text import MOST_STRIPS, bars_of, chart, duration_text, lanes_of
 from phalanx.plan.plan import Plan
+from phalanx.program.compile import compile_plan
 from phalanx.program.costs import uniform
 from phalanx.program.instructions import from_text
-from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
 from phalanx.program.timeline import Event, Timeline
@@ -27,7 +27,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def simulated(plan: Plan, send: float = 0.0) -> Timeline:
     n = sum(plan.stages)
     shape = ModelShape(n, (), (True,) * n, (True,) * n)
-    return simulate(plan, shape, lower(plan, shape), uniform(shape, send=send))
+    return simulate(compile_plan(plan, shape), uniform(shape, send=send))
 
 
 def lines(timeline: Timeline, width: int = 80) -> list[str]:

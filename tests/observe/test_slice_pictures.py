@@ -8,8 +8,8 @@ from dataclasses import replace
 from phalanx.observe.program_files import chrome_trace
 from phalanx.observe.program_text import bars_of, chart
 from phalanx.plan.plan import Plan
+from phalanx.program.compile import compile_plan
 from phalanx.program.costs import uniform
-from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
 from phalanx.program.timeline import Timeline
@@ -20,7 +20,7 @@ def simulated(text: str) -> Timeline:
     everything = (True,) * sum(plan.stages)
     shape = ModelShape(len(everything), (), everything, everything)
     costs = replace(uniform(shape, f=4.0, b=4.0, w=4.0, send=0.1), dims={"tokens": 64})
-    return simulate(plan, shape, lower(plan, shape), costs)
+    return simulate(compile_plan(plan, shape), costs)
 
 
 def test_each_slice_is_a_bar_that_names_it() -> None:

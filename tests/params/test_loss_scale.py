@@ -13,8 +13,8 @@ from phalanx.model.zoo.zoo import resolve
 from phalanx.params.loss_scale import INITIAL, LossScale
 from phalanx.plan.complete import complete
 from phalanx.tasks.custom import infer_inputs
+from tests.engine import rank_jobs
 from tests.run_helpers import HALF, short_run
-from tests.runtime import rank_jobs
 
 GOOD, OVERFLOW = torch.tensor(True), torch.tensor(False)
 

@@ -25,7 +25,7 @@ from tests.program.tensor_shapes import exchange, segment, stack, tensor_cases
 
 Case = tuple[Plan, ModelShape]
 every_case = cases() | tensor_cases() | sliced_cases()
-quick = settings(max_examples=25, deadline=None)
+quick = settings(max_examples=15, deadline=None)
 
 
 def tables_of(case: Case) -> Iterator[Table]:

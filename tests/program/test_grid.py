@@ -16,7 +16,7 @@ from phalanx.program.shape import ModelShape
 from tests.program.random_plans import plans, simple_shape
 from tests.program.tensor_shapes import tensor_cases
 
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=25, deadline=None)
 
 
 def test_instructions_stand_at_their_time_and_waiting_is_a_dot() -> None:

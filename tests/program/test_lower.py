@@ -19,7 +19,7 @@ from phalanx.program.shape import ModelShape
 from tests.program.random_plans import cases, simple_shape
 
 Case = tuple[Plan, ModelShape]
-quick = settings(max_examples=30, deadline=None)
+quick = settings(max_examples=20, deadline=None)
 
 
 def lowered(text: str, *shared: tuple[int, ...]) -> list[str]:
@@ -31,7 +31,7 @@ def of_op(program: Program, *ops: Op) -> list[str]:
     return [str(instruction) for instruction in program if instruction.op in ops]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_every_schedule_on_every_model_passes_the_check(case: Case) -> None:
     compile_plan(*case)

@@ -239,6 +239,9 @@ def test_what_a_computation_needs_while_it_runs_comes_and_goes() -> None:
     held = memory(plan, 0, shape, working_bytes={Op.F: (70, 70), Op.BW: (30000, 30000)})
     assert held["working"] == 30000 and held["activations"] == 20000
     assert "working" not in memory(plan, 0, shape)
+    sliced = Plan.parse("pp=2,mb=2,slices=2,stages=1-1")
+    held = memory(sliced, 0, shape, dims={"tokens": 8}, working_bytes={Op.BW: (30000, 30000)})
+    assert held["working"] == 15000
 
 
 def test_pairs_keep_no_more_activations_because_one_is_freed_as_the_other_grows() -> None:

@@ -17,7 +17,7 @@ from phalanx.program.schedules import SCHEDULES
 
 ranks, counts = st.integers(1, 8), st.integers(1, 24)
 names = st.sampled_from(sorted(SCHEDULES))
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=30, deadline=None)
 
 
 def virtual(name: str) -> int:

@@ -149,7 +149,7 @@ def test_messages_of_halves_are_half_as_large() -> None:
     assert [e.seconds for e in sends] == [1.0] * 4
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(tensor_cases())
 def test_every_program_of_steps_can_be_simulated_and_computes_all_it_should(case: Case) -> None:
     plan, shape = case
@@ -238,7 +238,7 @@ def test_slices_of_one_sequence_fill_a_pipeline_that_is_idle_without() -> None:
     assert (whole.makespan, cut.makespan) == (pytest.approx(12), pytest.approx(3 * 19 / 16))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(sliced_cases())
 def test_every_program_with_slices_can_be_simulated_and_computes_as_long_as_without(case: Case) -> None:
     plan, shape = case

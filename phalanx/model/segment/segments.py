@@ -213,7 +213,9 @@ class _Partition:
 def _base(node: fx.Node) -> fx.Node:
     """What a node is a view of, at the end; itself if it has memory of its own."""
     while node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
-        seen = [s for s in node.all_input_nodes if isinstance(s.meta.get("val"), Tensor) and _same_memory(s, node)]
+        made_of = node.all_input_nodes[0] if node.target is operator.getitem else node  # several views at once
+        sources = made_of.all_input_nodes
+        seen = [s for s in sources if isinstance(s.meta.get("val"), Tensor) and _same_memory(s, node)]
         if not seen:
             return node
         node = seen[0]

@@ -9,7 +9,7 @@ from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model import reference
 from tests import captured
-from tests.runtime import rank_jobs
+from tests.engine import rank_jobs
 
 SAMPLES, COUNTS = 7, (7, 5, 4, 1)  # in micro-batches of two: a short last one, one replica without its last, one alone
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +73,9 @@ def half_steps(
     for size in sizes:
         before = {name: weight.exact.clone() for name, weight in rank.parameters.trained.items()}
         step = rank.step.begin({"x": torch.full((4, 4), size), "y": torch.zeros(4)}, 0, lr=1e-6)
-        until = tuple(takewhile(lambda instruction: instruction.op is not Op.STEP, rank.step.program))
-        rank.step.engine.run(until, step)
+        rank.step.engine.run(rank.step.program, step, until=Op.STEP)
         finite = all(bool(gradient.isfinite().all()) for gradient in step.gradients.values())
-        rank.step.engine.run(rank.step.program[len(until) :], step)
+        rank.step.engine.run(rank.step.program, step)
         after = {name: weight.exact for name, weight in rank.parameters.trained.items()}
         changed = any(not torch.equal(before[name], value) for name, value in after.items())
         found.append(HalfStep(finite, changed, float(rank.loss_scale.value)))

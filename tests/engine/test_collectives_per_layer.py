@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.launch.worker_pool import WorkerPool
 from tests import captured
-from tests.runtime import exchange_jobs
-from tests.runtime.exchange_jobs import Sent
+from tests.engine import exchange_jobs
+from tests.engine.exchange_jobs import Sent
 
 SAMPLES, TOKENS, WIDTH, BYTES = 4, 8, 64, 8
 WHOLE = SAMPLES * TOKENS * WIDTH * BYTES  # of what lies between attention and feed-forward

@@ -14,12 +14,12 @@ from phalanx.engine.measured import Recorder, merge
 from phalanx.errors import ConfigError
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.plan import Plan
+from phalanx.program.compile import compile_plan
 from phalanx.program.instructions import SENDS, Op, from_text
-from phalanx.program.lower import lower
 from phalanx.program.shape import ModelShape
 from phalanx.program.timeline import Event, Timeline
+from tests.engine.clock_jobs import gather_from_another_machine
 from tests.run_helpers import short_run
-from tests.runtime.clock_jobs import gather_from_another_machine
 
 PLAN = "pp=2,mb=2,schedule=zb-h1"
 SHAPE = ModelShape(4, (), (True,) * 4, (True,) * 4)
@@ -42,7 +42,8 @@ def test_a_run_writes_every_instruction_of_every_rank_once_and_in_order(measured
     plan = Plan.from_json((measured.parent / "plan.json").read_text())
     num_blocks = sum(plan.stages)
     shape = ModelShape(num_blocks, ((0, num_blocks - 1),), (True,) * (num_blocks + 1), (True,) * (num_blocks + 1))
-    for rank, program in enumerate(lower(plan, shape)):
+    compiled = compile_plan(plan, shape)
+    for rank, program in enumerate(map(compiled.program, range(plan.world))):
         events = of_rank(timeline, rank)
         assert tuple(event.instruction for event in events) == program
         assert all(event.start <= event.end for event in events)

@@ -1,0 +1,33 @@
+"""The table of a program is what happens: after every instruction the memory of values is what it says, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.launch.worker_pool import WorkerPool
+from tests import captured
+from tests.engine.live_bytes import mismatches, on_rank
+
+ALONE = ["mb=2", "mb=2,recompute=yes", "mb=2,schedule=zb-h1", "mb=2,schedule=zb-v", "mb=2,schedule=gpipe,slices=3"]
+TOGETHER = [
+    (captured.GPT2, "pp=2,mb=4,schedule=zb-h1"),
+    (captured.GPT2, "tp=2,mb=2"),
+    (captured.LLAMA, "tp=2,mb=2,sequence=yes,save=input"),
+    (captured.LLAMA, "tp=2,mb=1,overlap=oases"),
+    (captured.LLAMA, "pp=2,tp=2,mb=2,slices=2"),
+    (captured.WHISPER, "pp=2,mb=2,schedule=interleaved,v=2"),
+    (captured.WHISPER, "pp=2,tp=2,slices=2,mb=2"),
+]
+
+
+@pytest.mark.parametrize("plan", ALONE)
+@pytest.mark.parametrize("name", [captured.GPT2, captured.LLAMA])
+def test_bytes_of_one_rank_are_those_of_its_table(name: str, plan: str) -> None:
+    case = captured.named(name, samples=4, tokens=8)
+    assert mismatches(case.rank(plan), case.batch) == []
+
+
+@pytest.mark.parametrize(("name", "plan"), TOGETHER)
+def test_bytes_of_every_rank_are_those_of_its_table(name: str, plan: str, pool: WorkerPool) -> None:
+    world = 4 if "pp=2" in plan and "tp=2" in plan else 2
+    assert pool.run(on_rank, name, plan, world=world) == [[]] * world
