@@ -88,6 +88,8 @@ class _Lives:
         behind = [self._last[i] for i in unread[IN_FLIGHT:]] + [last] * IN_FLIGHT
         for number, position in zip(unread, behind, strict=False):
             self._last[number] = position
+            for held in self._held.get(number, ()):
+                self._last[held] = max(self._last[held], position)
             row = self._rows[position]
             self._rows[position] = row._replace(waits=(*row.waits, number))
 

@@ -177,6 +177,8 @@ class _Follower:
         for i in row.waits:
             self._pending.discard(i)
             self._held.pop(i, None)
+            if i not in (*row.reads, *row.adds, *row.frees) and self._keys[i][0] not in RESIDENT:
+                yield f"waits for {self._name(i)} and does nothing with it"
         new = set(row.writes)
         yield from (f"writes {self._name(i)} twice" for i in row.writes if i in self._written)
         for i in dict.fromkeys((*row.reads, *row.adds, *row.writes)):
@@ -236,7 +238,7 @@ class _Follower:
             self._collected.update(parts)
         if meaning.sums == "reduce":
             self._collected.update(i for i in row.reads if self._keys[i][0] == "d_parameters")
-        added = {_bucket(self._keys[i]) for i in row.adds}
+        added = {_bucket(self._keys[i]) for i in row.adds if i in row.reads}
         if meaning.sums == "further" and str(row.instruction.block) not in added:
             yield "sums nothing over further ranks"
         if meaning.sums == "all":

@@ -122,8 +122,6 @@ def test_an_encoder_runs_once_per_micro_batch_where_the_model_has_one(name: str,
 
 @pytest.mark.parametrize("stages", [
     "7-8",  # behind the encoder
-    pytest.param("8-7", marks=pytest.mark.xfail(  # behind the bridge, which makes the decoder's input too
-        strict=True, reason="facts give what the bridge makes of the encoder's result to every slice")),
 ])  # fmt: skip
 def test_what_an_encoder_hands_on_is_sent_once_per_micro_batch(stages: str) -> None:
     facts = load("google-t5/t5-small")

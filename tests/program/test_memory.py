@@ -190,7 +190,6 @@ def test_zero_shards_optimizer_state_then_gradients_then_weights(
     assert held.get("gathered weights", 0) == gathered
 
 
-@pytest.mark.xfail(strict=True, reason="peak_memory dates what NORM frees before it has waited for the reduction")
 def test_whole_gradients_stay_until_their_reduction_has_arrived() -> None:
     assert memory(Plan(dp=2, zero=1, stages=(1,)), group_link=Link(1.0))["gradients"] == 2000 + 1000
 
