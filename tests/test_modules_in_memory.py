@@ -18,6 +18,13 @@ from tests.run_helpers import records
 OPTIONS = {"seq_len": 16, "batch_size": 4, "steps": 2, "lr": 1e-3, "progress": "off", "export": False, "device": "cpu"}
 
 
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What these tests capture is captured anew, and so checked as a user's module is."""
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "captures"))
+    monkeypatch.setattr("phalanx.model.capture.self_check", selfcheck.self_check)
+
+
 def train(module: Any, out: Path, **options: Any) -> Any:
     return phalanx.train(module, "synthetic:8", out=out, **{**OPTIONS, **options})
 
@@ -51,7 +58,6 @@ def test_the_check_takes_no_more_tokens_than_the_module(tmp_path: Path):
 
 def test_wrong_dropout_in_a_capture_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     keys = selfcheck.dropout_keys
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "captures"))  # only what is captured anew is checked
     monkeypatch.setattr(selfcheck, "dropout_keys", lambda blocks, samples: keys(blocks, samples + 1))
     with pytest.raises(CaptureError, match="disagrees with the model: the loss is off by"):
         train(tiny_models.build("gpt2"), tmp_path)
