@@ -68,6 +68,14 @@ class Case:
         loss.backward()
         return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
+    def count(self, samples: slice) -> Tensor:
+        """What the loss of these samples is a mean over."""
+        batch = {name: tensor[samples] for name, tensor in self.batch.items()}
+        _, count = interpret.sum_and_count(
+            self.blocks, self.parameters, self.captured.buffers, batch, self.captured.dims(batch), {}
+        )
+        return count
+
     def rank(
         self, plan: str = "", *, context: RankContext | None = None, frozen: Sequence[str] = (), **options: object
     ) -> Rank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,6 +18,7 @@ from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.segment.joint import trace
 from phalanx.model.segment.segments import Segment
 from tests import captured
+from tests.traced import Run
 
 aten = torch.ops.aten
 _PRODUCTS = {
@@ -78,70 +79,6 @@ class Call:
         return [out.detach() for out in outputs], *split
 
 
-class Run:
-    """A segment's functions, one after the other, on the tensors of a call and what earlier ones left."""
-
-    def __init__(self, one: Call, segment: Segment) -> None:
-        self.one, self.segment = one, segment
-        self.known: dict[tuple[str, int], Tensor] = {("port", i): t for i, t in enumerate(one.tensors)}
-
-    def forward(self) -> list[Tensor]:
-        results = self._call(self.segment.forward)
-        outputs = list(results[: len(self.segment.joint.outputs)])
-        self._keep("output", outputs)
-        self.left(results[len(outputs) :])
-        return outputs
-
-    def run(self) -> list[Tensor]:
-        return list(self._call(self.segment.run))
-
-    def again(self) -> list[Tensor]:
-        return list(self._call(self.segment.again))
-
-    def left(self, saved: Sequence[Tensor]) -> None:
-        first = len(self.segment.saved_b)
-        self._keep("saved_b", saved[:first])
-        self._keep("saved_bw", saved[first:])
-
-    def backward(self, d_outputs: list[Tensor]) -> list[Tensor | None]:
-        self._keep("gradient", d_outputs)
-        results = self._call(self.segment.backward)
-        self._keep("saved_w", results[len(self.segment.gives) :])
-        return self._given(results)
-
-    def weight(self) -> list:
-        return self._weights(self.segment.weight)[1]
-
-    def backward_weight(self, d_outputs: list[Tensor]) -> tuple[list[Tensor | None], list]:
-        self._keep("gradient", d_outputs)
-        results, gradients = self._weights(self.segment.backward_weight)
-        return self._given(results), gradients
-
-    def saved(self, *kinds: str) -> list[Tensor]:
-        return [tensor for (kind, _), tensor in self.known.items() if kind in kinds]
-
-    def arguments(self, name: str) -> list[Tensor]:
-        return [self.known[source] for source in getattr(self.segment, name).arguments]
-
-    def _call(self, one: segments.Call) -> list:
-        with torch.no_grad():
-            return list(one.function(*[self.known[source] for source in one.arguments]))
-
-    def _weights(self, one: segments.WeightCall) -> tuple[list, list]:
-        arguments = [self.known[source] for source in one.arguments]
-        with torch.no_grad():
-            results = list(one.function(*arguments[: one.num_taken]))
-        return results, one.gradients(arguments, results)
-
-    def _keep(self, kind: str, tensors: Sequence[Tensor]) -> None:
-        self.known |= {(kind, i): tensor for i, tensor in enumerate(tensors)}
-
-    def _given(self, results: list) -> list[Tensor | None]:
-        """Per input that is no parameter."""
-        found = dict(zip(self.segment.gives, results, strict=False))
-        return [found.get(i) for i, parameter in enumerate(self.one.is_parameter) if not parameter]
-
-
 @cache
 def call(name: str, block_name: str) -> Call:
     case = captured.named(name)
@@ -183,7 +120,7 @@ def close(got: list, expected: list) -> None:
 @pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
 def test_f_then_b_then_w_equals_bw_equals_autograd(name: str, block: str, mode: str) -> None:
     one = call(name, block)
-    run = Run(one, one.build(mode=mode))
+    run = Run(one.build(mode=mode), one.tensors)
     d_outputs = d_outputs_for(run.segment)
     expected = one.autograd(d_outputs)
     close(run.forward(), expected[0])
@@ -198,7 +135,7 @@ def test_f_then_b_then_w_equals_bw_equals_autograd(name: str, block: str, mode: 
 @pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
 def test_nothing_saved_is_a_parameter_or_made_of_parameters_alone(name: str, block: str, mode: str) -> None:
     one = call(name, block)
-    run = Run(one, one.build(mode=mode))
+    run = Run(one.build(mode=mode), one.tensors)
     run.forward()
     run.backward(d_outputs_for(run.segment))
     ours = {parameter.untyped_storage().data_ptr() for parameter in one.parameters}
@@ -213,7 +150,7 @@ def test_nothing_saved_is_a_parameter_or_made_of_parameters_alone(name: str, blo
 @pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
 def test_nothing_saved_shares_the_memory_of_what_was_given_or_put_out(name: str, block: str) -> None:
     one = call(name, block)
-    run = Run(one, one.build())
+    run = Run(one.build(), one.tensors)
     others = [*one.tensors, *run.forward()]
     run.backward(d_outputs_for(run.segment))
     known = {tensor.untyped_storage().data_ptr() for tensor in (*others, *run.saved("gradient"))}
@@ -239,7 +176,7 @@ def test_the_outputs_alone_and_what_is_saved_alone_equal_those_of_one_forward(
     name: str, block: str, mode: str
 ) -> None:  # fmt: skip
     one = call(name, block)
-    run = Run(one, one.build(mode=mode))
+    run = Run(one.build(mode=mode), one.tensors)
     outputs = run.forward()
     close(run.run(), outputs)
     close(run.again(), run.saved("saved_b", "saved_bw"))
@@ -260,7 +197,7 @@ def test_functions_are_compiled_when_they_are_first_used_and_only_once(monkeypat
     monkeypatch.setattr(Compiler, "__call__", lambda self, graph: made.append(graph) or compile_(self, graph))
     one = call(captured.GPT2, "transformer.h.1")
     segment = segments.build(one.graph, one.arguments, one.is_parameter, one.wants, compiler=Compiler("off"))
-    run = Run(one, segment)
+    run = Run(segment, one.tensors)
     assert not made
     for _ in range(2):
         run.forward()
@@ -296,7 +233,7 @@ def test_frozen_parameters_get_no_gradient_and_no_work() -> None:
     frozen = tuple(name for name in one.block.names("parameter") if name != trained)
     segment = one.build(frozen=frozen)
     assert products(segment)["weight"] == 0
-    run = Run(one, segment)
+    run = Run(segment, one.tensors)
     run.forward()
     d_outputs = d_outputs_for(segment)
     gradients = dict(zip(one.block.names("parameter"), run.backward_weight(d_outputs)[1], strict=True))
@@ -372,7 +309,7 @@ def test_a_compiler_that_pads_results_changes_nothing_for_those_who_take_them(
     monkeypatch.setattr("torch._dynamo.backends.registry.lookup_backend", lambda mode: padding)
     one = call(case, path)
     segment = segments.build(one.graph, one.arguments, one.is_parameter, one.wants, compiler=Compiler("inductor"))
-    run, d_outputs = Run(one, segment), d_outputs_for(segment)
+    run, d_outputs = Run(segment, one.tensors), d_outputs_for(segment)
     expected = one.autograd(d_outputs)
     for _ in range(2):
         outputs = run.forward()

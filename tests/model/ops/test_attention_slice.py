@@ -19,6 +19,7 @@ from phalanx.model.ops.kernels import Chunked
 from phalanx.model.ops.slice_attention import Past, Slice
 from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
+from tests.traced import Run
 
 own = torch.ops.phalanx
 TOKENS, SAMPLES, HEADS, DIM = 9, 2, 4, 8
@@ -214,20 +215,19 @@ def test_attention_to_two_sets_of_keys_is_merged_without_overflow(cut: int, scal
     require_same(found, part(slice(None)), tolerance=1e-12)
 
 
-def _segment(arguments: Sequence[Any], mode: str, recompute: bool) -> segments.Segment:
+def _segment(arguments: Sequence[Any], mode: str) -> segments.Segment:
     """One attention of a slice, traced and cut as in training; it gives gradients to q, k, v and a bias."""
     graph = fx.Graph()
     nodes = [graph.placeholder(f"x{i}") if isinstance(a, Tensor) else a for i, a in enumerate(arguments)]
     graph.output((graph.call_function(getitem, (graph.call_function(own.attention_slice.default, tuple(nodes)), 0)),))
     tensors_ = [a for a in arguments if isinstance(a, Tensor)]
     wants = [a.is_floating_point() for a in tensors_]
-    return segments.build(graph, tensors_, [False] * len(tensors_), wants, recompute=recompute, compiler=Compiler(mode))
+    return segments.build(graph, tensors_, [False] * len(tensors_), wants, compiler=Compiler(mode))
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("mode", ["off", "aot_eager"])
 @pytest.mark.parametrize("case", ["plain", "everything"])
-def test_one_traced_function_serves_slices_with_different_pasts(case: str, mode: str, recompute: bool) -> None:
+def test_one_traced_function_serves_slices_with_different_pasts(case: str, mode: str) -> None:
     given, edges = CASES[case], [0, 3, 6, 9]
     *qkv, d_out = tensors(kv_heads=2)
     past = Past(TOKENS)
@@ -236,14 +236,11 @@ def test_one_traced_function_serves_slices_with_different_pasts(case: str, mode:
         [*(x[:, :, a:b].contiguous() for x in qkv), slice_.handle, *options(given, a, b)]
         for slice_, (a, b) in zip(slices, pairwise(edges), strict=True)
     ]
-    segment = _segment(calls[0], mode, recompute)
-    outs, kept, gradients = [], [], []
-    for call in calls:
-        [out], saved = segment.forward([a for a in call if isinstance(a, Tensor)])
-        outs.append(out)
-        kept.append(saved)
-    for saved, (a, b) in reversed(list(zip(kept, pairwise(edges), strict=True))):
-        d_inputs, _ = segment.backward_weight([], saved, [d_out[:, :, a:b].contiguous()])
+    segment = _segment(calls[0], mode)
+    runs = [Run(segment, [a for a in call if isinstance(a, Tensor)]) for call in calls]
+    outs, gradients = [run.forward()[0] for run in runs], []
+    for run, (a, b) in reversed(list(zip(runs, pairwise(edges), strict=True))):
+        d_inputs, _ = run.backward_weight([d_out[:, :, a:b].contiguous()])
         gradients.insert(0, [d for d in d_inputs if d is not None])
     joined = [torch.cat(parts, dim=2) for parts in zip(*[found[:3] for found in gradients], strict=True)]
     summed = [torch.stack([found[3] for found in gradients]).sum(0)] if "bias" in given else []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.redistribute import Arriving, Mover
-from phalanx.model.shard.sharded import BACKWARD, FORWARD, Exchange, Move
+from phalanx.model.shard.sharded import BACKWARD, FORWARD, LOCAL_BACKWARD, LOCAL_FORWARD, Exchange, Move
 from phalanx.program.shape import Partition
 
 
@@ -70,10 +70,11 @@ def _one(move: Move, values: list[Tensor], dims: dict[str, int], way: str) -> li
     movers = _movers(move.cells, len(values))
     size = "tokens" if move.dim == 1 and move.kind in ("scatter", "gather", "join", "part") else ""
     exchange = Exchange(move.kind, "source", "target", move.cells, move.dim, size, move.factor)
-    is_sent = move.kind in (FORWARD if way == "forward" else BACKWARD)
-    here = {"forward": Mover.locally, "backward": Mover.locally_back}[way]
-    sent = {"forward": Mover.forward, "backward": Mover.backward}[way]
-    found: list[Any] = [(sent if is_sent else here)(m, exchange, v, dims) for m, v in zip(movers, values, strict=True)]
+    happens = {"forward": FORWARD | LOCAL_FORWARD, "backward": BACKWARD | LOCAL_BACKWARD}[way]
+    if move.kind not in happens:
+        return values
+    carry = {"forward": Mover.forward, "backward": Mover.backward}[way]
+    found: list[Any] = [carry(mover, exchange, dims)(value) for mover, value in zip(movers, values, strict=True)]
     return [one.wait("") if isinstance(one, Arriving) else one for one in found]
 
 
