@@ -15,19 +15,19 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from phalanx.launch.worker_pool import WorkerPool
     from phalanx.verification.plain_side import PlainProcess
 
 # A busy machine must not fail a test: what is too slow is caught by pytest's timeout, not per example.
-settings.register_profile("phalanx", deadline=None)
+settings.register_profile("phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("phalanx")
 
 FOLDER = Path(__file__).parent
 # Folders whose tests take longest come first, so that both workers are busy to the end.
-LONGEST_FIRST = ("parity", "faults", "launch", "lab", "benchmarks", "verification", "runtime", "model")
+LONGEST_FIRST = ("parity", "faults", "launch", "lab", "benchmarks", "verification", "engine", "model")
 # No test of these folders is light, nor of a module that has one of these names: they stand for other processes,
 # training, captured, traced and built models.
 HEAVY_FOLDERS = ("parity", "faults", "lab", "benchmarks", "gpu")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.cli.program import predict
 from phalanx.model.facts.facts import load
 from phalanx.program.from_facts import Device
 from phalanx.program.instructions import from_text
+from phalanx.program.predict import predict
 from phalanx.program.timeline import Timeline
 
 GPT2 = ("program", "--model", "gpt2", "--tokens", "256")
@@ -35,7 +35,7 @@ def timeline_of(plan: str, slower: float = 1.0) -> Timeline:
     facts = load("gpt2")
     assert facts is not None
     timeline = predict(facts, plan, None, 8, {"batch": 8, "tokens": 256}, Device()).timeline
-    events = (replace(e, start=slower * e.start, end=slower * e.end, cause=None) for e in timeline.events)
+    events = (replace(e, start=slower * e.start, end=slower * e.end) for e in timeline.events)
     return Timeline(tuple(events), ({"measured": 1024**3},) * 2)
 
 
@@ -52,7 +52,7 @@ def test_it_shows_the_plan_with_reasons_stages_the_step_and_memory(capsys: pytes
     assert any(line.startswith("predicted: step ") and "bubble" in line for line in lines)
     assert any(line.startswith("rank 1 ·") for line in lines)
     header = next(line.split() for line in lines if "peak" in line)
-    assert header[-6:] == ["peak", "weights", "gradients", "optimizer", "activations", "buffers"]
+    assert header[3:9] == ["peak", "weights", "optimizer", "gradients", "activations", "inputs"]
 
 
 def test_it_is_plain_in_a_file_and_coloured_in_a_terminal(
@@ -79,9 +79,9 @@ def test_lowered_programs_are_printed_as_text_that_reads_back(capsys: pytest.Cap
     lines = shown(capsys, "--plan", "pp=2,mb=2", "--lowered")
     facts = load("gpt2")
     assert facts is not None
-    programs = predict(facts, "pp=2,mb=2", None, 8, {"batch": 8, "tokens": 256}, Device()).programs
+    compiled = predict(facts, "pp=2,mb=2", None, 8, {"batch": 8, "tokens": 256}, Device()).compiled
     assert [line.partition(": ")[0] for line in lines] == ["rank 0", "rank 1"]
-    assert tuple(from_text(line.partition(": ")[2]) for line in lines) == programs
+    assert tuple(from_text(line.partition(": ")[2]) for line in lines) == (compiled.program(0), compiled.program(1))
 
 
 def test_pictures_and_traces_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path):
