@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.program.instructions import Op, Program
-from phalanx.program.schedules.merge import alternate
 from phalanx.program.schedules.one_f_one_b import most_held
-from phalanx.program.schedules.parts import Part, backwards, forwards, parts_of
+from phalanx.program.schedules.parts import Part, alternate, backwards, forwards, parts_of
 
 
 def zb_h1(pp: int, v: int, num_micro_batches: int, num_slices: Sequence[int] = ()) -> tuple[Program, ...]:
