@@ -57,7 +57,7 @@ def _stepped(order: Program, plan: Plan, shape: ModelShape) -> Program:
 def _gathered(program: Program, plan: Plan, shape: ModelShape, split: bool) -> Program:
     if not plan.gathers:
         return program
-    gather = gather_per_step if plan.gathers == "op_index" else gather_per_micro_batch
+    gather = gather_per_step if plan.gathers == "step" else gather_per_micro_batch
     return gather(program, shape, split)
 
 

@@ -85,7 +85,7 @@ def test_one_slice_to_each_micro_batch_is_the_order_without_slices(pp: int, numb
         schedule = SCHEDULES[name]
         whole = schedule(pp, 1, len(number), ())
         ones = schedule(pp, 1, len(number), [1] * len(number))
-        assert tuple(tuple(replace(it, slice=None) for it in order) for order in ones) == whole, name
+        assert tuple(tuple(it._replace(slice=None) for it in order) for order in ones) == whole, name
 
 
 @quick
