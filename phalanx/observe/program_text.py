@@ -78,7 +78,7 @@ def _bars(timeline: Timeline) -> Iterator[Bar]:
         instruction = event.instruction
         if event.seconds <= 0:
             continue
-        text = str(replace(instruction, block=None, op_index=None)) if instruction.op in COMPUTES else str(instruction)
+        text = str(instruction._replace(block=None, op_index=None)) if instruction.op in COMPUTES else str(instruction)
         label = "" if instruction.micro_batch is None else str(instruction.micro_batch)
         label += "" if instruction.slice is None else f".{instruction.slice}"
         label += "" if instruction.half is None else HALVES[instruction.half]

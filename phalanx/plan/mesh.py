@@ -77,4 +77,5 @@ class Mesh:
 
     def _along_dp(self, rank: int, dp_indices: range) -> tuple[int, ...]:
         pp_index, _, tp_index = self.coordinates(rank)
-        return tuple(self.rank(pp_index, dp_index, tp_index) for dp_index in dp_indices)
+        first = self.rank(pp_index, 0, tp_index)
+        return tuple(first + dp_index * self.tp for dp_index in dp_indices)

@@ -31,12 +31,28 @@ def listed(choices: Iterable[int | str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-# Virtual stages per rank. A schedule that is not interleaved is defined for this number only; interleaved for any more.
-VIRTUAL_STAGES: Mapping[str, int] = {
-    "1f1b": 1, "eager-1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2,
-}  # fmt: skip
-PIPELINES_ONLY = {"interleaved": "one rank has no bubble to fill", "eager-1f1b": "there are no messages to hide"}
-SLICED_SCHEDULES = ("1f1b", "eager-1f1b", "gpipe", "zb-h1")  # that order slices
+class ScheduleFacts(NamedTuple):
+    """order: where in `program/schedules/` the function is, as module.function. virtual_stages: per rank; a schedule
+    that is not interleaved is defined for this number only, interleaved for any more. slices: whether it orders them.
+    for_pipelines: what it would be without on one rank; empty where it may run there."""
+
+    order: str
+    virtual_stages: int
+    slices: bool
+    for_pipelines: str = ""
+
+
+SCHEDULES: Mapping[str, ScheduleFacts] = {
+    "1f1b": ScheduleFacts("one_f_one_b.one_f_one_b", 1, True),
+    "eager-1f1b": ScheduleFacts("one_f_one_b.eager_one_f_one_b", 1, True, "there are no messages to hide"),
+    "gpipe": ScheduleFacts("gpipe.gpipe", 1, True),
+    "interleaved": ScheduleFacts("interleaved.interleaved", 2, False, "one rank has no bubble to fill"),
+    "zb-h1": ScheduleFacts("zb_h1.zb_h1", 1, True),
+    "zb-v": ScheduleFacts("zb_v.zb_v", 2, False),
+}
+VIRTUAL_STAGES = {name: schedule.virtual_stages for name, schedule in SCHEDULES.items()}
+SLICED_SCHEDULES = tuple(name for name, schedule in SCHEDULES.items() if schedule.slices)
+PIPELINES_ONLY = {name: schedule.for_pipelines for name, schedule in SCHEDULES.items() if schedule.for_pipelines}
 MOMENTS = ("micro-batch", "step")
 
 

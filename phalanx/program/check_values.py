@@ -123,6 +123,7 @@ class _Follower:
         self._added: Counter[tuple[str, int | None]] = Counter()
         self._gathered: set[int] = set()
         self._held: dict[int, set[int]] = {}  # by what is on its way
+        self._sending: Counter[int] = Counter()  # how many of those need it
         self._collected: set[int] = set()
         self._touched: set[int] = set()
         self._ends = Op.NORM in {it.op for it in program}
@@ -176,7 +177,7 @@ class _Follower:
     def _follow(self, row: Row, meaning: _Meaning) -> Iterator[str]:
         for i in row.waits:
             self._pending.discard(i)
-            self._held.pop(i, None)
+            self._sending.subtract(self._held.pop(i, ()))
             if i not in (*row.reads, *row.adds, *row.frees) and self._keys[i][0] not in RESIDENT:
                 yield f"waits for {self._name(i)} and does nothing with it"
         new = set(row.writes)
@@ -204,14 +205,16 @@ class _Follower:
         summed = {part for _, parts in row.collects for part in parts}  # are needed only here, their sum longer
         for i in row.writes:
             held = meaning.holds.get(self._keys[i], ())
-            self._held[i] = {j for j in row.reads if self._keys[j] in held and j not in summed}
+            if held:
+                self._held[i] = {j for j in row.reads if self._keys[j] in held and j not in summed}
+                self._sending.update(self._held[i])
         yield from self._too_many(row)
         for i in row.frees:
             if i in self._freed:
                 yield f"frees {self._name(i)} again"
             if i not in self._written:
                 yield f"frees {self._name(i)}, which was never written,"
-            if any(i in held for held in self._held.values()):
+            if self._sending[i] > 0:
                 yield f"frees {self._name(i)}, which is still being sent,"
         self._freed.update(row.frees)
 

@@ -7,7 +7,7 @@ shows a plan takes it from here. Plain data, no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.plan.mesh import Mesh
@@ -37,7 +37,7 @@ class CompiledPlan:
         """What a rank of the world runs, with the ranks it talks to."""
         own = self.programs[self.pp_index(rank)]
         there = {peer: self.mesh.at_stage(rank, peer) for peer in range(self.plan.pp)}
-        return tuple(it if it.peer is None else replace(it, peer=there[it.peer]) for it in own)
+        return tuple(it if it.peer is None else it._replace(peer=there[it.peer]) for it in own)
 
     def pp_index(self, rank: int) -> int:
         return self.mesh.coordinates(rank)[0]

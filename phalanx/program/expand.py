@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op, Program
-from phalanx.program.schedules import SCHEDULES, SLICED
+from phalanx.program.schedules import SCHEDULES
 
 
 def schedule_of(plan: Plan) -> tuple[Program, ...]:
@@ -24,6 +24,5 @@ def slices_of(plan: Plan, num_micro_batches: int) -> tuple[int, ...]:
 
 
 def _orders(plan: Plan, num_micro_batches: int) -> tuple[Program, ...]:
-    if plan.slices:
-        return SLICED[plan.schedule](plan.pp, plan.v, num_micro_batches, slices_of(plan, num_micro_batches))
-    return SCHEDULES[plan.schedule](plan.pp, plan.v, num_micro_batches)
+    counts = (slices_of(plan, num_micro_batches),) if plan.slices else ()
+    return SCHEDULES[plan.schedule](plan.pp, plan.v, num_micro_batches, *counts)

@@ -7,7 +7,7 @@ communication; `simulate.py` is for real durations. What can never run is drawn 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.visits import in_visits, seems_split, visit_of
@@ -83,20 +83,20 @@ def _needs(it: Instruction, num_stages: int) -> list[Instruction]:
     stage = it.stage
     assert stage is not None
     if it.op is Op.F:
-        return [replace(it, stage=stage - 1)] if stage > 0 else []
+        return [it._replace(stage=stage - 1)] if stage > 0 else []
     if it.op is Op.W:
-        return [replace(it, op=Op.B)]
-    after = [replace(it, op=Op.B, stage=stage + 1)] if stage + 1 < num_stages else []
-    return [replace(it, op=Op.F), *after]
+        return [it._replace(op=Op.B)]
+    after = [it._replace(op=Op.B, stage=stage + 1)] if stage + 1 < num_stages else []
+    return [it._replace(op=Op.F), *after]
 
 
 def _at_its_grain(need: Instruction, known: Container[Instruction]) -> Instruction:
     """A stage that runs once per micro-batch does so with slice 0."""
-    return replace(need, slice=0) if need.slice and need not in known else need
+    return need._replace(slice=0) if need.slice and need not in known else need
 
 
 def _result(it: Instruction) -> Instruction:
-    return replace(it, op=Op.B) if it.op is Op.BW else it
+    return it._replace(op=Op.B) if it.op is Op.BW else it
 
 
 def _stuck(row: Sequence[Cell], program: Program, units: Mapping[Op, int]) -> list[Cell]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from phalanx.errors import PlanError
 
@@ -54,8 +54,7 @@ COLLECTIVES = REDISTRIBUTIONS | {Op.GATHER, Op.REDUCE, Op.SUM, Op.TIE, Op.COUNT,
 HALVES = "ab"
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """`block` is the block of a computation or redistribution, the bucket of anything about parameters. `half`: of the
     micro-batch, where it is cut in two. `op_index`: of the block, where it is made of several (`shape.BlockOp`).
     `slice`: of the micro-batch's tokens, where they are cut."""

@@ -10,7 +10,7 @@ they talk to are simulated once, unless their links differ. Nothing is printed h
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from phalanx.plan.mesh import Mesh
@@ -275,7 +275,7 @@ def _for_world(setting: Setting, events: Sequence[Event]) -> Timeline:
             continue
         program, alike = compiled.program(rank), by_rank[_alike(setting, rank)]
         every += [
-            replace(event, rank=rank, instruction=it, resource=_resource(setting, rank, it, event))
+            Event(rank, it, event.start, event.end, _resource(setting, rank, it, event))
             for event, it in zip(alike, program, strict=True)
         ]
     memory = tuple(held[rank if rank in held else _alike(setting, rank)] for rank in mesh.world)
@@ -287,8 +287,9 @@ def _alike(setting: Setting, rank: int) -> int:
 
 
 def _resource(setting: Setting, rank: int, it: Instruction, event: Event) -> str:
-    if it.op in COLLECTIVES and len(setting.group(rank, it)) > 1:
-        return group_name(setting.group(rank, it))
+    if it.op in COLLECTIVES:
+        group = setting.group(rank, it)
+        return group_name(group) if len(group) > 1 else event.resource
     if it.peer is not None:
         return channel_name(*((rank, it.peer) if it.op in SENDS else (it.peer, rank)), it.op)
     return event.resource

@@ -7,9 +7,9 @@ drawing it is the business of `observe/`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from phalanx.errors import PlanError
@@ -24,7 +24,8 @@ def channel_name(source: int, target: int, op: Op) -> str:
     return f"{source}→{target} {'F' if op in (Op.SEND_F, Op.RECV_F) else 'B'}"
 
 
-def group_name(ranks: Iterable[int]) -> str:
+@cache
+def group_name(ranks: tuple[int, ...]) -> str:
     """The resource on which collectives over these ranks run."""
     return "ranks " + ",".join(map(str, ranks))
 

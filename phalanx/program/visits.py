@@ -7,7 +7,6 @@ splits the two has visits of their own for them. Which one a program follows can
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from phalanx.program.instructions import COMPUTE, LOCAL_REDISTRIBUTIONS, REDISTRIBUTIONS, Instruction, Op, Program
 
@@ -29,7 +28,7 @@ def visit_of(instruction: Instruction, split: bool) -> Instruction:
         op = Op.BW
     elif op is not Op.W:
         op = Op.B
-    return replace(instruction, op=op, block=None, half=None, op_index=None)
+    return instruction._replace(op=op, block=None, half=None, op_index=None)
 
 
 def is_split(orders: Iterable[Program]) -> bool:

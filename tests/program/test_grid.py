@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,8 +68,8 @@ def test_the_short_view_has_one_word_per_visit_whatever_it_was_lowered_to(case: 
     plan, shape = case
     for program, order in zip(lower(plan, shape), schedule_of(plan), strict=True):
         # A lone segment whose W follows its B at once looks the same under both kinds of schedule.
-        fused = {replace(it, op=Op.BW) if it.op is Op.B else it for it in short_view(program) if it.op is not Op.W}
-        assert fused == {replace(it, op=Op.BW) if it.op is Op.B else it for it in order if it.op is not Op.W}
+        fused = {it._replace(op=Op.BW) if it.op is Op.B else it for it in short_view(program) if it.op is not Op.W}
+        assert fused == {it._replace(op=Op.BW) if it.op is Op.B else it for it in order if it.op is not Op.W}
 
 
 @quick

@@ -33,8 +33,9 @@ def test_each_kind_of_collective_has_its_groups(plan: str, rank: int, word: str,
 
 TENSOR = ModelShape(
     3, (), (True,) * 3, (True,) * 3,
-    ops=((redistribution("a", "b", ((0, 1), (2, 3)), "all_reduce"), redistribution("b", "c", ((0, 1, 2, 3),), "", "all_reduce")),
-           (redistribution("a", "b", (), "all_reduce"),), ()),
+    ops=((redistribution("a", "b", ((0, 1), (2, 3)), "all_reduce"),
+          redistribution("b", "c", ((0, 1, 2, 3),), "", "all_reduce")),
+         (redistribution("a", "b", (), "all_reduce"),), ()),
     sums=(((0, 1), (2, 3)), (), ((0, 2), (1, 3))),
 )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -53,7 +52,7 @@ def test_ranks_of_a_place_differ_in_their_peers_only_which_are_in_their_own_pipe
     for rank in mesh.world:
         pp_index, dp_index, tp_index = mesh.coordinates(rank)
         for it, placed in zip(compiled.program(rank), compiled.programs[pp_index], strict=True):
-            assert replace(it, peer=placed.peer) == placed
+            assert it._replace(peer=placed.peer) == placed
             assert it.peer is None or mesh.coordinates(it.peer) == (placed.peer, dp_index, tp_index)
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan import plan
 from phalanx.plan.plan import Plan
 from phalanx.program.expand import forwards_of, schedule_of
 from phalanx.program.grid import place
@@ -135,7 +134,3 @@ def test_an_evaluation_runs_every_forward_once_and_nothing_else(name: str, pp: i
 ])  # fmt: skip
 def test_stored_programs_replay_identically(name: str, pp: int, mb: int, texts: list[str]) -> None:
     assert [to_text(program) for program in SCHEDULES[name](pp, virtual(name), mb)] == texts
-
-
-def test_plans_know_exactly_the_schedules_there_are() -> None:
-    assert sorted(plan.SCHEDULES) == sorted(SCHEDULES)

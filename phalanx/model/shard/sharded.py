@@ -100,12 +100,16 @@ class Sharded:
     replicated: tuple[str, ...]  # what no rule could split, in words, for the user
 
 
-FORWARD = {"all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter", "all_gather": "all_gather", "unshard": "all_gather",
-           "stack": "all_gather"}  # fmt: skip
+FORWARD = {
+    "all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter", "all_gather": "all_gather", "unshard": "all_gather",
+    "stack": "all_gather",
+}  # fmt: skip
+BACKWARD = {
+    "identity": "all_reduce", "reduce_scatter": "all_gather", "all_gather": "reduce_scatter", "shard": "all_gather",
+}  # fmt: skip
 # What a rank does alone: takes its own part, or multiplies.
 LOCAL_FORWARD = {"shard": "shard"}
 LOCAL_BACKWARD = {"unshard": "shard", "stack": "shard", "scale": "scale"}
-BACKWARD = {"identity": "all_reduce", "reduce_scatter": "all_gather", "all_gather": "reduce_scatter", "shard": "all_gather"}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Blocks that run once per micro-batch do so with slice 0: first of the forward, l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.shape import ModelShape
@@ -19,7 +18,7 @@ def to_blocks(program: Program, blocks_of: Callable[[int], range]) -> Program:
         assert instruction.stage is not None
         blocks = blocks_of(instruction.stage)
         blocks = blocks if instruction.op is Op.F else reversed(blocks)
-        lowered += [replace(instruction, block=block) for block in blocks]
+        lowered += [instruction._replace(block=block) for block in blocks]
     return tuple(lowered)
 
 

@@ -8,7 +8,6 @@ the weight gradients of the same segment, which hide it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from phalanx.plan.plan import Plan
@@ -26,11 +25,11 @@ def to_ops(program: Program, shape: ModelShape, plan: Plan) -> Program:
     halves = range(plan.halves) if plan.halves > 1 else (None,)
     blocks = [BlockOps.of(plan, shape, block) for block in range(shape.num_blocks)]
     lowered: list[Instruction] = []
-    visits = groupby(program, key=lambda it: replace(it, block=None))
+    visits = groupby(program, key=lambda it: it._replace(block=None))
     runs = [list(_runs([it for whole in visit for it in _ops_of(whole, blocks)])) for _, visit in visits]
     for beside in _beside(runs, plan.pairs):
         for turn in _turns(beside):
-            lowered += [replace(it, half=half) for half in halves for run in turn for it in run]
+            lowered += [it._replace(half=half) for half in halves for run in turn for it in run]
     return tuple(lowered)
 
 
@@ -54,7 +53,7 @@ def _ops_of(whole: Instruction, blocks: Sequence[BlockOps]) -> Iterator[Instruct
     assert whole.block is not None
     block = blocks[whole.block]
     for op, op_index in _pieces(whole.op, block):
-        yield replace(whole, op=op, op_index=op_index if block.numbered else None)
+        yield whole._replace(op=op, op_index=op_index if block.numbered else None)
 
 
 def _pieces(op: Op, block: BlockOps) -> list[Piece]:

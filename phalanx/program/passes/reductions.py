@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import replace
 from itertools import pairwise
 
 from phalanx.program.instructions import Instruction, Op, Program
@@ -26,7 +25,7 @@ def add_reductions(program: Program, shape: ModelShape, buckets: Collection[int]
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
     for (bucket, _), position in last.items():
         if bucket in buckets:
-            after[position].append(replace(program[position], op=Op.REDUCE, block=bucket, **_NOWHERE))
+            after[position].append(program[position]._replace(op=Op.REDUCE, block=bucket, **_NOWHERE))
     return insert(program, {}, after)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.insert import insert
@@ -71,4 +71,4 @@ def _uses(program: Program, shape: ModelShape, split: bool) -> list[Use]:
 
 
 def _for_each(op: Op, compute: Instruction, buckets: Iterable[int]) -> list[Instruction]:
-    return [replace(compute, op=op, block=bucket, half=None, op_index=None) for bucket in buckets]
+    return [compute._replace(op=op, block=bucket, half=None, op_index=None) for bucket in buckets]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from phalanx.program.instructions import Instruction, Op, Program
-from phalanx.program.schedules.merge import alternate
+from phalanx.program.schedules.parts import alternate
 
 
 def interleaved(pp: int, v: int, num_micro_batches: int) -> tuple[Program, ...]:

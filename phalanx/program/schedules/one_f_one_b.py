@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.program.instructions import Program
-from phalanx.program.schedules.merge import alternate
-from phalanx.program.schedules.parts import Part, backwards, forwards, parts_of
+from phalanx.program.schedules.parts import Part, alternate, backwards, forwards, parts_of
 
 # Forwards that a stage begins with for each stage behind it, and computations by which it posts a receive ahead.
 NUM_AHEAD = {"1f1b": 1, "eager-1f1b": 2, "zb-h1": 1}

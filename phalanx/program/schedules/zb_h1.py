@@ -8,12 +8,10 @@ gradients wait in the order of the backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from phalanx.program.instructions import Op, Program
-from phalanx.program.schedules.merge import alternate
 from phalanx.program.schedules.one_f_one_b import most_held
-from phalanx.program.schedules.parts import Part, backwards, forwards, parts_of
+from phalanx.program.schedules.parts import Part, alternate, backwards, forwards, parts_of
 
 
 def zb_h1(pp: int, v: int, num_micro_batches: int, num_slices: Sequence[int] = ()) -> tuple[Program, ...]:
@@ -24,7 +22,7 @@ def zb_h1(pp: int, v: int, num_micro_batches: int, num_slices: Sequence[int] = (
 
 def _of_stage(parts: Sequence[Sequence[Part]], stage: int, most: int) -> Program:
     both = backwards(stage, parts)
-    weights = [replace(it, op=Op.W) for it in both]
-    groups = [[replace(it, op=Op.B), *weights[max(0, i - stage) : max(0, i - stage + 1)]] for i, it in enumerate(both)]
+    weights = [it._replace(op=Op.W) for it in both]
+    groups = [[it._replace(op=Op.B), *weights[max(0, i - stage) : max(0, i - stage + 1)]] for i, it in enumerate(both)]
     late = max(0, len(both) - stage)
     return (*alternate(forwards(stage, parts), groups, num_ahead=most - 1), *weights[late:])
