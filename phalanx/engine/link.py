@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.comm.links import Channel, Direction
+from phalanx.comm.links import Channel, Direction, Group
 from phalanx.comm.pending import Pending
 from phalanx.engine.compute import Compute
 from phalanx.engine.gradients import BucketGradients, Reduced, Sum, together
@@ -98,9 +98,10 @@ class Sends:
 
 @dataclass(frozen=True)
 class Parts:
-    """What carries out a rank's instructions. movers: by the ranks that take part. channel: what leads from one rank to
-    another, for activations ("f") or for gradients ("b"). gradients: of the buckets whose sums are not this rank's
-    alone. Without totals there is no backward."""
+    """What carries out a rank's instructions. zero: the ranks that together hold all shards of its parameters.
+    movers: by the ranks that take part. channel: what leads from one rank to another, for activations ("f") or for
+    gradients ("b"). gradients: of the buckets whose sums are not this rank's alone. Without totals there is no
+    backward."""
 
     plan: Plan
     shape: ModelShape
@@ -110,6 +111,7 @@ class Parts:
     compute: Compute
     tracer: Tracer
     parameters: Parameters
+    zero: Group
     movers: Mapping[Partition, Mover]
     channel: Callable[[int, int, Direction], Channel]
     gradients: Mapping[int, BucketGradients]
@@ -449,12 +451,12 @@ class _Linker:
     # Parameters.
 
     def _gather(self, it: Instruction) -> Run:
-        bucket, parameters = _block(it), self._parts.parameters
-        return lambda values, step: parameters.gather(bucket)
+        bucket, parameters, zero = _block(it), self._parts.parameters, self._parts.zero
+        return lambda values, step: parameters.gather(bucket, zero)
 
     def _share(self, it: Instruction) -> Run:
-        bucket, parameters = _block(it), self._parts.parameters
-        return lambda values, step: parameters.share(bucket)
+        bucket, parameters, zero = _block(it), self._parts.parameters, self._parts.zero
+        return lambda values, step: parameters.share(bucket, zero)
 
     def _reduce(self, it: Instruction) -> Run:
         bucket, place = self._parts.gradients[_block(it)], self._row.writes[-1]

@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from phalanx.comm.links import Group
+from phalanx.engine.engine import Engine
 from phalanx.launch.context import RankContext
 from phalanx.observe.metrics import peak_memory
 from phalanx.plan.plan import Plan
@@ -25,9 +26,6 @@ from phalanx.program.instructions import COLLECTIVES, RECEIVES, SENDS, Instructi
 from phalanx.program.shape import ModelShape
 from phalanx.program.timeline import COMPUTE, Event, Timeline, channel_name, group_name
 from phalanx.state.rendezvous import StoreRendezvous
-
-if TYPE_CHECKING:
-    from phalanx.engine.rank import Rank
 
 _CLOCK_ROUNDS = 5
 _KEY = "timeline"
@@ -73,23 +71,23 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recording(rank: Rank) -> Iterator[Recorder]:
-    """Within it the recorder sees every instruction of the rank's training engine."""
-    recorder = Recorder(rank.plan, rank.formation.shape, rank.context.rank, rank.device)
-    watches = rank.step.engine.watches
-    watches.append(recorder)
+def recording(engine: Engine) -> Iterator[Recorder]:
+    """Within it the recorder sees every instruction."""
+    parts = engine.parts
+    recorder = Recorder(parts.plan, parts.shape, parts.rank, parts.compute.device)
+    engine.watches.append(recorder)
     try:
         yield recorder
     finally:
-        watches.remove(recorder)
+        engine.watches.remove(recorder)
 
 
 @contextlib.contextmanager
-def writing(rank: Rank, path: Path, timeout: float) -> Iterator[None]:
+def writing(engine: Engine, context: RankContext, world: Group, path: Path, timeout: float) -> Iterator[None]:
     """Within it each rank runs one step, of which rank 0 then writes the timeline. Once in a run."""
-    with recording(rank) as recorder:
+    with recording(engine) as recorder:
         yield
-    timeline = gather(recorder.timeline(), rank.context, rank.connections.world, timeout)
+    timeline = gather(recorder.timeline(), context, world, timeout)
     if timeline is not None:
         path.write_text(timeline.to_json(), encoding="utf-8")
 

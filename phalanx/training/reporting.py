@@ -21,7 +21,6 @@ import torch
 
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
-from phalanx.engine.rank import Rank
 from phalanx.engine.step import Outcome
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.observe.metrics import Meter, peak_memory
@@ -31,6 +30,7 @@ from phalanx.params.optimizer import decays
 from phalanx.plan.plan import Plan
 from phalanx.state.snapshot import Snapshot
 from phalanx.training.prepare import Prepared
+from phalanx.training.session import Session
 
 HOOKS = {
     "on_start": "(trainer) before the first step",
@@ -211,7 +211,7 @@ class Reporter:
             )
 
 
-def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[str, Any]:
+def header(run: Prepared, config: RunConfig, session: Session, origin: str) -> dict[str, Any]:
     """What is trained, on what and how, with the reasons for whatever was derived."""
     counts = {name: math.prod(shape) for name, shape in run.captured.shapes.items()}
     trained = sum(counts[name] for name in run.trainable)
@@ -220,10 +220,10 @@ def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[st
         "parameters": f"{sum(counts.values()):,}, {trained:,} of them trained",
         "weights": origin,
         "data": run.batches.describe(),
-        "device": f"{run.device} ({run.reasons['device']}), segments compiled: {rank.compiler.mode}",
-        "dtype": config.dtype + (" with float32 master weights" if rank.keeps_masters else ""),
+        "device": f"{run.device} ({run.reasons['device']}), segments compiled: {session.compiled.compiler.mode}",
+        "dtype": config.dtype + (" with float32 master weights" if session.compiled.formation.facts.masters else ""),
         "plan": plan_text(run.plan, config.batch_size),
-        "optimizer": _optimizer_text(run, config, rank),
+        "optimizer": _optimizer_text(run, config, session),
         "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
     }
     if run.tokenizer is not None:
@@ -262,8 +262,8 @@ def plan_text(plan: Plan, batch_size: int) -> str:
     )
 
 
-def _optimizer_text(run: Prepared, config: RunConfig, rank: Rank) -> str:
-    optimizer, trained = rank.optimizer.inner, run.trainable
+def _optimizer_text(run: Prepared, config: RunConfig, session: Session) -> str:
+    optimizer, trained = session.state.optimizer.inner, run.trainable
     end = "" if config.lr_schedule == "constant" else f" to {config.min_lr_ratio:.0%}"
     warmup = f" after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
     parts = [
