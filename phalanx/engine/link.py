@@ -30,7 +30,7 @@ from phalanx.model.shard.sharded import Exchange
 from phalanx.params.parameters import Parameters
 from phalanx.plan.plan import Plan
 from phalanx.program.bind import bind
-from phalanx.program.instructions import COMPUTE, Instruction, Op, Program
+from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape, Partition
 from phalanx.program.values import Row, Table, Value
@@ -50,7 +50,6 @@ class LinkedRow(NamedTuple):
     dropping it when it is freed."""
 
     instruction: Instruction
-    computes: bool
     waits: tuple[tuple[int, Callable[[Any], Any]], ...]
     run: Run
     frees: tuple[int, ...]
@@ -170,9 +169,7 @@ class _Linker:
             made = self._collected(self._makers[it.op](it))
             waits = tuple((i, self._wait(i)) for i in self._row.waits)
             releases = [(i, release) for i in self._row.frees if (release := self._release(i)) is not None]
-            self._linked.rows.append(
-                LinkedRow(it, it.op in COMPUTE, waits, made, self._row.frees, tuple(releases))
-            )  # fmt: skip
+            self._linked.rows.append(LinkedRow(it, waits, made, self._row.frees, tuple(releases)))
         return self._linked
 
     # Computation.

@@ -48,6 +48,13 @@ class State:
         """The parameters alone, by their own names, in the precision of training."""
         return of_parameters(self.layout, self._rank, self.parameters)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that lies here from step to step."""
+        yield from self.parameters.values.values()
+        for weight in self.parameters.weights.values():
+            yield from (weight.exact, weight.copy)
+        yield from (tensor for _, _, tensor in self.optimizer.tensors())
+
     def scalars(self) -> tuple[dict[str, Any], dict[str, float] | None]:
         """What a checkpoint holds beside tensors: of the optimizer, and of the scale of the loss where there is one."""
         return self.optimizer.scalars(), self.loss_scale.state() if self.loss_scale else None

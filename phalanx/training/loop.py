@@ -41,6 +41,7 @@ from phalanx.state.saving import AsyncSaver
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
 from phalanx.training.job import Job, Summary
+from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
 from phalanx.training.reporting import Emit, Reporter, StepFacts, header
 from phalanx.training.session import Session
@@ -94,15 +95,19 @@ class Loop:
         if os.environ.get(TIMED):
             session = self.session
             rehearse(session.step, session.evaluation, session.connected.world, *self._batch(1))
+        predictor = Predictor(self.session, self.context, config.timeout)
         with contextlib.closing(StepProfiler(profiled, self.folder)) as profiler:
             for step in range(self.snapshot.step + 1, self.run.total_steps + 1):
                 slot.at_step(step)
                 batch, first = self._batch(step)
-                with profiler.step(step), self._timeline(step):
+                with profiler.step(step), self._timeline(step), predictor.step(reporter.paused_seconds):
                     outcome = self._step(batch, first, step, stop)
                 slot.enter("step")  # the first of them also compiled
                 eval_loss = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else None
                 reporter.step(self._facts(step, eval_loss), outcome)
+                if predictor.is_due:
+                    with reporter.paused():
+                        reporter.predicted(**predictor.fields(batch, first))
                 # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
                 # and leaving loses no step.
                 stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
@@ -113,6 +118,8 @@ class Loop:
                     break
             slot.enter("save")
             reporter.saved(saver.wait())
+        if self._is_rank0 and not predictor.was_due:
+            reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
 
     def _timeline(self, step: int) -> contextlib.AbstractContextManager[None]:
         if step != self.config.timeline_step:

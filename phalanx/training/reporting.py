@@ -117,6 +117,8 @@ class Reporter:
         self._device, self._unit = device, "tokens"
         self._waiting: tuple[StepFacts, Outcome] | None = None
         self._mark = time.perf_counter()
+        self.paused_seconds = 0.0
+        self.prediction: dict[str, Any] = {}  # fields of a record, once they are known
         # A resumed run's totals go on; its rates are those of this process.
         meter.tokens, meter.flops, meter.seconds = snapshot.tokens, snapshot.flops, snapshot.seconds
 
@@ -154,7 +156,15 @@ class Reporter:
         try:
             yield
         finally:
-            self._mark += time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self.paused_seconds += seconds
+            self._mark += seconds
+
+    def predicted(self, **prediction: Any) -> None:
+        """From now on records hold it. Only rank 0 predicts."""
+        if prediction:
+            self._log.write("prediction", **prediction)
+        self.prediction = {name: value for name, value in prediction.items() if name.startswith("predicted_")}
 
     def saved(self, path: Path | None) -> None:
         """Takes note of the newest complete checkpoint; each is told of once."""
@@ -176,7 +186,8 @@ class Reporter:
         snapshot = self._snapshot
         summary = {"loss": snapshot.loss, "eval_loss": snapshot.eval_loss, "skipped_steps": snapshot.skipped}
         measured = {name.replace("tokens", self._unit): value for name, value in self._meter.summary().items()}
-        summary |= {**measured, "run": str(folder), "export": exported and str(exported)}
+        measured["memory_bytes"] = peak_memory(self._device)
+        summary |= {**measured, **self.prediction, "run": str(folder), "export": exported and str(exported)}
         summary = {name: value for name, value in summary.items() if value is not None}
         self._log.write("finish", **summary)
         self._progress.finish(summary)
@@ -196,7 +207,7 @@ class Reporter:
         snapshot.skipped += not updated
         snapshot.skipped_in_a_row = 0 if updated else snapshot.skipped_in_a_row + 1
         record = {"step": facts.step, "samples": facts.samples, "loss": loss, "lr": facts.lr, "grad_norm": norm}
-        record |= rates | {"unit": facts.unit}
+        record |= rates | self.prediction | {"unit": facts.unit}
         if facts.eval_loss is not None:
             record["eval_loss"] = snapshot.eval_loss = facts.eval_loss
         return record if updated else {**record, "skipped": True}
