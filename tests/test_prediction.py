@@ -11,7 +11,7 @@ from tests.run_helpers import records, short_run
 
 @pytest.mark.parametrize("plan", ["mb=2", "pp=2,mb=2", "tp=2", "dp=2,zero=1"])
 def test_steps_after_the_measured_ones_are_logged_beside_their_prediction(plan: str, tmp_path: Path) -> None:
-    short_run("gpt2", "synthetic", tmp_path, plan=plan, steps=5, eval_every=1, device="cpu", export=False)
+    short_run("gpt2", "synthetic", tmp_path, plan=plan, steps=5, checkpoint_every=1, device="cpu", export=False)
     steps = records(tmp_path, "step")
     assert [step["step"] for step in steps if "predicted_step_seconds" in step] == [4, 5]
     [made], [end] = records(tmp_path, "prediction"), records(tmp_path, "finish")

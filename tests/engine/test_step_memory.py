@@ -8,7 +8,7 @@ from tests import captured
 
 def needed(plan: str) -> int:
     """After a step, so that the optimizer has its state."""
-    case = captured.named(captured.GPT2)
+    case = captured.named(captured.GPT2, samples=6, tokens=64)
     session = case.session(plan)
     session.step(case.batch, 0, 0.0).read()
     found = peak_bytes(session.step, session.compiled, session.state, session.step.begin(case.batch, 0, 0.0))
