@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx import tasks
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import Inputs
-from phalanx.engine.totals import StepRun
+from phalanx.engine.reductions import StepRun
 from phalanx.launch.context import RankContext
 from phalanx.model import interpret, reference
 from phalanx.model.capture import capture

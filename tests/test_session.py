@@ -8,7 +8,7 @@ from torch import Tensor
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.engine.compiled import Compiled
-from phalanx.engine.formation import Connections
+from phalanx.engine.layout import ProcessGroups
 from phalanx.launch.context import RankContext
 from phalanx.params.flat import Piece
 from phalanx.params.rank_state import State
@@ -29,8 +29,8 @@ def steps(session: Session, count: int) -> dict[str, Tensor]:
     return exact(session)
 
 
-def connections(compiled: Compiled) -> Connections:
-    return Connections(compiled.formation, Links(RankContext.alone()), owns_links=True)
+def connections(compiled: Compiled) -> ProcessGroups:
+    return ProcessGroups(compiled.formation, Links(RankContext.alone()), owns_links=True)
 
 
 def require_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from phalanx.config import RunConfig
 from phalanx.engine.compose import Composed, compose
 from phalanx.engine.compute import Compute
-from phalanx.engine.formation import Formation
 from phalanx.engine.inputs import Feeder, split
+from phalanx.engine.layout import RankLayout
 from phalanx.engine.trace import Tracer
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
@@ -92,7 +92,7 @@ class Compiled:
 def _formation(
     composed: Composed, config: RunConfig, plan: Plan, rank: int, device: torch.device, trainable: Sequence[str],
     optimizer_class: type[Any] | None,
-) -> Formation:  # fmt: skip
+) -> RankLayout:  # fmt: skip
     buckets, sharded, captured = composed.buckets, composed.sharded, composed.captured
     dtype = getattr(torch, config.dtype)
     masters = keeps_masters(dtype, config.master_weights)
@@ -102,4 +102,4 @@ def _formation(
         locals={name: each.locals for name, each in sharded.parameters.items()} if sharded else None,
         slots=optimizer_slots(config, torch.float32 if masters else dtype, device, optimizer_class),
     )  # fmt: skip
-    return Formation(plan, buckets.shape, facts, rank, sharded)
+    return RankLayout(plan, buckets.shape, facts, rank, sharded)

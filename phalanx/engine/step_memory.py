@@ -11,8 +11,8 @@ from torch import Tensor
 
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.gradients import wide
+from phalanx.engine.reductions import StepRun
 from phalanx.engine.step import Step
-from phalanx.engine.totals import StepRun
 from phalanx.model.segment.segments import Segment, total_bytes
 from phalanx.params.rank_state import State
 from phalanx.program.costs import BucketCosts
@@ -55,7 +55,7 @@ class _Sizes:
         if value.kind in ("activation", "gradient"):
             return int(shape.sizes[value.what])
         block, step = map(int, value.what.split(":"))
-        return int(getattr(shape.steps_of(block)[step].bw, value.kind) or 0)
+        return int(getattr(shape.ops_of(block)[step].bw, value.kind) or 0)
 
     def working(self, it: Instruction) -> int:
         if it.op not in COMPUTE:

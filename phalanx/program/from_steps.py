@@ -19,9 +19,9 @@ from phalanx.program.groups import group_of
 from phalanx.program.instructions import (
     COLLECTIVES,
     COMPUTE,
-    EXCHANGES,
-    LOCAL_EXCHANGES,
+    LOCAL_REDISTRIBUTIONS,
     RECEIVES,
+    REDISTRIBUTIONS,
     SENDS,
     Instruction,
     Op,
@@ -75,8 +75,8 @@ def report(
     compiled: CompiledPlan, rank: int, steps: Sequence[Sequence[Moment]],
     alike: Callable[[Instruction], Hashable], sizes: Sequence[int],
 ) -> Report:  # fmt: skip
-    """steps: one moment per instruction of the rank's program. alike: computations and exchanges for which it is the
-    same take equally long. sizes: of every bucket."""
+    """steps: one moment per instruction of the rank's program. alike: computations and redistributions for which it is
+    the same take equally long. sizes: of every bucket."""
     place = compiled.pp_index(rank)
     table = compiled.tables[place]
     found = Report(own=_own(table, steps, alike))
@@ -133,7 +133,7 @@ def _own(
 
 
 def _group(it: Instruction, alike: Callable[[Instruction], Hashable]) -> Hashable:
-    is_of_block = it.op in COMPUTE or it.op in EXCHANGES or it.op in LOCAL_EXCHANGES
+    is_of_block = it.op in COMPUTE or it.op in REDISTRIBUTIONS or it.op in LOCAL_REDISTRIBUTIONS
     return (it.op, alike(it)) if is_of_block else kind_of(it)
 
 
@@ -160,7 +160,9 @@ def _moving(
 ) -> dict[str, float]:  # fmt: skip
     """Of collectives. Those of buckets are hidden behind computation, so all are taken to be as fast as the one that
     was fastest for its size."""
-    seen = _by_kind((_group(it, alike), journey) for it, journey in journeys if it.op in EXCHANGES or it.op is Op.TIE)
+    seen = _by_kind(
+        (_group(it, alike), journey) for it, journey in journeys if it.op in REDISTRIBUTIONS or it.op is Op.TIE
+    )
     found = {kind_of(it): seen[_group(it, alike)] for it in joint if _group(it, alike) in seen}
     rates: defaultdict[Op, list[float]] = defaultdict(list)
     for it, journey in journeys:

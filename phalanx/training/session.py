@@ -19,13 +19,13 @@ from phalanx.data import Batches
 from phalanx.engine.compiled import Compiled, Functions
 from phalanx.engine.engine import Engine, Watch
 from phalanx.engine.evaluation import Evaluator
-from phalanx.engine.formation import Connections
 from phalanx.engine.gradients import BucketGradients
 from phalanx.engine.inputs import split
+from phalanx.engine.layout import ProcessGroups
 from phalanx.engine.link import Parts
 from phalanx.engine.redistribute import Mover
+from phalanx.engine.reductions import GlobalReductions
 from phalanx.engine.step import Step
-from phalanx.engine.totals import Totals
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.buckets import BufferPool, Read
@@ -37,7 +37,9 @@ from phalanx.program.shape import Partition
 class Session:
     """Trains and evaluates one model under one plan. `step` is called with this rank's part of a batch."""
 
-    def __init__(self, compiled: Compiled, connected: Connections, state: State, watches: Iterable[Watch] = ()) -> None:
+    def __init__(
+        self, compiled: Compiled, connected: ProcessGroups, state: State, watches: Iterable[Watch] = ()
+    ) -> None:
         self.compiled, self.connected, self.state = compiled, connected, state
         training = self._engine(compiled.training, watches, self._gradients(), self._totals())
         evaluation = self._engine(compiled.evaluation, watches, {}, None)
@@ -70,7 +72,7 @@ class Session:
         if context.world > 1:
             context.slot.set_place(compiled.formation.place)
         own = links or Links(context, timeout=config.timeout)
-        connected = Connections(compiled.formation, own, owns_links=links is None)
+        connected = ProcessGroups(compiled.formation, own, owns_links=links is None)
         state = State(compiled.formation.state, context.rank, read, config, device, optimizer_class)
         return cls(compiled, connected, state, watches)
 
@@ -98,7 +100,7 @@ class Session:
 
     def _engine(
         self, functions: Functions, watches: Iterable[Watch], gradients: Mapping[int, BucketGradients],
-        totals: Totals | None,
+        totals: GlobalReductions | None,
     ) -> Engine:  # fmt: skip
         compiled, connected, formation = self.compiled, self.connected, self.compiled.formation
         parts = Parts(
@@ -112,7 +114,7 @@ class Session:
     def _movers(self) -> dict[Partition, Mover]:
         parts = (part for block in self.compiled.graph.parts for part in block)
         cells = {part.exchange.cells for part in parts if part.exchange is not None}
-        return {own: Mover(self.connected.exchange_group(own)) for own in cells}
+        return {own: Mover(self.connected.redistribution_group(own)) for own in cells}
 
     def _gradients(self) -> dict[int, BucketGradients]:
         pool, connected, parameters = BufferPool(), self.connected, self.state.parameters
@@ -124,10 +126,10 @@ class Session:
                 found[index] = BucketGradients(flat, connected.reduction(index, self.plan.zero > 0), pool)
         return found
 
-    def _totals(self) -> Totals:
+    def _totals(self) -> GlobalReductions:
         formation, state = self.compiled.formation, self.state
-        return Totals(
+        return GlobalReductions(
             state.optimizer, self.connected.replicas, self.connected.world,
-            formation.owned & state.parameters.trained.keys(), counts=formation.is_first and formation.speaks,
-            speaks=formation.speaks, loss_scale=state.loss_scale,
+            formation.owned & state.parameters.trained.keys(), counts=formation.is_first and formation.is_tp_leader,
+            is_tp_leader=formation.is_tp_leader, loss_scale=state.loss_scale,
         )  # fmt: skip

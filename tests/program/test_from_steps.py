@@ -49,7 +49,7 @@ def moments_of(timeline: Timeline, rank: int, start: float = 0.0) -> list[Moment
 
 def reports_of(compiled: CompiledPlan, timeline: Timeline) -> list[Report]:
     def alike(it: Instruction) -> object:
-        return it.block, it.step, it.slice
+        return it.block, it.op_index, it.slice
 
     reports = []
     for rank in compiled.mesh.column(0):
