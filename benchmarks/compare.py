@@ -19,11 +19,11 @@ from compare_setting import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Setting
 from torch import Tensor
 
 from phalanx.config import RunConfig
-from phalanx.engine.rank import Rank
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
+from phalanx.training.session import Session
 
 OURS = "phalanx"
 CHECKED_STEPS = 4
@@ -59,8 +59,8 @@ def compare(context: RankContext, comparison: Comparison, captured: Captured) ->
     """The job of one rank."""
     device = torch.device(context.device)
     _join_torch(context, device)
-    rank = our_rank(context, comparison.setting, comparison.plan, captured)
-    entrants = {OURS: our_step(rank, comparison.setting)}
+    session = our_rank(context, comparison.setting, comparison.plan, captured)
+    entrants = {OURS: our_step(session, comparison.setting)}
     entrants |= {name: build(context, comparison.setting, comparison.plan) for name, build in comparison.rivals.items()}
     losses = {name: [step()() for _ in range(CHECKED_STEPS)] for name, step in entrants.items()}
     measured = Measured(losses, {name: [] for name in entrants}, {name: [] for name in entrants})
@@ -71,12 +71,12 @@ def compare(context: RankContext, comparison: Comparison, captured: Captured) ->
             seconds, worked = _time(entrants[name], comparison.steps, device)
             measured.seconds[name].append(seconds)
             measured.worked[name].append(worked)
-    rank.close()
+    session.close()
     dist.destroy_process_group()
     return measured
 
 
-def our_rank(context: RankContext, setting: Setting, plan: Plan, captured: Captured) -> Rank:
+def our_rank(context: RankContext, setting: Setting, plan: Plan, captured: Captured) -> Session:
     initial = dict(setting.module().named_parameters())
 
     def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
@@ -88,18 +88,18 @@ def our_rank(context: RankContext, setting: Setting, plan: Plan, captured: Captu
         master_weights=setting.masters, batch_size=setting.size.samples,
     )  # fmt: skip
     device = torch.device(context.device)
-    return Rank(
+    return Session.open(
         captured, config, plan, context=context, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
 
 
-def our_step(rank: Rank, setting: Setting) -> Step:
-    first, count = rank.part(0, setting.size.samples)
-    mine = {name: tensor[first : first + count].to(rank.device) for name, tensor in setting.batch().items()}
+def our_step(session: Session, setting: Setting) -> Step:
+    first, count = session.part(0, setting.size.samples)
+    mine = {name: tensor[first : first + count].to(session.compiled.device) for name, tensor in setting.batch().items()}
 
     def step() -> Callable[[], float]:
-        outcome = rank.step(mine, first, LR)
+        outcome = session.step(mine, first, LR)
         return lambda: outcome.read()[0]
 
     return step

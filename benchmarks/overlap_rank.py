@@ -24,12 +24,12 @@ from torch import Tensor
 
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
-from phalanx.engine.rank import Rank
 from phalanx.launch.context import RankContext
 from phalanx.launch.join import join, run_joined
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
+from phalanx.training.session import Session
 
 TASK = "task"
 KINDS = ("step", "compute", "communication")
@@ -67,13 +67,13 @@ class Mode:
     """One mode, ready to run."""
 
     def __init__(self, links: Links, task: Task, name: str, captured: Captured) -> None:
-        self.rank = _build(links, task, name, captured)
+        self.session = _build(links, task, name, captured)
         self._steps = task.steps
-        self._batch = {n: tensor.to(self.rank.device) for n, tensor in task.setting.batch().items()}
+        self._batch = {n: tensor.to(self.session.compiled.device) for n, tensor in task.setting.batch().items()}
         self.loss = [self._step() for _ in range(_WARM_UP)][-1]
-        with silent(self.rank) as calls:
+        with silent(self.session) as calls:
             self._step()
-        self.communication = Communication(calls, self.rank.device)
+        self.communication = Communication(calls, self.session.compiled.device)
         self.communication()
 
     def seconds(self, kind: str) -> float:
@@ -81,18 +81,18 @@ class Mode:
             return self._timed(self._step)
         if kind == "communication":
             return self._timed(self.communication)
-        with silent(self.rank):
+        with silent(self.session):
             return self._timed(self._step)
 
     def _step(self) -> float:
-        return self.rank.step(self._batch, 0, _STILL).read()[0]
+        return self.session.step(self._batch, 0, _STILL).read()[0]
 
     def _timed(self, work: Callable[[], object]) -> float:
-        self.rank.connections.world.barrier().wait("all ranks")
+        self.session.connected.world.barrier().wait("all ranks")
         begin = time.perf_counter()
         for _ in range(self._steps):
             work()
-        if self.rank.device.type == "cuda":
+        if self.session.compiled.device.type == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - begin) / self._steps
 
@@ -116,7 +116,7 @@ def measure(context: RankContext, task: Task, captured: Captured) -> Seen:
                 for kind in KINDS:
                     seen.seconds[name][kind].append(modes[name].seconds(kind))
     for mode in modes.values():
-        mode.rank.close()
+        mode.session.close()
     links.close()
     return seen
 
@@ -131,13 +131,13 @@ def _calibration(mode: Mode) -> tuple[float, float]:
     for _ in range(_IDLE):
         mode.communication()
     found = [statistics.median(mode.seconds(kind) for _ in range(_TRIED)) for kind in ("compute", "communication")]
-    slowest = torch.tensor(found, dtype=torch.float64, device=mode.rank.device)
-    mode.rank.connections.world.all_reduce(slowest, "max").wait("the calibration")
+    slowest = torch.tensor(found, dtype=torch.float64, device=mode.session.compiled.device)
+    mode.session.connected.world.all_reduce(slowest, "max").wait("the calibration")
     compute, communication = slowest.tolist()
     return compute, communication
 
 
-def _build(links: Links, task: Task, name: str, captured: Captured) -> Rank:
+def _build(links: Links, task: Task, name: str, captured: Captured) -> Session:
     context, device = links.context, links.device
 
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
@@ -152,7 +152,7 @@ def _build(links: Links, task: Task, name: str, captured: Captured) -> Rank:
         dtype=task.setting.dtype, master_weights=task.setting.masters, batch_size=task.setting.size.samples,
         compile=task.compiled, optimizer="sgd",
     )  # fmt: skip
-    return Rank(
+    return Session.open(
         captured, config, task.plans[name], context=context, links=links, trainable=captured.trainable, read=read,
         buffers={n: value.to(device) for n, value in captured.buffers.items()},
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.links import Group
-from phalanx.engine.rank import Rank
+from phalanx.training.session import Session
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class SilentGroup:
 
 
 @contextmanager
-def silent(rank: Rank) -> Iterator[list[Collective]]:
+def silent(session: Session) -> Iterator[list[Collective]]:
     """Within it the rank's training engine redistributions nothing; gives the list of what it would have sent."""
     calls: list[Collective] = []
-    groups = {mover: mover._group for mover in rank.step.engine.parts.movers.values()}
+    groups = {mover: mover._group for mover in session.step.engine.parts.movers.values()}
     assert groups, "without tensor parallelism nothing is exchanged"
     for mover, group in groups.items():  # only this: other movers would need another program to be linked
         mover._group = cast(Group, SilentGroup(group, calls))

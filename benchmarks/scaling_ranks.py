@@ -15,12 +15,12 @@ from compare_setting import LR, Setting
 from torch import Tensor
 
 from phalanx.config import RunConfig
-from phalanx.engine.rank import Rank
 from phalanx.lab.timed import Durations, replace_compute
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
+from phalanx.training.session import Session
 
 WARM_UP = 2
 
@@ -40,17 +40,17 @@ def run_in_turn(
 ) -> dict[str, list[float]]:
     """The job of one rank: seconds of every step of the trainings in which it takes part."""
     mine = [training for training in trainings if context.rank < training.plan.world]
-    ranks = {training.name: _build(context, training, captured) for training in mine}
-    batches = {training.name: _part(ranks[training.name], training.setting) for training in mine}
-    for name, rank in ranks.items():
+    sessions = {training.name: _build(context, training, captured) for training in mine}
+    batches = {training.name: _part(sessions[training.name], training.setting) for training in mine}
+    for name, session in sessions.items():
         for _ in range(WARM_UP):
-            _step(rank, *batches[name])
-    seconds: dict[str, list[float]] = {name: [] for name in ranks}
+            _step(session, *batches[name])
+    seconds: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(rounds):
-        for name, rank in ranks.items():
-            seconds[name].append(_step(rank, *batches[name]))
-    for rank in ranks.values():
-        rank.close()
+        for name, session in sessions.items():
+            seconds[name].append(_step(session, *batches[name]))
+    for session in sessions.values():
+        session.close()
     return seconds
 
 
@@ -59,7 +59,7 @@ def slowest(found: Sequence[Mapping[str, list[float]]], name: str) -> list[float
     return [max(times) for times in zip(*(seconds[name] for seconds in found if name in seconds), strict=True)]
 
 
-def _build(context: RankContext, training: Training, captured: Captured) -> Rank:
+def _build(context: RankContext, training: Training, captured: Captured) -> Session:
     world = training.plan.world
     # The trainings have links of the same names.
     own = (
@@ -73,22 +73,22 @@ def _build(context: RankContext, training: Training, captured: Captured) -> Rank
         return torch.full(shape, 1.0) if len(captured.shapes[name]) == 1 else torch.empty(shape).normal_(0, 0.02)
 
     config = RunConfig.create(lr=LR, batch_size=training.setting.size.samples)
-    rank = Rank(
+    session = Session.open(
         captured, config, training.plan, context=own, trainable=captured.trainable, read=read,
         buffers=dict(captured.buffers),
     )  # fmt: skip
     if training.durations is not None:
-        replace_compute(rank.step.engine, training.durations)
-    return rank
+        replace_compute(session.step.engine, training.durations)
+    return session
 
 
-def _part(rank: Rank, setting: Setting) -> tuple[dict[str, Tensor], int]:
-    first, count = rank.part(0, setting.size.samples)
+def _part(session: Session, setting: Setting) -> tuple[dict[str, Tensor], int]:
+    first, count = session.part(0, setting.size.samples)
     return {name: tensor[first : first + count] for name, tensor in setting.batch().items()}, first
 
 
-def _step(rank: Rank, batch: Mapping[str, Tensor], first: int) -> float:
-    rank.connections.world.barrier().wait("all ranks")
+def _step(session: Session, batch: Mapping[str, Tensor], first: int) -> float:
+    session.connected.world.barrier().wait("all ranks")
     begin = time.perf_counter()
-    rank.step(batch, first, LR).read()
+    session.step(batch, first, LR).read()
     return time.perf_counter() - begin

@@ -19,7 +19,6 @@ from phalanx.comm.links import Links
 from phalanx.comm.pending import Pending
 from phalanx.config import RunConfig
 from phalanx.engine.measured import recording
-from phalanx.engine.rank import Rank
 from phalanx.lab.timed import Durations, replace_compute
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
@@ -27,6 +26,7 @@ from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
+from phalanx.training.session import Session
 
 LR = 1e-3
 WARM_UP, GROUPS, ROUND_TRIPS, SMALL = 2, 9, 5, 64
@@ -63,26 +63,26 @@ class Seen:
 def run_bench(context: RankContext, bench: Bench, captured: Captured) -> Seen:
     """The job of one rank."""
     batch = {name: tensor.to(torch.device(context.device)) for name, tensor in bench.setting.batch().items()}
-    ranks: dict[str, Rank] = {}
+    sessions: dict[str, Session] = {}
     links = Links(context)
     for name, plan in bench.plans.items():
-        ranks[name] = _build(links, bench, plan, captured)
+        sessions[name] = _build(links, bench, plan, captured)
         for _ in range(WARM_UP):
-            ranks[name].step(batch, 0, LR).read()
+            sessions[name].step(batch, 0, LR).read()
         if context.rank == 0:
             context.emit("ready", name)
-    seen = Seen(measure_link(next(iter(ranks.values())), bench.cut_elements, bench.setting.torch_dtype))
+    seen = Seen(measure_link(next(iter(sessions.values())), bench.cut_elements, bench.setting.torch_dtype))
     for _ in range(bench.rounds):
-        for name, rank in ranks.items():
-            seen.parts.setdefault(name, []).append(_recorded(rank, batch))
-            seen.seconds.setdefault(name, []).append(_whole(rank, batch))
-    for rank in ranks.values():
-        rank.close()
+        for name, session in sessions.items():
+            seen.parts.setdefault(name, []).append(_recorded(session, batch))
+            seen.seconds.setdefault(name, []).append(_whole(session, batch))
+    for session in sessions.values():
+        session.close()
     links.close()
     return seen
 
 
-def _build(links: Links, bench: Bench, plan: Plan, captured: Captured) -> Rank:
+def _build(links: Links, bench: Bench, plan: Plan, captured: Captured) -> Session:
     device, setting = links.device, bench.setting
 
     def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
@@ -93,67 +93,67 @@ def _build(links: Links, bench: Bench, plan: Plan, captured: Captured) -> Rank:
     config = RunConfig.create(
         lr=LR, dtype=setting.dtype, master_weights=setting.masters, batch_size=setting.size.samples, compile="off"
     )
-    rank = Rank(
+    session = Session.open(
         captured, config, plan, context=links.context, links=links, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
     if bench.durations is not None:
-        replace_compute(rank.step.engine, bench.durations)
-    return rank
+        replace_compute(session.step.engine, bench.durations)
+    return session
 
 
-def _recorded(rank: Rank, batch: Mapping[str, Tensor]) -> Timeline:
-    step = rank.step.begin(batch, 0, LR)
-    with recording(rank) as recorder:
-        _meet(rank)
-        rank.step.engine.run(rank.step.program, step)
+def _recorded(session: Session, batch: Mapping[str, Tensor]) -> Timeline:
+    step = session.step.begin(batch, 0, LR)
+    with recording(session.step.engine) as recorder:
+        _meet(session)
+        session.step.engine.run(session.step.program, step)
     return recorder.timeline()
 
 
-def _whole(rank: Rank, batch: Mapping[str, Tensor]) -> float:
-    _meet(rank)
+def _whole(session: Session, batch: Mapping[str, Tensor]) -> float:
+    _meet(session)
     begin = time.perf_counter()
-    rank.step(batch, 0, LR).read()
+    session.step(batch, 0, LR).read()
     return time.perf_counter() - begin
 
 
-def _meet(rank: Rank) -> None:
-    rank.connections.world.barrier().wait("all ranks")
+def _meet(session: Session) -> None:
+    session.connected.world.barrier().wait("all ranks")
 
 
-def measure_link(rank: Rank, elements: int, dtype: torch.dtype) -> Link:
+def measure_link(session: Session, elements: int, dtype: torch.dtype) -> Link:
     """What connects rank 0 and rank 1, from a small message and one of so many elements."""
     width = dtype.itemsize
-    small, large = (_one_way(rank, n, dtype) for n in (elements // SMALL, elements))
+    small, large = (_one_way(session, n, dtype) for n in (elements // SMALL, elements))
     if large <= small:
         return Link(latency_s=large)
     bytes_per_s = (elements - elements // SMALL) * width / (large - small)
     return Link(max(0.0, large - elements * width / bytes_per_s), bytes_per_s)
 
 
-def _one_way(rank: Rank, elements: int, dtype: torch.dtype) -> float:
+def _one_way(session: Session, elements: int, dtype: torch.dtype) -> float:
     """Seconds of one message, on rank 0; what others return has no meaning."""
-    out, back = (torch.zeros(elements, dtype=dtype, device=rank.device) for _ in range(2))
+    out, back = (torch.zeros(elements, dtype=dtype, device=session.compiled.device) for _ in range(2))
     found: list[float] = []
     for _ in range(GROUPS):
-        _meet(rank)
+        _meet(session)
         begin = time.perf_counter()
-        for _ in range(ROUND_TRIPS if rank.context.rank < 2 else 0):
-            _to_and_fro(rank, out, back)
-        if rank.device.type == "cuda":
+        for _ in range(ROUND_TRIPS if session.compiled.rank < 2 else 0):
+            _to_and_fro(session, out, back)
+        if session.compiled.device.type == "cuda":
             torch.cuda.synchronize()
         found.append((time.perf_counter() - begin) / (2 * ROUND_TRIPS))
-    _meet(rank)
+    _meet(session)
     return statistics.median(found)
 
 
-def _to_and_fro(rank: Rank, out: Tensor, back: Tensor) -> None:
-    is_first = rank.context.rank == 0
-    sent = _send(rank, out) if is_first else None
-    rank.connections.channel(*((1, 0, "b") if is_first else (0, 1, "f"))).recv(back).wait("a message")
-    (sent or _send(rank, out)).wait("a message to leave")
+def _to_and_fro(session: Session, out: Tensor, back: Tensor) -> None:
+    is_first = session.compiled.rank == 0
+    sent = _send(session, out) if is_first else None
+    session.connected.channel(*((1, 0, "b") if is_first else (0, 1, "f"))).recv(back).wait("a message")
+    (sent or _send(session, out)).wait("a message to leave")
 
 
-def _send(rank: Rank, tensor: Tensor) -> Pending:
-    way = (0, 1, "f") if rank.context.rank == 0 else (1, 0, "b")
-    return rank.connections.channel(*way).send(tensor)
+def _send(session: Session, tensor: Tensor) -> Pending:
+    way = (0, 1, "f") if session.compiled.rank == 0 else (1, 0, "b")
+    return session.connected.channel(*way).send(tensor)

@@ -160,9 +160,9 @@ def _phalanx(captured: Any, batch: dict[str, Any], options: argparse.Namespace) 
     import torch
 
     from phalanx.config import RunConfig
-    from phalanx.engine.rank import Rank
     from phalanx.launch.context import RankContext, local_device
     from phalanx.plan.plan import Plan
+    from phalanx.training.session import Session
 
     context = RankContext.alone(local_device(options.device, 0))
     by_default = options.candidate == "phalanx, masters"
@@ -175,12 +175,12 @@ def _phalanx(captured: Any, batch: dict[str, Any], options: argparse.Namespace) 
         lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1, clip=1.0 if by_default else None, dtype="bfloat16",
         master_weights=by_default, device=options.device, batch_size=options.batch,
     )  # fmt: skip
-    rank = Rank(
+    session = Session.open(
         captured, config, Plan(stages=(len(captured.blocks.blocks),)), context=context, trainable=captured.trainable,
         read=random_values, buffers={name: b.to(context.device) for name, b in captured.buffers.items()},
     )  # fmt: skip
     on_device = {name: tensor.to(context.device) for name, tensor in batch.items()}
-    return lambda: rank.step(on_device, 0, 1e-4)
+    return lambda: session.step(on_device, 0, 1e-4)
 
 
 _KINDS = {

@@ -19,7 +19,6 @@ from torch import Tensor
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.engine.measured import recording
-from phalanx.engine.rank import Rank
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.model.slicing import slice_model
@@ -30,6 +29,7 @@ from phalanx.profile.slice_run import SliceRun, layers
 from phalanx.program.costs import Link
 from phalanx.program.timeline import Timeline
 from phalanx.tasks.base import Batch
+from phalanx.training.session import Session
 
 WARM_UP, RECORDED, GRADIENT_BYTES = 1, 3, 4
 
@@ -105,13 +105,13 @@ def profile(context: RankContext, case: Case, captured: Captured, effort: Effort
 
     first, layer, last = map(kind, numbers)
     links = Links(context)
-    rank = _build(context, case, plan, captured, links)
+    session = _build(context, case, plan, captured, links)
     batch = {name: tensor.to(device) for name, tensor in setting.batch().items()}
-    rank.step(batch, 0, LR).read()
+    session.step(batch, 0, LR).read()
     size = setting.size
-    link = measure_link(rank, size.tokens * size.width, setting.torch_dtype)
-    parts = tuple(_recorded(rank, batch) for _ in range(RECORDED))
-    _close(links, rank)
+    link = measure_link(session, size.tokens * size.width, setting.torch_dtype)
+    parts = tuple(_recorded(session, batch) for _ in range(RECORDED))
+    _close(links, session)
     return Facts(first, layer, last, link, parts)
 
 
@@ -119,25 +119,27 @@ def run_case(context: RankContext, case: Case, captured: Captured) -> Seen:
     """The job of one rank: every plan built once, then all in turn."""
     batch = {name: tensor.to(torch.device(context.device)) for name, tensor in case.setting.batch().items()}
     links = Links(context)
-    ranks = {name: _build(context, case, plan, captured, links) for name, plan in case.plans.items()}
-    seen = Seen(held={name: rank.compiled.held_activations(context.rank) for name, rank in ranks.items()})
-    for name, rank in ranks.items():
-        _warm_up(rank, batch)
-        seen.memory[name] = _memory(rank, batch)
+    sessions = {name: _build(context, case, plan, captured, links) for name, plan in case.plans.items()}
+    seen = Seen(
+        held={name: session.compiled.programs.held_activations(context.rank) for name, session in sessions.items()}
+    )
+    for name, session in sessions.items():
+        _warm_up(session, batch)
+        seen.memory[name] = _memory(session, batch)
         _say(context, f"{case.plans[name].shown} ready")
     for _ in range(case.rounds):
-        for name, rank in ranks.items():
-            _warm_up(rank, batch)
-            seen.seconds.setdefault(name, []).append(_seconds(rank, batch))
-    _close(links, *ranks.values())
+        for name, session in sessions.items():
+            _warm_up(session, batch)
+            seen.seconds.setdefault(name, []).append(_seconds(session, batch))
+    _close(links, *sessions.values())
     return seen
 
 
-def _warm_up(rank: Rank, batch: Batch) -> None:
+def _warm_up(session: Session, batch: Batch) -> None:
     """What other plans left free goes back to the device, and this one takes what it needs."""
     _give_back()
     for _ in range(WARM_UP):
-        rank.step(batch, 0, LR).read()
+        session.step(batch, 0, LR).read()
 
 
 def _say(context: RankContext, text: str) -> None:
@@ -154,7 +156,7 @@ def _kind(run: SliceRun, effort: Effort, attends: bool) -> Kind:
     return Kind(tuple(found), forward / (forward + backward))
 
 
-def _build(context: RankContext, case: Case, plan: Plan, captured: Captured, links: Links) -> Rank:
+def _build(context: RankContext, case: Case, plan: Plan, captured: Captured, links: Links) -> Session:
     device, setting = torch.device(context.device), case.setting
 
     def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
@@ -170,41 +172,41 @@ def _build(context: RankContext, case: Case, plan: Plan, captured: Captured, lin
         compile=case.compile,
         optimizer="sgd",  # all plans of a case are on the device at once: it keeps no state
     )
-    return Rank(
+    return Session.open(
         captured, config, plan, context=context, links=links, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
 
 
-def _recorded(rank: Rank, batch: Batch) -> Timeline:
-    step = rank.step.begin(batch, 0, LR)
-    with recording(rank) as recorder:
-        _meet(rank)
-        rank.step.engine.run(rank.step.program, step)
+def _recorded(session: Session, batch: Batch) -> Timeline:
+    step = session.step.begin(batch, 0, LR)
+    with recording(session.step.engine) as recorder:
+        _meet(session)
+        session.step.engine.run(session.step.program, step)
     return recorder.timeline()
 
 
-def _seconds(rank: Rank, batch: Batch) -> float:
-    _meet(rank)
+def _seconds(session: Session, batch: Batch) -> float:
+    _meet(session)
     begin = time.perf_counter()
-    rank.step(batch, 0, LR).read()
+    session.step(batch, 0, LR).read()
     return time.perf_counter() - begin
 
 
-def _memory(rank: Rank, batch: Batch) -> Memory:
-    gradients = GRADIENT_BYTES * sum(weight.exact.numel() for weight in rank.parameters.trained.values())
-    if rank.device.type != "cuda":
+def _memory(session: Session, batch: Batch) -> Memory:
+    gradients = GRADIENT_BYTES * sum(weight.exact.numel() for weight in session.state.parameters.trained.values())
+    if session.compiled.device.type != "cuda":
         return Memory(None, None, gradients)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    rank.step(batch, 0, LR).read()
+    session.step(batch, 0, LR).read()
     return Memory(before, torch.cuda.max_memory_allocated(), gradients)
 
 
-def _close(links: Links, *ranks: Rank) -> None:
-    for rank in ranks:
-        rank.close()
+def _close(links: Links, *sessions: Session) -> None:
+    for session in sessions:
+        session.close()
     links.close()
     _give_back()
 
@@ -216,8 +218,8 @@ def _give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def _meet(rank: Rank) -> None:
-    rank.connections.world.barrier().wait("all ranks")
+def _meet(session: Session) -> None:
+    session.connected.world.barrier().wait("all ranks")
 
 
 def median_of(found: Sequence[Kind]) -> Kind:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from phalanx import tasks
 from phalanx.config import RunConfig
-from phalanx.engine.rank import Rank
 from phalanx.launch.context import RankContext
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.zoo import zoo
 from phalanx.params.flat import Piece
 from phalanx.plan.complete import complete
+from phalanx.training.session import Session
 
 LR, WARM_UP, HEAD = 0.0, 3, 64
 
@@ -58,8 +58,8 @@ def compare(context: RankContext, shape: Shape, rounds: int) -> dict[str, Any]:
     whole = _rank(RankContext.alone(), shape, "tp=1", 2)
     seconds: dict[str, list[float]] = {"tp=1": [], "tp=2": []}
     for number in range(WARM_UP + rounds):
-        for name, (rank, step) in {"tp=2": split, "tp=1": whole}.items():
-            with silent(rank) if name == "tp=2" else nullcontext():
+        for name, (session, step) in {"tp=2": split, "tp=1": whole}.items():
+            with silent(session) if name == "tp=2" else nullcontext():
                 took = _processor_seconds(step)
             if number >= WARM_UP:
                 seconds[name].append(took)
@@ -72,7 +72,7 @@ def compare(context: RankContext, shape: Shape, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rank(context: RankContext, shape: Shape, text: str, parts: int) -> tuple[Rank, Callable[[], object]]:
+def _rank(context: RankContext, shape: Shape, text: str, parts: int) -> tuple[Session, Callable[[], object]]:
     captured, batch = shape.capture(parts)
 
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
@@ -82,10 +82,10 @@ def _rank(context: RankContext, shape: Shape, text: str, parts: int) -> tuple[Ra
     config = RunConfig.create(batch_size=shape.samples, optimizer="sgd")
     costs = captured.blocks.flops(captured.dims(batch))
     plan = complete(text, world=context.world, batch_size=shape.samples, costs=costs).plan
-    rank = Rank(
+    session = Session.open(
         captured, config, plan, context=context, trainable=captured.trainable, read=read, buffers=dict(captured.buffers)
     )
-    return rank, lambda: rank.step(batch, 0, LR).read()
+    return session, lambda: session.step(batch, 0, LR).read()
 
 
 def _processor_seconds(step: Callable[[], object]) -> float:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from phalanx import tasks
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import Inputs
-from phalanx.engine.rank import Rank
 from phalanx.engine.reductions import StepRun
 from phalanx.launch.context import RankContext
 from phalanx.model import interpret, reference
@@ -26,6 +25,7 @@ from phalanx.plan.complete import complete
 from phalanx.program.instructions import Op, Program
 from phalanx.program.lower import lower
 from phalanx.tasks.custom import infer_inputs
+from phalanx.training.session import Session
 
 GPT2, LLAMA, NEO, GEMMA3 = "gpt2", "meta-llama/Llama-3.2-1B", "EleutherAI/gpt-neo-2.7B", "google/gemma-3-1b-it"
 T5, WHISPER, MIXTRAL = "google-t5/t5-small", "openai/whisper-small", "mistralai/Mixtral-8x7B-v0.1"
@@ -76,9 +76,9 @@ class Case:
         )
         return count
 
-    def rank(
+    def session(
         self, plan: str = "", *, context: RankContext | None = None, frozen: Sequence[str] = (), **options: object
-    ) -> Rank:
+    ) -> Session:
         """The only rank of a plan, or the one at `context`, with the plain model's values."""
         context, samples = context or RankContext.alone(), next(iter(self.batch.values())).shape[0]
         values = self.parameters
@@ -88,34 +88,36 @@ class Case:
 
         costs = self.blocks.flops(self.captured.dims(self.batch))
         config = RunConfig.create(**{"dtype": "float64", "compile": "off", "batch_size": samples, **options})
-        return Rank(
+        return Session.open(
             self.captured, config, complete(plan, world=context.world, batch_size=samples, costs=costs).plan,
             context=context, trainable=[name for name in self.captured.trainable if name not in frozen], read=read,
             buffers=self.captured.buffers,
         )  # fmt: skip
 
-    def micro_batches(self, rank: Rank, sizes: Sequence[int], seed: int = 0, training: bool = True) -> list[Inputs]:
-        feeder = rank.step.feeder if training else rank._evaluator._feeder
+    def micro_batches(
+        self, session: Session, sizes: Sequence[int], seed: int = 0, training: bool = True
+    ) -> list[Inputs]:
+        feeder = session.step.feeder if training else session._evaluator._feeder
         feeder._seed = seed
         return feeder(self.batch, 0, sizes)
 
     def step(
-        self, rank: Rank, sizes: Sequence[int], schedule: str = "1f1b", seed: int = 0
+        self, session: Session, sizes: Sequence[int], schedule: str = "1f1b", seed: int = 0
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and gradients of micro-batches of these sizes in the order of a schedule; they must leave nothing."""
-        return run(rank, before_step(rank, schedule, len(sizes)), self.micro_batches(rank, sizes, seed))
+        return run(session, before_step(session, schedule, len(sizes)), self.micro_batches(session, sizes, seed))
 
 
-def before_step(rank: Rank, schedule: str, num_micro_batches: int) -> Program:
+def before_step(session: Session, schedule: str, num_micro_batches: int) -> Program:
     """A program for the rank."""
-    plan = replace(rank.plan, schedule=schedule, mb=num_micro_batches)
-    return lower(plan, rank.formation.shape)[0]
+    plan = replace(session.plan, schedule=schedule, mb=num_micro_batches)
+    return lower(plan, session.compiled.formation.shape)[0]
 
 
-def run(rank: Rank, program: Program, parts: list[Inputs]) -> tuple[Tensor, dict[str, Tensor]]:
+def run(session: Session, program: Program, parts: list[Inputs]) -> tuple[Tensor, dict[str, Tensor]]:
     """Up to where the gradients are ready."""
     step = StepRun({(number, 0): part for number, part in enumerate(parts)}, lr=0.0)
-    rank.step.engine.run(program, step, until=Op.STEP)
+    session.step.engine.run(program, step, until=Op.STEP)
     require_released(step)
     return step.loss, step.gradients
 

@@ -23,8 +23,8 @@ _MAX_LINKED = 16  # programs times shapes of their micro-batches that are rememb
 
 
 class Watch(Protocol):
-    """Told of every instruction before and after it runs (the status board for the supervisor, a timeline); and of a
-    computation, in between, when it has everything that it waited for."""
+    """Told of every instruction before and after it runs (the status board for the supervisor, a timeline); and in
+    between, when it has everything that it waited for."""
 
     def begin(self, instruction: Instruction) -> None: ...
 
@@ -80,14 +80,13 @@ class Engine:
 
     def _run(self, step: StepRun, end: int) -> None:
         values, watches = step.values, self.watches
-        for instruction, computes, waits, run, frees, releases in step.linked.rows[step.position : end]:
+        for instruction, waits, run, frees, releases in step.linked.rows[step.position : end]:
             for watch in watches:
                 watch.begin(instruction)
             for place, wait in waits:
                 values[place] = wait(values[place])
-            if computes:
-                for watch in watches:
-                    watch.ready(instruction)
+            for watch in watches:
+                watch.ready(instruction)
             run(values, step)
             for place, release in releases:
                 release(values[place])

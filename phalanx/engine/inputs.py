@@ -68,6 +68,10 @@ class Inputs(dict[Key, Tensor]):
     def num_samples(self) -> int:
         return self._keys.shape[0]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._inputs.values())
+
     def count(self) -> Tensor:
         """How many items its loss is a sum over."""
         return self._compute.count(self._inputs, self._dims_of(self._inputs))

@@ -107,10 +107,11 @@ class RankLayout:
 
 
 class ProcessGroups:
-    """The groups and channels of a formation. They are all made here, on every rank in the same order: two ranks that
-    waited for each other's next group would wait for ever."""
+    """The groups and channels of a formation, of one generation. They are all made here, on every rank in the same
+    order: two ranks that waited for each other's next group would wait for ever. owns_links: whether it closes them."""
 
-    def __init__(self, formation: RankLayout, links: Links) -> None:
+    def __init__(self, formation: RankLayout, links: Links, owns_links: bool = False) -> None:
+        self.links, self._owns_links = links, owns_links
         mesh, me = formation.mesh, formation.rank
         plan = formation.plan
 
@@ -140,6 +141,10 @@ class ProcessGroups:
         }
         self._alone = links.group((me,))
         self._channels = _channels(formation, links)
+
+    def close(self) -> None:
+        if self._owns_links:
+            self.links.close()
 
     def channel(self, source: int, destination: int, direction: Direction) -> Channel:
         return self._channels[source, destination, direction]

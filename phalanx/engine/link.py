@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.comm.links import Channel, Direction
+from phalanx.comm.links import Channel, Direction, Group
 from phalanx.comm.pending import Pending
 from phalanx.engine.compute import Compute
 from phalanx.engine.gradients import BucketGradients, Reduced, Sum, together
@@ -30,7 +30,7 @@ from phalanx.model.shard.sharded import Redistribution
 from phalanx.params.parameters import Parameters
 from phalanx.plan.plan import Plan
 from phalanx.program.bind import bind
-from phalanx.program.instructions import COMPUTE, Instruction, Op, Program
+from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape, Partition
 from phalanx.program.values import Row, Table, Value
@@ -50,7 +50,6 @@ class LinkedRow(NamedTuple):
     dropping it when it is freed."""
 
     instruction: Instruction
-    computes: bool
     waits: tuple[tuple[int, Callable[[Any], Any]], ...]
     run: Run
     frees: tuple[int, ...]
@@ -98,9 +97,10 @@ class Sends:
 
 @dataclass(frozen=True)
 class Parts:
-    """What carries out a rank's instructions. movers: by the ranks that take part. channel: what leads from one rank to
-    another, for activations ("f") or for gradients ("b"). gradients: of the buckets whose sums are not this rank's
-    alone. Without totals there is no backward."""
+    """What carries out a rank's instructions. zero: the ranks that together hold all shards of its parameters.
+    movers: by the ranks that take part. channel: what leads from one rank to another, for activations ("f") or for
+    gradients ("b"). gradients: of the buckets whose sums are not this rank's alone. Without totals there is no
+    backward."""
 
     plan: Plan
     shape: ModelShape
@@ -110,6 +110,7 @@ class Parts:
     compute: Compute
     tracer: Tracer
     parameters: Parameters
+    zero: Group
     movers: Mapping[Partition, Mover]
     channel: Callable[[int, int, Direction], Channel]
     gradients: Mapping[int, BucketGradients]
@@ -169,9 +170,7 @@ class _Linker:
             made = self._collected(self._makers[it.op](it))
             waits = tuple((i, self._wait(i)) for i in self._row.waits)
             releases = [(i, release) for i in self._row.frees if (release := self._release(i)) is not None]
-            self._linked.rows.append(
-                LinkedRow(it, it.op in COMPUTE, waits, made, self._row.frees, tuple(releases))
-            )  # fmt: skip
+            self._linked.rows.append(LinkedRow(it, waits, made, self._row.frees, tuple(releases)))
         return self._linked
 
     # Computation.
@@ -450,12 +449,12 @@ class _Linker:
     # Parameters.
 
     def _gather(self, it: Instruction) -> Run:
-        bucket, parameters = _block(it), self._parts.parameters
-        return lambda values, step: parameters.gather(bucket)
+        bucket, parameters, zero = _block(it), self._parts.parameters, self._parts.zero
+        return lambda values, step: parameters.gather(bucket, zero)
 
     def _share(self, it: Instruction) -> Run:
-        bucket, parameters = _block(it), self._parts.parameters
-        return lambda values, step: parameters.share(bucket)
+        bucket, parameters, zero = _block(it), self._parts.parameters, self._parts.zero
+        return lambda values, step: parameters.share(bucket, zero)
 
     def _reduce(self, it: Instruction) -> Run:
         bucket, place = self._parts.gradients[_block(it)], self._row.writes[-1]

@@ -12,22 +12,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from phalanx.comm.links import Group
+from phalanx.engine.engine import Engine
 from phalanx.launch.context import RankContext
 from phalanx.observe.metrics import peak_memory
 from phalanx.plan.plan import Plan
+from phalanx.program.from_steps import Moment
 from phalanx.program.groups import group_of
 from phalanx.program.instructions import COLLECTIVES, RECEIVES, SENDS, Instruction
 from phalanx.program.shape import ModelShape
 from phalanx.program.timeline import COMPUTE, Event, Timeline, channel_name, group_name
 from phalanx.state.rendezvous import StoreRendezvous
-
-if TYPE_CHECKING:
-    from phalanx.engine.rank import Rank
 
 _CLOCK_ROUNDS = 5
 _KEY = "timeline"
@@ -39,24 +38,29 @@ class Recorder:
     def __init__(self, plan: Plan, shape: ModelShape, rank: int, device: torch.device) -> None:
         self._plan, self._shape, self._rank, self._device = plan, shape, rank, device
         self._clock: _Clock = _DeviceClock() if device.type == "cuda" else _HostClock()
-        self._marks: list[tuple[Instruction, Any, Any]] = []  # start, end
-        self._start: Any = None
+        self._marks: list[tuple[Instruction, Any, Any, Any]] = []  # begin, ready, end
+        self._begin: Any = None
+        self._ready: Any = None
 
     def begin(self, instruction: Instruction) -> None:
-        self._start = self._clock.mark()
+        self._begin = self._clock.mark()
 
     def ready(self, instruction: Instruction) -> None:
-        self._start = self._clock.mark()
+        self._ready = self._clock.mark()
 
     def end(self, instruction: Instruction) -> None:
-        self._marks.append((instruction, self._start, self._clock.mark()))
+        self._marks.append((instruction, self._begin, self._ready, self._clock.mark()))
+
+    def moments(self) -> list[Moment]:
+        """Of every instruction, in order. Waits until the device has done what was recorded."""
+        return [Moment(*map(self._clock.seconds, marks)) for _, *marks in self._marks]
 
     def timeline(self) -> Timeline:
         """This rank's part. Waits until the device has done what was recorded."""
-        seconds = self._clock.seconds
+        moments = zip((instruction for instruction, *_ in self._marks), self.moments(), strict=True)
         events = [
-            Event(self._rank, instruction, seconds(start), seconds(end), self._resource(instruction))
-            for instruction, start, end in self._marks
+            Event(self._rank, instruction, moment.ready, moment.end, self._resource(instruction))
+            for instruction, moment in moments
         ]
         return Timeline(tuple(events), ({},) * self._rank + ({"measured": peak_memory(self._device)},))
 
@@ -73,23 +77,23 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recording(rank: Rank) -> Iterator[Recorder]:
-    """Within it the recorder sees every instruction of the rank's training engine."""
-    recorder = Recorder(rank.plan, rank.formation.shape, rank.context.rank, rank.device)
-    watches = rank.step.engine.watches
-    watches.append(recorder)
+def recording(engine: Engine) -> Iterator[Recorder]:
+    """Within it the recorder sees every instruction."""
+    parts = engine.parts
+    recorder = Recorder(parts.plan, parts.shape, parts.rank, parts.compute.device)
+    engine.watches.append(recorder)
     try:
         yield recorder
     finally:
-        watches.remove(recorder)
+        engine.watches.remove(recorder)
 
 
 @contextlib.contextmanager
-def writing(rank: Rank, path: Path, timeout: float) -> Iterator[None]:
+def writing(engine: Engine, context: RankContext, world: Group, path: Path, timeout: float) -> Iterator[None]:
     """Within it each rank runs one step, of which rank 0 then writes the timeline. Once in a run."""
-    with recording(rank) as recorder:
+    with recording(engine) as recorder:
         yield
-    timeline = gather(recorder.timeline(), rank.context, rank.connections.world, timeout)
+    timeline = gather(recorder.timeline(), context, world, timeout)
     if timeline is not None:
         path.write_text(timeline.to_json(), encoding="utf-8")
 
@@ -109,7 +113,7 @@ def gather(part: Timeline, context: RankContext, world: Group, timeout: float) -
     """
     if context.world == 1:
         return merge([part])
-    ahead = _clock_ahead(context, world)
+    ahead = clock_ahead(context, world)
     events = tuple(replace(e, start=e.start - ahead, end=e.end - ahead) for e in part.events)
     meeting = StoreRendezvous(context.store, context.rank)
     meeting.arrive(_KEY, Timeline(events, part.memory).to_json())
@@ -118,8 +122,8 @@ def gather(part: Timeline, context: RankContext, world: Group, timeout: float) -
     return merge([Timeline.from_json(text) for text in meeting.wait_all(_KEY, context.world, timeout)])
 
 
-def _clock_ahead(context: RankContext, world: Group) -> float:
-    """Seconds by which this rank's clock is ahead of rank 0's."""
+def clock_ahead(context: RankContext, world: Group) -> float:
+    """Seconds by which this rank's clock is ahead of rank 0's; every rank must come here."""
     found: list[float] = []
     for _ in range(_CLOCK_ROUNDS):
         world.barrier().wait("clocks")

@@ -12,8 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.comm.links import Group
+from phalanx.engine.engine import Engine
 from phalanx.engine.link import ComputeCall, link
-from phalanx.engine.rank import Rank
+from phalanx.engine.step import Step
 from phalanx.engine.warm_up import warm_up
 from phalanx.errors import PlanError
 from phalanx.lab.timed import Durations, replace_compute
@@ -23,27 +25,27 @@ from phalanx.tasks.base import Batch
 _REPEATS = 3
 
 
-def rehearse(rank: Rank, batch: Batch, first: int) -> None:
+def rehearse(step: Step, evaluation: Engine, world: Group, batch: Batch, first: int) -> None:
     """All ranks call it, each with its part of a batch. From now on the rank waits where it would compute."""
-    if rank.plan.slices:
+    if step.engine.parts.plan.slices:
         raise PlanError(
             "lab: compute=timed knows one time for every block, and slices take different times",
             "leave slices out, or compute=timed",
         )
     found: Durations = {}
-    for turn in range(rank.context.world):
-        if turn == rank.context.rank:
-            found = measure(rank, batch, first)
-        rank.connections.world.barrier().wait("the rehearsal of another rank")
-    for engine in rank.engines:
+    for turn in range(len(world.ranks)):
+        if turn == world.index:
+            found = measure(step, batch, first)
+        world.barrier().wait("the rehearsal of another rank")
+    for engine in (step.engine, evaluation):
         replace_compute(engine, found)
 
 
-def measure(rank: Rank, batch: Batch, first: int) -> Durations:
+def measure(step: Step, batch: Batch, first: int) -> Durations:
     """Seconds of each kind of computation of each segment of this rank: the median of some without the first; nothing
     for what this rank does not do. A weight gradient counts with its product."""
-    parts = rank.step.engine.parts
-    linked = link(parts, rank.step.program, rank.step.begin(batch, first, 0.0).inputs)
+    parts = step.engine.parts
+    linked = link(parts, step.program, step.begin(batch, first, 0.0).inputs)
     by_function: defaultdict[Any, set[tuple[Op, int]]] = defaultdict(set)
     for call in linked.calls:
         by_function[call.call.function].add((call.instruction.op, call.number))

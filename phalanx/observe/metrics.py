@@ -113,11 +113,12 @@ class Meter:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Totals and rates over all steps counted, the slow first ones included."""
+        """Totals and rates over all steps counted, the slow first ones included; and what the last `window` took."""
         speed = self.flops / self.seconds if self.seconds else 0.0
         return {
             "tokens": self.tokens,
             "seconds": self.seconds,
+            "step_seconds": median(s for _, _, s in self._recent) if self._recent else None,
             "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
             "flops_per_second": speed,
             "mfu": speed / self.peak if self.peak else None,

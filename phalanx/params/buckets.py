@@ -73,9 +73,9 @@ class Bucket:
     """One bucket on this rank. `values` maps the names of parameters to tensors that can be computed with now."""
 
     def __init__(
-        self, trained: FlatBuffer | None, frozen: FlatBuffer | None, unsharded: Mapping[Piece, Tensor], zero: Group
-    ) -> None:
-        self.trained, self._zero = trained, zero
+        self, trained: FlatBuffer | None, frozen: FlatBuffer | None, unsharded: Mapping[Piece, Tensor]
+    ) -> None:  # fmt: skip
+        self.trained = trained
         self.buffers = [flat for flat in (trained, frozen) if flat is not None]
         self._unsharded = dict(unsharded)  # tables of integers, never trained
         self._arriving: list[tuple[FlatBuffer, Tensor, Pending]] = []
@@ -89,20 +89,21 @@ class Bucket:
             found |= flat.views(flat.full) if flat.full is not None else {}
         return found
 
-    def share(self) -> None:
-        """Starts giving the updated shard to the ranks that did not update it, and taking theirs."""
+    def share(self, zero: Group) -> None:
+        """Starts giving the updated shard to the ranks that did not update it, and taking theirs. zero: those that
+        together hold all shards."""
         if self.trained is not None and self.trained.full is not None:
             source = self.trained.shard.clone()  # a collective must not read what it writes
-            self._arriving.append((self.trained, self.trained.full, self._zero.all_gather(self.trained.full, source)))
+            self._arriving.append((self.trained, self.trained.full, zero.all_gather(self.trained.full, source)))
 
-    def gather(self, pool: BufferPool) -> None:
+    def gather(self, pool: BufferPool, zero: Group) -> None:
         """Starts collecting the whole from all shards."""
         assert not self._lent, "gathered twice"
         for flat in self.buffers:
             if flat.full is None:
                 buffer = pool.take(flat.layout.size, flat.dtype, flat.device)
                 self._lent.append(buffer)
-                self._arriving.append((flat, buffer, self._zero.all_gather(buffer, flat.shard)))
+                self._arriving.append((flat, buffer, zero.all_gather(buffer, flat.shard)))
 
     def arrive(self) -> dict[str, Tensor]:
         """Waits for what is on its way; the parameters that can be used from now on."""

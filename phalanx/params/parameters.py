@@ -71,8 +71,9 @@ class Parameters:
     def held(self) -> Collection[int]:
         return self._buckets.keys()
 
-    def gather(self, index: int) -> None:
-        self._buckets[index].gather(self._pool)
+    def gather(self, index: int, zero: Group) -> None:
+        """zero: the ranks that together hold all shards."""
+        self._buckets[index].gather(self._pool, zero)
         self._gathered.add(index)
         self.peak_gathered = max(self.peak_gathered, len(self._gathered))
 
@@ -81,8 +82,8 @@ class Parameters:
             self.values.pop(name, None)
         self._gathered.discard(index)
 
-    def share(self, index: int) -> None:
-        self._buckets[index].share()
+    def share(self, index: int, zero: Group) -> None:
+        self._buckets[index].share(zero)
 
     def ready(self, indices: Iterable[int]) -> None:
         """Waits until the parameters of these buckets have arrived."""
@@ -95,8 +96,8 @@ class Parameters:
         self.ready(self._buckets)
 
 
-def load_parameters(state: StateLayout, rank: int, read: Read, *, device: torch.device, zero: Group) -> Parameters:
-    """What a rank keeps, read one parameter at a time. zero: the ranks that together hold all shards."""
+def load_parameters(state: StateLayout, rank: int, read: Read, *, device: torch.device) -> Parameters:
+    """What a rank keeps, read one parameter at a time."""
     sharding, dtype = state.sharding(rank), getattr(torch, state.facts.dtype)
     tables = {each.name: getattr(torch, each.integer) for each in state.facts.parameters if not each.sharded}
     found: dict[int, Bucket] = {}
@@ -104,7 +105,7 @@ def load_parameters(state: StateLayout, rank: int, read: Read, *, device: torch.
         unsharded = {piece: _read_table(piece, read, tables[piece.name]).to(device) for piece in layout.unsharded}
         trained = FlatBuffer(layout.trained, sharding, dtype, device) if layout.trained else None
         frozen = FlatBuffer(layout.frozen, sharding, dtype, device) if layout.frozen else None
-        found[index] = Bucket(trained, frozen, unsharded, zero)
+        found[index] = Bucket(trained, frozen, unsharded)
         if trained is not None:
             found[index].masters = trained.fill(read, state.facts.masters)
         if frozen is not None:

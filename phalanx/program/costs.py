@@ -7,10 +7,10 @@ measurements fill in the same form.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
-from phalanx.program.instructions import Op
+from phalanx.program.instructions import Instruction, Op
 from phalanx.program.shape import ModelShape
 from phalanx.program.slice_costs import SliceCost
 
@@ -47,6 +47,24 @@ class BucketCosts:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What instructions took in steps that ran, by `kind_of` them, for each place in the pipeline.
+
+    own: of the rank's own time, without waiting. moving: of a collective or a message (by the one that receives it)
+    from when all that take part had issued it until it was there.
+    """
+
+    own: tuple[Mapping[str, float], ...]
+    moving: tuple[Mapping[str, float], ...]
+
+
+def kind_of(it: Instruction) -> str:
+    """Instructions of one kind take equally long: those that differ in their micro-batch, unless slices cut it."""
+    first = 0 if it.micro_batch is not None and it.slice is None else it.micro_batch
+    return str(replace(it, micro_batch=first, peer=None))
+
+
+@dataclass(frozen=True)
 class Costs:
     """Costs of one micro-batch on one rank, per block, and of parameters, per bucket.
 
@@ -59,6 +77,7 @@ class Costs:
     slice_cost: the part of a block's seconds that a slice of a micro-batch takes, by what was measured or derived
         (`slice_costs.py`); the parts may add up to more than 1. None: by the arithmetic of the block's ops, or where
         it has none by the number of tokens.
+    measured: seconds that stand before all of these.
     """
 
     forward: tuple[float, ...]
@@ -74,6 +93,7 @@ class Costs:
     shape: Callable[[Mapping[str, int]], ModelShape] | None = None
     working_bytes: Mapping[Op, tuple[int, ...]] = field(default_factory=dict[Op, tuple[int, ...]])
     slice_cost: SliceCost | None = None
+    measured: Measured | None = None
 
     def seconds(self, op: Op, block: int) -> float:
         """How long a computation of a whole block takes."""

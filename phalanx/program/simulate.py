@@ -16,7 +16,7 @@ from functools import cached_property
 from phalanx.plan.mesh import Mesh
 from phalanx.program import timeline
 from phalanx.program.compile import CompiledPlan
-from phalanx.program.costs import Costs, Ranks
+from phalanx.program.costs import Costs, Measured, Ranks, kind_of
 from phalanx.program.groups import group_of
 from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import COLLECTIVES, COMPUTE, RECEIVES, REDISTRIBUTIONS, SENDS, Instruction, Op
@@ -135,6 +135,7 @@ class _Issuer:
 
     def __init__(self, setting: Setting, tasks: Tasks, rank: int) -> None:
         self.setting, self.tasks, self.rank = setting, tasks, rank
+        self.place, self.measured = setting.compiled.pp_index(rank), setting.costs.measured
         self.peers = [setting.mesh.at_stage(rank, p) for p in range(setting.compiled.plan.pp)]
         self.computed: list[int] = []  # the last computation
         self.brings: dict[int, int] = {}  # value → task
@@ -143,7 +144,9 @@ class _Issuer:
     def issue(self, position: int, row: Row) -> None:
         it = row.instruction
         waits = [self.brings[value] for value in row.waits if value in self.brings]
-        if it.op in COMPUTE:
+        if self.measured is not None:
+            self._issue_measured(position, row, waits, self.measured)
+        elif it.op in COMPUTE:
             self._local(position, waits, self._seconds(it))
         elif it.op in SENDS or it.op in RECEIVES:
             self._wait(waits)
@@ -153,6 +156,20 @@ class _Issuer:
             self._collective(position, row)
         else:
             self._local(position, waits, self._step_seconds() if it.op is Op.STEP else 0.0)
+
+    def _issue_measured(self, position: int, row: Row, waits: list[int], measured: Measured) -> None:
+        """Communication takes some of the rank's own time, too, before it is on its way."""
+        it = row.instruction
+        kind = kind_of(it)
+        seconds, moving = measured.own[self.place][kind], measured.moving[self.place].get(kind)
+        if it.op in SENDS or it.op in RECEIVES:
+            self._wait(waits, seconds)
+            self._message(position, row, moving)
+        elif moving is not None:
+            self._wait(waits, seconds)
+            self._collective(position, row, moving)
+        else:
+            self._local(position, waits, seconds)
 
     def _local(self, position: int, needs: list[int], seconds: float) -> None:
         task = Task(timeline.COMPUTE, [(self.rank, position)], [*self.computed, *needs], seconds)
@@ -177,7 +194,8 @@ class _Issuer:
         trained = [bucket for bucket in held if compiled.shape.trained[bucket]]
         return sum(costs.buckets[bucket].step_seconds for bucket in trained) / compiled.plan.shards
 
-    def _message(self, position: int, row: Row) -> None:
+    def _message(self, position: int, row: Row, seconds: float | None = None) -> None:
+        """seconds: measured, where its receiver issues it."""
         it, costs = row.instruction, self.setting.costs
         assert it.peer is not None, f"{it} has no peer"
         self._wait([], costs.issue_seconds)
@@ -185,20 +203,24 @@ class _Issuer:
         source, target = (self.rank, peer) if it.op in SENDS else (peer, self.rank)
         place = self._joint(channel_name(source, target, it.op), position)
         task = self.tasks.tasks[place]
-        task.seconds = costs.message(source, target).send(self.setting.message_bytes(it))
+        if self.measured is None:
+            seconds = costs.message(source, target).send(self.setting.message_bytes(it))
+        task.seconds = task.seconds if seconds is None else seconds
         if it.op in SENDS or self.setting.rendezvous:
             task.needs += self.computed
         self.brings.update(dict.fromkeys(row.writes, place))
 
-    def _collective(self, position: int, row: Row) -> None:
+    def _collective(self, position: int, row: Row, seconds: float | None = None) -> None:
         it = row.instruction
         ranks = self.setting.group(self.rank, it)
         place = self._joint(group_name(ranks), position)
         task = self.tasks.tasks[place]
         task.needs += self.computed
-        task.seconds = (
-            self._redistribution_seconds(it, ranks) if it.op in REDISTRIBUTIONS else self._reduce_seconds(it, ranks)
-        )
+        if seconds is None:
+            seconds = (
+                self._redistribution_seconds(it, ranks) if it.op in REDISTRIBUTIONS else self._reduce_seconds(it, ranks)
+            )
+        task.seconds = seconds
         self.brings.update(dict.fromkeys((*row.writes, *row.adds), place))
         if it.op is Op.NORM:
             self._wait([place])

@@ -1,7 +1,7 @@
 """The training loop of one rank, readable top to bottom: batch → step → evaluate → log → checkpoint.
 
 `Loop.fit` is the whole life of a run as one rank lives it; all ranks live it alike, and rank 0 reports. What is
-trained on what is decided in `prepare`, how a step is carried out in `runtime`, what is said about it in `reporting`.
+trained on what is decided in `prepare`, how a step is carried out in `session`, what is said about it in `reporting`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from phalanx.engine.inputs import split
 from phalanx.engine.measured import writing
 from phalanx.engine.out_of_memory import explain_out_of_memory, model_needs, step_needs
-from phalanx.engine.rank import Rank
 from phalanx.engine.step import Outcome, training_flops
 from phalanx.errors import PhalanxError
 from phalanx.lab.rehearsal import rehearse
@@ -37,16 +35,16 @@ from phalanx.observe.trace import StepProfiler
 from phalanx.params.flat import Piece
 from phalanx.params.gather_full import gather_full
 from phalanx.params.lr_schedule import lr_factor
-from phalanx.params.state_shards import from_checkpoint
-from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.huggingface import export
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.saving import AsyncSaver
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
 from phalanx.training.job import Job, Summary
+from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
 from phalanx.training.reporting import Emit, Reporter, StepFacts, header
+from phalanx.training.session import Session
 
 _has_run = False  # in this process
 
@@ -55,7 +53,7 @@ class Loop:
     """One rank's part of a job."""
 
     run: Prepared
-    rank: Rank
+    session: Session
     snapshot: Snapshot
 
     def __init__(self, job: Job, context: RankContext, emit: Emit) -> None:
@@ -95,16 +93,21 @@ class Loop:
         config, slot = self.config, self.context.slot
         profiled = config.profile_steps if self._is_rank0 else None
         if os.environ.get(TIMED):
-            rehearse(self.rank, *self._batch(1))
+            session = self.session
+            rehearse(session.step, session.evaluation, session.connected.world, *self._batch(1))
+        predictor = Predictor(self.session, self.context, config.timeout)
         with contextlib.closing(StepProfiler(profiled, self.folder)) as profiler:
             for step in range(self.snapshot.step + 1, self.run.total_steps + 1):
                 slot.at_step(step)
                 batch, first = self._batch(step)
-                with profiler.step(step), self._timeline(step):
+                with profiler.step(step), self._timeline(step), predictor.step(reporter.paused_seconds):
                     outcome = self._step(batch, first, step, stop)
                 slot.enter("step")  # the first of them also compiled
                 eval_loss = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else None
                 reporter.step(self._facts(step, eval_loss), outcome)
+                if predictor.is_due:
+                    with reporter.paused():
+                        reporter.predicted(**predictor.fields(batch, first))
                 # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
                 # and leaving loses no step.
                 stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
@@ -115,16 +118,19 @@ class Loop:
                     break
             slot.enter("save")
             reporter.saved(saver.wait())
+        if self._is_rank0 and not predictor.was_due:
+            reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
 
     def _timeline(self, step: int) -> contextlib.AbstractContextManager[None]:
         if step != self.config.timeline_step:
             return contextlib.nullcontext()
-        return writing(self.rank, self.folder / "timeline.json", self.config.timeout)
+        engine, world = self.session.step.engine, self.session.connected.world
+        return writing(engine, self.context, world, self.folder / "timeline.json", self.config.timeout)
 
     def _batch(self, step: int) -> tuple[Batch, int]:
         """This rank's part of the batch, and its place in the stream of samples."""
         size = self.config.batch_size
-        first, count = self.rank.part((step - 1) * size, size)
+        first, count = self.session.part((step - 1) * size, size)
         return self.run.batches.batch(first, count), first
 
     def _due(self, step: int, every: int) -> bool:
@@ -142,7 +148,7 @@ class Loop:
         sizes = split(next(iter(batch.values())).shape[0], run.plan.mb)
         counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes))
         with explain_out_of_memory(*step_needs(run.plan, self.config.batch_size), run.device):
-            return self.rank.step(batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None)
+            return self.session.step(batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None)
 
     def _evaluate(self, step: int, outcome: Outcome, reporter: Reporter) -> float | None:
         """The loss on the evaluation data, always on the same samples, without dropout."""
@@ -154,7 +160,7 @@ class Loop:
         with reporter.paused(), self.context.slot.within("evaluate"):
             needs = step_needs(self.run.plan, self.config.batch_size)
             with explain_out_of_memory(*needs, self.run.device):
-                loss = self.rank.evaluate(batches, samples)
+                loss = self.session.evaluate(batches, samples)
         self._emit("on_evaluate", {"step": step, "eval_loss": loss, "eval_samples": samples})
         return loss
 
@@ -174,9 +180,8 @@ class Loop:
     def _save(self, saver: AsyncSaver, reporter: Reporter) -> None:
         reporter.flush()
         with reporter.paused(), self.context.slot.within("save"):
-            self.snapshot.optimizer = self.rank.optimizer.scalars()
-            self.snapshot.loss_scale = self.rank.loss_scale.state() if self.rank.loss_scale else None
-            saver.save(self.snapshot.step, self.rank.state_shards(), self.snapshot.to_json())
+            self.snapshot.optimizer, self.snapshot.loss_scale = self.session.state.scalars()
+            saver.save(self.snapshot.step, self.session.state.shards(), self.snapshot.to_json())
 
     def _set_up(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Prepares the run and puts its state in place, fresh or as a checkpoint holds it; returns the header."""
@@ -200,23 +205,15 @@ class Loop:
             return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
         with explain_out_of_memory(*model_needs(config.dtype), run.device):
-            self.rank = Rank(
+            self.session = Session.open(
                 run.captured, config, run.plan, context=self.context, trainable=run.trainable, read=read,
                 buffers=load_buffers(run.captured, weights, run.device), optimizer_class=job.optimizer_class,
                 watches=[BoardWatch(self.context.slot)] if self.context.world > 1 else [],
             )  # fmt: skip
             if found is not None:
-                self._restore(found)
+                self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
                 origin = resumed_text(found, run.total_steps)
-        return header(run, config, self.rank, origin)
-
-    def _restore(self, found: Checkpoint) -> None:
-        """The optimizer's state and the scale of the loss, as far as they concern this rank."""
-        keys = (name.split("/", 2) for name in found.names() if name.startswith("optimizer/"))
-        read = partial(from_checkpoint, found)
-        self.rank.restore_optimizer([(slot, name) for _, slot, name in keys], read, self.snapshot.optimizer)
-        if self.rank.loss_scale is not None and self.snapshot.loss_scale is not None:
-            self.rank.loss_scale.load(self.snapshot.loss_scale)
+        return header(run, config, self.session, origin)
 
     @contextlib.contextmanager
     def _rank_0_first(self) -> Iterator[None]:
@@ -239,13 +236,13 @@ class Loop:
         asked = reporter.stops or stop.signal is not None
         if asked and self.snapshot.step < self.run.total_steps:
             reporter.stopped(stop.signal, saver.last)
-            self.rank.close()
+            self.session.close()
             raise (
                 KeyboardInterrupt if stop.signal is signal.SIGINT else SystemExit(128 + (stop.signal or signal.SIGTERM))
             )
         exported = self._export() if self.config.export else None
         reporter.finish(self.folder, exported)
-        self.rank.close()
+        self.session.close()
         snapshot, saved = self.snapshot, saver.wait() or self._resumed
         assert saved is not None, "the last step is always saved, and a run that had none left went on from it"
         return Summary(
@@ -256,9 +253,8 @@ class Loop:
     def _export(self) -> Path:
         """Rank 0 writes; the others hand it what they hold, one tensor at a time."""
         spec = self.run.spec
-        tensors = gather_full(
-            self.rank.formation.state.all_parameters(), self.rank.values(), self.context, self.run.device
-        )
+        state = self.session.state
+        tensors = gather_full(state.layout.all_parameters(), state.values(), self.context, self.run.device)
         folder = self.folder / "export"
         if not self._is_rank0:
             for _ in tensors:

@@ -21,7 +21,6 @@ import torch
 
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
-from phalanx.engine.rank import Rank
 from phalanx.engine.step import Outcome
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.observe.metrics import Meter, peak_memory
@@ -31,6 +30,7 @@ from phalanx.params.optimizer import decays
 from phalanx.plan.plan import Plan
 from phalanx.state.snapshot import Snapshot
 from phalanx.training.prepare import Prepared
+from phalanx.training.session import Session
 
 HOOKS = {
     "on_start": "(trainer) before the first step",
@@ -117,6 +117,8 @@ class Reporter:
         self._device, self._unit = device, "tokens"
         self._waiting: tuple[StepFacts, Outcome] | None = None
         self._mark = time.perf_counter()
+        self.paused_seconds = 0.0
+        self.prediction: dict[str, Any] = {}  # fields of a record, once they are known
         # A resumed run's totals go on; its rates are those of this process.
         meter.tokens, meter.flops, meter.seconds = snapshot.tokens, snapshot.flops, snapshot.seconds
 
@@ -154,7 +156,15 @@ class Reporter:
         try:
             yield
         finally:
-            self._mark += time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self.paused_seconds += seconds
+            self._mark += seconds
+
+    def predicted(self, **prediction: Any) -> None:
+        """From now on records hold it. Only rank 0 predicts."""
+        if prediction:
+            self._log.write("prediction", **prediction)
+        self.prediction = {name: value for name, value in prediction.items() if name.startswith("predicted_")}
 
     def saved(self, path: Path | None) -> None:
         """Takes note of the newest complete checkpoint; each is told of once."""
@@ -176,7 +186,8 @@ class Reporter:
         snapshot = self._snapshot
         summary = {"loss": snapshot.loss, "eval_loss": snapshot.eval_loss, "skipped_steps": snapshot.skipped}
         measured = {name.replace("tokens", self._unit): value for name, value in self._meter.summary().items()}
-        summary |= {**measured, "run": str(folder), "export": exported and str(exported)}
+        measured["memory_bytes"] = peak_memory(self._device)
+        summary |= {**measured, **self.prediction, "run": str(folder), "export": exported and str(exported)}
         summary = {name: value for name, value in summary.items() if value is not None}
         self._log.write("finish", **summary)
         self._progress.finish(summary)
@@ -196,7 +207,7 @@ class Reporter:
         snapshot.skipped += not updated
         snapshot.skipped_in_a_row = 0 if updated else snapshot.skipped_in_a_row + 1
         record = {"step": facts.step, "samples": facts.samples, "loss": loss, "lr": facts.lr, "grad_norm": norm}
-        record |= rates | {"unit": facts.unit}
+        record |= rates | self.prediction | {"unit": facts.unit}
         if facts.eval_loss is not None:
             record["eval_loss"] = snapshot.eval_loss = facts.eval_loss
         return record if updated else {**record, "skipped": True}
@@ -211,7 +222,7 @@ class Reporter:
             )
 
 
-def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[str, Any]:
+def header(run: Prepared, config: RunConfig, session: Session, origin: str) -> dict[str, Any]:
     """What is trained, on what and how, with the reasons for whatever was derived."""
     counts = {name: math.prod(shape) for name, shape in run.captured.shapes.items()}
     trained = sum(counts[name] for name in run.trainable)
@@ -220,10 +231,10 @@ def header(run: Prepared, config: RunConfig, rank: Rank, origin: str) -> dict[st
         "parameters": f"{sum(counts.values()):,}, {trained:,} of them trained",
         "weights": origin,
         "data": run.batches.describe(),
-        "device": f"{run.device} ({run.reasons['device']}), segments compiled: {rank.compiler.mode}",
-        "dtype": config.dtype + (" with float32 master weights" if rank.keeps_masters else ""),
+        "device": f"{run.device} ({run.reasons['device']}), segments compiled: {session.compiled.compiler.mode}",
+        "dtype": config.dtype + (" with float32 master weights" if session.compiled.formation.facts.masters else ""),
         "plan": plan_text(run.plan, config.batch_size),
-        "optimizer": _optimizer_text(run, config, rank),
+        "optimizer": _optimizer_text(run, config, session),
         "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
     }
     if run.tokenizer is not None:
@@ -262,8 +273,8 @@ def plan_text(plan: Plan, batch_size: int) -> str:
     )
 
 
-def _optimizer_text(run: Prepared, config: RunConfig, rank: Rank) -> str:
-    optimizer, trained = rank.optimizer.inner, run.trainable
+def _optimizer_text(run: Prepared, config: RunConfig, session: Session) -> str:
+    optimizer, trained = session.state.optimizer.inner, run.trainable
     end = "" if config.lr_schedule == "constant" else f" to {config.min_lr_ratio:.0%}"
     warmup = f" after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
     parts = [

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import num_samples
-from phalanx.engine.rank import Rank
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
 from phalanx.state.layout import Box
+from phalanx.training.session import Session
 from phalanx.verification.case import Case
 
 
@@ -59,15 +59,15 @@ def run_rank(context: RankContext, case: Case, plan: Plan, captured: Captured, f
         return piece.of(initial[name])
 
     device = torch.device(context.device)
-    rank = Rank(
+    session = Session.open(
         captured, _config(case), plan, context=context, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
     trace = Trace()
     for consumed, batch in case.batches(case.spec()):
-        _step(rank, case, consumed, batch, trace)
-    _describe(rank, trace)
-    rank.close()
+        _step(session, case, consumed, batch, trace)
+    _describe(session, trace)
+    session.close()
     return trace
 
 
@@ -79,40 +79,40 @@ def _config(case: Case) -> RunConfig:
     )  # fmt: skip
 
 
-def _step(rank: Rank, case: Case, consumed: int, batch: dict[str, Tensor], trace: Trace) -> None:
-    """As `runtime.step.Step`, looking at the gradients before the optimizer uses them up."""
-    first, count = rank.part(consumed, num_samples(batch))
+def _step(session: Session, case: Case, consumed: int, batch: dict[str, Tensor], trace: Trace) -> None:
+    """As `engine.step.Step`, looking at the gradients before the optimizer uses them up."""
+    first, count = session.part(consumed, num_samples(batch))
     begin = first - consumed
     mine = {name: tensor[begin : begin + count] for name, tensor in batch.items()}
-    step = rank.step.begin(mine, first, case.training.lr)
-    program = rank.step.program
-    rank.step.engine.run(program, step, until=Op.STEP)
-    trace.gradients.append(_owned(rank, step.gradients))
-    rank.step.engine.run(program, step)
+    step = session.step.begin(mine, first, case.training.lr)
+    program = session.step.program
+    session.step.engine.run(program, step, until=Op.STEP)
+    trace.gradients.append(_owned(session, step.gradients))
+    session.step.engine.run(program, step)
     trace.keeps_only_inputs = step.linked.table.keeps_only_inputs
     assert step.loss is not None
     trace.losses.append(float(step.loss))
-    rank.parameters.settle()
-    weights = {name: weight.exact for name, weight in rank.parameters.weights.items()}
-    trace.parameters.append(_owned(rank, weights))
+    session.state.parameters.settle()
+    weights = {name: weight.exact for name, weight in session.state.parameters.weights.items()}
+    trace.parameters.append(_owned(session, weights))
 
 
-def _owned(rank: Rank, tensors: Mapping[str, Tensor]) -> list[Owned]:
+def _owned(session: Session, tensors: Mapping[str, Tensor]) -> list[Owned]:
     found: list[Owned] = []
     for name, tensor in tensors.items():
-        weight = rank.parameters.weights[name]
-        if name in rank.formation.owned:
+        weight = session.state.parameters.weights[name]
+        if name in session.compiled.formation.owned:
             data = weight.piece.packed(tensor.detach()).cpu().clone()
             found.append(Owned(name, weight.piece.boxes(), data))
     return found
 
 
-def _describe(rank: Rank, trace: Trace) -> None:
-    engine = rank.step.engine
+def _describe(session: Session, trace: Trace) -> None:
+    engine = session.step.engine
     trace.instructions = {str(op): count for op, count in engine.executed.items()}
-    trace.parameter_elements = rank.parameters.resident_elements
-    trace.peak_gathered = rank.parameters.peak_gathered
-    trace.sent_bytes = rank.links.sent_bytes
+    trace.parameter_elements = session.state.parameters.resident_elements
+    trace.peak_gathered = session.state.parameters.peak_gathered
+    trace.sent_bytes = session.connected.links.sent_bytes
     trace.redistributed_bytes = sum(mover.moved_bytes for mover in engine.parts.movers.values())
 
 

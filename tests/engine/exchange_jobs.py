@@ -49,9 +49,9 @@ class Counter:
 
 def count(context: RankContext, case: Case, plan: str) -> list[Sent]:
     """The collectives of one training step."""
-    rank = case.rank(plan, context=context)
-    counter = Counter(rank.links)
-    rank.step.engine.watches.append(counter)
-    rank.step(case.batch, 0, lr=0.0)
-    rank.close()
+    session = case.session(plan, context=context)
+    counter = Counter(session.connected.links)
+    session.step.engine.watches.append(counter)
+    session.step(case.batch, 0, lr=0.0)
+    session.close()
     return counter.sent

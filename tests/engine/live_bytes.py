@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.engine.rank import Rank
 from phalanx.engine.redistribute import Arriving
 from phalanx.engine.reductions import StepRun
 from phalanx.launch.context import RankContext
 from phalanx.program.instructions import Instruction, Op
 from phalanx.program.values import Value
+from phalanx.training.session import Session
 from tests import captured
 
 KINDS = ("activation", "gradient", "saved_b", "saved_bw", "saved_w")
@@ -44,11 +44,11 @@ class Watched:
     size: Any = None
 
 
-def mismatches(rank: Rank, batch: dict[str, Tensor]) -> list[str]:
+def mismatches(session: Session, batch: dict[str, Tensor]) -> list[str]:
     """Instructions after which the bytes differ; a step is run for it."""
-    engine = rank.step.engine
-    first, count = rank.part(0, next(iter(batch.values())).shape[0])
-    step = rank.step.begin({name: tensor[first : first + count] for name, tensor in batch.items()}, first, 0.0)
+    engine = session.step.engine
+    first, count = session.part(0, next(iter(batch.values())).shape[0])
+    step = session.step.begin({name: tensor[first : first + count] for name, tensor in batch.items()}, first, 0.0)
     inputs, tracer, shape = dict(step.inputs), engine.parts.tracer, engine.parts.shape
 
     def size(value: Value) -> int:
@@ -62,12 +62,12 @@ def mismatches(rank: Rank, batch: dict[str, Tensor]) -> list[str]:
     watched.size = size
     engine.watches.append(watched)
     try:
-        engine.run(rank.step.program, step, until=Op.STEP)
+        engine.run(session.step.program, step, until=Op.STEP)
     finally:
         engine.watches.remove(watched)
     expected = live_of_kinds(step.linked.table, size)
     pairs = zip(watched.found, expected, strict=False)
-    engine.run(rank.step.program, step)
+    engine.run(session.step.program, step)
     return [f"{name}: {there} bytes, {said} in the table" for (name, there), said in pairs if there != said]
 
 
@@ -97,8 +97,8 @@ def live_of_kinds(table: Any, size: Any) -> list[int]:
 def on_rank(context: RankContext, name: str, plan: str) -> list[str]:
     """For a rank of a pool."""
     case = captured.named(name, samples=4, tokens=8)
-    rank = case.rank(plan, context=context)
+    session = case.session(plan, context=context)
     try:
-        return mismatches(rank, case.batch)
+        return mismatches(session, case.batch)
     finally:
-        rank.close()
+        session.close()

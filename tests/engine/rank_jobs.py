@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config import RunConfig
-from phalanx.engine.rank import Rank
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
+from phalanx.training.session import Session
 from tests.captured import Case
 
 
@@ -28,9 +28,9 @@ class Rows:
 
 def evaluate(context: RankContext, case: Case, plan: str, counts: tuple[int, ...]) -> list[float]:
     """The evaluation loss of the first samples of the case's batch, for several numbers of them."""
-    rank = case.rank(plan, context=context)
-    losses = [rank.evaluate(Rows(case.batch), count) for count in counts]
-    rank.close()
+    session = case.session(plan, context=context)
+    losses = [session.evaluate(Rows(case.batch), count) for count in counts]
+    session.close()
     return losses
 
 
@@ -65,19 +65,19 @@ def half_steps(
     context: RankContext, captured: Captured, plan: Plan, values: dict[str, Tensor], sizes: tuple[float, ...]
 ):
     """Steps in float16 on inputs of these sizes."""
-    rank = Rank(
+    session = Session.open(
         captured, RunConfig(dtype="float16", batch_size=4, compile="off"), plan, context=context,
         trainable=captured.trainable, read=lambda name, is_master, piece: values[name], buffers={},
     )  # fmt: skip
     found: list[HalfStep] = []
     for size in sizes:
-        before = {name: weight.exact.clone() for name, weight in rank.parameters.trained.items()}
-        step = rank.step.begin({"x": torch.full((4, 4), size), "y": torch.zeros(4)}, 0, lr=1e-6)
-        rank.step.engine.run(rank.step.program, step, until=Op.STEP)
+        before = {name: weight.exact.clone() for name, weight in session.state.parameters.trained.items()}
+        step = session.step.begin({"x": torch.full((4, 4), size), "y": torch.zeros(4)}, 0, lr=1e-6)
+        session.step.engine.run(session.step.program, step, until=Op.STEP)
         finite = all(bool(gradient.isfinite().all()) for gradient in step.gradients.values())
-        rank.step.engine.run(rank.step.program, step)
-        after = {name: weight.exact for name, weight in rank.parameters.trained.items()}
+        session.step.engine.run(session.step.program, step)
+        after = {name: weight.exact for name, weight in session.state.parameters.trained.items()}
         changed = any(not torch.equal(before[name], value) for name, value in after.items())
-        found.append(HalfStep(finite, changed, float(rank.loss_scale.value)))
-    rank.close()
+        found.append(HalfStep(finite, changed, float(session.state.loss_scale.value)))
+    session.close()
     return found

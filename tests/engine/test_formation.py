@@ -16,7 +16,7 @@ from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.engine.layout import ProcessGroups
 from phalanx.engine.reductions import GlobalReductions, StepRun
-from phalanx.params import state_shards
+from phalanx.params import rank_state
 from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
@@ -42,7 +42,7 @@ def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(case: tup
     for rank in range(plan.world):
         formation = model.formation(plan, rank)
         parameters = parameters_of(formation.state, rank, values)
-        found = list(state_shards.of_parameters(formation.state, rank, parameters))
+        found = list(rank_state.of_parameters(formation.state, rank, parameters))
         layout[rank] = [shard for shard, _ in found]
         for shard, data in found:
             assert torch.equal(data, take_boxes(values[shard.name], shard.boxes))
@@ -66,7 +66,7 @@ def test_state_and_counters_of_the_optimizer_are_owned_once_too(case: tuple[Mode
         optimizer = Optimizer(make_optimizer(parameters.trained, RunConfig()), parameters.trained, clip=None)
         ones = {name: torch.ones_like(weight.exact) for name, weight in parameters.trained.items()}
         optimizer.step(ones, 0.1, torch.tensor(1.0), torch.tensor(True))
-        layout[rank] = [held for held, _ in state_shards.of_checkpoint(formation.state, rank, parameters, optimizer)]
+        layout[rank] = [held for held, _ in rank_state.of_checkpoint(formation.state, rank, parameters, optimizer)]
     check_layout(layout)
     owned = {shard.name for held in layout.values() for shard in held if shard.owned}
     assert owned == {
@@ -83,7 +83,7 @@ def test_a_frozen_table_of_integers_that_zero_does_not_shard_is_owned_once() -> 
     for rank in range(plan.world):
         formation = model.formation(plan, rank)
         parameters = parameters_of(formation.state, rank, values)
-        layout[rank] = [held for held, _ in state_shards.of_parameters(formation.state, rank, parameters)]
+        layout[rank] = [held for held, _ in rank_state.of_parameters(formation.state, rank, parameters)]
         assert parameters.values["table"].dtype == torch.int64
     check_layout(layout)
 

@@ -24,7 +24,7 @@ TOGETHER = [
 @pytest.mark.parametrize("name", [captured.GPT2, captured.LLAMA])
 def test_bytes_of_one_rank_are_those_of_its_table(name: str, plan: str) -> None:
     case = captured.named(name, samples=4, tokens=8)
-    assert mismatches(case.rank(plan), case.batch) == []
+    assert mismatches(case.session(plan), case.batch) == []
 
 
 @pytest.mark.parametrize(("name", "plan"), TOGETHER)

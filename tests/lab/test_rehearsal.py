@@ -30,27 +30,27 @@ TRAIN = [
 ]
 
 
-def timed(plan: str, **options: object) -> captured.Rank:
+def timed(plan: str, **options: object) -> captured.Session:
     case = captured.named(captured.GPT2)
-    rank = case.rank(plan, **options)
-    rehearse(rank, case.batch, 0)
-    return rank
+    session = case.session(plan, **options)
+    rehearse(session.step, session.evaluation, session.connected.world, case.batch, 0)
+    return session
 
 
 @pytest.mark.parametrize(("plan", "ops"), [("mb=2", {Op.F, Op.BW}), ("mb=2,schedule=zb-h1", {Op.F, Op.B, Op.W})])
 def test_every_block_is_measured_in_what_it_does(plan: str, ops: set[Op]) -> None:
     case = captured.named(captured.GPT2)
-    found = measure(case.rank(plan), case.batch, 0)
+    found = measure(case.session(plan).step, case.batch, 0)
     assert {op for op, seconds in found.items() if all(s > 0 for s in seconds)} == ops
     assert not any(any(seconds) for op, seconds in found.items() if op not in ops)
 
 
 def test_a_timed_step_learns_nothing() -> None:
-    rank = timed("mb=2")
+    session = timed("mb=2")
     case = captured.named(captured.GPT2)
-    before = {name: weight.copy.clone() for name, weight in rank.parameters.trained.items()}
-    rank.step(case.batch, 0, 1e-3).read()
-    assert all(weight.copy.equal(before[name]) for name, weight in rank.parameters.trained.items())
+    before = {name: weight.copy.clone() for name, weight in session.state.parameters.trained.items()}
+    session.step(case.batch, 0, 1e-3).read()
+    assert all(weight.copy.equal(before[name]) for name, weight in session.state.parameters.trained.items())
 
 
 @pytest.mark.parametrize("plan", [pytest.param("pp=2,mb=4,dp=2", marks=pytest.mark.long), "tp=4,overlap=oases"])

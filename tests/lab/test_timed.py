@@ -13,8 +13,8 @@ SECONDS = {Op.F: 0.004, Op.B: 0.003, Op.W: 0.002, Op.BW: 0.005, Op.A: 0.001}
 
 def test_every_operation_takes_its_own_time_and_gives_zeros_of_the_true_shapes() -> None:
     case = captured.named(captured.GPT2)
-    rank = case.rank("mb=2,schedule=zb-h1")
-    engine, blocks = rank.step.engine, len(case.blocks.blocks)
+    session = case.session("mb=2,schedule=zb-h1")
+    engine, blocks = session.step.engine, len(case.blocks.blocks)
     replace_compute(engine, {op: (seconds,) * blocks for op, seconds in SECONDS.items()})
     took: dict[Op, list[float]] = {op: [] for op in COMPUTE}
 
@@ -29,8 +29,8 @@ def test_every_operation_takes_its_own_time_and_gives_zeros_of_the_true_shapes()
                 took[instruction.op].append(time.perf_counter() - self.since)
 
     engine.watches.append(Watch())
-    step = rank.step.begin(case.batch, 0, 0.0)
-    engine.run(rank.step.program, step, until=Op.STEP)
+    step = session.step.begin(case.batch, 0, 0.0)
+    engine.run(session.step.program, step, until=Op.STEP)
     assert {op: len(seconds) for op, seconds in took.items() if seconds} == {
         Op.F: 2 * blocks,
         Op.B: 2 * blocks,

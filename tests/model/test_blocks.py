@@ -100,7 +100,7 @@ X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
 
 def require_exact_in_blocks(case: captured.Case, sizes: tuple[int, ...] = (2, 3)) -> None:
-    captured.require_equal(case.step(case.rank(), sizes, "zb-h1"), case.plain())
+    captured.require_equal(case.step(case.session(), sizes, "zb-h1"), case.plain())
 
 
 def names(case: captured.Case) -> list[str]:

@@ -57,7 +57,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
 def test_micro_batches_of_uneven_sizes_add_up_exactly(name: str) -> None:
     loss, labels = LOSSES[name]
     case = captured.own(Model(loss), x=X, labels=labels)
-    captured.require_equal(case.step(case.rank(), [1, 4, 2]), case.plain())
+    captured.require_equal(case.step(case.session(), [1, 4, 2]), case.plain())
 
 
 def test_the_count_leaves_ignored_labels_out() -> None:

@@ -326,8 +326,8 @@ def test_attention_with_a_mask_of_its_own_is_exact(dropout: float) -> None:
     assert (ours.attention.default in targets(case)) == bool(dropout)
     keyed = [node for node in nodes(case) if node.target in (ours.attention.default, ours.dropout.default)]
     assert len(keyed) == (4 if dropout else 0)
-    rank = case.rank()
-    whole, split = case.step(rank, (5,)), case.step(rank, (2, 3))
+    session = case.session()
+    whole, split = case.step(session, (5,)), case.step(session, (2, 3))
     captured.require_equal(split, whole)
     if not dropout:
         captured.require_equal(whole, case.plain())

@@ -82,9 +82,9 @@ class Call:
 @cache
 def call(name: str, block_name: str) -> Call:
     case = captured.named(name)
-    rank = case.rank()
-    [inputs] = case.micro_batches(rank, [3])
-    compute, outlines = rank.step.engine.compute, rank.step.engine.parts.tracer(inputs).outlines
+    session = case.session()
+    [inputs] = case.micro_batches(session, [3])
+    compute, outlines = session.step.engine.compute, session.step.engine.parts.tracer(inputs).outlines
     [block] = [b for b in case.blocks.blocks if b.name == block_name]
     generator = torch.Generator().manual_seed(0)
     held = {"parameter": case.parameters, "buffer": compute.buffers, "constant": compute.constants}

@@ -102,7 +102,7 @@ inner_edges = st.sets(st.integers(1, TOKENS - 1))
 def test_cut_inputs_and_values_put_together_again_are_what_they_were(name: str, inner: set[int]) -> None:
     case, model = captured.named(name, padding=True), sliced(name, padding=True)
     edges = [0, *sorted(inner), TOKENS]
-    [whole] = case.micro_batches(case.rank(), [SAMPLES])
+    [whole] = case.micro_batches(case.session(), [SAMPLES])
     view = whole._view(0)
     for spec in model.captured.inputs:
         tensor = view.inputs[spec.name]
@@ -127,9 +127,9 @@ def test_cut_inputs_and_values_put_together_again_are_what_they_were(name: str, 
 
 def _train(case: captured.Case, plan: str) -> StepRun:
     """A step on the only rank, up to where the gradients are ready."""
-    rank = case.rank(plan)
-    step = rank.step.begin(case.batch, 0, 0.0)
-    rank.step.engine.run(rank.step.program, step, until=Op.STEP)
+    session = case.session(plan)
+    step = session.step.begin(case.batch, 0, 0.0)
+    session.step.engine.run(session.step.program, step, until=Op.STEP)
     captured.require_released(step)
     return step
 

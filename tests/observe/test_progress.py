@@ -159,3 +159,12 @@ def test_skipped_and_non_finite_losses_are_not_smoothed():
     assert smooth.add({"loss": 2.0}) == 2.0
     assert smooth.add({"loss": 9.0, "skipped": True}) == 2.0
     assert smooth.add({"loss": math.inf}) == 2.0
+
+
+def test_the_end_says_what_was_measured_and_what_was_predicted() -> None:
+    stream = io.StringIO()
+    values = {"step_seconds": 0.258, "predicted_step_seconds": 0.251, "memory_bytes": 3 << 30, "loss": 2.5}
+    make_progress("plain", stream=stream).finish(values)
+    assert [line.split("  ", 1)[1].strip() for line in stream.getvalue().splitlines()] == [
+        "258ms, predicted 251ms", "3.0 GiB", "2.5",
+    ]  # fmt: skip

@@ -32,15 +32,15 @@ class Tabled(nn.Module):
 
 def keep(context: RankContext, case: Case, plan: str, frozen: tuple[str, ...], options: dict[str, object]) -> Kept:
     """After one step: the facts about the model's state, what this rank saves and exports, and the export itself."""
-    rank = case.rank(plan, context=context, frozen=frozen, **options)
+    session = case.session(plan, context=context, frozen=frozen, **options)
     samples = next(iter(case.batch.values())).shape[0]
-    first, count = rank.part(0, samples)
-    step = rank.step.begin({name: rows[first : first + count] for name, rows in case.batch.items()}, first, lr=0.01)
-    rank.step.engine.run(rank.step.program, step)
-    state = [shard for shard, _ in rank.state_shards()]
-    values = list(rank.values())
+    first, count = session.part(0, samples)
+    step = session.step.begin({name: rows[first : first + count] for name, rows in case.batch.items()}, first, lr=0.01)
+    session.step.engine.run(session.step.program, step)
+    state = [shard for shard, _ in session.state.shards()]
+    values = list(session.state.values())
     full = {name: tensor.clone() for name, tensor in gather_full(
-        rank.formation.state.all_parameters(), values, context, rank.device
+        session.compiled.formation.state.all_parameters(), values, context, session.compiled.device
     )}  # fmt: skip
-    rank.close()
-    return rank.formation.facts.to_json(), state, [shard for shard, _ in values], full
+    session.close()
+    return session.compiled.formation.facts.to_json(), state, [shard for shard, _ in values], full

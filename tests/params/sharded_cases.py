@@ -115,11 +115,8 @@ class Model:
 
 
 def parameters_of(state: StateLayout, rank: int, values: Mapping[str, Tensor]) -> Parameters:
-    """What a rank would keep, without the groups over which it would gather it."""
-    return load_parameters(
-        state, rank, lambda name, is_master, piece: piece.of(values[name]), device=CPU,
-        zero=None,  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
+    """What a rank would keep."""
+    return load_parameters(state, rank, lambda name, is_master, piece: piece.of(values[name]), device=CPU)
 
 
 @st.composite

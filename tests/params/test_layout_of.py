@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.launch.worker_pool import WorkerPool
-from phalanx.params import state_shards
+from phalanx.params import rank_state
 from phalanx.params.layout_of import StateLayout, layout_of
 from phalanx.params.optimizer import Optimizer, make_optimizer, optimizer_slots
 from phalanx.params.state_facts import ParameterFacts, Slot, StateFacts
@@ -86,10 +86,10 @@ def test_ranks_keep_what_the_layout_says(case: tuple[Model, Plan]) -> None:
             optimizer = Optimizer(make_optimizer(trained, RunConfig()), trained, clip=None)
             ones = {n: torch.ones_like(w.exact) for n, w in trained.items() if n not in model.unused}
             optimizer.step(ones, 0.0, torch.tensor(1.0), torch.tensor(True))
-            saved = list(state_shards.of_checkpoint(state, rank, parameters, optimizer))
+            saved = list(rank_state.of_checkpoint(state, rank, parameters, optimizer))
             assert [shard for shard, _ in saved] == list(state.state(rank))
         assert all(data.numel() == shard.numel and str(data.dtype) == f"torch.{shard.dtype}" for shard, data in saved)
-        found = list(state_shards.of_parameters(state, rank, parameters))
+        found = list(rank_state.of_parameters(state, rank, parameters))
         assert [shard for shard, _ in found] == list(state.parameters(rank))
         for shard, data in found:
             value = values[shard.name] if shard.name in model.integers else values[shard.name].bfloat16()

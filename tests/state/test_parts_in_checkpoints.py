@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.engine.layout import RankLayout
-from phalanx.params import state_shards
+from phalanx.params import rank_state
 from phalanx.params.flat import Piece
 from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.params.parameters import Parameters, load_parameters
@@ -86,8 +86,7 @@ def parameters_from(formation: RankLayout, source: Checkpoint | Mapping[str, Ten
             return piece.read(source, f"{'master' if is_master else 'model'}/{name}")
         return piece.of(source[name])
 
-    zero = None
-    return load_parameters(formation.state, formation.rank, read, device=CPU, zero=zero)  # pyright: ignore[reportArgumentType]
+    return load_parameters(formation.state, formation.rank, read, device=CPU)
 
 
 def save(folder: Path, plan: Plan) -> Checkpoint:
@@ -97,7 +96,7 @@ def save(folder: Path, plan: Plan) -> Checkpoint:
         formation = model(plan.tp).formation(plan, rank, dtype="bfloat16")
         parameters = parameters_from(formation, VALUES)
         saver = AsyncSaver(folder, 1, rank=rank, world=plan.world, rendezvous=LocalRendezvous(rank, board), timeout=20)
-        saver.save(1, state_shards.of_checkpoint(formation.state, rank, parameters, train(parameters)), {})
+        saver.save(1, rank_state.of_checkpoint(formation.state, rank, parameters, train(parameters)), {})
         savers.append(saver)
     path, *_ = [saver.wait() for saver in savers]
     assert path is not None
@@ -109,7 +108,7 @@ def resumed(found: Checkpoint, formation: RankLayout) -> tuple[Parameters, Optim
     weights = parameters.trained
     optimizer = Optimizer(make_optimizer(weights, RunConfig()), weights, clip=None)
     slots = [name.split("/", 2) for name in found.names() if name.startswith("optimizer/")]
-    stored = partial(state_shards.from_checkpoint, found)
+    stored = partial(rank_state.from_checkpoint, found)
     optimizer.load(
         [(slot, name) for _, slot, name in slots],
         lambda slot, name: stored(f"optimizer/{slot}/{name}", weights[name].piece), {},
@@ -143,7 +142,7 @@ def test_whole_tensors_come_together_from_parts_for_export(plan: Plan) -> None:
     for rank in range(plan.world):
         formation = model(plan.tp).formation(plan, rank)
         parameters = parameters_from(formation, VALUES)
-        held.append(list(state_shards.of_parameters(formation.state, rank, parameters)))
+        held.append(list(rank_state.of_parameters(formation.state, rank, parameters)))
     layout = model(plan.tp).formation(plan, 0).state.all_parameters()
 
     def body(rank: int) -> dict[str, Tensor]:

@@ -1,0 +1,105 @@
+"""What a rank computes with, without state and without other ranks: the model as its plan composes it, the functions of
+its segments, and the programs.
+
+Functions belong to shapes, not to plans: they serve as long as these match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config import RunConfig
+from phalanx.engine.compose import Composed, compose
+from phalanx.engine.compute import Compute
+from phalanx.engine.inputs import Feeder, split
+from phalanx.engine.layout import RankLayout
+from phalanx.engine.trace import Tracer
+from phalanx.model.captured import Captured
+from phalanx.model.segment.compile import Compiler, resolve_mode
+from phalanx.params.optimizer import optimizer_slots
+from phalanx.params.parameters import keeps_masters
+from phalanx.params.state_facts import state_facts
+from phalanx.plan.mesh import Mesh
+from phalanx.plan.plan import Plan
+from phalanx.program.compile import compile_plan
+
+
+@dataclass(frozen=True)
+class Functions:
+    """Of a training step, or of an evaluation."""
+
+    compute: Compute
+    tracer: Tracer
+    feeder: Feeder
+
+
+class Compiled:
+    """captured: sliced where the plan says so. programs: of all ranks."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        config: RunConfig,
+        plan: Plan,
+        *,
+        rank: int,
+        device: torch.device,
+        trainable: Sequence[str],
+        buffers: Mapping[str, Tensor],
+        optimizer_class: type[Any] | None = None,
+    ) -> None:
+        self.plan, self.rank, self.device, self.dtype = plan, rank, device, getattr(torch, config.dtype)
+        self.composed = compose(captured, plan, Mesh.of(plan).coordinates(rank)[2], self.dtype, trainable)
+        self.graph = self.composed.graph
+        self.compiler = Compiler(resolve_mode(config.compile, device))
+        self.formation = _formation(self.composed, config, plan, rank, device, trainable, optimizer_class)
+        self.programs = compile_plan(plan, self.formation.shape)
+        self.program = self.programs.program(rank)
+        self.samples = split(split(config.batch_size, plan.dp)[0], plan.mb)[0]  # of a micro-batch, the largest
+        self._seed, self._buffers = config.seed, buffers
+        self.training, self.evaluation = self._functions(trainable, trains=True), self._functions((), trains=False)
+
+    @property
+    def captured(self) -> Captured:
+        return self.composed.captured
+
+    def home(self) -> dict[str, int]:
+        """The bucket of each parameter."""
+        return {name: bucket for bucket, names in enumerate(self.composed.buckets.names) for name in names}
+
+    def _functions(self, trainable: Sequence[str], trains: bool) -> Functions:
+        composed, formation, plan = self.composed, self.formation, self.plan
+        compute = Compute(
+            self.graph.segments, self._buffers, trainable=trainable, device=self.device, compiler=self.compiler,
+            dropout=trains, products=plan.adds_gradients,
+        )  # fmt: skip
+        own = [block for stage in formation.stages for block in plan.stage_blocks(stage)]
+        tracer = Tracer(
+            self.graph, formation.shape, compute, composed.local_shapes(), self.dtype, own, composed.integers()
+        )  # fmt: skip
+        feeder = Feeder(
+            self.captured, compute, seed=self._seed, dtype=self.dtype, degrees=formation.sample_shards(),
+            sliced=composed.sliced,
+        )  # fmt: skip
+        return Functions(compute, tracer, feeder)
+
+
+def _formation(
+    composed: Composed, config: RunConfig, plan: Plan, rank: int, device: torch.device, trainable: Sequence[str],
+    optimizer_class: type[Any] | None,
+) -> RankLayout:  # fmt: skip
+    buckets, sharded, captured = composed.buckets, composed.sharded, composed.captured
+    dtype = getattr(torch, config.dtype)
+    masters = keeps_masters(dtype, config.master_weights)
+    facts = state_facts(
+        buckets.shape, buckets.names, captured.shapes, trainable=trainable, dtype=config.dtype,
+        integers=captured.integers, tp=plan.tp, masters=masters,
+        locals={name: each.locals for name, each in sharded.parameters.items()} if sharded else None,
+        slots=optimizer_slots(config, torch.float32 if masters else dtype, device, optimizer_class),
+    )  # fmt: skip
+    return RankLayout(plan, buckets.shape, facts, rank, sharded)

@@ -1,0 +1,97 @@
+"""The state of a rank: parameters, the optimizer's state, the scale of the loss; and all of it by the model's own
+names, so that any other plan can take it up from there.
+
+It is read one value at a time and given back as tensors for the shards that `layout_of` describes; where they come from
+and go to is the caller's business, how they lie on the device is `buckets.py`'s. It knows no other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config import RunConfig
+from phalanx.params.buckets import Read
+from phalanx.params.flat import Piece
+from phalanx.params.layout_of import StateLayout
+from phalanx.params.loss_scale import LossScale
+from phalanx.params.optimizer import Optimizer, make_optimizer
+from phalanx.params.parameters import Parameters, load_parameters
+from phalanx.state.checkpoint import Checkpoint
+from phalanx.state.layout import StateShard
+
+Filled = tuple[StateShard, Tensor]  # with its data
+
+
+class State:
+    """What a rank keeps from step to step. read: gives the initial values."""
+
+    def __init__(
+        self, layout: StateLayout, rank: int, read: Read, config: RunConfig, device: torch.device,
+        optimizer_class: type[Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.layout, self._rank = layout, rank
+        self.parameters = load_parameters(layout, rank, read, device=device)
+        weights = self.parameters.trained
+        self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class), weights, config.clip)
+        self.loss_scale = LossScale(device) if config.dtype == "float16" else None
+
+    def shards(self) -> Iterator[Filled]:
+        """Everything a checkpoint holds, as far as it lies here."""
+        self.parameters.settle()
+        return of_checkpoint(self.layout, self._rank, self.parameters, self.optimizer)
+
+    def values(self) -> Iterator[Filled]:
+        """The parameters alone, by their own names, in the precision of training."""
+        return of_parameters(self.layout, self._rank, self.parameters)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that lies here from step to step."""
+        yield from self.parameters.values.values()
+        for weight in self.parameters.weights.values():
+            yield from (weight.exact, weight.copy)
+        yield from (tensor for _, _, tensor in self.optimizer.tensors())
+
+    def scalars(self) -> tuple[dict[str, Any], dict[str, float] | None]:
+        """What a checkpoint holds beside tensors: of the optimizer, and of the scale of the loss where there is one."""
+        return self.optimizer.scalars(), self.loss_scale.state() if self.loss_scale else None
+
+    def restore(self, found: Checkpoint, optimizer: Mapping[str, Any], loss_scale: dict[str, float] | None) -> None:
+        """Takes back what `shards` gave of the optimizer, as far as it concerns this rank, and what `scalars` gave."""
+
+        def read(slot: str, name: str) -> Tensor:
+            return from_checkpoint(found, f"optimizer/{slot}/{name}", self.parameters.weights[name].piece)
+
+        keys = (name.split("/", 2) for name in found.names() if name.startswith("optimizer/"))
+        self.optimizer.load([(slot, name) for _, slot, name in keys], read, optimizer)
+        if self.loss_scale is not None and loss_scale is not None:
+            self.loss_scale.load(loss_scale)
+
+
+def of_parameters(state: StateLayout, rank: int, parameters: Parameters) -> Iterator[Filled]:
+    """Parameters by their own names, in the precision of training."""
+    for shard in state.parameters(rank):
+        weight = parameters.weights[shard.name]
+        yield shard, weight.piece.packed(weight.copy)
+
+
+def of_checkpoint(state: StateLayout, rank: int, parameters: Parameters, optimizer: Optimizer) -> Iterator[Filled]:
+    """Everything that training must go on from; of the optimizer's state what there is by now."""
+    kept = {each.facts.name: each for each in state.kept(rank)}
+    for name, each in kept.items():
+        yield state.exact(each), each.piece.packed(parameters.weights[name].exact)
+    for slot, name, tensor in optimizer.tensors():
+        each, key, dtype = kept[name], f"optimizer/{slot}/{name}", str(tensor.dtype).removeprefix("torch.")
+        if tensor.shape == parameters.weights[name].exact.shape:
+            yield each.shard(key, dtype), each.piece.packed(tensor)
+        else:
+            yield each.beside(key, dtype, tuple(tensor.shape)), tensor.reshape(-1)
+
+
+def from_checkpoint(found: Checkpoint, key: str, piece: Piece) -> Tensor:
+    """What `of_checkpoint` gave of a piece, in its shape, under whatever plan; a counter as it is."""
+    is_counter = found.shape(key) != piece.local.shape
+    return found.read(key) if is_counter else piece.shaped(piece.read(found, key))
