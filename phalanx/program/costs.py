@@ -7,7 +7,7 @@ measurements fill in the same form.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from phalanx.program.instructions import Instruction, Op
@@ -61,7 +61,7 @@ class Measured:
 def kind_of(it: Instruction) -> str:
     """Instructions of one kind take equally long: those that differ in their micro-batch, unless slices cut it."""
     first = 0 if it.micro_batch is not None and it.slice is None else it.micro_batch
-    return str(replace(it, micro_batch=first, peer=None))
+    return str(it._replace(micro_batch=first, peer=None))
 
 
 @dataclass(frozen=True)

@@ -115,5 +115,5 @@ def _alike(compiled: Compiled, it: Instruction) -> Hashable:
     assert it.block is not None
     trained, blocks = compiled.formation.shape.trained, compiled.graph.model.blocks
     first = trained.index(True) if True in trained else len(trained)
-    return (blocks[it.block].template, it.step, trained[it.block], it.block > first, it.slice,
+    return (blocks[it.block].template, it.op_index, trained[it.block], it.block > first, it.slice,
             it.micro_batch if it.slice is not None else None)  # fmt: skip

@@ -113,7 +113,7 @@ class Session:
 
     def _movers(self) -> dict[Partition, Mover]:
         parts = (part for block in self.compiled.graph.parts for part in block)
-        cells = {part.exchange.cells for part in parts if part.exchange is not None}
+        cells = {part.redistribution.cells for part in parts if part.redistribution is not None}
         return {own: Mover(self.connected.redistribution_group(own)) for own in cells}
 
     def _gradients(self) -> dict[int, BucketGradients]:

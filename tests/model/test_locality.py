@@ -99,7 +99,7 @@ def _language(mixes: bool) -> captured.Captured:
 
 
 def test_a_model_whose_tokens_meet_outside_attention_is_refused_with_the_place_and_the_operator() -> None:
-    assert set(slice_model(_language(mixes=False), torch.float64).grains) == {"slice"}
+    assert set(slice_model(_language(mixes=False), torch.float64).granularities) == {"slice"}
     with pytest.raises(PlanError) as info:
         slice_model(_language(mixes=True), torch.float64)
     wanted = "plan: slices need tokens to meet in attention alone, and in head they meet in aten.mean.dim"
@@ -108,4 +108,4 @@ def test_a_model_whose_tokens_meet_outside_attention_is_refused_with_the_place_a
 
 
 def test_a_mixture_of_experts_keeps_its_tokens_apart() -> None:
-    assert set(slice_model(captured.named(captured.MIXTRAL).captured, torch.float64).grains) == {"slice"}
+    assert set(slice_model(captured.named(captured.MIXTRAL).captured, torch.float64).granularities) == {"slice"}

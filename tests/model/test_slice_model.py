@@ -27,7 +27,7 @@ def sliced(name: str, **options: bool) -> Sliced:
 
 def grains(name: str) -> dict[str, str]:
     found = sliced(name)
-    return {block.name: grain for block, grain in zip(found.captured.blocks.blocks, found.grains, strict=True)}
+    return {block.name: grain for block, grain in zip(found.captured.blocks.blocks, found.granularities, strict=True)}
 
 
 @pytest.mark.parametrize("name", [GPT2, LLAMA])
