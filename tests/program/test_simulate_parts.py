@@ -146,7 +146,7 @@ def test_what_is_computed_again_takes_as_long_as_the_forward(overlap: str) -> No
 
 def test_messages_of_halves_are_half_as_large() -> None:
     plan, plain = Plan.parse("pp=2,tp=2,overlap=halves,stages=1-1"), stack(2)
-    steps = tuple(tuple(replace(step, sizes=("batch * 32",) * len(step.writes)) for step in own) for own in plain.steps)
+    steps = tuple(tuple(replace(step, sizes=("batch * 32",) * len(step.writes)) for step in own) for own in plain.ops)
     shape = replace(plain, ops=steps)
     costs = replace(linked(shape, float("inf")), message_link=Link(0, 32.0))
     sends = [e for e in simulate(compile_plan(plan, shape), costs).events if e.instruction.op is Op.SEND_F]
@@ -181,7 +181,7 @@ def test_traces_tell_halves_apart() -> None:
     compiled = compile_plan(Plan.parse("pp=2,tp=2,overlap=halves,stages=1-1"), shape)
     trace = chrome_trace({"step": simulate(compiled, linked(shape, 100))})
     assert '"id": "step F0.0a 0\\u21922"' in trace and '"id": "step F0.0b 0\\u21922"' in trace
-    assert '"half": 1, "block": 0, "step": 2' in trace
+    assert '"half": 1, "block": 0, "op_index": 2' in trace
 
 
 # Slices.
