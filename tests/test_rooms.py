@@ -19,8 +19,9 @@ ROWS = (
     ("observe", "model", "comm"),
     ("params",),
     ("engine",),
-    ("profile", "lab", "verification"),
+    ("profile", "lab"),
     ("training",),
+    ("verification",),
     ("cli",),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}

@@ -68,7 +68,7 @@ class Rank:
         self._composed = compose(captured, plan, Mesh.of(plan).coordinates(context.rank)[2], self.dtype, trainable)
         self.captured = captured = self._composed.captured
         self.context, self.plan = context, plan
-        self._seed, self._buffers = config.seed, buffers
+        self._seed, self.buffers = config.seed, buffers
         self.compiler = Compiler(resolve_mode(config.compile, self.device))
         self.formation = self._formation(config, trainable, optimizer_class)
         self._graph = self._composed.graph
@@ -134,7 +134,7 @@ class Rank:
     def _engine(self, trainable: Sequence[str], watches: Iterable[Watch], trains: bool) -> tuple[Engine, Feeder]:
         formation, graph, plan = self.formation, self._graph, self.plan
         compute = Compute(
-            graph.segments, self._buffers, trainable=trainable, device=self.device, compiler=self.compiler,
+            graph.segments, self.buffers, trainable=trainable, device=self.device, compiler=self.compiler,
             dropout=trains, products=plan.adds_gradients,
         )  # fmt: skip
         shapes = self._composed.local_shapes()
