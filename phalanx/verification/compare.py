@@ -17,7 +17,7 @@ from phalanx.verification.case import Copy, Execution, Noise, Plain, Step, Train
 
 # The plan adds in another order than the plain side, on another device perhaps: its rounding is of the same kind as
 # that of the nudged copies, but not the same. docs/verify.md tells how far apart they were found.
-SAFETY = 32
+SAFETY = 8
 _SHARES = {"copy": "copies", "optimizer": "copies", "buffer": "copies"}
 
 _TINY = 1e-300  # so that zero may be compared with zero

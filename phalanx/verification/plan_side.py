@@ -24,6 +24,7 @@ from phalanx.model.ops import random
 from phalanx.model.shard.sharded import Sharded
 from phalanx.model.weights.weights import SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.configure import layer_drop
+from phalanx.model.zoo.meta import parameters_on_meta
 from phalanx.model.zoo.zoo import ModelSpec
 from phalanx.plan.complete import complete
 from phalanx.plan.mesh import Mesh
@@ -72,9 +73,9 @@ def _layer_drop(spec: ModelSpec) -> Iterator[str]:
     """What both sides leave out of the model."""
     found = layer_drop(spec.config) if spec.config is not None else {}
     if spec.factory is not None:
-        for path, module in spec.factory().named_modules():
-            if (value := vars(module).get("layerdrop")) and isinstance(value, float):
-                found[f"{path}.layerdrop"] = value
+        with parameters_on_meta():
+            modules = dict(spec.factory().named_modules())
+        found |= {f"{path}.layerdrop": p for path, it in modules.items() if (p := vars(it).get("layerdrop"))}
     for name, value in found.items():
         yield f"{name} = {value:g} is 0 on both sides, as in training: whole layers are never skipped"
 

@@ -16,7 +16,7 @@ from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.plan.plan import Plan
-from phalanx.verification.case import Case
+from phalanx.verification.case import Case, Plain
 from phalanx.verification.compare import Row, compare
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.plan_side import prepare, run_plan
@@ -47,8 +47,17 @@ def verify_case(case: Case, process: PlainProcess, pool: WorkerPool | None = Non
     rows = tuple(compare(execution, plain, case.tolerance, case.training))
     return Report(
         spec.name, execution.plan.text, case.dtype, case.tolerance, rows, facts, time.perf_counter() - started,
-        start.notes,
+        (*start.notes, *_never_clipped(plain, case)),
     )  # fmt: skip
+
+
+def _never_clipped(plain: Plain, case: Case) -> list[str]:
+    """Where no step's gradients are longer than the limit, clipping is not compared."""
+    clip = case.training.clip
+    norms = [sum(float(g.double().square().sum()) for g in step.gradients.values()) ** 0.5 for step in plain.steps]
+    if any(norm > clip for norm in norms):
+        return []
+    return [f"no gradient was longer than clip = {clip:g}, so clipping was never compared"]
 
 
 def _require_known(options: dict[str, Any]) -> None:
