@@ -19,7 +19,7 @@ from phalanx.engine.engine import Engine
 from phalanx.engine.gradients import BucketGradients, FlatSum, Reduced
 from phalanx.engine.rank import Rank
 from phalanx.engine.redistribute import Arriving, Mover
-from phalanx.engine.totals import StepRun, Totals
+from phalanx.engine.reductions import GlobalReductions, StepRun
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
@@ -151,11 +151,11 @@ def _no_tied_sum(scene: Scene) -> None:
     )
 
 
-def _no_exchange(scene: Scene) -> None:
-    def backward(original: Any, mover: Mover, exchange: Any, dims: Any) -> Callable[[Tensor], Any]:
-        usual = original(mover, exchange, dims)
+def _no_redistribute(scene: Scene) -> None:
+    def backward(original: Any, mover: Mover, redistribution: Any, dims: Any) -> Callable[[Tensor], Any]:
+        usual = original(mover, redistribution, dims)
         nothing = mover._group._nothing()
-        return (lambda value: Arriving(nothing, lambda: value)) if exchange.kind == "spread" else usual
+        return (lambda value: Arriving(nothing, lambda: value)) if redistribution.kind == "spread" else usual
 
     scene.wrap(Mover, "backward", backward)
 
@@ -187,11 +187,11 @@ def _swapped_layers(scene: Scene) -> None:
 
 
 def _local_mean(scene: Scene) -> None:
-    def count(counting: Totals, step: StepRun) -> Arriving:
+    def count(counting: GlobalReductions, step: StepRun) -> Arriving:
         items = totals.total_items(step.inputs.values())
         return Arriving(counting._replicas._nothing(), lambda: items)
 
-    scene.patch.setattr(Totals, "count", count)
+    scene.patch.setattr(GlobalReductions, "count", count)
 
 
 def _other_dropout(scene: Scene) -> None:
@@ -241,12 +241,14 @@ def _other_betas(scene: Scene) -> None:
 
 
 def _local_norm(scene: Scene) -> None:
-    def norm(original: Any, counting: Totals, step: StepRun, items: Any, losses: Any, gradients: Any) -> Tensor:
+    def norm(
+        original: Any, counting: GlobalReductions, step: StepRun, items: Any, losses: Any, gradients: Any
+    ) -> Tensor:
         original(counting, step, items, losses, gradients)
         step.norm = counting._optimizer.squared_norm(gradients, items).sqrt()
         return step.norm
 
-    scene.wrap(Totals, "norm", norm)
+    scene.wrap(GlobalReductions, "norm", norm)
 
 
 def _no_clipping(scene: Scene) -> None:
@@ -290,7 +292,7 @@ SABOTAGES = {
         Sabotage("one gradient × (1 + 1e-7)", "replicas", _sums_off, "gradient 'norm.weight'"),
         Sabotage("gradients of a tied weight not summed over stages", "stages", _no_tied_sum,
                  "gradient 'first.weight'"),
-        Sabotage("an exchange between tensor-parallel ranks left out", "split", _no_exchange, "gradient '"),
+        Sabotage("a redistribution between tensor-parallel ranks left out", "split", _no_redistribute, "gradient '"),
         Sabotage("a micro-batch without its backward", "stages", _no_second_micro_batch, "instructions"),
         Sabotage("both replicas train on the same samples", "replicas", _same_part_for_all, "loss '"),
         Sabotage("two layers in the wrong order", "stages", _swapped_layers, "loss '"),

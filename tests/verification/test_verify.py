@@ -18,7 +18,7 @@ import phalanx
 from phalanx.cli.main import main
 from phalanx.engine.engine import Engine
 from phalanx.engine.gradients import Sum
-from phalanx.engine.totals import StepRun
+from phalanx.engine.reductions import StepRun
 from phalanx.errors import ConfigError, PlanError, VerifyError
 from phalanx.model.zoo.configure import layer_drop
 from phalanx.model.zoo.zoo import build, resolve
