@@ -16,6 +16,7 @@ import attention
 import compare_page
 import overlap_page
 import peers_page
+import sabotage
 import scaling_page
 import schedules_page
 import single_gpu_page
@@ -32,6 +33,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "scaling": scaling_page.page,
     "slices": slices_page.page,
     "peers": peers_page.page,
+    "sabotage": sabotage.page,
     "terapipe_published": terapipe_published_page.page,
     "tp_shares": tp_shares_page.page,
     "overlap": overlap_page.page,

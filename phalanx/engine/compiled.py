@@ -61,7 +61,7 @@ class Compiled:
         self.programs = compile_plan(plan, self.formation.shape)
         self.program = self.programs.program(rank)
         self.samples = split(split(config.batch_size, plan.dp)[0], plan.mb)[0]  # of a micro-batch, the largest
-        self._seed, self._buffers = config.seed, buffers
+        self._seed, self.buffers = config.seed, buffers
         self.training, self.evaluation = self._functions(trainable, trains=True), self._functions((), trains=False)
 
     @property
@@ -75,7 +75,7 @@ class Compiled:
     def _functions(self, trainable: Sequence[str], trains: bool) -> Functions:
         composed, formation, plan = self.composed, self.formation, self.plan
         compute = Compute(
-            self.graph.segments, self._buffers, trainable=trainable, device=self.device, compiler=self.compiler,
+            self.graph.segments, self.buffers, trainable=trainable, device=self.device, compiler=self.compiler,
             dropout=trains, products=plan.adds_gradients,
         )  # fmt: skip
         own = [block for stage in formation.stages for block in plan.stage_blocks(stage)]

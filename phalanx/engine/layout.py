@@ -19,6 +19,7 @@ from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.holders import holders, is_tied
 from phalanx.program.shape import ModelShape, Partition
+from phalanx.state.local import Local
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class RankLayout:
         """What every rank keeps of the model's state."""
         return StateLayout(self.plan, self.facts)
 
-    def local_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of what lies here of each parameter of the model."""
-        return {each.name: each.local(self.tp_index).local_shape for each in self.facts.parameters}
+    def locals(self) -> dict[str, Local]:
+        """What lies here of each parameter of the model."""
+        return {each.name: each.local(self.tp_index) for each in self.facts.parameters}
 
     @cached_property
     def owned(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from phalanx.model.ops import random
 from phalanx.model.zoo.zoo import ModelSpec, build
@@ -86,9 +86,15 @@ def injected(model: nn.Module, keys: Tensor, attention: Sequence[str], dtype: to
         yield
 
 
-def plain(spec: ModelSpec, dtype: torch.dtype, dropout: float | None) -> nn.Module:
-    """The unpatched model: eager attention, and for mixtures the loop over experts."""
-    model = build(spec, dtype=dtype, attention="eager", dropout=dropout)
+def plain(spec: ModelSpec, dtype: torch.dtype, dropout: float | None, *, pretrained: bool = False) -> nn.Module:
+    """The unpatched model: eager attention, and for mixtures the loop over experts. pretrained: with the weights of its
+    folder, read by transformers."""
+    model = build(spec, dtype=dtype, device="meta" if pretrained else "cpu", attention="eager", dropout=dropout)
+    if pretrained:
+        assert isinstance(model, PreTrainedModel) and spec.folder is not None
+        model = type(model).from_pretrained(
+            spec.folder, config=model.config, dtype=dtype, attn_implementation="eager", local_files_only=True,
+        ).train()  # fmt: skip
     if dtype == torch.float64:
         model = model.double()  # tables that a model keeps in float32 whatever its dtype
     if isinstance(config := getattr(model, "config", None), PretrainedConfig):

@@ -60,10 +60,14 @@ class Parameters:
     @property
     def resident_elements(self) -> int:
         """Elements of parameters that are always here."""
-        whole = {name for bucket in self._buckets.values() for name in bucket.resident()}
+        whole = self.resident()
         pieces = (weight.piece for weight in self.weights.values() if weight.piece.name not in whole)
-        elements = sum(self.values[name].numel() for name in whole)
+        elements = sum(tensor.numel() for tensor in whole.values())
         return elements + sum(piece.stop - piece.start for piece in pieces)
+
+    def resident(self) -> dict[str, Tensor]:
+        """The parameters that are always here, by name."""
+        return {name: tensor for bucket in self._buckets.values() for name, tensor in bucket.resident().items()}
 
     def bucket(self, index: int) -> Bucket:
         return self._buckets[index]

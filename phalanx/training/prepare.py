@@ -194,11 +194,11 @@ def open_weights(model: Model, spec: ModelSpec, seed: int) -> tuple[Weights, str
     return stored, said
 
 
-def load_buffers(captured: Captured, weights: Weights, device: torch.device) -> dict[str, Tensor]:
+def load_buffers(captured: Captured, weights: Weights | None, device: torch.device) -> dict[str, Tensor]:
     """The model's buffers on the device; those that the weights' source holds come from there."""
-    stored = set(weights.buffer_names())
+    stored = set(weights.buffer_names()) if weights else set()
     return {
-        name: (weights.read(name, dtype=buffer.dtype) if name in stored else buffer).to(device)
+        name: (weights.read(name, dtype=buffer.dtype) if weights and name in stored else buffer).to(device)
         for name, buffer in captured.buffers.items()
     }
 

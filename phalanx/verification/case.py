@@ -17,6 +17,7 @@ from phalanx.model.zoo.zoo import Model, ModelSpec, resolve, with_config
 from phalanx.plan import fields
 from phalanx.plan.complete import with_micro_batches
 from phalanx.plan.plan import Plan
+from phalanx.state.layout import Box
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
 
@@ -148,19 +149,73 @@ class Case:
 
 @dataclass
 class Step:
-    """What a side did in one step."""
+    """What a side did in one step. losses: what each rank says the loss is; the plain side is one."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]  # before clipping
+    parameters: dict[str, Tensor]  # after the update
+
+    @property
+    def loss(self) -> float:
+        return self.losses[0]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far rounding alone moves what the plain side computes in one step."""
 
     loss: float
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]  # after the update
+    gradients: dict[str, float]  # the largest change of an element
+    num_terms: int  # elements of the batch, over which gradients are sums
+
+
+@dataclass
+class Plain:
+    """What the plain side did. optimizer: its state after the last step, as `exp_avg/NAME`."""
+
+    initial: dict[str, Tensor]
+    steps: list[Step]
+    noise: list[Noise]  # of each step
+    optimizer: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of some boxes of a tensor, one box after the other."""
+
+    name: str
+    boxes: tuple[Box, ...]
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What one rank holds of a tensor after the last step, whether it is the one that counts or not."""
+
+    rank: int
+    quantity: str  # copy (of a parameter), optimizer, buffer
+    part: Part
 
 
 @dataclass
 class Execution:
-    """What the plan side did beyond the numbers, for proving that the plan was really executed."""
+    """What the plan side did, and what proves that the plan was really executed."""
 
     plan: Plan
+    initial: dict[str, Tensor]
     steps: list[Step]
+    copies: list[Copy]  # on all ranks
     facts: dict[str, Any]  # measured, by name
     implied: dict[str, Any]  # what the plan implies for the same names
     attention_sites: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where both sides begin. given: the initial values that only a seed determines, so that one side hands them to
+    the other. All others each side reads for itself, from the model's folder or the user's module."""
+
+    given: dict[str, Tensor]
+    loads: bool  # whether anything is read besides
+    notes: tuple[str, ...] = ()

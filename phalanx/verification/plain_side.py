@@ -1,5 +1,8 @@
-"""The plain side: the unpatched HuggingFace model, a plain loop, torch's own clipping and AdamW. Runs in its own
-process.
+"""The plain side: the unpatched HuggingFace model with the weights that transformers reads, or the user's own module; a
+plain loop, torch's own clipping and AdamW. Runs in its own process.
+
+It also finds out how exact its own numbers are: beside every backward, copies whose weights differ in the last bit do
+the same. What changes there by so much is rounding, whatever a plan computes.
 
 The process is started afresh (never forked from one in which models were captured) and may serve many cases, because
 starting Python and torch costs more than a tiny case.
@@ -7,6 +10,7 @@ starting Python and torch costs more than a tiny case.
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import multiprocessing
@@ -14,7 +18,8 @@ import pickle
 import signal
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -25,35 +30,78 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, VerifyError
 from phalanx.launch.main_script import MainScript, unpickle
+from phalanx.model import reference
+from phalanx.model.ops import random
+from phalanx.model.zoo.zoo import ModelSpec
 from phalanx.tasks.base import Task
-from phalanx.verification.case import Case, Step
+from phalanx.verification.case import Case, Noise, Plain, Start, Step
+
+NUM_NUDGES = 2  # one could by chance leave a gradient of few elements nearly where it is
 
 
-def run_plain(case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[str, ...]) -> list[Step]:
-    """Every step of the case on the plain model, from these parameter values."""
-    from phalanx.model import reference
-    from phalanx.model.ops import random
-
+def run_plain(case: Case, start: Start, attention_sites: tuple[str, ...]) -> Plain:
+    """Every step of the case on the plain model, from values that it reads itself as far as there are any."""
     spec = case.spec()
-    task = case.task_of(spec)
-    model = reference.plain(spec, case.torch_dtype, case.dropout)
-    _load(model, initial)
+    pretrained = start.loads and spec.folder is not None
+    model = reference.plain(spec, case.torch_dtype, case.dropout, pretrained=pretrained)
+    _take(model, start.given)
     optimizer = torch.optim.AdamW(
         _groups(model, case), lr=case.training.lr, betas=case.training.betas, eps=case.training.eps
     )
-    steps: list[Step] = []
+    done = Plain(_parameters(model), [], [], {}, {})
     for consumed, batch in case.batches(spec):
-        keys = random.sample_keys(case.seed, consumed, next(iter(batch.values())).shape[0])
-        with reference.injected(model, keys, attention_sites, case.torch_dtype):
-            loss = reference.loss(model, _plain_inputs(task, batch, spec.config, case.torch_dtype))
-        loss.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        run = partial(_backward, case, spec, consumed, batch, attention_sites)
+        nudged = [_nudged(model, case.seed + number) for number in range(NUM_NUDGES)]
+        loss, gradients = run(model)
+        done.noise.append(_noise(loss, gradients, [run(other) for other in nudged], batch))
         torch.nn.utils.clip_grad_norm_(model.parameters(), case.training.clip)
         optimizer.step()
         optimizer.zero_grad()
-        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-        steps.append(Step(float(loss.detach()), gradients, parameters))
-    return steps
+        done.steps.append(Step([loss], gradients, _parameters(model)))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    done.optimizer = {
+        f"{slot}/{names[p]}": value.detach().clone()
+        for p, state in optimizer.state.items()
+        for slot, value in state.items()
+    }
+    done.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return done
+
+
+def _backward(
+    case: Case, spec: ModelSpec, consumed: int, batch: dict[str, Tensor], sites: tuple[str, ...], model: nn.Module
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a batch and its gradients, which the parameters keep."""
+    keys = random.sample_keys(case.seed, consumed, next(iter(batch.values())).shape[0])
+    with reference.injected(model, keys, sites, case.torch_dtype):
+        inputs = _plain_inputs(case.task_of(spec), batch, spec.config, case.torch_dtype)
+        loss = reference.loss(model, inputs)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), gradients
+
+
+def _nudged(model: nn.Module, seed: int) -> nn.Module:
+    """A copy whose weights are all moved by the last bit or so: what it computes differs by rounding alone."""
+    copied = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if parameter.is_floating_point():
+                signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
+                parameter.mul_(1 + signs.to(parameter.dtype) * torch.finfo(parameter.dtype).eps)
+    return copied
+
+
+def _noise(
+    loss: float, gradients: Mapping[str, Tensor], nudged: Sequence[tuple[float, dict[str, Tensor]]], batch: Any
+) -> Noise:
+    changes = {
+        name: max((float((other[name] - gradient).abs().max()) for _, other in nudged), default=0.0)
+        for name, gradient in gradients.items()
+    }
+    num_terms = max(tensor.numel() for tensor in batch.values())
+    return Noise(max(abs(other - loss) for other, _ in nudged), changes, num_terms)
 
 
 def _plain_inputs(task: Task, batch: dict[str, Tensor], config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -68,10 +116,15 @@ def _plain_inputs(task: Task, batch: dict[str, Tensor], config: Any, dtype: torc
     return inputs
 
 
-def _load(model: nn.Module, initial: Mapping[str, Tensor]) -> None:
+def _take(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial[name])
+            if name in values:
+                parameter.copy_(values[name])
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def _groups(model: nn.Module, case: Case) -> list[dict[str, Any]]:
@@ -100,9 +153,9 @@ class PlainProcess:
     ) -> None:
         self.close()
 
-    def run(self, case: Case, initial: Mapping[str, Tensor], attention_sites: tuple[str, ...]) -> list[Step]:
+    def run(self, case: Case, start: Start, attention_sites: tuple[str, ...]) -> Plain:
         with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
-            torch.save(dict(initial), Path(folder) / "initial.pt")
+            torch.save(vars(start), Path(folder) / "start.pt")
             try:
                 self._connection.send((case, folder, attention_sites))
                 answer = self._connection.recv()
@@ -119,7 +172,7 @@ class PlainProcess:
                 raise VerifyError(
                     f"the plain model failed:\n{answer}", "the model itself must run before a plan can be checked"
                 )
-            return torch.load(Path(folder) / "steps.pt", weights_only=False)
+            return _read(Path(folder) / "plain.pt")
 
     def _died(self) -> VerifyError:
         self._process.join(timeout=5)
@@ -141,6 +194,18 @@ class PlainProcess:
             self._process.kill()
 
 
+def _write(done: Plain, path: Path) -> None:
+    nested = {"steps": [vars(step) for step in done.steps], "noise": [vars(noise) for noise in done.noise]}
+    torch.save({**vars(done), **nested}, path)
+
+
+def _read(path: Path) -> Plain:
+    found = torch.load(path)
+    found["steps"] = [Step(**step) for step in found["steps"]]
+    found["noise"] = [Noise(**noise) for noise in found["noise"]]
+    return Plain(**found)
+
+
 def _serve(connection: Connection, main: MainScript) -> None:
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -155,8 +220,8 @@ def _serve(connection: Connection, main: MainScript) -> None:
             connection.send(error)
             continue
         try:
-            initial = torch.load(Path(folder) / "initial.pt")
-            torch.save(run_plain(case, initial, attention_sites), Path(folder) / "steps.pt")
+            start = Start(**torch.load(Path(folder) / "start.pt"))
+            _write(run_plain(case, start, attention_sites), Path(folder) / "plain.pt")
             connection.send(None)
         except Exception:
             connection.send(traceback.format_exc(limit=-4))

@@ -6,7 +6,7 @@ import contextlib
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from phalanx.engine.compose import BucketNames, compose
 from phalanx.engine.inputs import num_samples, split
-from phalanx.errors import VerifyError
 from phalanx.expressions import evaluate
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.worker_pool import WorkerPool
@@ -23,9 +22,10 @@ from phalanx.model.capture import capture
 from phalanx.model.captured import Captured, attention_sites
 from phalanx.model.ops import random
 from phalanx.model.shard.sharded import Sharded
-from phalanx.model.weights import init_recipe
-from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
-from phalanx.model.zoo.zoo import ModelSpec, build
+from phalanx.model.weights.weights import SafetensorsWeights, SeededWeights, Weights
+from phalanx.model.zoo.configure import layer_drop
+from phalanx.model.zoo.meta import parameters_on_meta
+from phalanx.model.zoo.zoo import ModelSpec
 from phalanx.plan.complete import complete
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
@@ -33,46 +33,58 @@ from phalanx.program.compile import compile_plan
 from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import REDISTRIBUTIONS, Program
 from phalanx.program.shape import ModelShape
-from phalanx.verification.case import Case, Execution, Step
-from phalanx.verification.rank_side import Owned, Trace, facts_of, run_rank
+from phalanx.state.dcp import DcpWeights
+from phalanx.training.prepare import open_weights
+from phalanx.verification.case import Case, Execution, Part, Start, Step
+from phalanx.verification.rank_side import Trace, facts_of, run_rank
 
 _NOISE = 0.05  # added to fresh weights: zeros and ones (biases, norms) would hide errors that multiply or add them
 
 
-def prepare(case: Case) -> tuple[ModelSpec, Captured, dict[str, Tensor]]:
-    """The captured model of a case and its initial values."""
+def prepare(case: Case) -> tuple[ModelSpec, Captured, Start]:
+    """The captured model of a case, and the values it begins with as far as nobody else has them."""
     spec = case.spec()
     inputs = case.task_of(spec).inputs(spec.config, padding=case.padding, documents=case.documents)
     captured = capture(spec, inputs, dtype=case.torch_dtype, dropout=case.dropout, check=False)
-    return spec, captured, initial_values(spec, captured, case)
+    return spec, captured, _start(spec, captured, case)
 
 
-def initial_values(spec: ModelSpec, captured: Captured, case: Case) -> dict[str, Tensor]:
-    weights = _weights(spec, case)
-    integers = captured.integers
-    values = {n: weights.read(n, dtype=None if n in integers else case.torch_dtype) for n in captured.shapes}
+def _start(spec: ModelSpec, captured: Captured, case: Case) -> Start:
+    weights, origin = open_weights(case.model, spec, case.seed)
+    notes = list(_layer_drop(spec))
+    if isinstance(weights, DcpWeights):
+        notes.append(f"initial values are {origin}, as Phalanx reads them: transformers cannot")
+        return Start(_read(weights, captured.shapes, captured, case), False, tuple(notes))
+    fresh = weights.missing if isinstance(weights, SafetensorsWeights) else ()
     if isinstance(weights, SeededWeights):
-        for name, value in values.items():
-            generator = torch.Generator().manual_seed(random.site_hash(name))
-            value += _NOISE * torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.dtype)
-    return values
+        fresh = weights.names()
+    given = _read(weights, fresh, captured, case)
+    for name, value in given.items():
+        generator = torch.Generator().manual_seed(random.site_hash(name))
+        value += _NOISE * torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.dtype)
+    return Start(given, len(given) < len(captured.shapes), tuple(notes))
 
 
-def _weights(spec: ModelSpec, case: Case) -> Weights:
-    if spec.folder is not None:
-        return SafetensorsWeights(spec.folder, build(spec, device="meta"))
+def _read(weights: Weights, names: Iterable[str], captured: Captured, case: Case) -> dict[str, Tensor]:
+    return {n: weights.read(n, dtype=None if n in captured.integers else case.torch_dtype) for n in names}
+
+
+def _layer_drop(spec: ModelSpec) -> Iterator[str]:
+    """What both sides leave out of the model."""
+    found = layer_drop(spec.config) if spec.config is not None else {}
     if spec.factory is not None:
-        return ModuleWeights(build(spec))
-    return SeededWeights(init_recipe.record(lambda: build(spec)), case.seed)
+        with parameters_on_meta():
+            modules = dict(spec.factory().named_modules())
+        found |= {f"{path}.layerdrop": p for path, it in modules.items() if (p := vars(it).get("layerdrop"))}
+    for name, value in found.items():
+        yield f"{name} = {value:g} is 0 on both sides, as in training: whole layers are never skipped"
 
 
-def run_plan(
-    case: Case, captured: Captured, initial: Mapping[str, Tensor], pool: WorkerPool | None = None
-) -> Execution:
+def run_plan(case: Case, captured: Captured, start: Start, pool: WorkerPool | None = None) -> Execution:
     """The case under its plan: in this process if the plan has one rank, else on the ranks of a worker pool."""
     plan = complete_plan(case, captured)
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
-        torch.save({name: value.detach() for name, value in initial.items()}, Path(folder) / "initial.pt")
+        torch.save(vars(start), Path(folder) / "start.pt")
         job = (case, plan, captured, Path(folder))
         if plan.world == 1:
             traces = [run_rank(RankContext.alone(local_device(case.device, 0)), *job)]
@@ -81,9 +93,12 @@ def run_plan(
                 pool = pool or stack.enter_context(WorkerPool(plan.world, device=case.device))
                 traces = pool.run(run_rank, *job, world=plan.world)
     steps = [_assemble(traces, number, captured) for number in range(case.steps)]
+    initial = _joined([trace.initial for trace in traces], captured)
+    copies = [copy for trace in traces for copy in trace.copies]
     return Execution(
-        plan, steps, facts_of(traces, plan), _implied(plan, case, captured), attention_sites(captured.blocks)
-    )
+        plan, initial, steps, copies, facts_of(traces, plan), _implied(plan, case, captured),
+        attention_sites(captured.blocks),
+    )  # fmt: skip
 
 
 def complete_plan(case: Case, captured: Captured) -> Plan:
@@ -94,19 +109,15 @@ def complete_plan(case: Case, captured: Captured) -> Plan:
 
 def _assemble(traces: Sequence[Trace], number: int, captured: Captured) -> Step:
     """One step of all ranks as if there were one: every element comes from the rank that owns it."""
-    losses = {trace.losses[number] for trace in traces}
-    if len(losses) > 1:
-        raise VerifyError(
-            f"ranks disagree on the loss of step {number + 1}: {sorted(losses)}", "this is a bug: report it"
-        )
+    losses = [trace.losses[number] for trace in traces]
     gradients = _joined([trace.gradients[number] for trace in traces], captured)
-    return Step(losses.pop(), gradients, _joined([trace.parameters[number] for trace in traces], captured))
+    return Step(losses, gradients, _joined([trace.parameters[number] for trace in traces], captured))
 
 
-def _joined(parts: Sequence[list[Owned]], captured: Captured) -> dict[str, Tensor]:
+def _joined(parts: Sequence[list[Part]], captured: Captured) -> dict[str, Tensor]:
     """Whole tensors; what no rank answers for stays NaN, which equals nothing."""
     found: dict[str, Tensor] = {}
-    for owned in (owned for part in parts for owned in part):
+    for owned in (owned for rank in parts for owned in rank):
         whole = found.get(owned.name)
         if whole is None:
             whole = found[owned.name] = torch.full(captured.shapes[owned.name], math.nan, dtype=owned.data.dtype)

@@ -5,7 +5,7 @@ A target of `launch`: everything it is given and gives back can be pickled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,26 +21,21 @@ from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
 from phalanx.state.layout import Box
+from phalanx.training.prepare import load_buffers, open_weights
 from phalanx.training.session import Session
-from phalanx.verification.case import Case
-
-
-@dataclass(frozen=True)
-class Owned:
-    """The elements of some boxes of a tensor, one box after the other."""
-
-    name: str
-    boxes: tuple[Box, ...]
-    data: Tensor
+from phalanx.verification.case import Case, Copy, Part, Start
 
 
 @dataclass
 class Trace:
-    """What one rank did; gradients and parameters as far as this rank owns them."""
+    """What one rank did: gradients and parameters of every step as far as this rank owns them, and all that it holds
+    after the last."""
 
+    initial: list[Part] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    gradients: list[list[Owned]] = field(default_factory=list)
-    parameters: list[list[Owned]] = field(default_factory=list)
+    gradients: list[list[Part]] = field(default_factory=list)
+    parameters: list[list[Part]] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     instructions: dict[str, int] = field(default_factory=dict)
     parameter_elements: int = 0
     keeps_only_inputs: bool = True
@@ -50,22 +45,26 @@ class Trace:
 
 
 def run_rank(context: RankContext, case: Case, plan: Plan, captured: Captured, folder: Path) -> Trace:
-    """Every step of the case. folder: holds the initial values of all parameters in `initial.pt`."""
+    """Every step of the case. folder: holds where both sides begin in `start.pt`."""
     torch.set_num_threads(1 if context.world > 1 else torch.get_num_threads())
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32
-    initial: Mapping[str, Tensor] = torch.load(folder / "initial.pt", mmap=True)
+    start = Start(**torch.load(folder / "start.pt", mmap=True))
+    weights = open_weights(case.model, case.spec(), case.seed)[0] if start.loads else None
 
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
-        return piece.of(initial[name])
+        if name in start.given:
+            return piece.of(start.given[name])
+        assert weights is not None, f"{name} is neither given nor loaded"
+        return piece.read(weights, name)
 
-    device = torch.device(context.device)
     session = Session.open(
         captured, _config(case), plan, context=context, trainable=captured.trainable, read=read,
-        buffers={name: value.to(device) for name, value in captured.buffers.items()},
+        buffers=load_buffers(captured, weights, torch.device(context.device)),
     )  # fmt: skip
-    trace = Trace()
+    trace = Trace(initial=_owned(session, _weights(session)))
     for consumed, batch in case.batches(case.spec()):
         _step(session, case, consumed, batch, trace)
+    trace.copies = list(_copies(session))
     _describe(session, trace)
     session.close()
     return trace
@@ -93,18 +92,35 @@ def _step(session: Session, case: Case, consumed: int, batch: dict[str, Tensor],
     assert step.loss is not None
     trace.losses.append(float(step.loss))
     session.state.parameters.settle()
-    weights = {name: weight.exact for name, weight in session.state.parameters.weights.items()}
-    trace.parameters.append(_owned(session, weights))
+    trace.parameters.append(_owned(session, _weights(session)))
 
 
-def _owned(session: Session, tensors: Mapping[str, Tensor]) -> list[Owned]:
-    found: list[Owned] = []
-    for name, tensor in tensors.items():
-        weight = session.state.parameters.weights[name]
-        if name in session.compiled.formation.owned:
-            data = weight.piece.packed(tensor.detach()).cpu().clone()
-            found.append(Owned(name, weight.piece.boxes(), data))
-    return found
+def _weights(session: Session) -> dict[str, Tensor]:
+    return {name: weight.exact for name, weight in session.state.parameters.weights.items()}
+
+
+def _owned(session: Session, tensors: Mapping[str, Tensor]) -> list[Part]:
+    weights, owned = session.state.parameters.weights, session.compiled.formation.owned
+    pieces = {name: weights[name].piece for name in tensors if name in owned}
+    return [_part(piece, tensors[name]) for name, piece in pieces.items()]
+
+
+def _part(piece: Piece, tensor: Tensor) -> Part:
+    return Part(piece.name, piece.boxes(), piece.packed(tensor.detach()).cpu().clone())
+
+
+def _copies(session: Session) -> Iterator[Copy]:
+    """What a checkpoint would be written from, the parameters that are always here, and the buffers."""
+    me, locals_here = session.compiled.formation.rank, session.compiled.formation.locals()
+    for shard, data in session.state.shards():
+        kind, _, name = shard.name.partition("/")
+        yield Copy(me, "optimizer" if kind == "optimizer" else "copy", Part(name, shard.boxes, data.detach().cpu()))
+    for name, tensor in session.state.parameters.resident().items():
+        piece = Piece.whole(name, locals_here[name])
+        if piece.local.numel:
+            yield Copy(me, "copy", _part(piece, tensor))
+    for name, tensor in session.compiled.buffers.items():
+        yield Copy(me, "buffer", Part(name, (Box.whole(tuple(tensor.shape)),), tensor.detach().reshape(-1).cpu()))
 
 
 def _describe(session: Session, trace: Trace) -> None:

@@ -1,20 +1,13 @@
-"""The one call: run the plan, run the plain model, compare tensor by tensor, report for people and for programs.
-
-A gradient is compared relative to its own largest element; one that is zero in theory (a key projection's bias)
-relative to the largest gradient of the model. An updated parameter is compared relative to its own largest element,
-leaving out elements whose gradient is below the noise floor, where an adaptive optimizer turns rounding into an
-arbitrary sign.
-"""
+"""The one call: run the plan, run the plain model, compare (`compare.py`), report for people and for programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from phalanx.config import plan_text
@@ -23,7 +16,8 @@ from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.plan.plan import Plan
-from phalanx.verification.case import Case, Step
+from phalanx.verification.case import Case, Plain
+from phalanx.verification.compare import Row, compare
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.plan_side import prepare, run_plan
 
@@ -46,14 +40,24 @@ def verify(model: Model, plan: str | Plan = "", *, data: Sequence[dict[str, Tens
 def verify_case(case: Case, process: PlainProcess, pool: WorkerPool | None = None) -> Report:
     """As `verify`, with a plain process and ranks that may serve many cases."""
     started = time.perf_counter()
-    spec, captured, initial = prepare(case)
-    execution = run_plan(case, captured, initial, pool)
-    plain = process.run(case, initial, execution.attention_sites)
+    spec, captured, start = prepare(case)
+    execution = run_plan(case, captured, start, pool)
+    plain = process.run(case, start, execution.attention_sites)
     facts = tuple(Fact(name, execution.implied[name], measured) for name, measured in execution.facts.items())
+    rows = tuple(compare(execution, plain, case.tolerance, case.training))
     return Report(
-        spec.name, execution.plan.text, case.dtype, case.tolerance,
-        tuple(compare(execution.steps, plain)), facts, time.perf_counter() - started,
+        spec.name, execution.plan.text, case.dtype, case.tolerance, rows, facts, time.perf_counter() - started,
+        (*start.notes, *_never_clipped(plain, case)),
     )  # fmt: skip
+
+
+def _never_clipped(plain: Plain, case: Case) -> list[str]:
+    """Where no step's gradients are longer than the limit, clipping is not compared."""
+    clip = case.training.clip
+    norms = [sum(float(g.double().square().sum()) for g in step.gradients.values()) ** 0.5 for step in plain.steps]
+    if any(norm > clip for norm in norms):
+        return []
+    return [f"no gradient was longer than clip = {clip:g}, so clipping was never compared"]
 
 
 def _require_known(options: dict[str, Any]) -> None:
@@ -61,87 +65,6 @@ def _require_known(options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
             raise ConfigError(f"verify: unknown option {name!r}", nearest(name, known))
-
-
-# Gradients below this share of the model's largest are rounding noise.
-_NOISE = {torch.float64: 1e-13, torch.float32: 1e-5}
-
-
-@dataclass(frozen=True)
-class Row:
-    """The worst case of one quantity in one step."""
-
-    step: int
-    quantity: str  # loss, gradient, parameter
-    error: float
-    tensor: str
-    compared: int  # tensors
-    left_out: int = 0  # elements below the noise floor
-
-
-def compare(ours: Sequence[Step], plain: Sequence[Step]) -> list[Row]:
-    rows: list[Row] = []
-    for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True), start=1):
-        loss_error = abs(mine.loss - theirs.loss) / max(abs(theirs.loss), 1e-30)
-        rows.append(Row(number, "loss", _finite(loss_error), "loss", 1))
-        rows.append(_gradients(number, mine.gradients, theirs.gradients))
-        rows.append(_parameters(number, mine, theirs))
-    return rows
-
-
-def _gradients(step: int, ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> Row:
-    largest = _largest(plain)
-    errors: dict[str, float] = {}
-    for name in sorted(set(ours) | set(plain)):
-        expected, got = plain.get(name), ours.get(name)
-        if expected is None or got is None:  # no gradient is a zero gradient
-            present = got if expected is None else expected
-            assert present is not None
-            errors[name] = _finite(float(present.abs().max()) / largest)
-            continue
-        scale = float(expected.abs().max())
-        zero_in_theory = scale <= _NOISE[expected.dtype] * largest
-        errors[name] = _error(got, expected, largest if zero_in_theory else scale)
-    return _worst(step, "gradient", errors)
-
-
-def _parameters(step: int, ours: Step, plain: Step) -> Row:
-    largest = _largest(plain.gradients)
-    errors: dict[str, float] = {}
-    left_out = 0
-    for name, expected in plain.parameters.items():
-        got = ours.parameters.get(name)
-        if got is None or got.shape != expected.shape:
-            errors[name] = float("inf")
-            continue
-        gradient = plain.gradients.get(name)
-        counted = torch.ones_like(expected, dtype=torch.bool)
-        if gradient is not None:
-            counted = (gradient.abs() > _NOISE[expected.dtype] * largest) | (gradient == 0)
-            left_out += int((~counted).sum())
-        scale = float(expected.abs().max())
-        errors[name] = _error(got[counted], expected[counted], scale) if bool(counted.any()) else 0.0
-    return _worst(step, "parameter", errors, left_out)
-
-
-def _largest(tensors: Mapping[str, Tensor]) -> float:
-    return max((float(t.abs().max()) for t in tensors.values()), default=0.0) or 1e-30
-
-
-def _error(got: Tensor, expected: Tensor, scale: float) -> float:
-    if got.shape != expected.shape:
-        return float("inf")
-    return _finite(float((got.to(expected.dtype) - expected).abs().max()) / max(scale, 1e-30))
-
-
-def _finite(error: float) -> float:
-    """NaN compares as equal to nothing; here it is the worst error there is."""
-    return error if error == error else float("inf")
-
-
-def _worst(step: int, quantity: str, errors: Mapping[str, float], left_out: int = 0) -> Row:
-    tensor = max(errors, key=errors.__getitem__, default="")
-    return Row(step, quantity, errors.get(tensor, float("inf")), tensor, len(errors), left_out)
 
 
 @dataclass(frozen=True)
@@ -166,6 +89,7 @@ class Report:
     rows: tuple[Row, ...]
     facts: tuple[Fact, ...]
     seconds: float
+    notes: tuple[str, ...] = ()  # what was not done as the model alone would do it
 
     @property
     def ok(self) -> bool:
@@ -175,7 +99,7 @@ class Report:
     @property
     def failures(self) -> list[str]:
         wrong = [
-            f"step {row.step}: {row.quantity} '{row.tensor}' is off by {row.error:.2e} (tolerance {self.tolerance:.0e})"
+            f"step {row.step}: {row.place} is off by {row.error:.2e} (tolerance {self.tolerance:.0e})"
             for row in self.rows
             if not row.error <= self.tolerance
         ]
@@ -192,13 +116,11 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.model}  plan '{self.plan or 'default'}'  {self.dtype}, tolerance {self.tolerance:.0e}"]
-        for quantity in ("loss", "gradient", "parameter"):
+        for quantity in dict.fromkeys(row.quantity for row in self.rows):
             row = self.worst(quantity)
-            place = "" if quantity == "loss" else f"  in {row.tensor}  ({row.compared} tensors)"
+            place = "" if quantity == "loss" else f"  in {row.tensor}{row.where}  ({row.compared} {row.unit})"
             lines.append(f"  {quantity:<10} worst relative error {row.error:.2e}  step {row.step}{place}")
-        left_out = sum(row.left_out for row in self.rows)
-        if left_out:
-            lines.append(f"  {left_out} parameter elements left out: their gradient is below the noise floor")
+        lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  {f.name:<28} {f.measured}" + ("" if f.ok else f"  ≠ {f.implied}") for f in self.facts]
         lines += [f"  ✗ {failure}" for failure in self.failures]
         lines.append(f"  {'exact' if self.ok else 'NOT EQUAL'} ({self.seconds:.1f} s)")

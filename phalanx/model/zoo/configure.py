@@ -84,6 +84,11 @@ def stop_layer_drop(config: PretrainedConfig) -> None:
         setattr(part, name, 0.0)
 
 
+def layer_drop(config: PretrainedConfig) -> dict[str, float]:
+    """The probabilities of skipping whole layers that `stop_layer_drop` would set to zero, by name."""
+    return {name: value for part, name in _probabilities(config, _LAYER_DROP) if (value := getattr(part, name)) > 0}
+
+
 def parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     """`config` and its sub-configurations, outer before inner."""
     yield config
