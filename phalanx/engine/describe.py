@@ -98,8 +98,6 @@ class Described:
 
     def _flops(self, dims: Mapping[str, int]) -> list[float]:
         steps = [[s for s in self.shape.steps_of(b) if s.kind == "segment"] for b in range(self.shape.num_blocks)]
-        if self._composed.sharded is None:
-            return [float(flops) for flops in self._composed.captured.blocks.flops(dims)]
         return [float(sum(evaluate(step.flops, dims) for step in chain)) for chain in steps]
 
     def _inputs(self, dims: Mapping[str, int]) -> Inputs:

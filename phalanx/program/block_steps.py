@@ -28,8 +28,9 @@ class BlockSteps:
 
     @staticmethod
     def of(plan: Plan, shape: ModelShape, block: int) -> BlockSteps:
-        steps = shape.steps_of(block)
-        return BlockSteps(steps, plan.again, plan.saves == "input", numbered=len(steps) > 1)
+        steps, policy = shape.steps_of(block), plan.recompute_of(block, shape.layers)
+        again = policy if policy in ("unit", "block") else ""  # anything less is the affair of segments
+        return BlockSteps(steps, again, plan.saves == "input", numbered=len(steps) > 1)
 
     @cached_property
     def segments(self) -> tuple[int, ...]:
@@ -63,9 +64,12 @@ class BlockSteps:
 
     @cached_property
     def portions(self) -> tuple[range, ...]:
-        """Runs of steps that are computed again together, directly before their backward."""
-        ends = [i + 1 for i in self.sent_forward if self.steps[i].forward in _LEAVES] if self.again == "unit" else []
-        bounds = sorted({0, *ends, len(self.steps)})
+        """Runs of steps that are computed again together, directly before their backward. Where nothing is exchanged,
+        each segment is a unit."""
+        ends = [i + 1 for i in self.sent_forward if self.steps[i].forward in _LEAVES]
+        if len(self.segments) == len(self.steps):
+            ends = [i + 1 for i in self.segments]
+        bounds = sorted({0, *(ends if self.again == "unit" else ()), len(self.steps)})
         return tuple(range(begin, end) for begin, end in pairwise(bounds))
 
     @cached_property

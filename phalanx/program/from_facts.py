@@ -41,6 +41,7 @@ def shape_of_facts(facts: ModelFacts) -> ModelShape:
     return ModelShape(
         len(facts.blocks), shared, held, held, tuple((step,) for step in steps), grains=grains,
         whole_wires=frozenset(wire for step in once for wire in step.writes), inputs=_inputs(facts),
+        layers=tuple(number for number, block in enumerate(facts.blocks) if any(unit.name for unit in block.units)),
     )  # fmt: skip
 
 

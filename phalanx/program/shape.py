@@ -82,7 +82,8 @@ class ModelShape:
     that exactly the blocks shared[k] use together (a tied embedding and head), or that need a sum of their own.
 
     grains: whether a block runs once per slice of a micro-batch's tokens, or once per micro-batch (an encoder), with
-    slice 0; the latter come first. whole_wires: wires that belong to the micro-batch and not to one of its slices."""
+    slice 0; the latter come first. whole_wires: wires that belong to the micro-batch and not to one of its slices.
+    layers: the blocks that are layers of the model, for which a plan may give something one by one."""
 
     num_blocks: int
     shared: tuple[tuple[int, ...], ...]
@@ -93,6 +94,7 @@ class ModelShape:
     grains: tuple[str, ...] = ()  # per block: slice or micro-batch; () where every block runs per slice
     whole_wires: frozenset[str] = frozenset()
     inputs: str = "0"  # bytes of what a micro-batch's inputs are made into
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert all(grain in GRAINS for grain in self.grains) and len(self.grains) in (0, self.num_blocks)
