@@ -22,7 +22,8 @@ from phalanx.model.slicing import Sliced, slice_model
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import ModelShape, Partition, Step
 
-Key = tuple[tuple[int, ...], Partition]  # the blocks that use a bucket, and over whom it is summed
+# The blocks that use a bucket, over whom it is summed, and whether several segments of a block add to its gradients.
+Key = tuple[tuple[int, ...], Partition, bool]
 
 
 @dataclass(frozen=True)
@@ -87,28 +88,31 @@ def bucket_names(
     blocks: Blocks, trainable: Collection[str], chained: Chained | None = None, sliced: Sliced | None = None
 ) -> BucketNames:
     """A parameter that one block uses is in that block's bucket; those that the same several blocks use share one, and
-    so do those that a block must sum over the same ranks of its tensor-parallel group. Without chains, of whole
-    blocks."""
+    so do those that a block must sum over the same ranks of its tensor-parallel group, or that several of its segments
+    use. Without chains, of whole blocks."""
     chained = unsplit(blocks) if chained is None else chained
     sharded = chained if isinstance(chained, Sharded) else None
     users: dict[str, tuple[int, ...]] = {}
+    often: set[str] = set()
     for index, name in _uses(chained):
-        if index not in users.get(name, ()):
+        if index in users.get(name, ()):
+            often.add(name)
+        else:
             users[name] = (*users.get(name, ()), index)
     assert len(chained.parts) == len(blocks.blocks), "every block has its parts"
     lost = set(blocks.parameters()) - set(users)
     assert not lost, f"no segment uses {sorted(lost)}, which the model's blocks use"
-    keys = {name: (used_by, _sums(name, sharded)) for name, used_by in users.items()}
-    own: list[Key] = [((index,), ()) for index in range(len(blocks.blocks))]
+    keys = {name: (used_by, _sums(name, sharded), name in often) for name, used_by in users.items()}
+    own: list[Key] = [((index,), (), False) for index in range(len(blocks.blocks))]
     further = sorted(set(keys.values()) - set(own))
     names = tuple(tuple(name for name, key in keys.items() if key == bucket) for bucket in (*own, *further))
     learns = set(trainable)
     shape = ModelShape(
-        len(blocks.blocks), tuple(used_by for used_by, _ in further),
+        len(blocks.blocks), tuple(used_by for used_by, _, _ in further),
         held=tuple(bool(group) for group in names),
         trained=tuple(any(name in learns for name in group) for group in names),
         steps=_steps(chained, {name: number for number, own in enumerate(names) for name in own}),
-        sums=tuple(sums for _, sums in (*own, *further)) if sharded else (),
+        sums=tuple(sums for _, sums, _ in (*own, *further)) if sharded else (),
         grains=sliced.grains if sliced else (), whole_wires=sliced.whole_wires if sliced else frozenset(),
         layers=blocks.layers,
     )  # fmt: skip
@@ -133,7 +137,7 @@ def _with_buckets(step: Step, segment: Block, home: Mapping[str, int]) -> Step:
 
 
 def _uses(chained: Chained) -> Iterator[tuple[int, str]]:
-    """Every block with every parameter it uses."""
+    """Every block with the parameters of each of its segments."""
     for index, parts in enumerate(chained.parts):
         segments = [chained.blocks.blocks[part.segment] for part in parts if part.segment is not None]
         yield from ((index, name) for segment in segments for name in segment.names("parameter"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -197,6 +198,15 @@ class Plan:
         unlike = self._unlike_default()
         return fields.write({name: value for name, value in self._values().items() if name in (*_COMPLETED, *unlike)})
 
+    @property
+    def kept(self) -> str:
+        """What happens to activations between forward and backward, in words."""
+        if len(self.policies) == 1:
+            return _KEPT[self.policies[0]]
+        counts = Counter(self.policies)
+        layers = [f"of {count} layer{'s' * (count > 1)} {_KEPT[policy]}" for policy, count in counts.items()]
+        return "; ".join([*layers, f"of other blocks {_KEPT['none']}"])
+
     def to_json(self) -> str:
         return json.dumps(self._values())
 
@@ -225,4 +235,10 @@ class Plan:
         return {name: value for name, value in self._values().items() if value != default[name]}
 
 
+_KEPT = {
+    "none": "kept for the backward",
+    "light": "recomputed in the backward but for products and attention",
+    "unit": "recomputed in the backward, a unit at a time",
+    "block": "recomputed in the backward, a block at a time",
+}
 _COMPLETED = ("pp", "dp", "mb", "schedule")

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -258,25 +257,8 @@ def plan_text(plan: Plan, batch_size: int) -> str:
     interleaved += ", each with the backward of the one before" if plan.pairs else ""
     return (
         f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {batch_size} samples{interleaved}, "
-        f"schedule {plan.schedule}, activations {_kept_text(plan)}"
+        f"schedule {plan.schedule}, activations {plan.kept}"
     )
-
-
-_KEPT = {
-    "none": "kept for the backward",
-    "light": "recomputed in the backward but for products and attention",
-    "unit": "recomputed in the backward, a unit at a time",
-    "block": "recomputed in the backward, a block at a time",
-}
-
-
-def _kept_text(plan: Plan) -> str:
-    """What is kept for the backward and what is computed again in it."""
-    if len(plan.policies) == 1:
-        return _KEPT[plan.policies[0]]
-    counts = Counter(plan.policies)
-    layers = [f"of {counts[policy]} layer{'s' * (counts[policy] > 1)} {_KEPT[policy]}" for policy in counts]
-    return "; ".join([*layers, f"of other blocks {_KEPT['none']}"])
 
 
 def _optimizer_text(run: Prepared, config: RunConfig, rank: Rank) -> str:

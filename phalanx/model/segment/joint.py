@@ -237,3 +237,10 @@ def base(node: fx.Node) -> fx.Node:
 def storage(node: fx.Node) -> int:
     """What tells the memory of one node's value from another's."""
     return node.meta["val"].untyped_storage()._cdata
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The node itself or, where it gives several tensors, each of them: keeping the node would keep them all alive."""
+    if isinstance(node.meta.get("val"), Tensor):
+        return [node]
+    return [user for user in node.users if user.target is operator.getitem]

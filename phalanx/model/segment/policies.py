@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 import phalanx.model.ops.operators  # noqa: F401  (defines operators named below)
-from phalanx.model.segment.joint import Joint, base, storage
+from phalanx.model.segment.joint import Joint, base, storage, tensors_of
 
 aten, own = torch.ops.aten, torch.ops.phalanx
 # Besides what works element by element or looks at memory otherwise: norms, reductions, copies, constants.
@@ -96,7 +96,7 @@ def _has_gradient(joint: Joint, placeholder: fx.Node) -> bool:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    if node.target is operator.getitem or base(node) is not node:
+    if node.target is operator.getitem or any(base(part) is not part for part in tensors_of(node)):
         return True
     target = node.target
     is_operator = isinstance(target, torch._ops.OpOverload)

@@ -15,7 +15,6 @@ the factors of a product where they are one (`products.py`).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.model.segment import policies
 from phalanx.model.segment.compile import Compiler
-from phalanx.model.segment.joint import Joint, base, closure, trace
+from phalanx.model.segment.joint import Joint, base, closure, tensors_of, trace
 from phalanx.model.segment.products import Forms, Gradient
 
 Source = tuple[str, int]
@@ -204,17 +203,10 @@ class _Partition:
         leaves = (reached & stop) | (reached & set(joint.inputs))
         self.saved = tuple(sorted(leaves - parameters - set(joint.tangents), key=order.__getitem__))
         in_b = closure([g for g in d_inputs if g is not None], set(self.saved) | set(joint.tangents))
-        computed = {part for node in in_b for part in _tensors_of(node) if base(part) is part}
+        computed = {part for node in in_b for part in tensors_of(node) if base(part) is part}
         available = (computed | set(self.saved) | set(joint.tangents)) - free - parameters
         in_w = closure([g for g in d_params if g is not None], available)
         self.w_saved = tuple(sorted(in_w & available, key=order.__getitem__))
-
-
-def _tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The node itself or, where it gives several tensors, each of them: keeping the node would keep them all alive."""
-    if isinstance(node.meta.get("val"), Tensor):
-        return [node]
-    return [user for user in node.users if user.target is operator.getitem]
 
 
 def _looks(nodes: Iterable[fx.Node | None]) -> tuple[Tensor | None, ...]:
