@@ -12,7 +12,7 @@ def test_the_ranks_are_named_by_axis() -> None:
 
 
 def test_the_plan_is_shown_with_what_it_makes_of_a_batch() -> None:
-    assert plan_text(Plan(dp=2, mb=2, recompute=True), 10) == (
+    assert plan_text(Plan(dp=2, mb=2, recompute=("block",)), 10) == (
         "dp=2,mb=2,recompute=block: 2 replicas × 2 × 2 to 3 of the 10 samples, schedule 1f1b, "
         "activations recomputed in the backward, a block at a time"
     )

@@ -98,7 +98,7 @@ def test_the_full_text_gives_the_mesh_the_micro_batches_and_the_schedule(plan: P
 def test_the_text_says_only_what_differs_from_the_defaults() -> None:
     assert Plan().text == ""
     assert Plan().full_text == "pp=1,dp=1,mb=1,schedule=1f1b"
-    assert Plan(mb=4, schedule="gpipe", recompute=True).text == "mb=4,schedule=gpipe,recompute=block"
+    assert Plan(mb=4, schedule="gpipe", recompute=("block",)).text == "mb=4,schedule=gpipe,recompute=block"
     plan = Plan(pp=2, dp=4, schedule="zb-v", stages=(3, 4, 4, 3), zero=3, zero_degree=2, gather="step", reduce="step")
     shown = "pp=2,dp=4,schedule=zb-v,stages=3-4-4-3,zero=3,zero_degree=2,gather=step,reduce=step"
     assert plan.text == shown

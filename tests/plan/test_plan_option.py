@@ -17,7 +17,7 @@ def test_a_text_is_kept_as_it_is_written() -> None:
 
 
 def test_a_plan_object_is_kept_with_all_it_decides() -> None:
-    plan = Plan(pp=2, stages=(3, 4), recompute=True)
+    plan = Plan(pp=2, stages=(3, 4), recompute=("block",))
     config = RunConfig.create(plan=plan)
     assert config.plan == "pp=2,dp=1,mb=1,schedule=1f1b,stages=3-4,recompute=block"
     assert Plan.parse(config.plan) == plan
