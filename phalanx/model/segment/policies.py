@@ -23,7 +23,8 @@ aten, own = torch.ops.aten, torch.ops.phalanx
 _CHEAP: frozenset[Any] = frozenset((
     aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm, aten._softmax, aten._log_softmax,
     aten.logsumexp, aten.sum, aten.mean, aten.var, aten.var_mean, aten.amax, aten.amin, aten.linalg_vector_norm,
-    aten._to_copy, aten.clone, aten.cat, aten.stack, aten.constant_pad_nd, aten.repeat, aten.slice_scatter, aten.tril,
+    aten.cumsum, aten._to_copy, aten.clone, aten.cat, aten.stack, aten.constant_pad_nd, aten.repeat, aten.index,
+    aten.index_select, aten.gather, aten.slice_scatter, aten.flip, aten.roll, aten.masked_fill, aten.tril,
     aten.triu, aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like,
     aten.scalar_tensor, aten.one_hot, torch.ops.prims.convert_element_type, torch.ops.prims.iota, own.dropout,
     own.dropout_part,

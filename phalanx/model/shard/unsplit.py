@@ -20,7 +20,8 @@ from phalanx.program.shape import Step
 
 def unsplit(blocks: Blocks, by_unit: Collection[int] = ()) -> Chained:
     """by_unit: the blocks that are cut between their units."""
-    cut = {blocks.blocks[number].template: _Cut(blocks.templates[blocks.blocks[number].template]) for number in by_unit}
+    keys = dict.fromkeys(blocks.blocks[number].template for number in sorted(by_unit))
+    cut = {key: _Cut(blocks.templates[key]) for key in keys}
     chains = [
         cut[block.template].chain(block) if number in by_unit and cut[block.template].pieces else [block]
         for number, block in enumerate(blocks.blocks)
