@@ -20,7 +20,7 @@ from phalanx.model.shard.sharded import Chained, Sharded
 from phalanx.model.shard.unsplit import unsplit
 from phalanx.model.slicing import Sliced, slice_model
 from phalanx.plan.plan import Plan
-from phalanx.program.shape import ModelShape, Partition, Step
+from phalanx.program.shape import BlockOp, ModelShape, Partition
 
 # The blocks that use a bucket, over whom it is summed, and whether several segments of a block add to its gradients.
 Key = tuple[tuple[int, ...], Partition, bool]
@@ -111,29 +111,30 @@ def bucket_names(
         len(blocks.blocks), tuple(used_by for used_by, _, _ in further),
         held=tuple(bool(group) for group in names),
         trained=tuple(any(name in learns for name in group) for group in names),
-        steps=_steps(chained, {name: number for number, own in enumerate(names) for name in own}),
+        ops=_ops(chained, {name: number for number, own in enumerate(names) for name in own}),
         sums=tuple(sums for _, sums, _ in (*own, *further)) if sharded else (),
-        grains=sliced.grains if sliced else (), whole_wires=sliced.whole_wires if sliced else frozenset(),
+        granularities=sliced.granularities if sliced else (),
+        per_micro_batch=sliced.per_micro_batch if sliced else frozenset(),
         layers=blocks.layers,
     )  # fmt: skip
     return BucketNames(shape, names)
 
 
-def _steps(chained: Chained, home: Mapping[str, int]) -> tuple[tuple[Step, ...], ...]:
-    """The chain of steps of each block. home: the bucket of each parameter."""
+def _ops(chained: Chained, home: Mapping[str, int]) -> tuple[tuple[BlockOp, ...], ...]:
+    """The chain of ops of each block. home: the bucket of each parameter."""
     segments = chained.blocks.blocks
     return tuple(
         tuple(
-            step if part.segment is None else _with_buckets(step, segments[part.segment], home)
-            for step, part in zip(*chain, strict=True)
+            op if part.segment is None else _with_buckets(op, segments[part.segment], home)
+            for op, part in zip(*chain, strict=True)
         )
-        for chain in zip(chained.steps, chained.parts, strict=True)
+        for chain in zip(chained.ops, chained.parts, strict=True)
     )
 
 
-def _with_buckets(step: Step, segment: Block, home: Mapping[str, int]) -> Step:
+def _with_buckets(op: BlockOp, segment: Block, home: Mapping[str, int]) -> BlockOp:
     buckets = tuple(sorted({home[name] for name in segment.names("parameter")}))
-    return replace(step, buckets=buckets, pasts=len(segment.names("past")))
+    return replace(op, buckets=buckets, pasts=len(segment.names("past")))
 
 
 def _uses(chained: Chained) -> Iterator[tuple[int, str]]:

@@ -1,7 +1,7 @@
 """The model as a rank has it that splits no tensors: every block is one segment, or a chain of one for each unit.
 
 A block is cut where the forward of one unit is done again apart from that of the next. What one unit makes and a later
-one reads is a wire between them.
+one reads is an activation between them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def unsplit(blocks: Blocks, by_unit: Collection[int] = ()) -> Chained:
 def _step(segment: Block, template: Template) -> Step:
     unit = next(iter(template.flops), "") if len(template.flops) == 1 else ""
     flops = "+".join(f"({text})" for text in template.flops.values()) or "0"
-    return Step("segment", segment.names("wire"), segment.outputs, degree=1, unit=unit, flops=flops)
+    return Step("segment", segment.names("activation"), segment.outputs, degree=1, unit=unit, flops=flops)
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class _Cut:
     def chain(self, block: Block) -> list[Block]:
         placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
         ports: dict[fx.Node, Port] = dict(zip(placeholders, block.ports, strict=True))
-        wires = zip(self._outputs, block.outputs, strict=True)  # pyright: ignore[reportArgumentType]
-        ports |= {node: Port("wire", name) for node, name in wires}
+        activations = zip(self._outputs, block.outputs, strict=True)  # pyright: ignore[reportArgumentType]
+        ports |= {node: Port("activation", name) for node, name in activations}
         chain: list[Block] = []
         for i, piece in enumerate(self.pieces):
             for node in piece.outputs:
-                ports.setdefault(node, Port("wire", f"{block.name}/{len(ports)}"))
+                ports.setdefault(node, Port("activation", f"{block.name}/{len(ports)}"))
             given, made = (tuple(ports[node] for node in nodes) for nodes in (piece.sources, piece.outputs))
             chain.append(Block(f"{block.name}/{i}", piece.key, given, tuple(port.name for port in made)))
         return chain
@@ -117,15 +117,15 @@ class _Cut:
 
 def _kind(source: fx.Node) -> str:
     """The role of a placeholder is its name."""
-    return source.name.rstrip("0123456789") if source.op == "placeholder" else "wire"
+    return source.name.rstrip("0123456789") if source.op == "placeholder" else "activation"
 
 
 def _helpers(graph: fx.Graph) -> set[fx.Node]:
-    """What depends on no wire and no parameter: sizes and masks, which are computed wherever they are used."""
+    """What depends on no activation and no parameter: sizes and masks, which are computed wherever they are used."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and all(
-            source in found or (source.op == "placeholder" and not source.name.startswith(("wire", "parameter")))
+            source in found or (source.op == "placeholder" and not source.name.startswith(("activation", "parameter")))
             for source in node.all_input_nodes
         ):
             found.add(node)

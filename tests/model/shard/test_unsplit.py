@@ -27,10 +27,10 @@ def test_a_layer_is_cut_into_one_segment_for_each_unit(name: str) -> None:
     for number, (block, steps) in enumerate(zip(blocks.blocks, found.steps, strict=True)):
         units = blocks.units(block) if number in blocks.layers else ("",)
         assert tuple(step.unit for step in steps) == units
-        made = [wire for step in steps for wire in step.writes]
+        made = [activation for step in steps for activation in step.writes]
         assert len(set(made)) == len(made) and set(block.outputs) <= set(made)
-        given = {wire for step in steps for wire in step.reads} - set(made)
-        assert given == set(block.names("wire"))
+        given = {activation for step in steps for activation in step.reads} - set(made)
+        assert given == set(block.names("activation"))
 
 
 @pytest.mark.parametrize("name", MODELS)
