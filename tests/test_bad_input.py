@@ -14,8 +14,10 @@ import phalanx
 from phalanx.cli.main import main
 from phalanx.engine import rank
 from phalanx.engine.engine import Engine
+from phalanx.engine.out_of_memory import step_needs
 from phalanx.errors import CheckpointError, ConfigError, DataError, ModelError, PhalanxError, PlanError
 from phalanx.model import capture
+from phalanx.plan.plan import Plan
 from phalanx.state import checkpoint
 from tests.run_helpers import padded_samples, short_run
 
@@ -83,11 +85,22 @@ def test_a_batch_that_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: 
     assert info.value.hint.split("; or ") == [
         "cut the batch into more micro-batches (plan mb=4)",
         "keep one micro-batch's activations at a time (plan schedule=1f1b)",
-        "keep less for the backward (plan recompute=yes)",
+        "keep less for the backward (plan recompute=light, or recompute=block for the least)",
     ]
-    with pytest.raises(PhalanxError, match=r"of 1 sample \(.*plan mb=4,recompute=yes\)") as info:
+    with pytest.raises(PhalanxError, match=r"of 1 sample \(.*plan mb=4,recompute=block\)") as info:
         short_run(MODEL, DATA, tmp_path / "b", plan="mb=4,recompute=yes")
     assert "shorter seq_len" in info.value.hint
+
+
+@pytest.mark.parametrize(("plan", "advised"), [
+    ("tp=2", "plan recompute=light, or recompute=block for the least"),
+    ("tp=2,overlap=halves,recompute=light", "plan recompute=block"),
+    ("recompute=block+none", "plan recompute=light, or recompute=block for the least"),
+    ("tp=2,overlap=oases", ""),
+])  # fmt: skip
+def test_what_is_kept_already_least_is_not_advised(plan: str, advised: str) -> None:
+    _, hints = step_needs(Plan.parse(plan), 1)
+    assert any(f"({advised})" in hint for hint in hints) if advised else not any("keep less" in hint for hint in hints)
 
 
 def test_a_model_that_does_not_fit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -34,6 +34,7 @@ def print_report(
     console.print(f"plan {plan.full_text}", soft_wrap=True)
     for reason in prediction.completed.reasons.values():
         console.print(f"  {reason}", style="dim", soft_wrap=True)
+    console.print(f"  activations {plan.kept}", style="dim", soft_wrap=True)
     console.print(_assumption(prediction.device), style="dim", soft_wrap=True)
     console.print()
     console.print(_stage_table(facts, prediction))

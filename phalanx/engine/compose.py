@@ -7,7 +7,7 @@ over the same ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,23 +16,31 @@ from phalanx.engine.graph import ExecutionGraph
 from phalanx.model.captured import Captured
 from phalanx.model.graph.blocks import Block, Blocks
 from phalanx.model.shard.shard import shard
-from phalanx.model.shard.sharded import Sharded
+from phalanx.model.shard.sharded import Chained, Sharded
+from phalanx.model.shard.unsplit import unsplit
 from phalanx.model.slicing import Sliced, slice_model
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import BlockOp, ModelShape, Partition
 
-Key = tuple[tuple[int, ...], Partition]  # the blocks that use a bucket, and over whom it is summed
+# The blocks that use a bucket, over whom it is summed, and whether several segments of a block add to its gradients.
+Key = tuple[tuple[int, ...], Partition, bool]
 
 
 @dataclass(frozen=True)
 class Composed:
-    """captured: with blocks that run on slices, where the plan has them. sharded: as one tensor-parallel rank has it,
-    where the plan splits tensors."""
+    """captured: with blocks that run on slices, where the plan has them. chained: as one tensor-parallel rank has it.
+    light: the blocks whose segments keep only products and attention."""
 
     captured: Captured
     sliced: Sliced | None
-    sharded: Sharded | None
+    chained: Chained
     buckets: BucketNames
+    light: frozenset[int]
+
+    @property
+    def sharded(self) -> Sharded | None:
+        """The chains, where the plan splits tensors."""
+        return self.chained if isinstance(self.chained, Sharded) else None
 
     @property
     def shape(self) -> ModelShape:
@@ -40,7 +48,7 @@ class Composed:
 
     @property
     def graph(self) -> ExecutionGraph:
-        return ExecutionGraph.of(self.captured.blocks, self.sharded)
+        return ExecutionGraph.of(self.captured.blocks, self.chained, self.light)
 
     def integers(self) -> dict[str, torch.dtype]:
         """The dtypes of parameters that are tables of integers."""
@@ -57,8 +65,15 @@ def compose(captured: Captured, plan: Plan, tp_index: int, dtype: torch.dtype, t
     """As the rank with this place in a tensor-parallel group has it."""
     sliced = slice_model(captured, dtype) if plan.slices else None
     captured = sliced.captured if sliced is not None else captured
-    sharded = shard(captured, plan, tp_index, dtype) if plan.tp > 1 else None
-    return Composed(captured, sliced, sharded, bucket_names(captured.blocks, trainable, sharded, sliced))
+    blocks = captured.blocks
+    policies = [plan.recompute_of(block, blocks.layers) for block in range(len(blocks.blocks))]
+    by_unit, light = (_where(policies, policy) for policy in ("unit", "light"))
+    chained = shard(captured, plan, tp_index, dtype) if plan.tp > 1 else unsplit(blocks, by_unit)
+    return Composed(captured, sliced, chained, bucket_names(blocks, trainable, chained, sliced), light)
+
+
+def _where(policies: Sequence[str], policy: str) -> frozenset[int]:
+    return frozenset(block for block, own in enumerate(policies) if own == policy)
 
 
 @dataclass(frozen=True)
@@ -70,66 +85,62 @@ class BucketNames:
 
 
 def bucket_names(
-    blocks: Blocks, trainable: Collection[str], sharded: Sharded | None = None, sliced: Sliced | None = None
+    blocks: Blocks, trainable: Collection[str], chained: Chained | None = None, sliced: Sliced | None = None
 ) -> BucketNames:
     """A parameter that one block uses is in that block's bucket; those that the same several blocks use share one, and
-    so do those that a block must sum over the same ranks of its tensor-parallel group."""
+    so do those that a block must sum over the same ranks of its tensor-parallel group, or that several of its segments
+    use. Without chains, of whole blocks."""
+    chained = unsplit(blocks) if chained is None else chained
+    sharded = chained if isinstance(chained, Sharded) else None
     users: dict[str, tuple[int, ...]] = {}
-    for index, name in _uses(blocks, sharded):
-        if index not in users.get(name, ()):
+    often: set[str] = set()
+    for index, name in _uses(chained):
+        if index in users.get(name, ()):
+            often.add(name)
+        else:
             users[name] = (*users.get(name, ()), index)
+    assert len(chained.parts) == len(blocks.blocks), "every block has its parts"
     lost = set(blocks.parameters()) - set(users)
     assert not lost, f"no segment uses {sorted(lost)}, which the model's blocks use"
-    keys = {name: (used_by, _sums(name, sharded)) for name, used_by in users.items()}
-    own: list[Key] = [((index,), ()) for index in range(len(blocks.blocks))]
+    keys = {name: (used_by, _sums(name, sharded), name in often) for name, used_by in users.items()}
+    own: list[Key] = [((index,), (), False) for index in range(len(blocks.blocks))]
     further = sorted(set(keys.values()) - set(own))
     names = tuple(tuple(name for name, key in keys.items() if key == bucket) for bucket in (*own, *further))
     learns = set(trainable)
     shape = ModelShape(
-        len(blocks.blocks), tuple(used_by for used_by, _ in further),
+        len(blocks.blocks), tuple(used_by for used_by, _, _ in further),
         held=tuple(bool(group) for group in names),
         trained=tuple(any(name in learns for name in group) for group in names),
-        ops=_ops(blocks, sharded, {name: number for number, own in enumerate(names) for name in own}),
-        sums=tuple(sums for _, sums in (*own, *further)) if sharded else (),
+        ops=_ops(chained, {name: number for number, own in enumerate(names) for name in own}),
+        sums=tuple(sums for _, sums, _ in (*own, *further)) if sharded else (),
         granularities=sliced.granularities if sliced else (),
         per_micro_batch=sliced.per_micro_batch if sliced else frozenset(),
+        layers=blocks.layers,
     )  # fmt: skip
     return BucketNames(shape, names)
 
 
-def _ops(blocks: Blocks, sharded: Sharded | None, home: Mapping[str, int]) -> tuple[tuple[BlockOp, ...], ...]:
-    """The chain of ops of each block; where tensors are not split, one segment. home: the bucket of each
-    parameter."""
-    if sharded is None:
-        ops = [(BlockOp("segment", block.names("activation"), block.outputs, degree=1),) for block in blocks.blocks]
-        segments = [[block] for block in blocks.blocks]
-    else:
-        ops = sharded.ops
-        segments = [
-            [None if part.segment is None else sharded.blocks.blocks[part.segment] for part in parts]
-            for parts in sharded.parts
-        ]
+def _ops(chained: Chained, home: Mapping[str, int]) -> tuple[tuple[BlockOp, ...], ...]:
+    """The chain of ops of each block. home: the bucket of each parameter."""
+    segments = chained.blocks.blocks
     return tuple(
-        tuple(_with_buckets(op, segment, home) for op, segment in zip(*chain, strict=True))
-        for chain in zip(ops, segments, strict=True)
+        tuple(
+            op if part.segment is None else _with_buckets(op, segments[part.segment], home)
+            for op, part in zip(*chain, strict=True)
+        )
+        for chain in zip(chained.ops, chained.parts, strict=True)
     )
 
 
-def _with_buckets(op: BlockOp, segment: Block | None, home: Mapping[str, int]) -> BlockOp:
-    if segment is None:
-        return op
+def _with_buckets(op: BlockOp, segment: Block, home: Mapping[str, int]) -> BlockOp:
     buckets = tuple(sorted({home[name] for name in segment.names("parameter")}))
     return replace(op, buckets=buckets, pasts=len(segment.names("past")))
 
 
-def _uses(blocks: Blocks, sharded: Sharded | None) -> Iterator[tuple[int, str]]:
-    """Every block with every parameter it uses."""
-    if sharded is None:
-        yield from ((index, name) for index, block in enumerate(blocks.blocks) for name in block.names("parameter"))
-        return
-    assert len(sharded.parts) == len(blocks.blocks), "every block has its parts"
-    for index, parts in enumerate(sharded.parts):
-        segments = [sharded.blocks.blocks[part.segment] for part in parts if part.segment is not None]
+def _uses(chained: Chained) -> Iterator[tuple[int, str]]:
+    """Every block with the parameters of each of its segments."""
+    for index, parts in enumerate(chained.parts):
+        segments = [chained.blocks.blocks[part.segment] for part in parts if part.segment is not None]
         yield from ((index, name) for segment in segments for name in segment.names("parameter"))
 
 

@@ -72,15 +72,18 @@ class Compute:
             rows = random.site_keys(keys, self._sites)
         return dict(zip(self._site_names, rows.unbind(0), strict=True))
 
-    def segment(self, block: Block, arguments: Sequence[Tensor | int], wants: tuple[bool, ...]) -> Segment:
+    def segment(
+        self, block: Block, arguments: Sequence[Tensor | int], wants: tuple[bool, ...], light: bool = False
+    ) -> Segment:
         """The functions for these shapes, of tensors with or without contents. Blocks whose templates and shapes agree
-        share them. wants: per tensor argument, whether its gradient is wanted."""
-        key = (block.template, wants, _shapes(arguments))
+        share them. wants: per tensor argument, whether its gradient is wanted. light: only products and attention are
+        kept for the backward."""
+        key = (block.template, wants, light, _shapes(arguments))
         if key not in self._segments:
             is_parameter = [port.kind == "parameter" for port in tensor_ports(block)]
             self._segments[key] = segments.build(
                 self._templates[block.template], arguments, is_parameter, wants, compiler=self._compiler,
-                products=self._products,
+                products=self._products, light=light,
             )  # fmt: skip
         return self._segments[key]
 

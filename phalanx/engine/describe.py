@@ -96,8 +96,6 @@ class Described:
 
     def _flops(self, dims: Mapping[str, int]) -> list[float]:
         ops = [[s for s in self.shape.ops_of(b) if s.kind == "segment"] for b in range(self.shape.num_blocks)]
-        if self._composed.sharded is None:
-            return [float(flops) for flops in self._composed.captured.blocks.flops(dims)]
         return [float(sum(evaluate(op.flops, dims) for op in chain)) for chain in ops]
 
     def _inputs(self, dims: Mapping[str, int]) -> Inputs:

@@ -1,6 +1,6 @@
 """How the model's blocks are made of segments and redistributions on this rank: what an instruction is about.
 
-A block is always a chain of ops; without tensor parallelism it is one segment.
+A block is always a chain of ops; without tensor parallelism of one segment, or of one for each of its units.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.model.graph.blocks import Block, Blocks
-from phalanx.model.shard.sharded import Part, Sharded
+from phalanx.model.shard.sharded import Chained, Part
 from phalanx.program.instructions import Instruction
 
 
 @dataclass(frozen=True)
 class ExecutionGraph:
-    """model: the blocks that a plan speaks of. segments: what is run. parts: how the former are made of the latter."""
+    """model: the blocks that a plan speaks of. segments: what is run. parts: how the former are made of the latter.
+    light: the blocks whose segments keep only products and attention."""
 
     model: Blocks
     segments: Blocks
     parts: tuple[tuple[Part, ...], ...]
+    light: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(model: Blocks, sharded: Sharded | None) -> ExecutionGraph:
-        if sharded is not None:
-            return ExecutionGraph(model, sharded.blocks, sharded.parts)
-        return ExecutionGraph(model, model, tuple((Part(segment=number),) for number in range(len(model.blocks))))
+    def of(model: Blocks, chained: Chained, light: frozenset[int] = frozenset()) -> ExecutionGraph:
+        return ExecutionGraph(model, chained.blocks, chained.parts, light)
 
     def part(self, instruction: Instruction) -> Part:
         assert instruction.block is not None

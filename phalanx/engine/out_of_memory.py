@@ -37,10 +37,10 @@ def step_needs(plan: Plan, batch_size: int) -> tuple[str, list[str]]:
             hints.append(f"cut the batch into more micro-batches (plan mb={more})")
     if plan.schedule == "gpipe" and plan.mb > 1:
         hints.append("keep one micro-batch's activations at a time (plan schedule=1f1b)")
-    if plan.tp == 1 and not plan.recompute:
-        hints.append("keep less for the backward (plan recompute=yes)")
-    if plan.tp > 1 and not plan.again:
-        hints.append("keep less for the backward (plan overlap=optim_comm_checkpoint)")
+    if "none" in plan.policies:
+        hints.append("keep less for the backward (plan recompute=light, or recompute=block for the least)")
+    elif "light" in plan.policies:
+        hints.append("keep less for the backward (plan recompute=block)")
     if plan.dp > 1 and plan.zero < 3:
         hints.append(f"share what replicas keep (plan zero={plan.zero + 1})")
     return what, hints or ["use a shorter seq_len, dtype=bfloat16, or a smaller model"]

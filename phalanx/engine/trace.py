@@ -20,8 +20,8 @@ from phalanx.engine.inputs import Inputs
 from phalanx.expressions import evaluate
 from phalanx.model.graph.blocks import Block
 from phalanx.model.interpret import tensor_ports
-from phalanx.model.segment.joint import Outline
-from phalanx.model.segment.segments import Segment, storage, total_bytes
+from phalanx.model.segment.joint import Outline, storage
+from phalanx.model.segment.segments import Segment, total_bytes
 from phalanx.model.shard.sharded import Part
 from phalanx.program.shape import Backward, BlockOp, ModelShape
 
@@ -126,7 +126,8 @@ class _Walk:
             self._put(segment.outputs, looks)
             takes = tuple(w for w, look in zip(segment.outputs, looks, strict=True) if look.differentiable)
             return replace(op, traced=Backward(takes, (), (), (), ()), sizes=tuple(str(_bytes(o)) for o in looks))
-        functions = self._tracer.compute.segment(segment, arguments, wants)
+        light = block in self._tracer.graph.light
+        functions = self._tracer.compute.segment(segment, arguments, wants, light)
         assert part.segment is not None
         self._found.segments[part.segment] = functions
         looks = [_look(node, d) for node, d in zip(functions.joint.outputs, functions.joint.differentiable)]

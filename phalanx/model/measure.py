@@ -35,8 +35,8 @@ from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks
 from phalanx.model.interpret import HELD, SHARED, Tracer, tensor_ports, without_contents
 from phalanx.model.ops.operators import as_on_gpu
-from phalanx.model.segment.joint import Joint
-from phalanx.model.segment.segments import Footprint, Segment, storage
+from phalanx.model.segment.joint import Joint, storage
+from phalanx.model.segment.segments import Footprint, Segment
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.zoo import ModelSpec, resolve
 

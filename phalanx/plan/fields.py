@@ -3,9 +3,10 @@
 Reads what was given into a mapping of only those fields, so that `complete` can tell what is still to be decided. Which
 values go together is not known here (`rules.py`).
 
-Two fields have a grammar of their own. Slicings: lengths joined by '-', slicings by '/', a single number for so many
+Three fields have a grammar of their own. Slicings: lengths joined by '-', slicings by '/', a single number for so many
 equal slices, as in `512-512-1024` and `3-2-1/4`; lengths are relative, so that one fits sequences of any length.
-Degrees: a layer's units joined by ':', layers by '+', equal ones counted with '*', as in `4:4*2+2:1*6`.
+Degrees: a layer's units joined by ':', layers by '+', equal ones counted with '*', as in `4:4*2+2:1*6`. Recompute: a
+word for every block, or one for each layer, written as degrees are: `block*8+light*24`.
 """
 
 from __future__ import annotations
@@ -108,11 +109,8 @@ def take_degrees(value: object) -> Degrees:
 def degrees_of_layer(degrees: Degrees, layer: int, num_units: int, num_layers: int) -> tuple[int, ...]:
     """One degree for each unit of a layer; a PlanError where not as many are given as the model has."""
     assert degrees and 0 <= layer < num_layers
-    if len(degrees) not in (1, num_layers):
-        first = min(len(degrees), num_layers)
-        lacks = f"layer {first} has none" if len(degrees) < num_layers else f"there is no layer {first}"
-        message = f"plan: degrees={write_degrees(degrees)} is for {len(degrees)} layers, and the model has {num_layers}"
-        raise PlanError(f"{message}: {lacks}", f"give {num_layers} layers, or one that stands for all")
+    if len(degrees) > 1:
+        check_layers(f"degrees={write_degrees(degrees)}", len(degrees), num_layers)
     units = degrees[layer if len(degrees) > 1 else 0]
     if len(units) == 1:
         return units * num_units
@@ -121,6 +119,16 @@ def degrees_of_layer(degrees: Degrees, layer: int, num_units: int, num_layers: i
         message = f"plan: degrees={shown} is for {len(units)} units, and layer {layer} of the model has {num_units}"
         raise PlanError(message, f"give layer {layer} {num_units} degrees, or one that stands for all its units")
     return units
+
+
+def check_layers(given: str, count: int, num_layers: int) -> None:
+    """For what a plan gives layer by layer."""
+    if count == num_layers:
+        return
+    first = min(count, num_layers)
+    lacks = f"layer {first} has none" if count < num_layers else f"there is no layer {first}"
+    message = f"plan: {given} is for {count} layers, and the model has {num_layers}"
+    raise PlanError(f"{message}: {lacks}", f"give {num_layers} layers, or one that stands for all")
 
 
 def _take_units(value: object) -> tuple[int, ...]:
@@ -136,9 +144,48 @@ def _items(value: object) -> Sequence[object]:
     return cast(Sequence[object], value)
 
 
+Policies = tuple[str, ...]  # what is computed again: one word for every block, or one for each layer
+
+POLICIES = ("none", "light", "unit", "block")  # each keeps less than the one before it
+_SHORT = {"no": "none", "yes": "block"}
+_POLICY = re.compile(r"([a-z]+)(?:\*([1-9]\d{0,3}))?", re.ASCII)
+
+
+def read_policies(name: str, text: str) -> Policies:
+    """Reads what `write_policies` wrote, and `yes` and `no`; the error names the word and what may stand there."""
+    policies: list[str] = []
+    for word in text.split("+"):
+        match = _POLICY.fullmatch(word)
+        policy = _SHORT.get(match[1], match[1]) if match else ""
+        if match is None or policy not in POLICIES:
+            place = f"plan: {name}='{text}': " if word != text else f"plan: {name}="
+            form = f"use {', '.join(POLICIES[:-1])} or {POLICIES[-1]}, or one for each layer: {name}=block*8+light*24"
+            raise PlanError(f"{place}'{word}' does not say what is computed again", form)
+        policies += [policy] * int(match[2] or 1)
+    return tuple(policies)
+
+
+def write_policies(policies: Policies) -> str:
+    """The shortest text that `read_policies` reads back."""
+    runs = ((policy, len(list(equal))) for policy, equal in groupby(policies))
+    return "+".join(policy if count == 1 else f"{policy}*{count}" for policy, count in runs) or "none"
+
+
+def _take_policies(value: object) -> Policies:
+    """The same from a word or a list of words; raises a TypeError. False says nothing, as plans in files do where
+    another field decides."""
+    if isinstance(value, bool):
+        return ("block",) if value else ()
+    words = [value] if isinstance(value, str) else _items(value)
+    if not all(isinstance(word, str) for word in words):
+        raise TypeError
+    return tuple(policy for word in cast(Sequence[str], words) for policy in read_policies("recompute", word))
+
+
 Fields = dict[str, Any]  # a plan's fields by name, as many as are given
 
-MAY_BE_EMPTY = ("slices", "stages", "gather", "reduce", "degrees", "save")  # an empty one says as much as none at all
+# An empty one says as much as none at all.
+MAY_BE_EMPTY = ("slices", "stages", "recompute", "gather", "reduce", "degrees", "save")
 EXAMPLE = "mb=4,schedule=gpipe"
 
 
@@ -277,7 +324,7 @@ FORMS: Mapping[str, Form] = {
     "schedule": _word("1f1b"),
     "v": _number(1),
     "stages": Form(_read_counts, lambda counts: "-".join(map(str, counts)), _take_counts, [3, 4, 4, 3]),
-    "recompute": _yes_or_no(),
+    "recompute": Form(read_policies, write_policies, _take_policies, "light"),
     "zero": _number(0),
     "zero_degree": _number(2),
     "gather": _word("step"),

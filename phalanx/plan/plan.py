@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from phalanx.errors import PlanError
 from phalanx.plan import fields
-from phalanx.plan.fields import Degrees, Slicings, bounds, degrees_of_layer
+from phalanx.plan.fields import Degrees, Policies, Slicings, bounds, check_layers, degrees_of_layer, write_policies
 from phalanx.plan.rules import OVERLAPS, VIRTUAL_STAGES, validate
 
 SCHEDULES = tuple(VIRTUAL_STAGES)
@@ -32,7 +34,10 @@ class Plan:
     schedule: the order of forward and backward (`program/schedules/`).
     v: virtual stages per rank. 0, as given, stands for what the schedule needs; a plan never holds it.
     stages: blocks per stage, first to last; empty while that is not decided.
-    recompute: keep only each block's inputs and compute its forward again in the backward.
+    recompute: what of a forward is computed again in the backward: `none`; `light`, everything but products and
+        attention; a `unit` or a whole `block`, of which only inputs are kept. One word stands for every block;
+        several are those of the model's layers, and other blocks (embedding, head) keep everything. Empty: see
+        `policies`.
     zero: what is sharded over dp: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well.
     zero_degree: shard over this many consecutive dp ranks and replicate across such groups; 0 stands for all dp ranks.
     gather: how long parameters stay gathered under zero=3: for a `micro-batch` or a `step`. Empty: see `gathers`.
@@ -41,7 +46,7 @@ class Plan:
         samples. One layer stands for all layers, one number for all units of its layer. Empty: tp for all.
     sequence: between units, split activations along the tokens.
     save: what is kept of the gather that sequence=yes puts before a unit: its `result` or `input`. Empty: see `saves`.
-    overlap: how communication is hidden and what is computed again in the backward (`rules.OVERLAPS`).
+    overlap: how communication is hidden and, by some of its names, what is computed again (`rules.OVERLAPS`).
     pairs: the backward of a micro-batch and the forward of the next take turns, each hiding the other's communication.
     replicate: a unit with fewer heads than its degree lies whole on every rank, where it would be refused otherwise.
     """
@@ -54,7 +59,7 @@ class Plan:
     schedule: str = "1f1b"
     v: int = 0
     stages: tuple[int, ...] = ()
-    recompute: bool = False
+    recompute: Policies = ()
     zero: int = 0
     zero_degree: int = 0
     gather: str = ""
@@ -72,6 +77,8 @@ class Plan:
         if self.v == 0:
             object.__setattr__(self, "v", VIRTUAL_STAGES.get(self.schedule, 1))
         validate(self)
+        if self.recompute == self._implied or set(self.recompute) == {"none"}:
+            object.__setattr__(self, "recompute", ())
 
     # What follows from the fields.
 
@@ -122,9 +129,20 @@ class Plan:
         return OVERLAPS[self.overlap].halves
 
     @property
-    def again(self) -> str:
-        """What is computed again in the backward at a time: a `block`, a `unit` or nothing."""
-        return "block" if self.recompute else OVERLAPS[self.overlap].again
+    def policies(self) -> Policies:
+        """What is computed again: one word for every block, or one for each layer."""
+        return self.recompute or self._implied
+
+    @property
+    def _implied(self) -> Policies:
+        return (OVERLAPS[self.overlap].recompute or "none",)
+
+    def recompute_of(self, block: int, layers: Sequence[int]) -> str:
+        """What of a block is computed again; a PlanError where the model has other `layers` than the plan."""
+        if len(self.policies) == 1:
+            return self.policies[0]
+        check_layers(f"recompute={write_policies(self.policies)}", len(self.policies), len(layers))
+        return self.policies[layers.index(block)] if block in layers else "none"
 
     @property
     def adds_gradients(self) -> bool:
@@ -180,6 +198,15 @@ class Plan:
         unlike = self._unlike_default()
         return fields.write({name: value for name, value in self._values().items() if name in (*_COMPLETED, *unlike)})
 
+    @property
+    def kept(self) -> str:
+        """What happens to activations between forward and backward, in words."""
+        if len(self.policies) == 1:
+            return _KEPT[self.policies[0]]
+        counts = Counter(self.policies)
+        layers = [f"of {count} layer{'s' * (count > 1)} {_KEPT[policy]}" for policy, count in counts.items()]
+        return "; ".join([*layers, f"of other blocks {_KEPT['none']}"])
+
     def to_json(self) -> str:
         return json.dumps(self._values())
 
@@ -208,4 +235,10 @@ class Plan:
         return {name: value for name, value in self._values().items() if value != default[name]}
 
 
+_KEPT = {
+    "none": "kept for the backward",
+    "light": "recomputed in the backward but for products and attention",
+    "unit": "recomputed in the backward, a unit at a time",
+    "block": "recomputed in the backward, a block at a time",
+}
 _COMPLETED = ("pp", "dp", "mb", "schedule")

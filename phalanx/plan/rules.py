@@ -151,10 +151,10 @@ def _check_moments(plan: Plan) -> None:
 
 
 class Overlap(NamedTuple):
-    """halves: interleaved parts of a micro-batch. again: what the backward computes again at a time, if anything."""
+    """halves: interleaved parts of a micro-batch. recompute: what its name says of that; empty: nothing."""
 
     halves: int
-    again: str  # "", block or unit
+    recompute: str
 
 
 OVERLAPS: Mapping[str, Overlap] = {
@@ -193,22 +193,28 @@ def _check_alone(plan: Plan) -> None:
     for name, reason in reasons.items():
         value = getattr(plan, name)
         if value and value != "none":
-            instead = "; recompute=yes computes blocks again" if name == "overlap" and plan.again else ""
+            implied = OVERLAPS[plan.overlap].recompute if name == "overlap" else ""
+            instead = f"; recompute={implied} computes {implied}s again" if implied else ""
             message = f"plan: {fields.write({name: value})} does nothing with tp=1: {reason}"
             raise PlanError(message, f"use tp=2 or more, or leave {name} out{instead}")
 
 
 def _check_split(plan: Plan) -> None:
-    if plan.recompute:
-        message = f"plan: recompute=yes leaves open, with tp={plan.tp}, which communication is repeated"
-        raise PlanError(message, "use overlap=optim_comm_checkpoint, which repeats none, and leave recompute out")
+    _check_recompute(plan)
     if plan.save and not plan.sequence:
         message = f"plan: save={plan.save} does nothing with sequence=no: nothing is gathered on the way into a unit"
         raise PlanError(message, "use sequence=yes, or leave save out")
-    if plan.save and plan.again == "block":
+    if plan.save and plan.policies == ("block",):
         reason = "of a block that is computed again nothing is saved but what it was given"
-        message = f"plan: save={plan.save} does nothing with overlap={plan.overlap}: {reason}"
-        raise PlanError(message, f"use overlap={_BY_UNIT[plan.overlap]}, or leave save out")
+        by_unit = _BY_UNIT.get(plan.overlap)
+        given, instead = (
+            (f"overlap={plan.overlap}", f"overlap={by_unit}")
+            if by_unit
+            else (fields.write({"recompute": plan.recompute}), "recompute=unit")
+        )
+        raise PlanError(
+            f"plan: save={plan.save} does nothing with {given}: {reason}", f"use {instead}, or leave save out"
+        )
     if plan.pairs:
         _check_pairs(plan)
     for layer, units in enumerate(plan.degrees):
@@ -218,6 +224,15 @@ def _check_split(plan: Plan) -> None:
                 given = fields.write({"degrees": plan.degrees})
                 message = f"plan: {given} has degree {degree} for {place}, which does not divide tp={plan.tp}"
                 raise PlanError(message, f"use {listed(divisors(plan.tp))}")
+
+
+def _check_recompute(plan: Plan) -> None:
+    """Some names of `overlap` say what is computed again."""
+    halves, implied = OVERLAPS[plan.overlap]
+    if implied and plan.recompute and plan.recompute != (implied,):
+        given, instead = fields.write({"recompute": plan.recompute}), "halves" if halves > 1 else "none"
+        message = f"plan: overlap={plan.overlap} computes every {implied} again, and {given} says otherwise"
+        raise PlanError(message, f"leave recompute out, or use overlap={instead}, which leaves it to recompute")
 
 
 def _check_pairs(plan: Plan) -> None:

@@ -25,6 +25,7 @@ from phalanx.model.graph.blocks import Block
 from phalanx.model.interpret import tensor_ports
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.model.segment.segments import Segment, Source
+from phalanx.model.shard.unsplit import unsplit
 from phalanx.model.slicing import TOKENS, Sliced
 
 SCALE = 0.02  # of weights: zeros would be multiplied with less power, and so faster
@@ -67,7 +68,7 @@ class SliceRun:
         }  # fmt: skip
         self._sums = Sum()
         shape = bucket_names(captured.blocks, captured.trainable, None, sliced).shape
-        graph = ExecutionGraph.of(captured.blocks, None)
+        graph = ExecutionGraph.of(captured.blocks, unsplit(captured.blocks))
         self._tracer = Tracer(graph, shape, compute, captured.shapes, dtype, blocks)
         self._feeder = Feeder(captured, compute, seed=0, dtype=dtype, degrees={}, sliced=sliced)
         self._batch, self._tokens = dict(batch), captured.dims(dict(batch))[TOKENS]

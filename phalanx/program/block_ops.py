@@ -28,8 +28,9 @@ class BlockOps:
 
     @staticmethod
     def of(plan: Plan, shape: ModelShape, block: int) -> BlockOps:
-        ops = shape.ops_of(block)
-        return BlockOps(ops, plan.again, plan.saves == "input", numbered=len(ops) > 1)
+        ops, policy = shape.ops_of(block), plan.recompute_of(block, shape.layers)
+        again = policy if policy in ("unit", "block") else ""  # anything less is the affair of segments
+        return BlockOps(ops, again, plan.saves == "input", numbered=len(ops) > 1)
 
     @cached_property
     def segments(self) -> tuple[int, ...]:
@@ -63,9 +64,12 @@ class BlockOps:
 
     @cached_property
     def portions(self) -> tuple[range, ...]:
-        """Runs of ops that are computed again together, directly before their backward."""
-        ends = [i + 1 for i in self.sent_forward if self.ops[i].forward in _LEAVES] if self.again == "unit" else []
-        bounds = sorted({0, *ends, len(self.ops)})
+        """Runs of ops that are computed again together, directly before their backward. Where nothing is exchanged,
+        each segment is a unit."""
+        ends = [i + 1 for i in self.sent_forward if self.ops[i].forward in _LEAVES]
+        if len(self.segments) == len(self.ops):
+            ends = [i + 1 for i in self.segments]
+        bounds = sorted({0, *(ends if self.again == "unit" else ()), len(self.ops)})
         return tuple(range(begin, end) for begin, end in pairwise(bounds))
 
     @cached_property

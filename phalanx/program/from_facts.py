@@ -41,6 +41,7 @@ def shape_of_facts(facts: ModelFacts) -> ModelShape:
     return ModelShape(
         len(facts.blocks), shared, held, held, tuple((op,) for op in ops), granularities=granularities,
         per_micro_batch=frozenset(name for op in once for name in op.writes), inputs=_inputs(facts),
+        layers=tuple(number for number, block in enumerate(facts.blocks) if any(unit.name for unit in block.units)),
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def lower_forward(plan: Plan, shape: ModelShape, num_micro_batches: int) -> tupl
 
 def without_overlap(plan: Plan) -> Plan:
     """How an evaluation runs a plan: without a backward there is nothing to compute again, and batches stay whole."""
-    return replace(plan, overlap="none", pairs=False, recompute=False)
+    return replace(plan, overlap="none", pairs=False, recompute=())
 
 
 def _stepped(order: Program, plan: Plan, shape: ModelShape) -> Program:

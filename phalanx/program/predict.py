@@ -1,6 +1,7 @@
 """What is known of a plan before it runs: its programs, and a step of them, simulated on an assumed device.
 
-A whole model needs nothing but its facts; what a plan that splits tensors makes of it is described by its graph.
+A whole model needs nothing but its facts; what a plan that splits tensors, or computes parts of blocks again, makes of
+it is described by its graph.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Completes the plan, compiles it and simulates a step of a batch of `dims`.
 
-    describe: what a rank has of the model under a plan that splits tensors.
+    describe: what a rank has of the model under a plan that splits tensors, or computes parts of blocks again.
     """
     # As a run balances its stages: by arithmetic.
     completed = complete(plan, world=ranks, batch_size=batch, costs=[evaluate(b.flops, dims) for b in facts.blocks])
@@ -65,11 +66,11 @@ def predict(
         message = f"plan: slices need causal attention, and in a model for {facts.task} tokens see later ones"
         raise PlanError(message, "leave slices out")
     part = dims | {"batch": -(-batch // (chosen.dp * chosen.mb))}
-    if chosen.tp == 1:
+    if chosen.tp == 1 and not {"light", "unit"} & set(chosen.policies):
         shape, costs = shape_of_facts(facts), costs_of_facts(facts, chosen, part, device)
         seconds, parameters = block_seconds(facts, part, device), tuple(block.parameters for block in facts.blocks)
     else:
-        assert describe is not None, "facts say nothing of a model that is split"
+        assert describe is not None, "facts say nothing of a model that is split, nor of parts of its blocks"
         described = describe(chosen)
         shape, costs = described.at(_sliced(chosen, part)), described.costs(_sliced(chosen, part), device)
         seconds, parameters = described.seconds(_sliced(chosen, part), device), described.parameters()

@@ -266,10 +266,9 @@ def plan_text(plan: Plan, batch_size: int) -> str:
     replicas = "" if plan.dp == 1 else f"{plan.dp} replicas × "
     interleaved = " in 2 interleaved halves" if plan.halves == 2 else ""
     interleaved += ", each with the backward of the one before" if plan.pairs else ""
-    kept = "recomputed in the backward" if plan.recompute or plan.again else "kept for the backward"
     return (
         f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {batch_size} samples{interleaved}, "
-        f"schedule {plan.schedule}, activations {kept}"
+        f"schedule {plan.schedule}, activations {plan.kept}"
     )
 
 

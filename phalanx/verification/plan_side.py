@@ -136,7 +136,7 @@ def _implied(plan: Plan, case: Case, captured: Captured) -> dict[str, Any]:
     return {
         "instructions": [dict(Counter(str(i.op) for i in program for _ in range(case.steps))) for program in programs],
         "parameter elements kept": _kept(plan, buckets, captured, views),
-        "only inputs kept for backward": plan.recompute,
+        "only inputs kept for backward": plan.policies in (("unit",), ("block",)),
         "buckets gathered at once": [compiled.peak_gathered(rank) for rank in range(plan.world)],
         "bytes redistributed": [
             _redistributed(plan, buckets.shape, rank, program, case, captured) for rank, program in enumerate(programs)

@@ -72,6 +72,12 @@ def test_a_rank_holds_about_half_of_a_split_model(capsys: pytest.CaptureFixture[
 
 
 def test_splitting_tokens_and_computing_again_keep_less(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = (
+        "tp=2", "tp=2,recompute=light", "tp=2,sequence=yes,recompute=light", "tp=2,sequence=yes,recompute=unit",
+        "tp=2,sequence=yes,recompute=block",
+    )  # fmt: skip
+    kept = [_memory(shown(capsys, plan))["activations"] for plan in plans]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
     plans = ("tp=2", "tp=2,sequence=yes", "tp=2,sequence=yes,save=input", "tp=2,overlap=default_checkpoint")
     kept = [_memory(shown(capsys, plan))["activations"] for plan in plans]
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
@@ -110,6 +116,8 @@ def test_it_composes_with_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None
         ("tp=5", "attends with 4 heads, which 5 ranks cannot split"),
         ("tp=2,degrees=2:2+1:1", "is for 2 layers, and the model has 4"),
         ("tp=2,mb=8,overlap=oases", "multiple of 2"),
+        ("recompute=block*3", "recompute=block*3 is for 3 layers, and the model has 4: layer 3 has none"),
+        ("tp=2,recompute=light*5", "is for 5 layers, and the model has 4: there is no layer 4"),
     ],
 )
 def test_a_plan_that_does_not_suit_the_model_is_refused(

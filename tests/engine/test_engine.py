@@ -6,11 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from phalanx.engine.reductions import StepRun, total_items
 from phalanx.model import reference
 from phalanx.program.instructions import Instruction, Op, from_text
 from phalanx.program.lower import lower_forward
+from phalanx.program.memory import Sizes, live_bytes
 from phalanx.program.passes.blocks import add_inputs, to_blocks
 from phalanx.training.session import Session
 from tests import captured
@@ -60,6 +62,76 @@ def test_recomputation_changes_nothing_not_even_dropout(schedule: str) -> None:
     captured.require_equal(case.step(session, (2, 1), schedule), case.plain())
     (table,) = (linked.table for linked in session.step.engine._linked.values())
     assert table.keeps_only_inputs
+
+
+@pytest.mark.parametrize("plan", ["recompute=unit", "recompute=light", "recompute=light+unit+block+none"])
+def test_what_is_computed_again_may_differ_from_layer_to_layer(plan: str) -> None:
+    case = captured.named(captured.GPT2)
+    captured.require_equal(case.step(case.rank(plan), (2, 1), "zb-h1"), case.plain())
+
+
+@pytest.mark.parametrize("name", [captured.GPT2, captured.LLAMA])
+def test_every_policy_keeps_less_than_the_one_before_it(name: str) -> None:
+    kept = [_kept_after_forward(name, plan) for plan in ("", "recompute=light", "recompute=unit", "recompute=block")]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
+    mixed = _kept_after_forward(name, "recompute=block*2+light*2")
+    assert kept[3] < mixed < kept[1]
+
+
+def _kept_after_forward(name: str, plan: str) -> int:
+    """Bytes of activations and of what segments saved, before the first backward."""
+    case = captured.named(name)
+    rank = case.rank(plan)
+    case.step(rank, (3,))
+    (linked,) = rank.step.engine._linked.values()
+    described = rank.step.engine.parts.tracer(case.micro_batches(rank, (3,))[0]).shape(rank.formation.shape)
+    sizes = Sizes(rank.plan, {}, lambda dims: described, ())
+    backward = next(i for i, row in enumerate(linked.table.rows) if row.instruction.op in (Op.A, Op.BW))
+    kinds = ("activation", "saved_b", "saved_bw")
+    return live_bytes(linked.table, lambda value: sizes(value) if value.kind in kinds else 0)[backward - 1]
+
+
+class Shares(nn.Module):
+    """Its attention and its feed-forward have one weight."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        weight = nn.Linear(width, width)
+        self.attend, self.feed = Attend(weight), nn.Sequential(weight, nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(x)
+        return x + self.feed(x)
+
+
+class Attend(nn.Module):
+    def __init__(self, weight: nn.Linear) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.weight(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shares() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return ((x - y) ** 2).mean()
+
+
+def test_a_weight_that_two_units_share_gets_both_gradients() -> None:
+    torch.manual_seed(0)
+    case = captured.own(Stack(), x=torch.randn(4, 5, 8), y=torch.randn(4, 5, 8))
+    assert {case.blocks.units(case.blocks.blocks[block]) for block in case.blocks.layers} == {
+        ("attend", "feed-forward")
+    }
+    captured.require_equal(case.step(case.rank("recompute=unit"), (2, 2)), case.plain())
 
 
 def test_compiled_segments_give_the_same() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,6 +25,7 @@ _PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, torch.ops.phalanx.grouped_matmul.default,
     torch.ops.phalanx.grouped_matmul_weight.default,
 }  # fmt: skip
+_HEAVY = {*_PRODUCTS, torch.ops.phalanx.attention.default, torch.ops.phalanx.attention_backward.default}
 LAYERS = [
     (captured.GPT2, "transformer.h.1"),
     (captured.GPT2, "embedding"),
@@ -61,9 +62,10 @@ class Call:
         return [t for t, p in zip(self.tensors, self.is_parameter, strict=True) if p]
 
     @cache  # noqa: B019  (calls live as long as the tests)
-    def build(self, *, mode: str = "off", frozen: tuple[str, ...] = ()) -> Segment:
+    def build(self, *, mode: str = "off", frozen: tuple[str, ...] = (), light: bool = False) -> Segment:
         wants = tuple(w and port.name not in frozen for w, port in zip(self.wants, self.ports, strict=True))
-        return segments.build(self.graph, self.arguments, self.is_parameter, wants, compiler=Compiler(mode))
+        compiler = Compiler(mode)
+        return segments.build(self.graph, self.arguments, self.is_parameter, wants, compiler=compiler, light=light)
 
     def autograd(self, d_outputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
         """Outputs, input gradients and parameter gradients by plain PyTorch."""
@@ -116,11 +118,12 @@ def close(got: list, expected: list) -> None:
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("light", [False, True], ids=["none", "light"])
 @pytest.mark.parametrize("mode", ["off", "aot_eager"])
 @pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
-def test_f_then_b_then_w_equals_bw_equals_autograd(name: str, block: str, mode: str) -> None:
+def test_f_then_b_then_w_equals_bw_equals_autograd(name: str, block: str, mode: str, light: bool) -> None:
     one = call(name, block)
-    run = Run(one.build(mode=mode), one.tensors)
+    run = Run(one.build(mode=mode, light=light), one.tensors)
     d_outputs = d_outputs_for(run.segment)
     expected = one.autograd(d_outputs)
     close(run.forward(), expected[0])
@@ -172,6 +175,22 @@ def test_the_minimum_cut_keeps_fewer_bytes_than_everything_the_backward_reads() 
 
 @pytest.mark.parametrize("mode", ["off", "aot_eager"])
 @pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
+def test_light_keeps_no_more_bytes_and_of_layers_fewer(name: str, block: str, mode: str) -> None:
+    one = call(name, block)
+    none, light = (one.build(mode=mode, light=light) for light in (False, True))
+    kept, fewer = (segments.total_bytes([*own.saved_b, *own.saved_bw]) for own in (none, light))
+    assert fewer < 0.8 * kept if "." in block else fewer <= kept
+
+
+@pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
+def test_light_computes_no_product_and_no_attention_again(name: str, block: str) -> None:
+    none, light = (products(call(name, block).build(light=light), _HEAVY) for light in (False, True))
+    assert light["backward_weight"] == none["backward_weight"]
+    assert light["forward"] == none["forward"]
+
+
+@pytest.mark.parametrize("mode", ["off", "aot_eager"])
+@pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
 def test_the_outputs_alone_and_what_is_saved_alone_equal_those_of_one_forward(
     name: str, block: str, mode: str
 ) -> None:  # fmt: skip
@@ -209,12 +228,12 @@ def test_functions_are_compiled_when_they_are_first_used_and_only_once(monkeypat
     assert len(made) == 4
 
 
-def products(segment: Segment) -> dict[str, int]:
+def products(segment: Segment, targets: Collection[object] = _PRODUCTS) -> dict[str, int]:
     """Matrix products in each function, counted before compiling."""
     counts = {}
     for name in ("forward", "run", "again", "backward", "weight", "backward_weight"):
         graph = getattr(segment, name).function.__self__.graph
-        counts[name] = sum(node.target in _PRODUCTS for node in graph.nodes)
+        counts[name] = sum(node.target in targets for node in graph.nodes)
     return counts
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.engine.compose import bucket_names
 from phalanx.engine.layout import RankLayout
-from phalanx.model.graph.blocks import Block, Blocks, Port
+from phalanx.model.graph.blocks import Block, Blocks, Port, Template
 from phalanx.model.shard.sharded import LocalParameter, Part, Redistribution, Sharded
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.parameters import Parameters, load_parameters
@@ -31,7 +31,7 @@ def blocks_of(*uses: Sequence[str]) -> Blocks:
         Block(f"block{index}", "", tuple(Port("parameter", name) for name in names), ())
         for index, names in enumerate(uses)
     )
-    return Blocks(found, {}, "", (), (), "loss", "count")
+    return Blocks(found, {"": Template("", (), {})}, "", (), (), "loss", "count")
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,16 @@ SPLIT = {
     **test_tensor_parallel_is_exact.QUICK_UNEVEN,
     **test_tensor_parallel_is_exact.QUICK_CUBES,
 }
-PLANS = [Plan.parse(text) for text in (*WHOLE, *SPLIT, test_slices_are_exact.CUBE)]
+OTHERS = (test_slices_are_exact.CUBE, test_ranks_are_exact.BY_LAYER, test_tensor_parallel_is_exact.BY_LAYER)
+PLANS = [Plan.parse(text) for text in (*WHOLE, *SPLIT, *OTHERS)]
 
 KINDS: dict[str, Callable[[Plan], bool]] = {
-    "recompute": lambda plan: plan.recompute,
+    "blocks computed again": lambda plan: plan.policies == ("block",) and plan.tp == 1,
+    "units computed again": lambda plan: plan.policies == ("unit",) and plan.tp == 1,
+    "light in a pipeline of slices": lambda plan: plan.policies == ("light",) and plan.pp > 1 and bool(plan.slices),
+    "light beside halves": lambda plan: plan.policies == ("light",) and plan.halves > 1,
+    "other layers, other policies": lambda plan: len(set(plan.policies)) > 2 and plan.tp == 1,
+    "other split layers, other policies": lambda plan: len(set(plan.policies)) > 2 and plan.tp > 1,
     "zero_degree": lambda plan: 0 < plan.zero_degree < plan.dp,
     "gather once a step": lambda plan: plan.gather == "step",
     "reduce once a step": lambda plan: plan.reduce == "step",

@@ -31,6 +31,9 @@ PLANS = [
     "pp=2,dp=2,zero=3,mb=2,gather=step,reduce=step",
     "pp=2,dp=2,zero=3,mb=2,schedule=zb-h1,recompute=yes",
     "dp=4,zero=3,zero_degree=2,mb=2",
+    "pp=2,mb=3,recompute=unit",
+    "pp=2,mb=4,schedule=zb-v,recompute=light",
+    "dp=2,zero=3,mb=2,recompute=unit",
 ]
 # Every schedule and every kind of ZeRO. What is left out is part of another plan here: fewer stages, fewer ranks.
 QUICK = {
@@ -47,9 +50,18 @@ QUICK = {
     "pp=2,dp=2,zero=3,mb=2,schedule=zb-h1,recompute=yes": a.MISTRAL,
     "dp=4,zero=3,zero_degree=2,mb=2": a.ELECTRA,
 }
+BY_LAYER = "pp=2,mb=2,recompute=block+light*2+unit"  # of four layers
 
 
 @pytest.mark.parametrize(("name", "plan"), a.table(a.ARCHITECTURES, PLANS, QUICK))
 def test_a_plan_of_several_ranks_is_exact(name: str, plan: str, plain_process: PlainProcess, pool: WorkerPool) -> None:
     report = verify_case(Case(name, plan, tiny=True, dropout=0.1), plain_process, pool)
+    assert report.ok, f"\n{report}"
+
+
+@pytest.mark.parametrize("name", a.rows(a.DECODERS, [a.GPT2]))
+def test_layers_that_compute_different_things_again_are_exact(
+    name: str, plain_process: PlainProcess, pool: WorkerPool
+) -> None:
+    report = verify_case(Case(name, BY_LAYER, tiny=True, dropout=0.1), plain_process, pool)
     assert report.ok, f"\n{report}"

@@ -23,11 +23,13 @@ PLANS = [
     "pp=2,tp=2,mb=2,slices=3-2",
     "pp=2,dp=2,zero=1,mb=2,slices=3-2",
     "pp=2,mb=2,slices=3,recompute=yes",
-    "pp=2,mb=3,slices=3-2-1/1-1",
+    "pp=2,mb=2,slices=3,schedule=zb-h1,recompute=unit",
+    "pp=2,tp=2,mb=2,slices=3-2,overlap=halves,recompute=light",
+    "pp=2,mb=3,slices=3-2-1/1-1,recompute=light",
     "pp=2,mb=2,slices=5-3-1,schedule=gpipe",
     "pp=2,mb=2,slices=4,schedule=zb-h1",
     "pp=4,mb=3,slices=3-2,schedule=eager-1f1b",
-    "mb=2,slices=7",
+    "mb=2,slices=7,recompute=unit",
     "tp=2,mb=2,slices=3,overlap=oases",
     "pp=2,tp=2,mb=2,slices=3-2,sequence=yes,overlap=optim_comm_checkpoint",
     "pp=2,dp=2,zero=3,mb=2,slices=1-2-1,recompute=yes",
@@ -36,10 +38,10 @@ PLANS = [
 # stacks. Slices of two stages alone are those of the padded case below.
 QUICK = {
     "pp=2,dp=2,zero=1,mb=2,slices=3-2": a.WHISPER,
-    "pp=2,mb=3,slices=3-2-1/1-1": a.LLAMA_70B,
+    "pp=2,mb=3,slices=3-2-1/1-1,recompute=light": a.LLAMA_70B,
     "pp=2,mb=2,slices=4,schedule=zb-h1": a.QWEN3,
     "pp=4,mb=3,slices=3-2,schedule=eager-1f1b": a.OPT,
-    "mb=2,slices=7": a.GEMMA2,
+    "mb=2,slices=7,recompute=unit": a.GEMMA2,
     "tp=2,mb=2,slices=3,overlap=oases": a.LLAMA,
     "pp=2,dp=2,zero=3,mb=2,slices=1-2-1,recompute=yes": a.PHI3,
 }

@@ -31,6 +31,10 @@ PLANS = [
     "tp=2,sequence=yes,save=input,overlap=oases",
     "tp=2,sequence=yes,overlap=overlap_checkpoint,mb=2",
     SHARED,
+    "tp=2,recompute=unit",
+    "tp=2,mb=2,overlap=halves,recompute=light",
+    "tp=2,mb=2,degrees=1:2,recompute=unit",
+    "pp=2,tp=2,mb=2,sequence=yes,recompute=block",
     "tp=2,mb=4,pairs=yes",
     "tp=2,mb=2,sequence=yes,save=input,overlap=oases,pairs=yes",
     "pp=2,tp=2,mb=3",
@@ -52,6 +56,7 @@ QUICK = {
     "tp=2,overlap=default_checkpoint": a.GPT2,
     "tp=2,sequence=yes,overlap=overlap_checkpoint,mb=2": a.BERT,
     SHARED: a.QWEN2,
+    "tp=2,mb=2,overlap=halves,recompute=light": a.MISTRAL,
     "tp=2,mb=4,pairs=yes": a.PYTHIA,
     "tp=2,mb=2,sequence=yes,save=input,overlap=oases,pairs=yes": a.WHISPER,
     "pp=2,tp=2,mb=4,schedule=zb-v,sequence=yes": a.OPT,
@@ -59,6 +64,7 @@ QUICK = {
     "tp=2,dp=2,zero=3,mb=2,sequence=yes,overlap=optim_comm_checkpoint": a.LLAMA,
     "tp=2,dp=2,zero=3,gather=step,mb=3,overlap=halves,degrees=1:2,pairs=yes": a.GPT2,
 }
+BY_LAYER = "tp=2,mb=2,sequence=yes,save=input,recompute=block+unit+light+none"  # of four layers
 UNEVEN = ["tp=3", "tp=3,sequence=yes,overlap=oases", "tp=4", "tp=4,degrees=4:2", "tp=4,degrees=2:1,sequence=yes"]
 QUICK_UNEVEN = {"tp=3,sequence=yes,overlap=oases": a.GPT2, "tp=4,degrees=4:2": a.LLAMA}
 CUBES = [
@@ -83,6 +89,13 @@ def suited(name: str, plan: str) -> str:
 def require_exact(name: str, plan: str, process: PlainProcess, pool: WorkerPool, dropout: float = 0.1) -> None:
     report = verify_case(Case(name, suited(name, plan), tiny=True, dropout=dropout), process, pool)
     assert report.ok, f"\n{report}"
+
+
+@pytest.mark.parametrize("name", a.rows(a.DECODERS, [a.GEMMA3]))
+def test_split_layers_that_compute_different_things_again_are_exact(
+    name: str, plain_process: PlainProcess, pool: WorkerPool
+) -> None:
+    require_exact(name, BY_LAYER, plain_process, pool)
 
 
 @pytest.mark.parametrize("name", a.rows(a.ARCHITECTURES, [a.VIT, a.GEMMA2, a.MIXTRAL]))

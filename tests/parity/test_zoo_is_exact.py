@@ -1,8 +1,8 @@
 """Invariant 1 for every architecture of the zoo: what Phalanx computes equals the plain HuggingFace model in float64.
 
 Each case trains two steps with two different batch shapes from one capture. Three cases per architecture cover
-dropout on and off, padding, packed documents, micro-batches, all schedules and recomputation between them; the default
-run takes one of the three for each, in turn, and the long one all.
+dropout on and off, padding, packed documents, micro-batches, all schedules and what is computed again between them; the
+default run takes one of the three for each, in turn, and the long one all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,19 @@ from phalanx.model.zoo import zoo_table
 from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case
-from tests.parity.architectures import ARCHITECTURES, DECODERS, GPT2, LLAMA, QWEN3_MOE, TAKES_PADDING, WHISPER, rows
+from tests.parity.architectures import (
+    ARCHITECTURES,
+    DECODERS,
+    GPT2,
+    GPTJ,
+    LLAMA,
+    MIXTRAL,
+    QWEN3_MOE,
+    T5,
+    TAKES_PADDING,
+    WHISPER,
+    rows,
+)
 
 
 def in_turn(names: list[str], turn: int) -> list[object]:
@@ -39,14 +51,28 @@ def test_training_with_dropout_and_separate_weight_gradients_is_exact(name: str,
 
 @pytest.mark.parametrize("name", in_turn(TAKES_PADDING, 1))
 def test_training_on_padded_samples_without_dropout_is_exact(name: str, plain_process: PlainProcess) -> None:
-    require_exact(Case(name, "mb=3,schedule=gpipe", tiny=True, dropout=0.0, padding=True), plain_process)
+    require_exact(
+        Case(name, "mb=3,schedule=gpipe,recompute=light", tiny=True, dropout=0.0, padding=True), plain_process
+    )
 
 
 @pytest.mark.parametrize("name", in_turn(DECODERS, 2))
 def test_training_on_packed_documents_with_recomputation_is_exact(name: str, plain_process: PlainProcess) -> None:
-    require_exact(Case(name, "recompute=yes", tiny=True, dropout=0.1, documents=True), plain_process)
+    require_exact(Case(name, "recompute=unit", tiny=True, dropout=0.1, documents=True), plain_process)
 
 
 @pytest.mark.parametrize("name", rows([GPT2, LLAMA, WHISPER, QWEN3_MOE], [GPT2, WHISPER, QWEN3_MOE]))
 def test_compiled_functions_are_exact(name: str, plain_process: PlainProcess) -> None:
     require_exact(Case(name, "mb=2", tiny=True, dropout=0.1, compile="aot_eager", steps=1), plain_process)
+
+
+@pytest.mark.parametrize("name", rows(ARCHITECTURES, [LLAMA]))
+def test_compiled_functions_that_compute_again_are_exact(name: str, plain_process: PlainProcess) -> None:
+    case = Case(name, "mb=2,recompute=light", tiny=True, dropout=0.1, compile="aot_eager", steps=1)
+    require_exact(case, plain_process)
+
+
+@pytest.mark.parametrize("name", rows([*(n for n in ARCHITECTURES if n not in DECODERS), GPTJ, MIXTRAL], [T5]))
+def test_units_that_are_computed_again_are_exact(name: str, plain_process: PlainProcess) -> None:
+    """Layers that attend twice, see later tokens, attend beside the feed-forward or route tokens to experts."""
+    require_exact(Case(name, "mb=2,schedule=zb-h1,recompute=unit", tiny=True, dropout=0.1), plain_process)

@@ -12,15 +12,20 @@ from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
 from phalanx.plan import fields
+from phalanx.plan.fields import POLICIES
 from phalanx.plan.plan import AXES, SCHEDULES, Plan
 from phalanx.plan.rules import OVERLAPS, PIPELINES_ONLY, SAVES, divisors
+
+policies = st.lists(st.sampled_from(POLICIES), max_size=6).map(tuple)
 
 
 @st.composite
 def tensor_fields(draw: st.DrawFn) -> dict[str, Any]:
-    """What goes together, with any other fields but recompute."""
+    """What goes together, with any other fields."""
     tp, sequence, overlap = draw(st.integers(2, 12)), draw(st.booleans()), draw(st.sampled_from(list(OVERLAPS)))
-    may_save = sequence and OVERLAPS[overlap].again != "block"
+    implied = OVERLAPS[overlap].recompute
+    recompute = (implied,) if implied else draw(policies)
+    may_save = sequence and recompute != ("block",)
     units = st.lists(st.sampled_from(divisors(tp)), min_size=1, max_size=3).map(tuple)
     return {
         "tp": tp,
@@ -28,6 +33,7 @@ def tensor_fields(draw: st.DrawFn) -> dict[str, Any]:
         "sequence": sequence,
         "save": draw(st.sampled_from(["", *SAVES])) if may_save else "",
         "overlap": overlap,
+        "recompute": recompute,
         "replicate": draw(st.booleans()),
     }
 
@@ -49,7 +55,7 @@ def plans(draw: st.DrawFn) -> Plan:
     slicing = st.lists(st.integers(1, 9), min_size=2, max_size=4).map(tuple)
     slices = draw(st.lists(slicing, max_size=3).map(tuple)) if schedule in ("1f1b", "gpipe") else ()
     moments = ["", "step", *(["micro-batch"] if zero >= 2 else [])]
-    within: dict[str, Any] = draw(tensor_fields() | st.fixed_dictionaries({"recompute": st.booleans()}))
+    within: dict[str, Any] = draw(tensor_fields() | st.fixed_dictionaries({"recompute": policies}))
     gather = draw(st.sampled_from(moments)) if zero == 3 else ""
     may_pair = "tp" in within and pp == 1 and schedule == "1f1b" and not slices and (zero < 3 or gather == "step")
     return Plan(
@@ -92,7 +98,7 @@ def test_the_full_text_gives_the_mesh_the_micro_batches_and_the_schedule(plan: P
 def test_the_text_says_only_what_differs_from_the_defaults() -> None:
     assert Plan().text == ""
     assert Plan().full_text == "pp=1,dp=1,mb=1,schedule=1f1b"
-    assert Plan(mb=4, schedule="gpipe", recompute=True).text == "mb=4,schedule=gpipe,recompute=yes"
+    assert Plan(mb=4, schedule="gpipe", recompute=("block",)).text == "mb=4,schedule=gpipe,recompute=block"
     plan = Plan(pp=2, dp=4, schedule="zb-v", stages=(3, 4, 4, 3), zero=3, zero_degree=2, gather="step", reduce="step")
     shown = "pp=2,dp=4,schedule=zb-v,stages=3-4-4-3,zero=3,zero_degree=2,gather=step,reduce=step"
     assert plan.text == shown
@@ -195,7 +201,10 @@ WRONG = {
     "schedule=1f1": ("unknown schedule '1f1'", "did you mean '1f1b'"),
     "schedule=x": ("unknown schedule 'x'", "allowed: 1f1b, eager-1f1b, gpipe, interleaved, zb-h1, zb-v"),
     "schedule=": ("'schedule=' says nothing", "schedule=1f1b"),
-    "recompute=true": ("recompute='true' is neither yes nor no", "recompute=yes or recompute=no"),
+    "recompute=true": ("recompute='true' does not say what is computed again", "use none, light, unit or block"),
+    "recompute=block*2+lite": ("recompute='block*2+lite': 'lite' does not say what", "recompute=block*8+light*24"),
+    "recompute=unit*0": ("recompute='unit*0' does not say what", "one for each layer"),
+    "recompute=": ("recompute='' does not say what", "use none, light, unit or block"),
     "recomptue=yes": ("unknown field 'recomptue'", "did you mean 'recompute'"),
     "xyz=4": ("unknown field 'xyz'", ALL),
     "tp=0": ("tp=0 is not a number of tensor-parallel ranks", "tp=1 or more"),
@@ -238,7 +247,9 @@ WRONG_JSON = {
     '{"mbs": 4}': ("unknown field 'mbs'", "did you mean 'mb'"),
     '{"mb": "4"}': ("mb='4' has the wrong type", "for example 1"),
     '{"mb": true}': ("mb=True has the wrong type", "for example 1"),
-    '{"recompute": "no"}': ("recompute='no' has the wrong type", "for example False"),
+    '{"recompute": 1}': ("recompute=1 has the wrong type", "for example 'light'"),
+    '{"recompute": ["block", 2]}': ("recompute=['block', 2] has the wrong type", "for example 'light'"),
+    '{"recompute": "lite"}': ("recompute='lite' does not say what", "use none, light, unit or block"),
     '{"schedule": 1}': ("schedule=1 has the wrong type", "for example '1f1b'"),
     '{"stages": "3-4"}': ("stages='3-4' has the wrong type", "for example [3, 4, 4, 3]"),
     '{"stages": [3.0]}': ("stages=[3.0] has the wrong type", "for example [3, 4, 4, 3]"),

@@ -17,9 +17,9 @@ def test_a_text_is_kept_as_it_is_written() -> None:
 
 
 def test_a_plan_object_is_kept_with_all_it_decides() -> None:
-    plan = Plan(pp=2, stages=(3, 4), recompute=True)
+    plan = Plan(pp=2, stages=(3, 4), recompute=("block",))
     config = RunConfig.create(plan=plan)
-    assert config.plan == "pp=2,dp=1,mb=1,schedule=1f1b,stages=3-4,recompute=yes"
+    assert config.plan == "pp=2,dp=1,mb=1,schedule=1f1b,stages=3-4,recompute=block"
     assert Plan.parse(config.plan) == plan
     assert needed_ranks(RunConfig.create(plan=Plan()).plan) == 1
 
@@ -36,7 +36,7 @@ def test_a_file_that_a_plan_was_written_to_is_read_back(tmp_path: Path, name: st
 
 def test_a_file_decides_only_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("schedule: interleaved\nrecompute: yes\nstages: [3, 4]\ntp: 1\n")
-    assert RunConfig.create(plan=tmp_path / "plan.yaml").plan == "schedule=interleaved,recompute=yes,stages=3-4,tp=1"
+    assert RunConfig.create(plan=tmp_path / "plan.yaml").plan == "schedule=interleaved,recompute=block,stages=3-4,tp=1"
     (tmp_path / "empty.yaml").write_text("")
     assert RunConfig.create(plan=tmp_path / "empty.yaml").plan == ""
 

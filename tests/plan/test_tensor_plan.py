@@ -73,14 +73,52 @@ def test_degrees_that_the_model_does_not_have_are_refused_with_the_layer_and_wha
 
 
 def test_an_overlap_mode_says_how_many_halves_there_are_and_what_is_computed_again() -> None:
-    assert {name: (Plan(tp=2, overlap=name).halves, Plan(tp=2, overlap=name).again) for name in OVERLAPS} == {
-        "none": (1, ""),
+    plans = {name: Plan(tp=2, overlap=name) for name in OVERLAPS}
+    assert {name: (plan.halves, *plan.policies) for name, plan in plans.items()} == {
+        "none": (1, "none"),
         "default_checkpoint": (1, "block"),
         "optim_comm_checkpoint": (1, "unit"),
         "overlap_checkpoint": (2, "block"),
         "oases": (2, "unit"),
-        "halves": (2, ""),
+        "halves": (2, "none"),
     }
+
+
+@pytest.mark.parametrize("overlap", [name for name in OVERLAPS if OVERLAPS[name].recompute])
+def test_what_an_overlap_mode_computes_again_may_be_said_but_not_contradicted(overlap: str) -> None:
+    halves, implied = OVERLAPS[overlap]
+    plain = Plan(tp=2, overlap=overlap)
+    assert Plan.parse(f"tp=2,overlap={overlap},recompute={implied}") == plain
+    assert Plan.from_json(plain.to_json().replace('"recompute": []', '"recompute": false')) == plain
+    for policy in {"none", "light", "unit", "block", f"{implied}*2"} - {implied}:
+        with pytest.raises(PlanError) as refused:
+            Plan.parse(f"tp=2,overlap={overlap},recompute={policy}")
+        assert f"overlap={overlap} computes every {implied} again" in refused.value.message
+        assert f"recompute={policy} says otherwise" in refused.value.message
+        assert f"use overlap={'halves' if halves > 1 else 'none'}," in refused.value.hint
+        assert Plan.parse(f"tp=2,overlap={'halves' if halves > 1 else 'none'},recompute={policy}").halves == halves
+
+
+def test_one_word_is_for_every_block_and_several_for_the_layers_of_a_model() -> None:
+    layers = (1, 2, 3)  # between an embedding and a head
+    expected = {
+        "": ["none"] * 5,
+        "recompute=yes": ["block"] * 5,
+        "recompute=light": ["light"] * 5,
+        "recompute=block*1+light*2": ["none", "block", "light", "light", "none"],
+        "tp=2,recompute=unit+none+unit": ["none", "unit", "none", "unit", "none"],
+        "tp=2,overlap=oases": ["unit"] * 5,
+    }
+    for text, policies in expected.items():
+        assert [Plan.parse(text).recompute_of(block, layers) for block in range(5)] == policies
+
+
+@pytest.mark.parametrize(("count", "lacks"), [(2, "layer 2 has none"), (4, "there is no layer 3")])
+def test_policies_for_other_layers_than_the_model_has_are_refused(count: int, lacks: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        Plan.parse(f"recompute=block*{count}").recompute_of(0, (1, 2, 3))
+    assert refused.value.message == f"plan: recompute=block*{count} is for {count} layers, and the model has 3: {lacks}"
+    assert refused.value.hint == "give 3 layers, or one that stands for all"
 
 
 def test_what_is_saved_of_a_gather_is_its_result_unless_said_otherwise() -> None:
@@ -125,7 +163,7 @@ WRONG = {
     ),
     "overlap=oases": (
         "plan: overlap=oases does nothing with tp=1: there is no communication inside a block to hide",
-        "use tp=2 or more, or leave overlap out; recompute=yes computes blocks again",
+        "use tp=2 or more, or leave overlap out; recompute=unit computes units again",
     ),
     "overlap=halves": (
         "plan: overlap=halves does nothing with tp=1: there is no communication inside a block to hide",
@@ -156,10 +194,6 @@ WRONG = {
         "plan: replicate=yes does nothing with tp=1: every unit lies whole on its rank",
         "use tp=2 or more, or leave replicate out",
     ),
-    "tp=2,recompute=yes": (
-        "plan: recompute=yes leaves open, with tp=2, which communication is repeated",
-        "use overlap=optim_comm_checkpoint, which repeats none, and leave recompute out",
-    ),
     "tp=2,save=result": (
         "plan: save=result does nothing with sequence=no: nothing is gathered on the way into a unit",
         "use sequence=yes, or leave save out",
@@ -168,6 +202,11 @@ WRONG = {
         "plan: save=input does nothing with overlap=overlap_checkpoint: "
         "of a block that is computed again nothing is saved but what it was given",
         "use overlap=oases, or leave save out",
+    ),
+    "tp=2,sequence=yes,save=input,recompute=yes": (
+        "plan: save=input does nothing with recompute=block: "
+        "of a block that is computed again nothing is saved but what it was given",
+        "use recompute=unit, or leave save out",
     ),
     "tp=2,sequence=yes,save=results": ("plan: unknown save 'results'", "did you mean 'result'?"),
     "tp=2,overlap=oasis": ("plan: unknown overlap 'oasis'", "did you mean 'oases'?"),

@@ -11,7 +11,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.rules import SLICED_SCHEDULES
 from phalanx.program.shape import BlockOp, ModelShape
 from tests.program.random_plans import cases, simple_shape
-from tests.program.tensor_shapes import redistribution, segment, tensor_cases
+from tests.program.tensor_shapes import chained_cases, redistribution, segment, tensor_cases
 
 Case = tuple[Plan, ModelShape]
 MAX_MICRO_BATCHES = 3
@@ -37,7 +37,7 @@ def sliced(draw: st.DrawFn, whole: st.SearchStrategy[Case]) -> Case:
 
 def sliced_cases() -> st.SearchStrategy[Case]:
     """Any mesh, ZeRO stage and overlap mode."""
-    return sliced(cases(SLICED_SCHEDULES) | tensor_cases(SLICED_SCHEDULES))
+    return sliced(cases(SLICED_SCHEDULES) | chained_cases(SLICED_SCHEDULES) | tensor_cases(SLICED_SCHEDULES))
 
 
 def encoder_decoder(num_encoder: int, num_decoder: int) -> ModelShape:

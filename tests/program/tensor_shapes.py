@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from phalanx.plan.fields import POLICIES
 from phalanx.plan.plan import SCHEDULES, Plan
 from phalanx.plan.rules import OVERLAPS, PIPELINES_ONLY
 from phalanx.program.shape import BlockOp, ModelShape, Partition
-from tests.program.random_plans import simple_shape
+from tests.program.random_plans import plans, shapes, simple_shape
 
 ELEMENTS = "batch * 100"
 
@@ -58,7 +60,7 @@ def tensor_plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
     dp = draw(st.integers(1, 2))
     sequence = draw(st.booleans())
     overlap = draw(st.sampled_from(sorted(OVERLAPS)))
-    may_save = sequence and OVERLAPS[overlap].again != "block"
+    may_save = sequence and OVERLAPS[overlap].recompute != "block"
     zero = draw(st.integers(0, 3)) if dp > 1 else 0
     may_pair = pp == 1 and schedule == "1f1b" and zero < 3
     return Plan(
@@ -108,6 +110,41 @@ def random_block(draw: st.DrawFn, n: int, tp: int) -> tuple[BlockOp, ...]:
 
 
 @st.composite
+def with_policies(draw: st.DrawFn, plan: Plan, shape: ModelShape) -> tuple[Plan, ModelShape]:
+    """Layers are any blocks, and what is computed again is said for all, or for each layer."""
+    layers = tuple(sorted(draw(st.sets(st.integers(0, shape.num_blocks - 1), min_size=1))))
+    shape = replace(shape, layers=layers)
+    if OVERLAPS[plan.overlap].recompute:
+        return plan, shape
+    words = st.sampled_from(POLICIES)
+    one, several = st.lists(words, max_size=1), st.lists(words, min_size=len(layers), max_size=len(layers))
+    recompute = tuple(draw(one | several))
+    return replace(plan, recompute=recompute, save="" if recompute == ("block",) else plan.save), shape
+
+
+@st.composite
+def chained_cases(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> tuple[Plan, ModelShape]:
+    """Blocks that are not split: chains of one segment or several, with any policies."""
+    plan = draw(plans(schedules))
+    plan = replace(plan, mb=min(plan.mb, 4))
+    plain = draw(shapes(sum(plan.stages)))
+    blocks = [draw(unsplit_block(n)) for n in range(plain.num_blocks)]
+    return draw(with_policies(plan, replace(plain, ops=tuple(blocks))))
+
+
+@st.composite
+def unsplit_block(draw: st.DrawFn, n: int) -> tuple[BlockOp, ...]:
+    """Units one after the other, each of which may read what any before it has written."""
+    length, activations = draw(st.integers(1, 3)), [f"h{n}"] if n else []
+    steps: list[BlockOp] = []
+    for i in range(length):
+        others = draw(st.sets(st.sampled_from(activations), max_size=2)) if activations else set[str]()
+        activations.append(f"h{n + 1}" if i == length - 1 else f"w{n}.{i}")
+        steps.append(replace(segment(" ".join(sorted({*others, *activations[-2:-1]})), activations[-1]), degree=1))
+    return tuple(steps)
+
+
+@st.composite
 def tensor_cases(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> tuple[Plan, ModelShape]:
     plan = draw(tensor_plans(schedules))
     count = sum(plan.stages)
@@ -118,4 +155,4 @@ def tensor_cases(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> tuple
     everything = (True,) * (count + len(shared))
     sums = tuple(draw(cells_of(plan.tp) | st.just(())) for _ in everything)
     ties = tuple(tuple(sorted(blocks)) for blocks in shared)
-    return plan, ModelShape(count, ties, everything, everything, tuple(steps), sums)
+    return draw(with_policies(plan, ModelShape(count, ties, everything, everything, tuple(steps), sums)))

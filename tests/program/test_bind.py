@@ -21,10 +21,10 @@ from phalanx.program.shape import BlockOp, ModelShape
 from phalanx.program.values import RESIDENT, Row, Table
 from tests.program.random_plans import cases, simple_shape
 from tests.program.sliced_plans import encoder_decoder, sliced_cases
-from tests.program.tensor_shapes import redistribution, segment, stack, tensor_cases
+from tests.program.tensor_shapes import chained_cases, redistribution, segment, stack, tensor_cases
 
 Case = tuple[Plan, ModelShape]
-every_case = cases() | tensor_cases() | sliced_cases()
+every_case = cases() | chained_cases() | tensor_cases() | sliced_cases()
 quick = settings(max_examples=15, deadline=None)
 
 

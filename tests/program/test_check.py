@@ -18,12 +18,12 @@ from phalanx.program.lower import lower, lower_forward
 from phalanx.program.shape import BlockOp, ModelShape
 from tests.program.random_plans import cases, chain, simple_shape
 from tests.program.sliced_plans import grains, sliced_cases
-from tests.program.tensor_shapes import redistribution, segment, stack, tensor_cases
+from tests.program.tensor_shapes import chained_cases, redistribution, segment, stack, tensor_cases
 
 Case = tuple[Plan, ModelShape]
 Mutation = Callable[[str], str]
 
-every_case = cases() | tensor_cases() | sliced_cases()
+every_case = cases() | chained_cases() | tensor_cases() | sliced_cases()
 
 
 def drop(word: str) -> Mutation:

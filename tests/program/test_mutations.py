@@ -18,7 +18,7 @@ from phalanx.program.shape import BlockOp, ModelShape
 from phalanx.program.values import Row, Table
 from tests.program.random_plans import chain, simple_shape
 from tests.program.sliced_plans import encoder_decoder
-from tests.program.tensor_shapes import stack
+from tests.program.tensor_shapes import segment, stack
 
 NUM_ALIKE = 3  # mutations of a kind that are tried: the same thing, with the same kind of value, at the same operation
 
@@ -49,9 +49,25 @@ def attending(num_blocks: int) -> ModelShape:
     return replace(simple_shape(num_blocks), ops=steps)
 
 
+def by_units(num_blocks: int) -> ModelShape:
+    """Blocks of two segments, the second of which reads what the block was given, too."""
+    plain = simple_shape(num_blocks)
+    steps = [
+        (segment(f"h{n}" if n else "", f"r{n}"), segment(f"r{n} h{n}" if n else f"r{n}", f"h{n + 1}"))
+        for n in range(num_blocks)
+    ]
+    return replace(plain, ops=tuple(steps))
+
+
 PLANS = {
     "1f1b": ("pp=2,mb=3,stages=2-1", chain(3, "1", "1", "1")),
     "recompute": ("mb=2,recompute=yes,stages=2", simple_shape(2)),
+    "units": ("mb=2,recompute=unit,stages=2", by_units(2)),
+    "policies": ("pp=2,mb=2,recompute=unit+light+block,stages=2-2", replace(by_units(4), layers=(1, 2, 3))),
+    "policies of split layers": (
+        "tp=2,mb=1,recompute=block+unit,sequence=yes,save=input,stages=2",
+        replace(stack(2, sequence=True), layers=(0, 1)),
+    ),
     "zb-h1": ("pp=2,mb=3,schedule=zb-h1,stages=2-1", chain(3, "1", "1", saved_w="1")),
     "zb-v": ("pp=2,mb=2,schedule=zb-v,stages=1-1-1-1", simple_shape(4)),
     "interleaved": ("pp=2,mb=2,schedule=interleaved,v=2,stages=1-1-1-1", simple_shape(4)),

@@ -83,6 +83,15 @@ class Blocks:
             sum(evaluate(text, dims) for text in self.templates[block.template].flops.values()) for block in self.blocks
         ]
 
+    def units(self, block: Block) -> tuple[str, ...]:
+        """The names of a layer's units, in order; none of other blocks."""
+        return tuple(dict.fromkeys(unit for unit in self.templates[block.template].units if unit))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The blocks that are layers."""
+        return tuple(number for number, block in enumerate(self.blocks) if self.units(block))
+
     def parameters(self) -> tuple[str, ...]:
         """Every parameter some block uses, in order of first use."""
         return tuple(dict.fromkeys(name for block in self.blocks for name in block.names("parameter")))

@@ -8,6 +8,7 @@ out of it (`segments.py`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -220,3 +221,27 @@ def closure(outputs: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
         if node not in stop:
             stack.extend(node.all_input_nodes)
     return seen
+
+
+def base(node: fx.Node) -> fx.Node:
+    """What a node is a view of, at the end; itself if it has memory of its own."""
+    while node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
+        made_of = node.all_input_nodes[0] if node.target is operator.getitem else node  # several views at once
+        sources = made_of.all_input_nodes
+        seen = [s for s in sources if isinstance(s.meta.get("val"), Tensor) and storage(s) == storage(node)]
+        if not seen:
+            return node
+        node = seen[0]
+    return node
+
+
+def storage(node: fx.Node) -> int:
+    """What tells the memory of one node's value from another's."""
+    return node.meta["val"].untyped_storage()._cdata
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The node itself or, where it gives several tensors, each of them: keeping the node would keep them all alive."""
+    if isinstance(node.meta.get("val"), Tensor):
+        return [node]
+    return [user for user in node.users if user.target is operator.getitem]

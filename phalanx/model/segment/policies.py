@@ -2,18 +2,33 @@
 
 A policy is a function from the joint graph to the set of nodes to keep; anything the backward needs beyond them is
 recomputed. Keeping nothing is full recomputation; keeping everything the backward reads is none; where pointwise
-chains are fused by a compiler, the minimum cut keeps the fewest bytes at no cost in time.
+chains are fused by a compiler, the minimum cut keeps the fewest bytes at no cost in time. Between them, `light` keeps
+the fewest bytes from which no product and no attention has to be computed again.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from phalanx.model.segment.joint import Joint
+import phalanx.model.ops.operators  # noqa: F401  (defines operators named below)
+from phalanx.model.segment.joint import Joint, base, storage, tensors_of
+
+aten, own = torch.ops.aten, torch.ops.phalanx
+# Besides what works element by element or looks at memory otherwise: norms, reductions, copies, constants.
+_CHEAP: frozenset[Any] = frozenset((
+    aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm, aten._softmax, aten._log_softmax,
+    aten.logsumexp, aten.sum, aten.mean, aten.var, aten.var_mean, aten.amax, aten.amin, aten.linalg_vector_norm,
+    aten.cumsum, aten._to_copy, aten.clone, aten.cat, aten.stack, aten.constant_pad_nd, aten.repeat, aten.index,
+    aten.index_select, aten.gather, aten.slice_scatter, aten.flip, aten.roll, aten.masked_fill, aten.tril,
+    aten.triu, aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like,
+    aten.scalar_tensor, aten.one_hot, torch.ops.prims.convert_element_type, torch.ops.prims.iota, own.dropout,
+    own.dropout_part,
+))  # fmt: skip
 
 
 def parameter_only(joint: Joint, parameters: Iterable[fx.Node]) -> set[fx.Node]:
@@ -46,6 +61,47 @@ def used_by_backward(joint: Joint) -> set[fx.Node]:
     used = {source for node in joint.graph.nodes if node not in forward for source in node.all_input_nodes}
     used.update(gradient for gradient in joint.gradients if gradient is not None)
     return used & forward
+
+
+def light(joint: Joint, parameters: Collection[fx.Node]) -> set[fx.Node]:
+    """A minimum cut between what is given or expensive to compute and what the backward reads. What a segment has put
+    out costs nothing; what it was given costs its bytes where it would else be freed."""
+    import networkx
+
+    free, wanted = parameter_only(joint, parameters), used_by_backward(joint)
+    outputs = {storage(node) for node in joint.outputs}
+    network: Any = networkx.DiGraph()
+    for node in _forward_nodes(joint):
+        enters, leaves = (node, "enters"), (node, "leaves")
+        is_tensor = isinstance(node.meta.get("val"), Tensor)
+        if not is_tensor or base(node) is not node:
+            network.add_edge(enters, leaves)  # without a capacity, so that it is never cut: what it is a part of is
+        elif node in free or storage(node) in outputs or (node in joint.inputs and not _has_gradient(joint, node)):
+            network.add_edge(enters, leaves, capacity=0)
+        else:
+            network.add_edge(enters, leaves, capacity=node.meta["val"].untyped_storage().nbytes())
+        if node.op == "placeholder" or not _is_cheap(node):
+            network.add_edge("given", enters)
+        else:
+            network.add_edges_from(((source, "leaves"), enters) for source in node.all_input_nodes)
+        if node in wanted:
+            network.add_edge(leaves, "backward")
+    if "backward" not in network or "given" not in network:
+        return set()
+    _, (before, _) = networkx.minimum_cut(network, "given", "backward")
+    return {node for node, end in before - {"given"} if end == "enters" and (node, "leaves") not in before}
+
+
+def _has_gradient(joint: Joint, placeholder: fx.Node) -> bool:
+    return joint.gradients[joint.inputs.index(placeholder)] is not None
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    if node.target is operator.getitem or any(base(part) is not part for part in tensors_of(node)):
+        return True
+    target = node.target
+    is_operator = isinstance(target, torch._ops.OpOverload)
+    return is_operator and (torch.Tag.pointwise in target.tags or target.overloadpacket in _CHEAP)
 
 
 def min_cut(joint: Joint) -> set[fx.Node]:

@@ -15,7 +15,6 @@ the factors of a product where they are one (`products.py`).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.model.segment import policies
 from phalanx.model.segment.compile import Compiler
-from phalanx.model.segment.joint import Joint, closure, trace
+from phalanx.model.segment.joint import Joint, base, closure, tensors_of, trace
 from phalanx.model.segment.products import Forms, Gradient
 
 Source = tuple[str, int]
@@ -198,44 +197,16 @@ class _Partition:
         d_params: Sequence[fx.Node | None],
     ) -> None:
         order = {node: i for i, node in enumerate(joint.graph.nodes)}
-        stop = {_base(node) for node in chosen - free - parameters} - free - parameters | set(joint.tangents)
+        stop = {base(node) for node in chosen - free - parameters} - free - parameters | set(joint.tangents)
         everything = [g for g in (*d_inputs, *d_params) if g is not None]
         reached = closure(everything, stop)
         leaves = (reached & stop) | (reached & set(joint.inputs))
         self.saved = tuple(sorted(leaves - parameters - set(joint.tangents), key=order.__getitem__))
         in_b = closure([g for g in d_inputs if g is not None], set(self.saved) | set(joint.tangents))
-        computed = {part for node in in_b for part in _tensors_of(node) if _base(part) is part}
+        computed = {part for node in in_b for part in tensors_of(node) if base(part) is part}
         available = (computed | set(self.saved) | set(joint.tangents)) - free - parameters
         in_w = closure([g for g in d_params if g is not None], available)
         self.w_saved = tuple(sorted(in_w & available, key=order.__getitem__))
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """What a node is a view of, at the end; itself if it has memory of its own."""
-    while node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
-        made_of = node.all_input_nodes[0] if node.target is operator.getitem else node  # several views at once
-        sources = made_of.all_input_nodes
-        seen = [s for s in sources if isinstance(s.meta.get("val"), Tensor) and _same_memory(s, node)]
-        if not seen:
-            return node
-        node = seen[0]
-    return node
-
-
-def _same_memory(one: fx.Node, other: fx.Node) -> bool:
-    return storage(one) == storage(other)
-
-
-def storage(node: fx.Node) -> int:
-    """What tells the memory of one node's value from another's."""
-    return node.meta["val"].untyped_storage()._cdata
-
-
-def _tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The node itself or, where it gives several tensors, each of them: keeping the node would keep them all alive."""
-    if isinstance(node.meta.get("val"), Tensor):
-        return [node]
-    return [user for user in node.users if user.target is operator.getitem]
 
 
 def _looks(nodes: Iterable[fx.Node | None]) -> tuple[Tensor | None, ...]:
@@ -269,10 +240,15 @@ def build(
     *,
     compiler: Compiler,
     products: bool = False,
+    light: bool = False,
 ) -> Segment:
-    """Traces a template for these arguments. Flags are per tensor argument. products: see `Segment`."""
+    """Traces a template for these arguments. Flags are per tensor argument. products: see `Segment`. light: what is
+    cheap to compute is computed again."""
     joint = trace(graph, arguments, wants_gradient, is_parameter, compiler.decompositions)
-    saved = policies.min_cut(joint) if compiler.fuses else policies.used_by_backward(joint)
+    if light:
+        saved = policies.light(joint, [n for n, p in zip(joint.inputs, is_parameter, strict=True) if p])
+    else:
+        saved = policies.min_cut(joint) if compiler.fuses else policies.used_by_backward(joint)
     return Segment(joint, is_parameter, saved, compiler, products)
 
 

@@ -81,7 +81,7 @@ class _Sharder:
         ops: list[tuple[BlockOp, ...]] = []
         layer = 0
         for block, graph in self.outlines.blocks():
-            units = self._units(block)
+            units = self.captured.blocks.units(block)
             degrees = self._degrees(layer, units)
             layer += bool(units)
             placed = self._place(block, graph, degrees)
@@ -103,14 +103,11 @@ class _Sharder:
         self._segments.append(block)
         return len(self._segments) - 1
 
-    def _units(self, block: Block) -> list[str]:
-        return list(dict.fromkeys(unit for unit in self.captured.blocks.templates[block.template].units if unit))
-
     @cached_property
     def _num_layers(self) -> int:
-        return sum(bool(self._units(block)) for block in self.captured.blocks.blocks)
+        return len(self.captured.blocks.layers)
 
-    def _degrees(self, layer: int, units: list[str]) -> dict[str, int]:
+    def _degrees(self, layer: int, units: tuple[str, ...]) -> dict[str, int]:
         if not units:
             return {}
         return dict(zip(units, self.plan.degrees_of(layer, len(units), self._num_layers), strict=True))

@@ -90,12 +90,19 @@ class LocalParameter:
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """blocks: every segment is one of its blocks. parts[b]: the ops of the model's block b, like `ops[b]`."""
+class Chained:
+    """Every block as a chain. blocks: every segment is one of its blocks. parts[b]: the ops of the model's block b,
+    like `ops[b]`."""
 
     blocks: Blocks
     parts: tuple[tuple[Part, ...], ...]
     ops: tuple[tuple[BlockOp, ...], ...]
+
+
+@dataclass(frozen=True)
+class Sharded(Chained):
+    """The chains of a rank that splits tensors with others, and what of every parameter lies there."""
+
     parameters: Mapping[str, LocalParameter]
     replicated: tuple[str, ...]  # what no rule could split, in words, for the user
 
