@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from compare_setting import LR, Setting
 from torch import Tensor
 
@@ -65,7 +64,7 @@ def _build(context: RankContext, training: Training, captured: Captured) -> Rank
     own = (
         RankContext.alone()
         if world == 1
-        else replace(context, world=world, store=dist.PrefixStore(training.name, context.store))
+        else replace(context, world=world, store=context.store.part(training.name))
     )
 
     def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CheckpointError
+from phalanx.launch.store import JobStore
 from phalanx.state import checkpoint, folders, saving
 from phalanx.state.layout import Box, StateShard
 from phalanx.state.rendezvous import LocalRendezvous, MissingRanks, Rendezvous, StoreRendezvous
@@ -217,13 +218,17 @@ def test_files_that_rank_0_does_not_see_are_said(tmp_path: Path, monkeypatch: py
             saver.wait()
 
 
+SECRET = b"known to these ranks"
+
+
 def stores(folder: Path, kind: str) -> list[Rendezvous]:
     if kind == "local":
         board: dict[str, str] = {}
         return [LocalRendezvous(rank, board) for rank in range(2)]
     if kind == "file":
-        return [StoreRendezvous(dist.FileStore(str(folder / "store"), 2), rank) for rank in range(2)]
-    store = dist.PrefixStore("job", dist.HashStore())
+        file = str(folder / "store")
+        return [StoreRendezvous(JobStore(dist.FileStore(file, 2), SECRET, "job"), rank) for rank in range(2)]
+    store = JobStore(dist.HashStore(), SECRET, "job")
     return [StoreRendezvous(store, rank) for rank in range(2)]
 
 
