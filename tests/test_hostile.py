@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from phalanx.state.dcp import DcpWeights, is_dcp
 from phalanx.state.lock import LOCK_FILE, RunLock, read_holder
 from phalanx.state.tensor_files import checksum
 
-NUM_FUZZED = 1000  # of each kind
+NUM_FUZZED = 500  # of each kind; with those of stores more than 10,000
 
 
 class Bomb:
@@ -45,7 +46,8 @@ def model() -> nn.Module:
 
 
 def dcp_folder(folder: Path) -> Path:
-    dcp.save(model().state_dict(), checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
+        dcp.save(model().state_dict(), checkpoint_id=folder, no_dist=True)
     return folder
 
 
@@ -197,7 +199,7 @@ def mutated(source: random.Random, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("kind", FUZZED)
-def test_a_thousand_fuzzed_files_give_our_errors_only(tmp_path: Path, kind: str):
+def test_fuzzed_files_give_our_errors_only(tmp_path: Path, kind: str):
     make, name, read = FUZZED[kind]
     folder, source = make(tmp_path / "made"), random.Random(kind)
     good = (folder / name).read_bytes()
@@ -211,7 +213,7 @@ def test_fuzzed_pickles_run_nothing(tmp_path: Path):
     """Every pickle is a program: here are some that are made of the opcodes of real ones."""
     folder, source, mark = dcp_folder(tmp_path / "dcp"), random.Random(3), tmp_path / "ran"
     good, loaded = (folder / ".metadata").read_bytes(), bomb(mark)
-    for _ in range(NUM_FUZZED):
+    for _ in range(2 * NUM_FUZZED):
         at = source.randrange(len(good))
         (folder / ".metadata").write_bytes(good[:at] + loaded[source.randrange(4) :] + good[at:])
         with contextlib.suppress(ModelError):

@@ -58,7 +58,8 @@ class Marker:
 def is_inside(name: str) -> bool:
     """Whether a file that an index names lies in the folder of the index, as its name says."""
     parts = Path(name).parts
-    return bool(parts) and not Path(name).is_absolute() and ".." not in parts and "\0" not in name
+    fits = all(len(os.fsencode(part)) <= 255 for part in parts) and "\0" not in name
+    return bool(parts) and not Path(name).is_absolute() and ".." not in parts and fits
 
 
 def final_folder(folder: Path, step: int) -> Path:

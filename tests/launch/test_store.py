@@ -100,11 +100,11 @@ def test_forged_notices_and_signs_of_life_do_not_end_a_job(server: Any):
     assert monitor._num_reports("finished") == 0
 
 
-def test_five_thousand_forged_values_are_refused():
+def test_thousands_of_forged_values_are_refused():
     random_bytes, own = random.Random(0), JobStore(dist.HashStore(), SECRET, "job")
     own.set("a", '{"rank": 1, "message": "m"}')
     good = own.for_torch.get("a")
-    for number in range(5000):
+    for number in range(6000):
         value = bytearray(good)
         for _ in range(random_bytes.randint(1, 4)):
             value[random_bytes.randrange(len(value))] = random_bytes.randrange(256)
