@@ -121,9 +121,9 @@ class Loop:
                 stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
                 if stopping or self._due(step, config.checkpoint_every):
                     self._save(saver, reporter)
-                self._tell_saved(saver, reporter)
-                if stopping:
+                if stopping or step == self.run.total_steps:
                     break
+                self._tell_saved(saver, reporter)
             slot.enter("save")
             self._save_at_last(saver, reporter, stop)
 
