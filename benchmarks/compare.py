@@ -107,7 +107,7 @@ def our_step(session: Session, setting: Setting) -> Step:
 
 def _join_torch(context: RankContext, device: torch.device) -> None:
     """The process-wide group that torch's tools work on."""
-    store = dist.PrefixStore("torch", context.store)
+    store = dist.PrefixStore("torch", context.store.for_torch)
     backend = "nccl" if device.type == "cuda" else "gloo"
     deadline = timedelta(seconds=60)
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world, timeout=deadline)

@@ -45,7 +45,7 @@ class Member:
         """The losses of the first steps."""
         import torch.distributed as dist
 
-        store = dist.PrefixStore("torch", self.context.store)
+        store = dist.PrefixStore("torch", self.context.store.for_torch)
         backend = "gloo" if self.context.device == "cpu" else "nccl"
         dist.init_process_group(
             backend, store=store, rank=self.context.rank, world_size=self.context.world, timeout=_DEADLINE

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from compare_setting import LR, Setting
 from torch import Tensor
 
@@ -62,11 +61,7 @@ def slowest(found: Sequence[Mapping[str, list[float]]], name: str) -> list[float
 def _build(context: RankContext, training: Training, captured: Captured) -> Session:
     world = training.plan.world
     # The trainings have links of the same names.
-    own = (
-        RankContext.alone()
-        if world == 1
-        else replace(context, world=world, store=dist.PrefixStore(training.name, context.store))
-    )
+    own = RankContext.alone() if world == 1 else replace(context, world=world, store=context.store.part(training.name))
 
     def read(name: str, is_master: bool, piece: Piece | None) -> Tensor:
         shape = captured.shapes[name] if piece is None else (piece.stop - piece.start,)

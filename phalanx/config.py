@@ -124,10 +124,16 @@ class RunConfig(BaseModel):
         return cls.model_validate(options)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a YAML or JSON file of options; what it leaves out keeps its default."""
+    def load(cls, path: str | os.PathLike[str], *, optimizer: str | None = None) -> Self:
+        """Read a YAML or JSON file of options; what it leaves out keeps its default.
+
+        `optimizer` stands before the file's, which may only name what needs no import: files come from other people.
+        """
         try:
-            return cls.model_validate(read_mapping(Path(path)))
+            content = read_mapping(Path(path))
+            if optimizer is None:
+                _require_no_import(content.get("optimizer"))
+            return cls.model_validate(content if optimizer is None else {**content, "optimizer": optimizer})
         except PhalanxError as error:
             raise type(error)(f"{os.fspath(path)}: {error.message}", error.hint) from None
 
@@ -228,6 +234,14 @@ def require_eval_data(config: RunConfig) -> None:
         raise ConfigError(f"option eval_every = {config.eval_every} has nothing to evaluate", "set eval_data as well")
 
 
+def _require_no_import(optimizer: Any) -> None:
+    if isinstance(optimizer, str) and "." in optimizer and not re.fullmatch(r"torch\.optim\.\w+", optimizer):
+        raise ConfigError(
+            f"option optimizer = {optimizer!r} in a file would import a module, which runs its code",
+            f"if you trust it, name it yourself: --optimizer {optimizer}, or RunConfig.load(…, optimizer=…)",
+        )
+
+
 def _check_together(config: RunConfig) -> None:
     """What no single option's limits can say; the first contradiction is raised."""
     for option, (other, values) in ACTS_ONLY_WITH.items():
@@ -296,7 +310,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         content: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", "give the path of a YAML or JSON file") from None
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"is neither YAML nor JSON: {error}", "correct the line that is named") from None
     if content is None:
         return {}

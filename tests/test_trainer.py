@@ -14,6 +14,7 @@ import phalanx
 from phalanx import tasks
 from phalanx.config import RunConfig
 from phalanx.data import open_data
+from phalanx.errors import ConfigError
 from phalanx.model import reference
 from phalanx.model.zoo.zoo import resolve
 from phalanx.params.lr_schedule import lr_factor
@@ -120,7 +121,10 @@ def test_an_optimizer_of_the_users_own_is_taken_as_a_class_and_by_its_path(tmp_p
     by_class = short_run(LLAMA, "synthetic:8", tmp_path / "a", optimizer_class=NoDecay, **options)
     by_path = short_run(LLAMA, "synthetic:8", tmp_path / "b", optimizer="tests.run_helpers.NoDecay", **options)
     assert by_class.losses == by_path.losses
-    assert RunConfig.load(tmp_path / "a" / "config.yaml").optimizer == "tests.run_helpers.NoDecay"
+    written = tmp_path / "a" / "config.yaml"
+    assert RunConfig.load(written, optimizer="tests.run_helpers.NoDecay").to_yaml() == written.read_text()
+    with pytest.raises(ConfigError, match=r"'tests.run_helpers.NoDecay' in a file would import .*\n.*name it yourself"):
+        RunConfig.load(written)
     initial, _ = open_weights(LLAMA, resolve(LLAMA, tiny=True), seed=0)
     moved = by_class.module().get_parameter("model.norm.weight") - initial.read("model.norm.weight")
     # Each of its two steps moves every weight by the rate, one way or the other.

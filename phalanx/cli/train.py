@@ -31,7 +31,10 @@ def train(**options: Any) -> None:
     """
     file = options.pop("config")
     given = {name: _read(name, value) for name, value in options.items() if value not in (None, [], ())}
-    config = RunConfig.load(file).override(**given) if file else RunConfig.create(**given)
+    if file:
+        config = RunConfig.load(file, optimizer=given.get("optimizer")).override(**given)
+    else:
+        config = RunConfig.create(**given)
 
     from phalanx.training.trainer import Trainer
 

@@ -146,7 +146,8 @@ class Links:
     def _connect(self, ranks: tuple[int, ...], purpose: str, one_way: bool = False) -> Any:
         """The communicator of these ranks. Made on another thread: a peer that dies meanwhile can block it for ever."""
         name = f"{purpose}/{'-'.join(map(str, ranks))}"
-        store = dist.PrefixStore(f"generation{self.context.generation}/{self._name}/{name}", self.context.store)
+        prefix = f"generation{self.context.generation}/{self._name}/{name}"
+        store = dist.PrefixStore(prefix, self.context.store.for_torch)
         index = ranks.index(self.context.rank)
 
         def make() -> Any:

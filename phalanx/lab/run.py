@@ -32,6 +32,7 @@ from phalanx.lab.session import (
     without_launchers,
 )
 from phalanx.lab.spec import TIMED, LabSpec, rate_text
+from phalanx.launch.store import SECRET_VARIABLE, new_secret
 
 GRACE_SECONDS = 30.0
 VARIABLE = "PHALANX_LAB"  # tells a command inside what it runs in, notes included, for its reports
@@ -67,7 +68,7 @@ class Lab:
         if sys.platform != "linux":
             raise ConfigError(f"lab: needs Linux, and this is {sys.platform}", "train on plain local ranks: --ranks 2")
         sweep()
-        self._name = owned.new_name()
+        self._name, self._secret = owned.new_name(), new_secret().hex()
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self._threads = self._count_threads()
         atexit.register(self.close)
@@ -120,7 +121,7 @@ class Lab:
     def _environment(self, place: Place, port: int) -> Mapping[str, str]:
         variables = without_launchers(os.environ)
         variables |= torchrun_variables(place, self.network.address(0), port, self.network.interface)
-        variables |= self._variables
+        variables |= {SECRET_VARIABLE: self._secret, **self._variables}
         if self.spec.gpu_share is not None:
             variables |= gpu.rank_variables(place.rank, self.network.interface)
         if self.spec.timed:

@@ -18,7 +18,7 @@ from phalanx.launch.status_board import StatusBoard, StatusSlot
 
 @dataclass(frozen=True)
 class RankContext:
-    """`store` is a torch.distributed store whose keys are this job's alone (None when there is one rank)."""
+    """`store` is the job's `JobStore` (None when there is one rank)."""
 
     rank: int
     world: int

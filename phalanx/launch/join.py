@@ -12,17 +12,20 @@ import functools
 import itertools
 import os
 import re
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError, PhalanxError, RankError
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.monitor import Monitor, Notice
 from phalanx.launch.status_board import StatusBoard
+from phalanx.launch.store import JobStore, host_store, share_secret
 
 _MEET_SECONDS = 120.0
 # A script may train several times. All ranks count alike, so that the keys of one job never meet another's.
@@ -45,16 +48,22 @@ class Place:
     one_machine: bool
 
 
-def join(device: str = "auto", *, variables: Mapping[str, str] | None = None) -> RankContext | None:
-    """The context that a launcher gave this process, None when there is no launcher."""
-    place = find_place(os.environ if variables is None else variables)
+def join(
+    device: str = "auto", *, folder: Path | None = None, variables: Mapping[str, str] | None = None
+) -> RankContext | None:
+    """The context that a launcher gave this process, None when there is no launcher.
+
+    folder: one that all ranks share, where rank 0 leaves the job's secret unless PHALANX_SECRET gives it.
+    """
+    variables = os.environ if variables is None else variables
+    place = find_place(variables)
     if place is None:
         return None
     board = StatusBoard.private(place.world)
     board.reset()
     return RankContext(
         place.rank, place.world, place.local_rank, place.node, local_device(device, place.local_rank, place.world),
-        _meet(place), place.port, generation=0, board=board, slot=board.slots[place.rank],
+        _meet(place, folder, variables), place.port, generation=0, board=board, slot=board.slots[place.rank],
         address="127.0.0.1" if place.one_machine else "",
     )  # fmt: skip
 
@@ -97,11 +106,15 @@ def _as_error(notice: Notice) -> RankError:
     return RankError(notice.message, notice.hint)
 
 
-def _meet(place: Place) -> Any:
+def _meet(place: Place, folder: Path | None, variables: Mapping[str, str]) -> JobStore:
     """The keys of this job in the launcher's store or, where it has none, in one that rank 0 hosts."""
     import torch.distributed as dist
 
-    return dist.PrefixStore(f"phalanx/{place.attempt}/{next(_jobs)}", _reach(place))
+    store, name = _reach(place), f"phalanx/{place.attempt}/{next(_jobs)}"
+    if folder is None and place.one_machine:
+        folder = Path(tempfile.gettempdir())
+    secret = share_secret(dist.PrefixStore(name, store), place.rank, folder, variables)
+    return JobStore(store, secret, name)
 
 
 @functools.cache  # one that is hosted here lives as long as the process
@@ -109,12 +122,15 @@ def _reach(place: Place) -> Any:
     import torch.distributed as dist
 
     hosts = place.rank == 0 and not place.store_exists
-    where, began = f"{place.host}:{place.port}", time.monotonic()
+    # A store of ours that only this machine needs is one that only this machine reaches, whatever its name.
+    host = "127.0.0.1" if place.one_machine and not place.store_exists else place.host
+    where, began = f"{host}:{place.port}", time.monotonic()
+    deadline = timedelta(seconds=_MEET_SECONDS)
     try:
-        return dist.TCPStore(
-            place.host, place.port, is_master=hosts, timeout=timedelta(seconds=_MEET_SECONDS), wait_for_workers=False
-        )
-    except RuntimeError as error:
+        if hosts:
+            return host_store(host, place.port, deadline)
+        return dist.TCPStore(host, place.port, is_master=False, timeout=deadline, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
         if hosts:
             raise ConfigError(
                 f"rank 0 cannot host the store at {where}: {str(error).splitlines()[0]}",

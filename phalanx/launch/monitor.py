@@ -21,6 +21,8 @@ from phalanx.errors import LinkError, PhalanxError
 from phalanx.launch.abort import Late, within
 from phalanx.launch.context import RankContext
 from phalanx.launch.status_board import SilenceWatch, StatusView
+from phalanx.launch.store import ForgedValue, JobStore
+from phalanx.records import read_record
 
 _TICK_SECONDS = 1.0
 _STORE_SECONDS = 5.0  # after which a store that does not answer is taken for gone
@@ -43,7 +45,8 @@ class Monitor:
 
     def __init__(self, context: RankContext) -> None:
         # A connection of its own: the main thread's may be busy with a long wait.
-        self._context, self._store = context, context.store.clone()
+        self._context = context
+        self._store: JobStore = context.store.clone()
         self._left, self._silence = (context.rank - 1) % context.world, SilenceWatch()
         self._notice: Notice | None = None
         self._finished = False
@@ -64,12 +67,12 @@ class Monitor:
         self._context.slot.enter("finished")
         self._finished = True
         self._safely(self._show_life)
-        self._safely(lambda: self._store.add("finished", 1))
+        self._safely(lambda: self._store.set(f"finished/{self._context.rank}", ""))
 
     def wait_for_all(self) -> bool:
         """Wait until every rank has finished (the store may live here); False when one failed instead."""
         while self._context.abort.reason is None:
-            if self._safely(lambda: self._store.add("finished", 0)) == self._context.world:
+            if self._safely(lambda: self._num_reports("finished")) == self._context.world:
                 return True
             time.sleep(0.05)
         return False
@@ -90,16 +93,16 @@ class Monitor:
         if self._notice is not None:
             return self._notice
         text = json.dumps(dataclasses.asdict(notice))
-        found = self._safely(lambda: self._store.compare_set("notice", "", text))
-        self._notice = Notice(**json.loads(found)) if found else notice
+        found = self._safely(lambda: self._store.set_once("notice", text))
+        self._notice = read_record(Notice, found) if found else notice
         return self._notice
 
     def _linger(self, num_listeners: int) -> None:
         """Launchers kill the others as soon as one rank leaves: let them read the notice, and rank 0 print it."""
-        self._safely(lambda: self._store.add("heard", 1))
+        self._safely(lambda: self._store.set(f"heard/{self._context.rank}", ""))
         deadline = time.monotonic() + 2 * _TICK_SECONDS + 1.0
         while time.monotonic() < deadline:
-            count = self._safely(lambda: self._store.add("heard", 0))
+            count = self._safely(lambda: self._num_reports("heard"))
             if count is None or count >= num_listeners:
                 break
             time.sleep(0.05)
@@ -119,18 +122,28 @@ class Monitor:
     def _look(self) -> Notice | None:
         if not self._finished:
             self._show_life()
-        if self._store.check(["notice"]):
-            return Notice(**json.loads(self._store.get("notice")))
-        key = f"life/{self._left}"
-        if self._left == self._context.rank or not self._store.check([key]):
+        if told := self._read("notice"):
+            return read_record(Notice, told)
+        life = self._read(f"life/{self._left}") if self._left != self._context.rank else None
+        if life is None:
             return None
-        view = StatusView(**json.loads(self._store.get(key)))
+        view = read_record(StatusView, life)
         seconds = self._silence.silent_for(view)
         if seconds is None or view.phase == "finished":
             return None
         name = f"rank {self._left} ({view.place})" if view.place else f"rank {self._left}"
         message = f"{name} stopped answering for {seconds:.0f} s {view.where()}"
         return self._post(Notice(self._left, message, lost=True))
+
+    def _num_reports(self, kind: str) -> int:
+        return sum(self._read(f"{kind}/{rank}") is not None for rank in range(self._context.world))
+
+    def _read(self, key: str) -> str | None:
+        """What a rank left under a key; what a stranger left there is nothing."""
+        try:
+            return self._store.get(key) if self._store.check([key]) else None
+        except ForgedValue:
+            return None
 
     def _show_life(self) -> None:
         self._context.slot.beat()

@@ -12,19 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.abort import AbortEvent, heartbeat
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.main_script import MainScript, unpickle
 from phalanx.launch.status_board import StatusBoard
+from phalanx.launch.store import JobStore
 from phalanx.launch.wire import Wire
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are asked to do. The function and its arguments are in a file, because they may be large."""
+    """What the ranks are asked to do. Two open files come along: the function with its arguments, and where the result
+    goes; both may be large."""
 
     generation: int
     world: int
@@ -37,13 +39,7 @@ class Job:
     directory: str
     search_path: tuple[str, ...]  # for modules
     main: MainScript
-
-    @property
-    def task_file(self) -> Path:
-        return self.folder / f"task-{self.generation}.pickle"
-
-    def result_file(self, rank: int) -> Path:
-        return self.folder / f"result-{self.generation}-{rank}.pickle"
+    secret: bytes  # of this job in the store
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Done:
-    """The job is done here and the result is in its file."""
+    """The job is done here and the result is in the file for it."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +75,24 @@ def serve(rank: int, wire: Wire) -> None:
     while True:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            job: Job = wire.receive()
+            job, descriptors = wire.receive_with_descriptors(2)
         except (EOFError, ConnectionError):
             return
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, _leave)
-        wire.send(_outcome(job, rank, wire))
+        with open(descriptors[0], "rb") as task, open(descriptors[1], "wb") as result:
+            outcome = _outcome(job, rank, wire, task, result)
+        wire.send(outcome)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _outcome(job: Job, rank: int, wire: Wire) -> Done | Left | Failed:
+def _outcome(job: Job, rank: int, wire: Wire, task: IO[bytes], result: IO[bytes]) -> Done | Left | Failed:
     try:
-        result = _run(job, rank, wire)
-        with job.result_file(rank).open("wb") as file:
-            pickle.dump(result, file)
+        pickle.dump(_run(job, rank, wire, task), result)
+        result.flush()
         return Done()
     except KeyboardInterrupt:
         return Left(None)
@@ -108,7 +105,7 @@ def _outcome(job: Job, rank: int, wire: Wire) -> Done | Left | Failed:
             output.flush()
 
 
-def _run(job: Job, rank: int, wire: Wire) -> Any:
+def _run(job: Job, rank: int, wire: Wire, task: IO[bytes]) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -116,13 +113,12 @@ def _run(job: Job, rank: int, wire: Wire) -> Any:
     torch.set_num_threads(job.threads)
     board, abort = StatusBoard.open(job.folder / "board", job.num_slots), AbortEvent()
     with heartbeat(board, board.slots[rank], abort):
-        with job.task_file.open("rb") as file:
-            target, arguments = unpickle(file, job.main)
-        store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+        target, arguments = unpickle(task, job.main)
+        store = JobStore(dist.TCPStore("127.0.0.1", job.port, is_master=False), job.secret, f"job{job.generation}")
         context = RankContext(
             rank, job.world, local_rank=rank, node=0, device=local_device(job.device, rank, job.world),
-            store=dist.PrefixStore(f"job{job.generation}", store), store_port=job.port, generation=job.generation,
-            board=board, slot=board.slots[rank], abort=abort,
+            store=store, store_port=job.port, generation=job.generation, board=board, slot=board.slots[rank],
+            abort=abort,
             on_event=lambda name, payload: wire.send(Event(name, payload)),
         )  # fmt: skip
         return target(context, *arguments)

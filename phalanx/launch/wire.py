@@ -1,4 +1,5 @@
-"""A wire: Python objects over a local socket, each with its length in front.
+"""A wire: Python objects over a pair of connected sockets that two of our own processes inherited, each object with its
+length in front. Nobody else can write there, so objects are pickled.
 
 The ranks' end blocks; the supervisor's end never does, because the other side may stop in the middle of a message.
 """
@@ -34,12 +35,8 @@ class Wire:
             else:
                 self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
-    def receive(self) -> Any:
-        """Wait for the next message; EOFError when the other end is gone."""
-        (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        return pickle.loads(self._exactly(size))
-
     def receive_with_descriptors(self, most: int) -> tuple[Any, list[int]]:
+        """Wait for the next message and the open files that came with it; EOFError when the other end is gone."""
         head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, most)
         if not head:
             raise EOFError

@@ -6,28 +6,31 @@ knows nothing of training: a job is a function that every rank calls with its co
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
 import selectors
 import shutil
 import signal
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from phalanx.launch.main_script import MainScript, explained_pickling, refuse_while_loading
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
 from phalanx.launch.signals import StopSignal, stop_signal
 from phalanx.launch.status_board import StatusBoard
+from phalanx.launch.store import host_store, new_secret
 from phalanx.launch.watch import Watch
 
 _TICK_SECONDS = 0.2
+_STORE_SECONDS = 300.0  # as long as torch's stores wait where nothing is said
 PRELOAD = ("torch", "phalanx.comm.links", "phalanx.training.trainer")
 
 
@@ -57,7 +60,7 @@ class WorkerPool:
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-pool-"))
         self._board = StatusBoard.create(self._folder / "board", self.size)
         self._processes = Processes(self._folder, self._preload)
-        self._store = _host_store()
+        self._store = host_store("127.0.0.1", 0, timedelta(seconds=_STORE_SECONDS))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -87,32 +90,39 @@ class WorkerPool:
         if self._processes.broken:
             self._processes.close()
             self._processes = Processes(self._folder, self._preload)
-        try:
-            self._processes.start(world)
-            job = self._post(world, (target, arguments))
-            with stop_signal() as stop:
-                self._follow(job, Watch(self._processes, self._board, world), on_event, stop)
-            return [self._result(job, rank) for rank in range(world)]
-        except BaseException:
-            # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
-            self._processes.end()
-            raise
+        with contextlib.ExitStack() as opened:
+            results = [opened.enter_context(tempfile.TemporaryFile(dir=self._folder)) for _ in range(world)]
+            try:
+                self._processes.start(world)
+                job = self._post(world, (target, arguments), results)
+                with stop_signal() as stop:
+                    self._follow(job, Watch(self._processes, self._board, world), on_event, stop)
+                return [_read(file) for file in results]
+            except BaseException:
+                # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
+                self._processes.end()
+                raise
 
-    def _post(self, world: int, task: tuple[Any, ...]) -> Job:
+    def _post(self, world: int, task: tuple[Any, ...], results: Sequence[IO[bytes]]) -> Job:
         self._generation += 1
         self._board.reset()
         here = dict(os.environ)
         job = Job(
             self._generation, world, self._device, self._folder, self.size, self._store.port, self._threads, here,
-            os.getcwd(), tuple(sys.path), MainScript.of_this_process(),
+            os.getcwd(), tuple(sys.path), MainScript.of_this_process(), new_secret(),
         )  # fmt: skip
-        with explained_pickling(), job.task_file.open("wb") as file:
+        # The task and the results go through open files that have no name: nobody else can put a pickle there.
+        path = self._folder / "task"
+        with explained_pickling(), path.open("wb") as file:
             pickle.dump(task, file)
         for rank, process in self._processes.alive.items():
             if process.log is not None and process.log.exists():
                 os.truncate(process.log, 0)
             if rank < world:
-                process.wire.send(dataclasses.replace(job, environment={**here, **self._environment(rank)}))
+                own = dataclasses.replace(job, environment={**here, **self._environment(rank)})
+                with path.open("rb") as file:
+                    process.wire.send(own, (file.fileno(), results[rank].fileno()))
+        path.unlink()
         return job
 
     def _follow(self, job: Job, watch: Watch, on_event: Callable[[str, Any], None] | None, stop: StopSignal) -> None:
@@ -134,12 +144,11 @@ class WorkerPool:
                     raise _leaving(stop.signals[-1])
         watch.conclude()
 
-    def _result(self, job: Job, rank: int) -> Any:
-        file = job.result_file(rank)
-        result = pickle.loads(file.read_bytes())
-        file.unlink()
-        job.task_file.unlink(missing_ok=True)
-        return result
+
+def _read(file: IO[bytes]) -> Any:
+    """What a rank has written."""
+    file.seek(0)
+    return pickle.load(file)
 
 
 def _leaving(number: int) -> BaseException:
@@ -148,16 +157,3 @@ def _leaving(number: int) -> BaseException:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _host_store() -> Any:
-    """A store that only this machine can reach."""
-    import torch.distributed as dist
-
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1024)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )  # fmt: skip

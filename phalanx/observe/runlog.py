@@ -33,14 +33,24 @@ class RunLog:
         except OSError as error:
             hint = "choose another folder with the option out"
             raise ConfigError(f"the run log {self.path} cannot be written: {error.strerror}", hint) from None
-        if torn:
-            # What a crash left of a record stays as evidence; the next record must not be glued to it.
-            self._file.write(b"\n")
+        # What a crash or a full disk left of a record stays as evidence; the next record must not be glued to it.
+        self._torn, self._num_lost = torn, 0
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append {"time": …, "kind": kind, **fields}."""
-        record = {"time": round(time.time(), 3), "kind": kind, **fields}
-        self._file.write(json_line(record).encode() + b"\n")
+        """Append {"time": …, "kind": kind, **fields}. What a full disk does not take is counted, and the next record
+        that it takes comes after one that tells how many are missing."""
+        now = round(time.time(), 3)
+        lost = self._num_lost and {"time": now, "kind": "lost", "records": self._num_lost}
+        lines = [json_line(record).encode() for record in (lost, {"time": now, "kind": kind, **fields}) if record]
+        data = b"\n" * self._torn + b"\n".join(lines) + b"\n"
+        try:
+            written = self._file.write(data)
+        except OSError:
+            written = 0
+        if written == len(data):
+            self._torn, self._num_lost = False, 0
+        else:
+            self._torn, self._num_lost = self._torn or bool(written), self._num_lost + 1
 
     def close(self) -> None:
         self._file.close()

@@ -271,6 +271,7 @@ def _needs_closure(chosen: type[torch.optim.Optimizer]) -> bool:
 
 
 def _import(path: str) -> Any:
+    """By a path that the user gave; one from a file is refused before (`RunConfig.load`)."""
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)

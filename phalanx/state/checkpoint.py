@@ -7,13 +7,16 @@ nothing about ranks. This is the face of the folder: finding, opening and readin
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CheckpointError
-from phalanx.state.folders import FORMAT, STATE_FILE, StoredTensor, fault, find, latest, offer_instead, piece_key
+from phalanx.records import Malformed, read_record
+from phalanx.state.folders import candidates, fault, find, latest, offer_instead
+from phalanx.state.index import NewerFormat, StoredTensor, piece_key, read_index
 from phalanx.state.layout import Box
+from phalanx.state.rendezvous import Meeting
 from phalanx.state.saving import save
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
     from phalanx.state.tensor_files import TensorFile
 
-__all__ = ["Checkpoint", "find", "latest", "open", "save"]
+__all__ = ["Checkpoint", "find", "latest", "open", "open_newest", "open_together", "save"]
 
 
 class Checkpoint:
@@ -73,7 +76,13 @@ class Checkpoint:
             if common is not None:
                 key = piece_key(name, stored.shape, piece.box)
                 part = target[common.relative_to(box).slices()]
-                self._file(piece.file).read_into(part, key, common.relative_to(piece.box))
+                try:
+                    self._file(piece.file).read_into(part, key, common.relative_to(piece.box))
+                except Exception as error:  # the library raises several kinds for a file that is not what it should be
+                    raise CheckpointError(
+                        f"{name!r} cannot be read from {self.path / piece.file}: {error}",
+                        "the checkpoint is damaged: resume from another one",
+                    ) from error
 
     def _stored(self, name: str) -> StoredTensor:
         if name not in self._tensors:
@@ -94,11 +103,47 @@ def open(path: Path, verify: bool = True) -> Checkpoint:
     """Opens a checkpoint; with `verify`, after checking every byte against its checksum."""
     if found := fault(path, contents=verify):
         raise CheckpointError(f"the checkpoint {path} cannot be used: {found}", offer_instead(path))
-    record = json.loads((path / STATE_FILE).read_text())
-    if record["format"] > FORMAT:
+    try:
+        record, tensors = read_index(path)
+    except (Malformed, OSError) as error:
         raise CheckpointError(
-            f"the checkpoint {path} has format {record['format']}; this version reads formats up to {FORMAT}",
-            "resume with the version of Phalanx that wrote it, or a newer one",
+            f"the checkpoint {path} cannot be used: its index is damaged ({error})", offer_instead(path)
+        ) from None
+    return Checkpoint(path, record.step, record.state, tensors)
+
+
+def open_newest(folder: Path, meeting: Meeting, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint in `folder` that is good, None where there never was one.
+
+    All ranks of the meeting come here; each reads its share of the bytes. Damaged checkpoints are passed over, and that
+    is said; if all are damaged, that is an error and not a new beginning.
+    """
+    (listed, *_) = meeting.agree("list", 1, lambda: json.dumps([path.name for path in candidates(folder)]))
+    faults: list[str] = []
+    for name in read_record(list[str], listed):
+        try:
+            found = open_together(folder / name, meeting)
+        except NewerFormat:
+            raise
+        except CheckpointError as error:
+            faults.append(error.message)
+            continue
+        for one in faults:
+            say(f"{one}; going on from {name} instead")
+        return found
+    if faults:
+        raise CheckpointError(
+            "the run has checkpoints, but none can be used:\n  " + "\n  ".join(faults),
+            "copy them again from where they are good; to train from the beginning, choose another folder (--out)",
         )
-    tensors = {name: StoredTensor.from_json(entry) for name, entry in record["tensors"].items()}
-    return Checkpoint(path, record["step"], record["state"], tensors)
+    return None
+
+
+def open_together(path: Path, meeting: Meeting) -> Checkpoint:
+    """Opens a checkpoint on all ranks of the meeting, after each has read its share of the bytes; raises on all of them
+    where one found a fault."""
+    share = (meeting.rank, meeting.world)
+    faults = meeting.agree(f"verify {path}", meeting.world, lambda: fault(path, contents=True, share=share) or "")
+    if found := next(filter(None, faults), None):
+        raise CheckpointError(f"the checkpoint {path} cannot be used: {found}", offer_instead(path))
+    return open(path, verify=False)

@@ -2,6 +2,9 @@
 
 Reads one box of one parameter at a time: at most the stored chunks that hold it are in memory, never the whole model.
 Only parameters and buffers are taken; optimizer state in the folder belongs to another trainer and is left alone.
+
+The folder's index is a pickle, which could run any code. It is read by an unpickler that runs none: every class is a
+stand-in, and what those of an index hold is checked before it is used.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from phalanx.errors import ModelError
-from phalanx.model.weights.weights import Weights, tied_names
+from phalanx.model.weights.weights import Weights, has_weight_files, tied_names
+from phalanx.state.folders import is_inside
 from phalanx.state.layout import Box
 
 METADATA_FILE = ".metadata"
@@ -30,8 +42,8 @@ _WRAPPERS = ("state_dict.", "model.", "module.", "_orig_mod.")
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether torch.distributed.checkpoint wrote this folder."""
-    return (folder / METADATA_FILE).is_file()
+    """Whether torch.distributed.checkpoint wrote this folder. One with weights as HuggingFace writes them is not."""
+    return (folder / METADATA_FILE).is_file() and not has_weight_files(folder)
 
 
 class DcpWeights(Weights):
@@ -40,7 +52,7 @@ class DcpWeights(Weights):
     def __init__(self, folder: Path | str, model: nn.Module) -> None:
         self._folder = Path(folder)
         self._reader = FileSystemReader(self._folder)
-        metadata = _read_metadata(self._folder, self._reader)
+        metadata = _read_metadata(self._folder)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         entries = metadata.state_dict_metadata
         self._stored = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
@@ -172,18 +184,104 @@ class _IntoOneTensor(LoadPlanner):
         raise AssertionError(f"{read_item} is not a tensor")
 
 
-def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
-    if not is_dcp(folder):
+class _Part:
+    """What stands for an object while an index is unpickled: its state."""
+
+    state: Any = None
+
+    def __init__(self, *made_from: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{("torch", str(kind).removeprefix("torch.")): kind for kind in vars(torch).values() if type(kind) is torch.dtype},
+}
+
+
+class _IndexUnpickler(pickle._Unpickler):  # in Python: the one in C takes memory as a few bytes of a file tell it to
+    """Imports and runs nothing: whatever a pickle asks for, it gets a stand-in of that name."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        return _PLAIN.get((module_name, global_name)) or type(global_name, (_Part,), {})
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    file = folder / METADATA_FILE
+    if not file.is_file():
         raise ModelError(
             f"{folder} has no {METADATA_FILE} file, so torch.distributed.checkpoint did not write or finish it",
             "give a folder that torch.distributed.checkpoint.save() has finished",
         )
     try:
-        return reader.read_metadata()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError) as error:
+        root = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
+        tensors = _items(_require(root, "Metadata").get("state_dict_metadata"))
+        places = _items(root.get("storage_data"))
+        return Metadata(
+            {_text(key): _tensor(entry) for key, entry in tensors if type(entry).__name__ == "TensorStorageMetadata"},
+            storage_data=dict(_place(key, info) for key, info in places),
+        )
+    except Exception as error:  # an unpickler raises whatever a damaged or hostile file makes it raise
         raise ModelError(
-            f"{folder / METADATA_FILE} cannot be read: {error}", "the file is damaged; copy the folder again"
+            f"{file} cannot be read: {error}",
+            "the file is damaged, or torch.distributed.checkpoint.save() did not write it; copy the folder again",
         ) from error
+
+
+def _tensor(entry: _Part) -> TensorStorageMetadata:
+    dtype = _require(entry.get("properties"), "TensorProperties").state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a dtype")
+    size, chunks = _size(entry.get("size")), entry.get("chunks")
+    boxes = [_require(chunk, "ChunkStorageMetadata") for chunk in chunks]
+    stored = [ChunkStorageMetadata(_size(box.get("offsets"), size), _size(box.get("sizes"), size)) for box in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, stored)
+
+
+def _place(key: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
+    """Where a chunk lies, in a file of the folder."""
+    index, place = _require(key, "MetadataIndex"), _require(info, "_StorageInfo")
+    path = _text(place.get("relative_path"))
+    if not is_inside(path):
+        raise ValueError(f"it names {path!r}, which is not a file of this folder")
+    if place.get("transform_descriptors"):
+        raise ValueError(f"{path} is stored in a form that needs extensions of torch's")
+    start, length = torch.Size((place.get("offset"), place.get("length")))
+    offset = index.get("offset")
+    return MetadataIndex(_text(index.get("fqn")), None if offset is None else _size(offset)), _StorageInfo(
+        path, start, length
+    )
+
+
+def _require(part: Any, name: str) -> _Part:
+    if not (isinstance(part, _Part) and type(part).__name__ == name):
+        raise ValueError(f"it holds a {type(part).__name__} where an index has {name}")
+    return part
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(value, dict):
+        raise ValueError("it does not hold an index of tensors")
+    return list(value.items())
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a name")
+    return value
+
+
+def _size(value: Any, like: torch.Size | None = None) -> torch.Size:
+    if not isinstance(value, torch.Size) or min(value, default=0) < 0 or (like and len(like) != len(value)):
+        raise ValueError(f"{value!r} is not the size of a tensor")
+    return value
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

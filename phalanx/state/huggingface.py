@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from phalanx.errors import ConfigError
 from phalanx.model.weights.weights import INDEX_FILE, WEIGHTS_FILE, tied_names
-from phalanx.state.tensor_files import ShardWriter, WrittenFile, header_room, sync_folder
+from phalanx.state.tensor_files import ShardWriter, WrittenFile, header_room, sync_files, sync_folder
 
 SHARD_BYTES = 5_000_000_000
 GENERATION_FILE = "generation_config.json"
@@ -61,7 +61,7 @@ def export(
         if tokenizer is not None:
             save = tokenizer.save_pretrained if hasattr(tokenizer, "save_pretrained") else tokenizer.save
             save(partial)
-        sync_folder(partial)
+        sync_files(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -157,6 +157,15 @@ def _require_replaceable(folder: Path) -> None:
             f"cannot export to {folder}: it holds files that are not an exported model",
             "give a folder that does not exist yet",
         )
+
+
+def tidy(folder: Path) -> None:
+    """Clears what an export that was killed left beside `folder`; an earlier export that had stepped aside returns."""
+    shutil.rmtree(folder.parent / f".{folder.name}.writing", ignore_errors=True)
+    aside = folder.parent / f".{folder.name}.replaced"
+    if aside.exists() and not folder.exists():
+        os.rename(aside, folder)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:

@@ -8,19 +8,21 @@ business.
 
 from __future__ import annotations
 
+import errno
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from phalanx.records import read_record
 
 TIMEOUT = 600.0
 """Seconds that a rank waits for the others after it has done its own part."""
 
 _LOOK_UP_SECONDS = 0.5
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 _POLL_SECONDS = (0.005, 0.2)
 """From the first look to the next, and at most between later ones."""
 
@@ -69,10 +71,19 @@ class LocalRendezvous:
         self._board.pop(f"{key}/{self._rank}", None)
 
 
-class StoreRendezvous:
-    """Over a torch.distributed store. Give each job a `PrefixStore` of its own, so that keys do not meet again."""
+class TextStore(Protocol):
+    """Where texts lie under keys that all ranks see: a job's store."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def set(self, key: str, text: str) -> None: ...
+    def get(self, key: str) -> str: ...
+    def check(self, keys: Sequence[str]) -> bool: ...
+    def delete_key(self, key: str) -> None: ...
+
+
+class StoreRendezvous:
+    """Over a store whose keys are one job's alone, so that they do not meet again."""
+
+    def __init__(self, store: TextStore, rank: int) -> None:
         self._store = store
         self._rank = rank
 
@@ -82,8 +93,8 @@ class StoreRendezvous:
     def wait_all(self, key: str, world: int, timeout: float) -> list[str]:
         keys = [f"{key}/{rank}" for rank in range(world)]
         # Not `store.wait`: it would keep the store from the training thread until the last rank has come.
-        _poll(keys, lambda wanted: self._store.check(list(wanted)), timeout)
-        return [self._store.get(one).decode() for one in keys]
+        _poll(keys, self._store.check, timeout)
+        return [self._store.get(one) for one in keys]
 
     def forget(self, key: str) -> None:
         self._store.delete_key(f"{key}/{self._rank}")
@@ -99,7 +110,23 @@ def _poll(keys: Sequence[str], has: Callable[[Sequence[str]], bool], timeout: fl
 
 
 class RankFailed(RuntimeError):
-    """Another rank could not do its part."""
+    """Another rank could not do its part; `storage` says that a disk refused it."""
+
+    def __init__(self, text: str, storage: bool = False) -> None:
+        super().__init__(text)
+        self.storage = storage
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank leaves when it has done its part: what came of it, or why it could not."""
+
+    said: str = ""
+    failed: str = ""
+    storage: bool = False
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -113,29 +140,35 @@ class Meeting:
     key: str = "checkpoint"
     given_up: threading.Event = field(default_factory=threading.Event)
 
-    def agree(self, phase: str, acting: int, action: Callable[[], object]) -> None:
-        """Ranks below `acting` act; returns on every rank when all have, raises on every rank when one could not."""
+    def agree(self, phase: str, acting: int, action: Callable[[], object]) -> list[str]:
+        """Ranks below `acting` act; returns on every rank when all have, raises on every rank when one could not.
+
+        What is returned is what the actions did, as texts, rank by rank.
+        """
         if self.rank < acting:
             try:
-                action()
+                said = action()
             except BaseException as error:
                 self.fail(phase, error)
                 self._outlast(phase, acting)
                 raise
-            self._report(phase, "")
-        failed = [report for report in self._reports(phase, acting) if report]
-        if failed:
-            raise RankFailed(failed[0])
+            self._report(phase, _Report(str(said or "")))
+        reports = self._reports(phase, acting)
+        for report in reports:
+            if report.failed:
+                raise RankFailed(report.failed, report.storage)
+        return [report.said for report in reports]
 
     def fail(self, phase: str, error: BaseException) -> None:
         """Tells the others that this rank cannot do its part."""
-        self._report(phase, f"rank {self.rank} failed: {str(error) or type(error).__name__}")
+        text = f"rank {self.rank} failed: {str(error) or type(error).__name__}"
+        self._report(phase, _Report(failed=text, storage=is_storage(error)))
 
     def forget(self, phase: str) -> None:
         self.rendezvous.forget(f"{self.key}/{phase}")
 
-    def _report(self, phase: str, text: str) -> None:
-        self.rendezvous.arrive(f"{self.key}/{phase}", text)
+    def _report(self, phase: str, report: _Report) -> None:
+        self.rendezvous.arrive(f"{self.key}/{phase}", report.text())
 
     def _outlast(self, phase: str, acting: int) -> None:
         """Lets the others finish acting first: clearing up under their hands would hide which rank failed and why."""
@@ -144,14 +177,22 @@ class Meeting:
         except (OSError, RuntimeError):
             return
 
-    def _reports(self, phase: str, acting: int) -> list[str]:
+    def _reports(self, phase: str, acting: int) -> list[_Report]:
         deadline = time.monotonic() + self.timeout
         while True:
             left = deadline - time.monotonic()
             try:
-                return self.rendezvous.wait_all(f"{self.key}/{phase}", acting, max(0.0, min(left, _LOOK_UP_SECONDS)))
+                key, seconds = f"{self.key}/{phase}", max(0.0, min(left, _LOOK_UP_SECONDS))
+                return [read_record(_Report, text) for text in self.rendezvous.wait_all(key, acting, seconds)]
             except MissingRanks as missing:
                 if self.given_up.is_set():
                     raise RankFailed("it was given up") from None
                 if time.monotonic() >= deadline:
                     raise MissingRanks(missing.ranks, self.timeout) from None
+
+
+def is_storage(error: BaseException) -> bool:
+    """Whether a disk refused: it is full or over quota, a file is too large, or it cannot be read or written at all."""
+    if isinstance(error, RankFailed):
+        return error.storage
+    return isinstance(error, OSError) and error.errno in _STORAGE

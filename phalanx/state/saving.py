@@ -7,19 +7,19 @@ ranks must share the file system of the checkpoint folder, which is checked. The
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CheckpointError
+from phalanx.records import read_record
 from phalanx.state import folders
-from phalanx.state.folders import FORMAT, StoredPiece, StoredTensor, piece_key
+from phalanx.state.index import FORMAT, RankRecord, StoredPiece, StoredTensor, piece_key
 from phalanx.state.layout import StateShard, check_tiles, whole
-from phalanx.state.rendezvous import TIMEOUT, LocalRendezvous, Meeting, Rendezvous
+from phalanx.state.rendezvous import TIMEOUT, LocalRendezvous, Meeting, Rendezvous, is_storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,30 +34,45 @@ Pieces = Iterable[tuple["StateShard | str", "Tensor"]]
 """State shards with their flat data; a name alone says that the tensor is whole and owned by this rank."""
 
 
+class StorageError(CheckpointError):
+    """A checkpoint of `step` that the disk refused; what it was to hold is still in memory."""
+
+    step = -1
+
+
 def save(
-    folder: Path, step: int, pieces: Pieces, state: dict[str, Any], keep: int, *, meeting: Meeting | None = None
+    folder: Path,
+    step: int,
+    pieces: Pieces,
+    state: dict[str, Any],
+    keep: int,
+    *,
+    meeting: Meeting | None = None,
+    still_ours: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Writes checkpoint `step` into `folder` piece by piece and prunes to the `keep` newest complete ones.
+    """Writes checkpoint `step` into `folder` piece by piece and prunes to it and those written last before it.
 
     `state` must be JSON; rank 0's is written, and where it holds a mapping, what the other ranks' have beside it.
     Whatever happens, checkpoints that were complete before stay complete until this one is. With several ranks each
-    calls this, with a seat in one meeting.
+    calls this, with a seat in one meeting. `still_ours` raises if the folder is another run's by now.
     """
     assert keep >= 1, "pruning must leave a checkpoint"
     meeting = meeting or Meeting()
-    final, partial = folders.final_folder(folder, step), folders.partial_folder(folder, step)
+    final, partial = folders.final_folder(folder, step), None
     begin, write, finish = PHASES
     try:
-        meeting.agree(begin, 1, lambda: folders.begin(folder, step))
-        meeting.agree(write, meeting.world, lambda: _write_own(partial, pieces, state, meeting))
-        meeting.agree(finish, 1, lambda: _finish(partial, final, step, keep, meeting.world))
+        (name,) = meeting.agree(begin, 1, lambda: folders.begin(folder, step).name)
+        partial = own = folder / name
+        meeting.agree(write, meeting.world, lambda: _write_own(own, pieces, state, meeting))
+        meeting.agree(finish, 1, lambda: _finish(own, final, step, keep, meeting.world, still_ours))
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(
+        kind = StorageError if is_storage(error) else CheckpointError
+        raise kind(
             f"could not save the checkpoint {final}: {error}",
             f"earlier checkpoints in {folder} are intact; free space or find out what stopped the rank, then go on",
         ) from error
     finally:
-        if meeting.rank == 0:
+        if meeting.rank == 0 and partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
     return final
 
@@ -102,34 +117,35 @@ def _write_shard(writer: ShardWriter, shard: StateShard, data: Tensor) -> Stored
     return StoredTensor(shard.shape, shard.dtype, tuple(stored))
 
 
-def _finish(partial: Path, final: Path, step: int, keep: int, world: int) -> None:
+def _finish(partial: Path, final: Path, step: int, keep: int, world: int, still_ours: Callable[[], None]) -> None:
     """The last act: one index of all ranks' pieces, the marker, the rename, the pruning."""
     records = [_read_index(partial, rank) for rank in range(world)]
     tensors, files = _merge_indices(records)
-    state = _merge_states([record["state"] for record in records])
+    state = _merge_states([record.state for record in records])
     entries = {name: entry.to_json() for name, entry in tensors.items()}
     folders.mark_complete(partial, files, {"format": FORMAT, "step": step, "state": state, "tensors": entries})
+    still_ours()
     folders.put_in_place(partial, final, keep)
 
 
-def _read_index(partial: Path, rank: int) -> dict[str, Any]:
+def _read_index(partial: Path, rank: int) -> RankRecord:
     path = _index_file(partial, rank)
     if not path.is_file():
         raise FileNotFoundError(f"rank 0 does not see the files that rank {rank} wrote; {_SHARE}")
-    record = json.loads(path.read_text())
+    record = read_record(RankRecord, path.read_bytes())
     path.unlink()
     return record
 
 
-def _merge_indices(records: Sequence[dict[str, Any]]) -> tuple[dict[str, StoredTensor], list[WrittenFile]]:
+def _merge_indices(records: Sequence[RankRecord]) -> tuple[dict[str, StoredTensor], list[WrittenFile]]:
     from phalanx.state.tensor_files import WrittenFile
 
     tensors: dict[str, StoredTensor] = {}
     files: list[WrittenFile] = []
     for record in records:
-        files += [WrittenFile(**file) for file in record["files"]]
-        for name, entry in record["tensors"].items():
-            stored = StoredTensor.from_json(entry)
+        files += [WrittenFile(**file) for file in record.files]
+        for name, entry in record.tensors.items():
+            stored = entry.stored()
             tensors[name] = _joined(name, tensors[name], stored) if name in tensors else stored
     for name, stored in tensors.items():
         check_tiles(name, stored.shape, [piece.box for piece in stored.pieces])
@@ -171,23 +187,25 @@ class AsyncSaver:
         world: int = 1,
         rendezvous: Rendezvous | None = None,
         timeout: float = TIMEOUT,
+        still_ours: Callable[[], None] = lambda: None,
     ) -> None:
         assert world == 1 or rendezvous is not None, "several ranks need a rendezvous"
         self._folder, self._keep = folder, keep
         self._rank, self._world = rank, world
         self._rendezvous = rendezvous or LocalRendezvous(rank)
-        self._timeout = timeout
+        self._timeout, self._still_ours = timeout, still_ours
         self._meetings: list[Meeting] = []
         self._num_saves = 0
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._refused: StorageError | None = None
         self.last: Path | None = None
 
     def save(self, step: int, pieces: Pieces, state: dict[str, Any]) -> None:
         """Copies what this rank owns to the CPU, after which the caller may change it, and starts writing.
 
-        Waits for the save before, whose error it raises.
+        Waits for the save before, whose error it raises, except for a refusal of the disk.
         """
         self.wait()
         meeting = self._next_meeting()
@@ -204,8 +222,14 @@ class AsyncSaver:
         )
         self._thread.start()
 
+    def take_refusal(self) -> StorageError | None:
+        """Why the disk refused a save since this was last asked: no reason to end a run whose values are in memory."""
+        refused, self._refused = self._refused, None
+        return refused
+
     def wait(self) -> Path | None:
-        """Returns the newest completed checkpoint once nothing is being written; raises what went wrong since."""
+        """Returns the newest completed checkpoint once nothing is being written; raises what went wrong since, except
+        what `take_refusal` tells."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -234,7 +258,12 @@ class AsyncSaver:
         self, step: int, snapshot: list[tuple[StateShard, Tensor]], state: dict[str, Any], meeting: Meeting
     ) -> None:
         try:
-            self.last = save(self._folder, step, snapshot, state, self._keep, meeting=meeting)
+            self.last = save(
+                self._folder, step, snapshot, state, self._keep, meeting=meeting, still_ours=self._still_ours
+            )
+        except StorageError as error:
+            error.step = step
+            self._refused = error
         except BaseException as error:
             self._error = error
 

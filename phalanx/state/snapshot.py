@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.state import checkpoint
+from phalanx.state.folders import candidates
+from phalanx.state.rendezvous import Meeting
 
 # Changing one of these would change what comes next. The plan, the device and all that is shown or saved may change,
 # and so may the number of steps; model and data are recognised by what they are, not by what they are called.
@@ -71,19 +73,28 @@ def digest(*parts: Any) -> str:
     return found.hexdigest()
 
 
-def checkpoint_to_resume(resume: str, folder: Path, verify: bool = True) -> checkpoint.Checkpoint | None:
-    """The checkpoint that the option `resume` asks for, verified byte by byte if so asked; None to start afresh."""
-    if resume == "never":
-        if there := checkpoint.latest(folder):
-            raise ConfigError(
-                f"the run folder {folder.parent} already holds checkpoints, the newest {there.name}",
-                "continue it with resume=auto (--resume auto), or choose another folder (--out)",
-            )
-        return None
-    if resume == "auto":
-        newest = checkpoint.latest(folder)
-        return None if newest is None else checkpoint.open(newest, verify)
-    return checkpoint.open(Path(resume).expanduser(), verify)
+def checkpoint_to_resume(
+    resume: str, folder: Path, meeting: Meeting, say: Callable[[str], None]
+) -> checkpoint.Checkpoint | None:
+    """The checkpoint that the option `resume` asks for, every byte of it read by one of the ranks; None to start
+    afresh. `say` is told of checkpoints that were passed over."""
+    try:
+        if resume not in ("never", "auto"):
+            return checkpoint.open_together(Path(resume).expanduser(), meeting)
+        if resume == "auto":
+            return checkpoint.open_newest(folder, meeting, say)
+        there = candidates(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in {folder} cannot be read: {error.strerror or error}",
+            "make the folder accessible; to train from the beginning, choose another run folder (--out)",
+        ) from None
+    if there:
+        raise ConfigError(
+            f"the run folder {folder.parent} already holds checkpoints, the newest {there[0].name}",
+            "continue it with resume=auto (--resume auto), or choose another folder (--out)",
+        )
+    return None
 
 
 def restore(found: checkpoint.Checkpoint, fresh: Snapshot) -> Snapshot:

@@ -10,6 +10,8 @@ import contextlib
 import gc
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,13 @@ from phalanx.engine.inputs import split
 from phalanx.engine.measured import writing
 from phalanx.engine.out_of_memory import explain_out_of_memory, model_needs, step_needs
 from phalanx.engine.step import Outcome, training_flops
-from phalanx.errors import PhalanxError
+from phalanx.errors import CheckpointError, ConfigError, LinkError, PhalanxError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
 from phalanx.launch.context import RankContext
 from phalanx.launch.signals import StopRequest, stop_request
 from phalanx.launch.status_board import BoardWatch
+from phalanx.launch.store import forget_secrets
 from phalanx.model.zoo.zoo import build
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.progress import make_progress
@@ -35,9 +38,13 @@ from phalanx.observe.trace import StepProfiler
 from phalanx.params.flat import Piece
 from phalanx.params.gather_full import gather_full
 from phalanx.params.lr_schedule import lr_factor
+from phalanx.state.folders import replace_text
+from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import export
-from phalanx.state.rendezvous import StoreRendezvous
-from phalanx.state.saving import AsyncSaver
+from phalanx.state.huggingface import tidy as tidy_export
+from phalanx.state.lock import RunLock
+from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
+from phalanx.state.saving import AsyncSaver, StorageError
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
 from phalanx.training.job import Job, Summary
@@ -47,6 +54,8 @@ from phalanx.training.reporting import Emit, Reporter, StepFacts, header
 from phalanx.training.session import Session
 
 _has_run = False  # in this process
+# A last checkpoint that the disk refuses is tried for an hour, in which somebody may make room.
+_TRY_AGAIN_SECONDS, _TRIES = 10.0, 360
 
 
 class Loop:
@@ -61,6 +70,7 @@ class Loop:
         self.config, self.folder = job.config, job.folder
         self._is_rank0 = context.rank == 0
         self._resumed: Path | None = None  # the checkpoint that the run went on from
+        self._still_ours: Callable[[], None] = lambda: None  # on rank 0: whether the lock holds
 
     def fit(self) -> Summary:
         """Trains to the end, from the beginning or from a checkpoint.
@@ -72,6 +82,7 @@ class Loop:
             shown = config.progress if self._is_rank0 else "off"
             progress = make_progress(shown, config.json_output and self._is_rank0, config.log_every)
             stack.callback(progress.close)
+            self._take_folder(stack, progress.message)
             rows = self._set_up(progress.message)
             log = stack.enter_context(RunLog(self.folder, rank=self.context.rank))
             stack.enter_context(_logged_errors(log))
@@ -113,11 +124,11 @@ class Loop:
                 stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
                 if stopping or self._due(step, config.checkpoint_every):
                     self._save(saver, reporter)
-                reporter.saved(saver.last)
-                if stopping:
+                if stopping or step == self.run.total_steps:
                     break
+                self._tell_saved(saver, reporter)
             slot.enter("save")
-            reporter.saved(saver.wait())
+            self._save_at_last(saver, reporter, stop)
         if self._is_rank0 and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
 
@@ -172,7 +183,7 @@ class Loop:
         meeting = StoreRendezvous(context.store, context.rank) if context.world > 1 else None
         saver = AsyncSaver(
             self.folder / "checkpoints", self.config.keep_checkpoints, rank=context.rank, world=context.world,
-            rendezvous=meeting,
+            rendezvous=meeting, still_ours=self._still_ours,
         )  # fmt: skip
         context.abort.listen(saver.give_up)
         return saver
@@ -180,15 +191,65 @@ class Loop:
     def _save(self, saver: AsyncSaver, reporter: Reporter) -> None:
         reporter.flush()
         with reporter.paused(), self.context.slot.within("save"):
+            saver.wait()
+            self._tell_saved(saver, reporter)
             self.snapshot.optimizer, self.snapshot.loss_scale = self.session.state.scalars()
             saver.save(self.snapshot.step, self.session.state.shards(), self.snapshot.to_json())
+
+    def _save_at_last(self, saver: AsyncSaver, reporter: Reporter, stop: StopRequest) -> None:
+        """Waits for the last checkpoint; while the disk refuses it, tries again: the values are in memory only.
+
+        All ranks see every refusal alike, and so try equally often.
+        """
+        signalled = stop.signal
+        for _ in range(_TRIES):
+            saver.wait()
+            refused = self._tell_saved(saver, reporter, last=True)
+            if refused is None:
+                return
+            time.sleep(_TRY_AGAIN_SECONDS)
+            if self.context.abort.reason is not None or stop.signal is not signalled:
+                raise refused
+            self._save(saver, reporter)
+        raise CheckpointError(
+            f"the last checkpoint could not be saved for {_TRIES * _TRY_AGAIN_SECONDS / 60:.0f} minutes",
+            f"the newest is {saver.last or self._resumed or 'none'}; make room and go on with --resume auto",
+        )
+
+    def _tell_saved(self, saver: AsyncSaver, reporter: Reporter, last: bool = False) -> StorageError | None:
+        """Reports what became of saves since it was last asked; the refusal, if the newest was refused."""
+        reporter.saved(saver.last)
+        refused = saver.take_refusal()
+        if refused is not None:
+            reporter.refused(refused, saver.last or self._resumed, last)
+        return refused
+
+    def _take_folder(self, stack: contextlib.ExitStack, say: Callable[[str], None]) -> None:
+        """Rank 0 locks the run folder and clears what killed runs left in it; the others wait until it has."""
+        context, given_up = self.context, threading.Event()
+        context.abort.listen(given_up.set)
+        rendezvous = StoreRendezvous(context.store, context.rank) if context.world > 1 else LocalRendezvous()
+        self._meeting = Meeting(context.rank, context.world, rendezvous, key="start", given_up=given_up)
+        lock = RunLock(self.folder, say)
+
+        def take() -> None:
+            stack.enter_context(lock)
+            tidy_checkpoints(self.folder / "checkpoints")
+            tidy_export(self.folder / "export")
+
+        with _blaming_others():
+            self._meeting.agree("lock", 1, take)
+            self._meeting.agree("there", context.world, lambda: None)
+        if self._is_rank0:
+            self._still_ours = lock.still_ours
+            forget_secrets(self.folder)
 
     def _set_up(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Prepares the run and puts its state in place, fresh or as a checkpoint holds it; returns the header."""
         config, job = self.config, self.job
         _forget_earlier_runs()
-        # One rank reads every byte; if that fails, it ends all.
-        found = checkpoint_to_resume(config.resume, self.folder / "checkpoints", verify=self.context.rank == 0)
+        with _blaming_others():
+            found = checkpoint_to_resume(config.resume, self.folder / "checkpoints", self._meeting, say)
         say(f"preparing {config.model}: data, graph, weights")
         self.context.slot.enter("capture")
         with self._rank_0_first():
@@ -223,13 +284,19 @@ class Loop:
             while not store.check([key]):
                 if self.context.abort.wait(0.05):
                     raise PhalanxError(f"stopped while preparing: {self.context.abort.reason}")
+            store.get(key)  # refused if rank 0 did not write it
         yield
         if self.context.world > 1 and self.context.rank == 0:
             store.set(key, "yes")
 
     def _write_settings(self) -> None:
-        self.config.save(self.folder / "config.yaml")
-        (self.folder / "plan.json").write_text(self.run.plan.to_json() + "\n", encoding="utf-8")
+        try:
+            replace_text(self.folder / "config.yaml", self.config.to_yaml())
+            replace_text(self.folder / "plan.json", self.run.plan.to_json() + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {self.folder} cannot be written: {error.strerror}", "choose another folder (--out)"
+            ) from None
 
     def _end(self, reporter: Reporter, saver: AsyncSaver, stop: StopRequest) -> Summary:
         """Exports and sums up; or, if the run was stopped, says how to go on."""
@@ -260,10 +327,16 @@ class Loop:
             for _ in tensors:
                 raise AssertionError("only rank 0 gets tensors")
             return folder
-        return export(
-            folder, model=build(spec, device="meta"), tensors=tensors, config=spec.config,
-            tokenizer=self.run.tokenizer, base_folder=spec.folder,
-        )  # fmt: skip
+        try:
+            return export(
+                folder, model=build(spec, device="meta"), tensors=tensors, config=spec.config,
+                tokenizer=self.run.tokenizer, base_folder=spec.folder,
+            )  # fmt: skip
+        except OSError as error:
+            raise CheckpointError(
+                f"the trained model could not be exported to {folder}: {error}",
+                "the last checkpoint holds all of it: make room, then run the same command with --resume auto",
+            ) from error
 
 
 def _forget_earlier_runs() -> None:
@@ -281,6 +354,15 @@ def _settle(saver: AsyncSaver) -> None:
     """After an error a checkpoint may still be on its way to the disk; the error is what the user must see."""
     with contextlib.suppress(PhalanxError):
         saver.wait()
+
+
+@contextlib.contextmanager
+def _blaming_others() -> Iterator[None]:
+    """Around what ranks do together: who only heard that another failed leaves it to that one to say why."""
+    try:
+        yield
+    except (RankFailed, MissingRanks) as error:
+        raise LinkError(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
 from phalanx.params.optimizer import decays
 from phalanx.plan.plan import Plan
+from phalanx.state.saving import StorageError
 from phalanx.state.snapshot import Snapshot
 from phalanx.training.prepare import Prepared
 from phalanx.training.session import Session
@@ -172,6 +173,13 @@ class Reporter:
             self._saved = path
             self._log.write("checkpoint", path=str(path))
             self._emit("on_checkpoint", path)
+
+    def refused(self, error: StorageError, saved: Path | None, last: bool) -> None:
+        """The disk did not take a checkpoint. last: there will be no other step, so the run waits and tries again."""
+        self._log.write("not_saved", step=error.step, message=error.message)
+        newest = f"the newest checkpoint is {saved}" if saved else "there is no checkpoint yet"
+        goes_on = "make room: it is tried again every few seconds" if last else "training goes on and will save again"
+        self._progress.message(f"step {error.step}: {error.message}; {newest}; {goes_on}")
 
     def stopped(self, by: signal.Signals | None, saved: Path | None) -> None:
         """by: the signal that this rank got, None if another rank did."""

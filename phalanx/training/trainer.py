@@ -19,6 +19,7 @@ from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.state.folders import latest
+from phalanx.state.lock import refuse_second_run
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, unpack
 from phalanx.training.loop import Loop
 from phalanx.training.prepare import Collate, choose_num_ranks
@@ -85,9 +86,10 @@ class Trainer:
     def _fit(self) -> Summary:
         """On the ranks that there are, or that are started for it."""
         device = self.config.device
-        context = join(device)
+        context = join(device, folder=self.folder)
         if context is not None:
             return run_joined(context, self._fit_here)
+        refuse_second_run(self.folder)
         ranks = choose_num_ranks(self.config)
         if ranks == 1:
             return self._fit_here(RankContext.alone(local_device(device, 0)))

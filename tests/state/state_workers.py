@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.launch.store import JobStore
 from phalanx.state.layout import Box, Layout, StateShard, boxes_of_range
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.reshard import reshard
@@ -220,7 +221,7 @@ def save_in_a_process(rank: int, world: int, port: int, folder: Path, victim: in
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
 
     def saver(job: str, timeout: float) -> AsyncSaver:
-        meeting_place = StoreRendezvous(dist.PrefixStore(job, store), rank)
+        meeting_place = StoreRendezvous(JobStore(store, b"a secret", job), rank)
         return AsyncSaver(folder, 2, rank=rank, world=world, rendezvous=meeting_place, timeout=timeout)
 
     first, second = saver("first", 30), saver("second", 2)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,12 +78,55 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
     assert [opened.read(f"model/{i}")[0].item() for i in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_the_newest_are_kept_and_the_rest_pruned(tmp_path: Path) -> None:
+def test_those_written_last_are_kept_whatever_their_step_and_the_rest_pruned(tmp_path: Path) -> None:
     for step in (1, 2, 10, 3):
         save(tmp_path, step, keep=2)
-    assert [path.name for path in checkpoint.find(tmp_path)] == ["step-00000010", "step-00000003"]
+    assert [path.name for path in checkpoint.find(tmp_path)] == ["step-00000003", "step-00000010"]
     assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000010"]
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000010"
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
+
+
+@pytest.mark.parametrize("order", [(9, 5, 1), (5, 9, 1), (1, 9, 5), (300, 200, 100, 150)])
+def test_the_checkpoint_just_written_is_never_pruned(tmp_path: Path, order: tuple[int, ...]) -> None:
+    """As after going on from an old checkpoint, beside newer ones of the way that was left."""
+    for number, step in enumerate(order):
+        written = save(tmp_path, step, keep=1 + number % 2)
+        assert_good(written, step)
+        assert checkpoint.latest(tmp_path) == written
+
+
+def test_the_order_of_writing_holds_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time_ns", lambda: 10**18)
+    save(tmp_path, 2)
+    monkeypatch.setattr(time, "time_ns", lambda: 10**17)
+    assert [path.name[-1] for path in (save(tmp_path, 3), *checkpoint.find(tmp_path))] == ["3", "3", "2"]
+
+
+def test_checkpoints_without_a_time_of_writing_are_older_and_go_by_their_step(tmp_path: Path) -> None:
+    for step in (7, 2, 5):
+        marker = save(tmp_path, step) / "COMPLETE"
+        content = json.loads(marker.read_text())
+        content.pop("written")
+        marker.write_text(json.dumps(content))
+    save(tmp_path, 1, keep=3)
+    assert [path.name[-1] for path in checkpoint.find(tmp_path)] == ["1", "7", "5"]
+
+
+def test_of_a_linked_checkpoint_only_the_link_is_removed(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    os.rename(save(run, 1), elsewhere)
+    (run / "step-00000001").symlink_to(elsewhere)
+    (run / "step-00000003").symlink_to(tmp_path / "gone")  # a link to nothing in the way of the next
+    assert_good(run / "step-00000001", 1)
+    assert_good(save(run, 3, keep=2), 3)
+    save(run, 4, keep=2)
+    assert sorted(os.listdir(run)) == ["step-00000003", "step-00000004"]
+    assert_good(elsewhere, 1)
+
+
+def test_a_file_in_the_way_of_a_checkpoint_gives_way(tmp_path: Path) -> None:
+    (tmp_path / "step-00000002").write_text("notes")
+    assert_good(save(tmp_path, 2), 2)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -108,6 +152,27 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
+def change_marker(path: Path, **changes: object) -> None:
+    marker = json.loads((path / "COMPLETE").read_text())
+    marker["files"]["state.json"] |= changes
+    (path / "COMPLETE").write_text(json.dumps(marker))
+
+
+def lead_out(path: Path, name: str = "../step-00000001/state.json") -> None:
+    marker = json.loads((path / "COMPLETE").read_text())
+    marker["files"][name] = marker["files"]["state.json"]
+    (path / "COMPLETE").write_text(json.dumps(marker))
+
+
+def change_index(path: Path, **changes: object) -> None:
+    """As who writes a whole checkpoint can: the checksum of the index is right."""
+    record = json.loads((path / "state.json").read_text())
+    entry = record["tensors"]["master/w"]
+    (entry if "dtype" in changes else entry["pieces"][0]).update(changes)
+    (path / "state.json").write_text(json.dumps(record))
+    change_marker(path, size=(path / "state.json").stat().st_size, sha256=checksum(path / "state.json"))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a changed value": (lambda p: flip(p / "tensors-00000.safetensors", -1), r"tensors-00000.safetensors is corrupt"),
     "a changed header": (lambda p: flip(p / "tensors-00000.safetensors", 40), r"tensors-00000.safetensors is corrupt"),
@@ -116,6 +181,21 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing file": (lambda p: (p / "tensors-00000.safetensors").unlink(), r"tensors-00000.safetensors is missing"),
     "no marker": (lambda p: (p / "COMPLETE").unlink(), r"incomplete \(no COMPLETE file\)"),
     "a bad marker": (lambda p: (p / "COMPLETE").write_text("{"), r"its COMPLETE file is damaged"),
+    "an empty marker": (lambda p: (p / "COMPLETE").write_text('{"files": {}}'), r"it names no state.json"),
+    "a marker of lists": (lambda p: (p / "COMPLETE").write_text('{"files": []}'), r"COMPLETE file is damaged \(files"),
+    "a marker that nests": (lambda p: (p / "COMPLETE").write_text("[" * 10**5), r"COMPLETE file is damaged"),
+    "negative sizes": (lambda p: change_marker(p, size=-1), r"COMPLETE file is damaged"),
+    "sizes as texts": (lambda p: change_marker(p, size="9"), r"COMPLETE file is damaged"),
+    "a marker that leads out": (lambda p: lead_out(p), r"names '\.\./[^']*', which is not a file of this folder"),
+    "a marker of root": (lambda p: lead_out(p, "/etc/passwd"), r"names '/etc/passwd', which is not a file of this"),
+    "an index that leads out": (
+        lambda p: change_index(p, file="../x"),
+        r"index is damaged .*not a file of this folder",
+    ),
+    "pieces that miss some": (lambda p: change_index(p, shape=[5, 5]), r"index is damaged \(owners hold 25 of the 30"),
+    "negative boxes": (lambda p: change_index(p, offset=[-1, 0]), r"index is damaged"),
+    "boxes of other dims": (lambda p: change_index(p, offset=[0]), r"index is damaged"),
+    "an unknown dtype": (lambda p: change_index(p, dtype="load"), r"index is damaged"),
     "no folder": (lambda p: shutil.rmtree(p), r"there is no such folder"),
 }
 

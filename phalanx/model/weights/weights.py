@@ -6,9 +6,9 @@ Names are the model's own; a parameter that has several names (tied weights) goe
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from phalanx.errors import ModelError
 from phalanx.model.weights.init_recipe import Recipe
 from phalanx.model.weights.key_map import Assembly, Source, match
+from phalanx.records import Malformed, read_record
+from phalanx.state.folders import is_inside
 from phalanx.state.layout import Box
 from phalanx.state.tensor_files import TensorFile
 
@@ -205,6 +207,13 @@ class SafetensorsWeights(Weights):
             )
 
 
+@dataclass(frozen=True)
+class _Index:
+    """What is used of an index: which file holds which tensor."""
+
+    weight_map: dict[str, str]
+
+
 class _StoredTensors:
     """The tensors in a folder's safetensors files, read box by box."""
 
@@ -225,14 +234,24 @@ class _StoredTensors:
         return self._file_of[key].read(key, box)
 
 
+def has_weight_files(folder: Path) -> bool:
+    """Whether a folder holds weights as HuggingFace writes them."""
+    return (folder / INDEX_FILE).is_file() or (folder / WEIGHTS_FILE).is_file()
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The files that hold a folder's weights, through its index where it has one."""
     index, single = folder / INDEX_FILE, folder / WEIGHTS_FILE
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} is not a safetensors index: {error!r}", "copy or download it again") from error
+            names = sorted(set(read_record(_Index, index.read_bytes()).weight_map.values()))
+        except (Malformed, OSError) as error:
+            raise ModelError(f"{index} is not a safetensors index: {error}", "copy or download it again") from error
+        if outside := [name for name in names if not is_inside(name)]:
+            raise ModelError(
+                f"{index} names files outside of its folder: {_some(outside)}",
+                "do not use this folder unless you know why; a model's weights lie beside their index",
+            )
         if absent := [name for name in names if not (folder / name).is_file()]:
             raise ModelError(f"{index} names files that are not there: {_some(absent)}", "copy or download them")
         return [folder / name for name in names]
