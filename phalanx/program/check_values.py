@@ -203,8 +203,10 @@ class _Follower:
             self._pending.update(row.adds[-1:])
         summed = {part for _, parts in row.collects for part in parts}  # are needed only here, their sum longer
         for i in row.writes:
-            held = meaning.holds.get(self._keys[i], ())
-            self._held[i] = {j for j in row.reads if self._keys[j] in held and j not in summed}
+            sent = meaning.holds.get(self._keys[i], ())
+            held = {j for j in row.reads if self._keys[j] in sent and j not in summed}
+            if held:
+                self._held[i] = held
         yield from self._too_many(row)
         for i in row.frees:
             if i in self._freed:
