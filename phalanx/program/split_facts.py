@@ -198,9 +198,9 @@ class _Relative:
         return self._before + value[1:] if isinstance(value, str) and value.startswith("<") else value
 
 
-_DEFAULTS: dict[str, Any] = {
-    f.name: [] if f.default in (MISSING, ()) else f.default for f in fields(Backward)
-} | {"working": ()}  # fmt: skip
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Backward)}
+_DEFAULTS = {name: list[Any]() if value in (MISSING, ()) else value for name, value in _DEFAULTS.items()}
+_DEFAULTS["working"] = ()
 
 
 class _Reader:
@@ -229,7 +229,9 @@ class _Reader:
             for kind, inputs in zip(("eager", "compiled"), row["inputs"], strict=True)
         ]  # fmt: skip
         parameters = tuple(chain["parameters"] for chain in chains)
-        return SplitFacts(split, self._data["dtype"], *shapes, tuple(elements[key] for key in keys), parameters)
+        eager, compiled = shapes
+        sizes = tuple(elements[key] for key in keys)
+        return SplitFacts(split, self._data["dtype"], eager, compiled, sizes, parameters)
 
     def _steps(self, block: int, chain: Mapping[str, Any], keys: Sequence[Key], kind: str) -> tuple[Step, ...]:
         names = _Relative(self._names[block], self._names[block - 1] if block else "")
@@ -245,5 +247,5 @@ class _Reader:
         traced = _DEFAULTS | row["eager"] | (row["compiled"] if kind == "compiled" else {})
         working = tuple(traced.pop("working"))
         backward = Backward(**{name: names.absolute(value) for name, value in traced.items()})
-        used = tuple(buckets[place] for place in row["buckets"])
+        used = tuple(buckets[int(place)] for place in row["buckets"])
         return Step(**wires, **plain, buckets=used, traced=backward, working=working)

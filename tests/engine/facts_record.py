@@ -49,7 +49,7 @@ def compiled_record(facts: str, plan_json: str, dims: Dims) -> list[Record]:
     size = Sizes.of(compiled, costs_of_facts(described, described.eager, dims, Device()))
     found: list[Record] = []
     for table in compiled.tables:
-        rows = [
+        rows: Record = [
             (
                 str(row.instruction),
                 {str(v): size(v) for v in (table.values[i] for i in row.writes) if v.kind in KINDS},
