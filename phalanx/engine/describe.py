@@ -37,7 +37,7 @@ from phalanx.model.slicing import TOKENS, WHOLE_TOKENS
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.zoo import resolve
 from phalanx.plan.plan import Plan
-from phalanx.program.shape import Backward, ModelShape, Step
+from phalanx.program.shape import Backward, BlockOp, ModelShape
 from phalanx.program.split_facts import TP, Split, SplitFacts, splits_path, write_all
 
 _CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ class _Walk:
         self._graph, shape = self._composed.graph, self._composed.shape
         degrees = {part.degree for chain in self._graph.parts for part in chain} if split.tp > 1 else {1}
         self._shards = {d: SampleShard(0, split.tp // d) for d in degrees if d < split.tp}
-        self._shape = replace(shape, steps=tuple(self._with_flops(block) for block in range(shape.num_blocks)))
+        self._shape = replace(shape, ops=tuple(self._with_flops(block) for block in range(shape.num_blocks)))
         self._fit = Fit(
             self._dims(captured),
             [(dim, d) for d in sorted(degrees) if d > 1 for dim in (TOKENS, "source")] if split.sequence else [],
@@ -95,12 +95,12 @@ class _Walk:
             tuple(elements(block.names("parameter")) for block in captured.blocks.blocks),
         )  # fmt: skip
 
-    def _with_flops(self, block: int) -> tuple[Step, ...]:
+    def _with_flops(self, block: int) -> tuple[BlockOp, ...]:
         """A block that is not split does all of its arithmetic in its one segment."""
-        blocks, steps = self._composed.captured.blocks, self._composed.shape.steps_of(block)
+        blocks, ops = self._composed.captured.blocks, self._composed.shape.ops_of(block)
         texts = blocks.templates[blocks.blocks[block].template].flops.values()
         whole = "+".join(f"({text})" for text in texts) or "0"
-        return steps if self._split.tp > 1 else tuple(replace(step, flops=whole) for step in steps)
+        return ops if self._split.tp > 1 else tuple(replace(op, flops=whole) for op in ops)
 
     def described(self, compiler: Compiler) -> ModelShape:
         """The shape with sizes as expressions."""
@@ -115,21 +115,21 @@ class _Walk:
         )  # fmt: skip
         probes = [self._probe(compute, tracer, dims) for dims in self._fit.points]
         working = cache(Segment.working)
-        steps: list[tuple[Step, ...]] = []
+        ops: list[tuple[BlockOp, ...]] = []
         for block, parts in enumerate(self._graph.parts):
-            name, chain = composed.captured.blocks.blocks[block].name, list[Step]()
+            name, chain = composed.captured.blocks.blocks[block].name, list[BlockOp]()
             for number, part in enumerate(parts):
-                seen = [probe.traced.steps[block][number] for probe in probes]
-                step = self._fitted(name, seen)
+                seen = [probe.traced.ops[block][number] for probe in probes]
+                op = self._fitted(name, seen)
                 if part.segment is not None:
                     segments = [probe.traced.segments[part.segment] for probe in probes]
                     needs = self._working(name, [working(segment) for segment in segments])
-                    past = self._past(name, self._graph.segment(part), segments) if step.pasts else "0"
-                    step = replace(step, working=needs, past_bytes=past)
-                chain.append(step)
-            steps.append(tuple(chain))
+                    past = self._past(name, self._graph.segment(part), segments) if op.pasts else "0"
+                    op = replace(op, working=needs, past_bytes=past)
+                chain.append(op)
+            ops.append(tuple(chain))
         inputs = self._expression("the inputs", [probe.inputs for probe in probes])
-        return replace(self._shape, steps=tuple(steps), inputs=inputs)
+        return replace(self._shape, ops=tuple(ops), inputs=inputs)
 
     def _probe(self, compute: Compute, tracer: Tracer, dims: dict[str, int]) -> _Probe:
         inputs = self._inputs(compute, dims)
@@ -153,16 +153,16 @@ class _Walk:
         edges = (0, dims[TOKENS]) if sliced is not None else ()
         return Inputs(compute, batch, keys, lambda own: captured.dims(dict(own)), self._shards, sliced, edges)
 
-    def _fitted(self, block: str, seen: Sequence[Step]) -> Step:
-        """One step from what it is at each point."""
+    def _fitted(self, block: str, seen: Sequence[BlockOp]) -> BlockOp:
+        """One op from what it is at each point."""
         first = seen[0]
         sizes = tuple(
             self._expression(block, [int(size) for size in at])
-            for at in zip(*(step.sizes for step in seen), strict=True)
+            for at in zip(*(op.sizes for op in seen), strict=True)
         )  # fmt: skip
         if first.traced is None:
             return replace(first, sizes=sizes)
-        backwards = [step.bw for step in seen]
+        backwards = [op.bw for op in seen]
         if any(_structure(own) != _structure(backwards[0]) for own in backwards):
             raise _not_fitted(block, self._fit)
         fitted = {

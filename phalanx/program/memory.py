@@ -76,16 +76,16 @@ class Sizes:
         """Bytes of what crosses before a stage for a part of the batch."""
         dims = self.part_dims((it.micro_batch, it.slice, it.half))
         sizes = self.shape.sizes
-        return sum(self._number(sizes.get(wire, "0"), dims) for wire in names.crossing(stage, it.slice))
+        return sum(self._number(sizes.get(name, "0"), dims) for name in names.crossing(stage, it.slice))
 
     def working(self, it: Instruction) -> int:
         """Bytes that a computation needs beside all values while it runs."""
         cut = self.plan.slices and it.slice is not None
         part = (it.half is None, (it.micro_batch, it.slice) if cut else None)
-        key = (it.op, it.block, it.step, *part)
+        key = (it.op, it.block, it.op_index, *part)
         if key not in self._known:
             assert it.block is not None
-            texts = self.shape.steps_of(it.block)[it.step or 0].working
+            texts = self.shape.ops_of(it.block)[it.op_index or 0].working
             dims = self.part_dims((it.micro_batch, it.slice, it.half))
             self._known[key] = self._number(texts[_WORKING[it.op]], dims) if texts else 0
         return self._known[key]
@@ -99,8 +99,8 @@ class Sizes:
             case "activation" | "gradient":
                 size = shape.sizes.get(value.what, value.size)
             case "saved_b" | "saved_bw" | "saved_w":
-                block, step = map(int, value.what.split(":"))
-                size = getattr(shape.steps_of(block)[step].bw, value.kind)
+                block, op = map(int, value.what.split(":"))
+                size = getattr(shape.ops_of(block)[op].bw, value.kind)
             case "d_past":  # in float32 at least
                 return self._number(value.size, dims) * max(1, 4 // self.element_bytes)
             case _:
@@ -112,15 +112,15 @@ class Sizes:
         return int(size or 0) if size.isdigit() or not size else evaluate(size, dims)
 
     def _of_bucket(self, value: Value) -> int:
-        bucket, _, step = value.what.partition("/")
+        bucket, _, op = value.what.partition("/")
         costs = self.buckets[int(bucket)]
         if value.kind == "gathered":
             return costs.weight_bytes
         if value.kind == "reduced" and self.plan.zero:
             return -(-costs.gradient_bytes // self.plan.shards)
-        if not step:
+        if not op:
             return costs.gradient_bytes
-        chain = self.shape.steps_of(int(bucket))
+        chain = self.shape.ops_of(int(bucket))
         users = [i for i, own in enumerate(chain) if own.kind == "segment" and own.bw.trains]
         return costs.gradient_bytes // max(1, len(users))
 

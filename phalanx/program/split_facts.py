@@ -1,5 +1,5 @@
 """A model as a rank has it that splits its tensors with others, or runs on slices, as plain data: its chains of
-segments and exchanges, with the bytes of all that they write, keep and need as expressions over the dims of a
+segments and redistributions, with the bytes of all that they write, keep and need as expressions over the dims of a
 micro-batch. `engine/describe.py` makes it from a graph; that of zoo models is shipped, so that a plan is compiled,
 simulated and its memory told without torch.
 """
@@ -141,14 +141,14 @@ class _Writer:
         row = {
             "split": _unlike_default(facts.split), "inputs": [shape.inputs, facts.compiled.inputs],
             "together": together, "chains": chains.rows, "blocks": places, "grains": shape.num_whole_blocks,
-            "whole_wires": sorted(shape.whole_wires),
+            "per_micro_batch": sorted(shape.per_micro_batch),
         }  # fmt: skip
         return {name: value for name, value in row.items() if value or name in ("split", "chains", "blocks")}
 
     def _chain(self, facts: SplitFacts, keys: Sequence[Key], block: int) -> dict[str, Any]:
         own = [bucket for bucket, (users, _) in enumerate(keys) if block in users]
         names = _Relative(self._blocks[block], self._blocks[block - 1] if block else "")
-        pairs = zip(facts.eager.steps_of(block), facts.compiled.steps_of(block), strict=True)
+        pairs = zip(facts.eager.ops_of(block), facts.compiled.ops_of(block), strict=True)
         return {
             "steps": [self.steps.place(names.step(*pair, own)) for pair in pairs],
             "parameters": facts.parameters[block],
@@ -223,8 +223,8 @@ class _Reader:
                 num_blocks, tuple(users for users, _ in keys[num_blocks:]), held, held,
                 tuple(self._steps(block, chain, keys, kind) for block, chain in enumerate(chains)),
                 sums=tuple(sums for _, sums in keys) if split.tp > 1 else (),
-                grains=("micro-batch",) * whole + ("slice",) * (num_blocks - whole) if split.sliced else (),
-                whole_wires=frozenset(row.get("whole_wires", ())), inputs=inputs,
+                granularities=("micro-batch",) * whole + ("slice",) * (num_blocks - whole) if split.sliced else (),
+                per_micro_batch=frozenset(row.get("per_micro_batch", ())), inputs=inputs,
             )
             for kind, inputs in zip(("eager", "compiled"), row["inputs"], strict=True)
         ]  # fmt: skip
@@ -241,11 +241,11 @@ class _Reader:
     @staticmethod
     def _step(row: Mapping[str, Any], names: _Relative, buckets: Sequence[int], kind: str) -> Step:
         plain = {n: _tuples(v) for n, v in row.items() if n not in ("eager", "compiled", "buckets", "reads", "writes")}
-        wires = {name: names.absolute(row.get(name, ())) for name in ("reads", "writes")}
+        names = {name: names.absolute(row.get(name, ())) for name in ("reads", "writes")}
         if "eager" not in row:
-            return Step(**wires, **plain)
+            return Step(**names, **plain)
         traced = _DEFAULTS | row["eager"] | (row["compiled"] if kind == "compiled" else {})
         working = tuple(traced.pop("working"))
         backward = Backward(**{name: names.absolute(value) for name, value in traced.items()})
         used = tuple(buckets[int(place)] for place in row["buckets"])
-        return Step(**wires, **plain, buckets=used, traced=backward, working=working)
+        return Step(**names, **plain, buckets=used, traced=backward, working=working)

@@ -50,8 +50,8 @@ def test_measured_saved_bytes_are_what_is_kept_for_the_backward(name: str) -> No
     inputs = tasks.get(spec.task).synthetic(spec.config, batch=3, tokens=23, seed=0)
     dims = captured.dims(inputs)
     shape = describe(captured, Plan(), "bfloat16").eager
-    steps = [step for block in range(shape.num_blocks) for step in shape.steps_of(block)]
-    kept = {wire for step in steps for wire in step.bw.reads}
+    steps = [step for block in range(shape.num_blocks) for step in shape.ops_of(block)]
+    kept = {activation for step in steps for activation in step.bw.reads}
     own = sum(evaluate(size or "0", dims) for step in steps for size in (step.bw.saved_b, step.bw.saved_bw))
     shared = {tensor.name: evaluate(tensor.bytes, dims) for block in facts.blocks for tensor in block.shared}
     assert {name for name in shared if name in shape.sizes} == kept

@@ -74,9 +74,9 @@ def test_after_the_forward_of_every_shipped_model_lives_what_its_facts_say(path:
         lives = live_bytes(bound.tables[0], Sizes.of(bound, costs_of_facts(found, shape, dims, Device())))
         live[compiled] = lives[max(place for place, it in enumerate(bound.programs[0]) if it.op is Op.F)]
         assert lives[-1] == 0
-    wires = {tensor.name for block in facts.blocks for tensor in block.crossing}
+    activations = {tensor.name for block in facts.blocks for tensor in block.crossing}
     inputs = [block.shared for block in facts.blocks]
-    others = {tensor.name: tensor.bytes for own in inputs for tensor in own if tensor.name not in wires}
+    others = {tensor.name: tensor.bytes for own in inputs for tensor in own if tensor.name not in activations}
     kept = sum(evaluate(size, dims) for size in others.values())
     keys = facts.saved_bytes(dims) - kept + LOSS_BYTES - live[False]  # of dropout: they belong to the inputs
     assert 0 <= keys <= 8 * dims["batch"] * len(facts.blocks)
@@ -218,9 +218,11 @@ def test_segments_that_are_compiled_keep_less_and_split_ones_their_part() -> Non
 
     def kept(plan: str, compiled: bool) -> int:
         shape = described(facts, plan).shape(compiled)
-        steps = [step for step in shape.steps_of(1) if step.kind == "segment"]
+        steps = [step for step in shape.ops_of(1) if step.kind == "segment"]
         texts = [size for step in steps for size in (step.bw.saved_b, step.bw.saved_bw) if size]
-        texts += [shape.sizes[wire] for wire in {wire for step in steps for wire in step.bw.reads}]
+        texts += [
+            shape.sizes[activation] for activation in {activation for step in steps for activation in step.bw.reads}
+        ]
         return sum(evaluate(size, {"batch": 1, "tokens": 64}) for size in texts)
 
     for plan in ("", "tp=8", "tp=8,sequence=yes"):
