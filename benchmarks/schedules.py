@@ -33,7 +33,7 @@ from schedule_ranks import Bench, Seen, run_bench
 from shared_gpu import rank_environment, shared_gpu
 
 from phalanx.engine.compose import bucket_names
-from phalanx.engine.describe import Described
+from phalanx.engine.describe import describe
 from phalanx.engine.measured import merge
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
@@ -122,7 +122,7 @@ def _measure(kind: Kind, rounds: int) -> Iterator[dict[str, Any]]:
     buckets = bucket_names(captured.blocks, captured.trainable).names
     elements = [sum(math.prod(captured.shapes[name]) for name in names) for names in buckets]
     dims = captured.dims(bench.micro_batch())
-    shape = Described(captured, bench.plans[FUSED], kind.dtype).at(dims)
+    shape = describe(captured, bench.plans[FUSED], kind.dtype).eager
     halves = {name: found[::2] for name, found in steps.items()}
     known = profile(halves, bench.plans[FUSED], shape, elements)
     for name, plan in bench.plans.items():

@@ -19,11 +19,12 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.slice_search import ModelledTimes, Times, plan_batch
 from phalanx.program.compile import compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link
-from phalanx.program.from_facts import Device, costs_of_facts, shape_of_facts
+from phalanx.program.from_facts import Device, costs_of_facts
 from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import RECEIVES, SENDS, Op
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
+from phalanx.program.split_facts import SplitFacts
 from phalanx.program.timeline import Timeline
 
 GRANULARITIES = 32  # of a sequence: few lengths, since every length is traced once
@@ -53,15 +54,15 @@ class Ends:
 
 @dataclass(frozen=True)
 class Known:
-    """Everything that a simulation needs. blocks: of the model, in order. elements: of each bucket. working: what
-    computations need while they run, by the tokens of a sequence."""
+    """Everything that a simulation needs. blocks: of the model, in order. elements: of each bucket. described: how
+    large its values are, whole and (True) on slices."""
 
     blocks: tuple[BlockTimes, ...]
     link: Link
     ends: Ends
     elements: tuple[int, ...]
     facts: ModelFacts
-    working: Mapping[int, Mapping[Op, tuple[int, ...]]]
+    described: Mapping[bool, SplitFacts]
 
     def step(self, plan: Plan, tokens: int) -> float:
         """Seconds of a step whose micro-batches are one sequence each."""
@@ -72,7 +73,11 @@ class Known:
         return [sum(held.values()) for held in self.timeline(plan, tokens).memory]
 
     def timeline(self, plan: Plan, tokens: int) -> Timeline:
-        return simulate(compile_plan(plan, shape_of_facts(self.facts)), self.costs(plan, tokens))
+        return simulate(compile_plan(plan, self.shape(plan)), self.costs(plan, tokens))
+
+    def shape(self, plan: Plan) -> ModelShape:
+        """Pipelines run uncompiled."""
+        return self.described[bool(plan.slices)].eager
 
     def stage_table(self, plan: Plan, tokens: int, grain: int) -> Times:
         """Of every slice, what the slowest stage takes."""
@@ -89,7 +94,7 @@ class Known:
     def costs(self, plan: Plan, tokens: int) -> Costs:
         whole = [block.seconds(tokens, 0) for block in self.blocks]
         dims = {"batch": 1, "tokens": tokens}
-        assumed = costs_of_facts(self.facts, plan, dims, Device())
+        assumed = costs_of_facts(self.described[bool(plan.slices)], self.shape(plan), dims, Device())
 
         def slice_cost(block: int, micro_batch: int, slice: int) -> float:
             begin, end = plan.slice_bounds(micro_batch, tokens)[slice : slice + 2]
@@ -105,7 +110,7 @@ class Known:
                 for count in self.elements
             ),
             message_link=self.link, group_link=Link(latency_s=self.ends.norm / max(1, 2 * (plan.world - 1))),
-            issue_seconds=self.ends.issue, slice_cost=slice_cost, working_bytes=self.working.get(tokens, {}),
+            issue_seconds=self.ends.issue, slice_cost=slice_cost,
         )  # fmt: skip
 
 

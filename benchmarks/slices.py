@@ -33,16 +33,15 @@ from slice_ranks import Case, Effort, Facts, Seen, median_of, profile, run_case
 from slice_simulation import BlockTimes, Known, ends_of, planned
 
 from phalanx.engine.compose import bucket_names
+from phalanx.engine.describe import describe
 from phalanx.engine.measured import merge
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
-from phalanx.model.facts.facts import ModelFacts
-from phalanx.model.measure import footprints, measure
+from phalanx.model.measure import measure
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 from phalanx.profile.slice_fit import Fit, fit
-from phalanx.program.from_facts import shape_of_facts
-from phalanx.program.instructions import Op
+from phalanx.program.split_facts import Split
 
 WHOLE, PLANNED, EAGER, ALL_FIRST = "whole", "planned", "eager", "gpipe"
 HEADERS = [
@@ -133,26 +132,16 @@ def _profile(shape: Shape, captured: Captured, pool: WorkerPool) -> tuple[Known,
     times = {name: BlockTimes(fits[name].times, kind.forward) for name, kind in kinds.items()}
     buckets = bucket_names(captured.blocks, captured.trainable).names
     elements = tuple(sum(math.prod(captured.shapes[name]) for name in names) for names in buckets)
-    facts, working = block_bytes(setting, captured, sorted({tokens for _, tokens in shape.cases}))
+    facts = measure(setting.spec(), captured, setting.torch_dtype)
+    described = {sliced: describe(captured, Split(sliced=sliced).plan, shape.dtype) for sliced in (False, True)}
     steps = [merge(parts) for parts in zip(*(facts.parts for facts in found))]
     known = Known(
         (times["first"], *[times["layer"]] * (len(facts.blocks) - 2), times["last"]), found[0].link,
-        ends_of(steps, plan, shape_of_facts(facts), elements), elements, facts, working,
+        ends_of(steps, plan, described[False].eager, elements), elements, facts, described,
     )  # fmt: skip
     slices = [asdict(measurement) for measurement in kinds["layer"].slices]
     shown = {"fits": {name: _fit(found) for name, found in fits.items()}, "link": asdict(known.link)}
     return known, {**shown, "ends": asdict(known.ends), "layer_slices": slices}
-
-
-def block_bytes(
-    setting: Setting, captured: Captured, lengths: Sequence[int]
-) -> tuple[ModelFacts, dict[int, dict[Op, tuple[int, ...]]]]:
-    """What blocks keep, and what they need while they run, of sequences of these lengths: from the graph."""
-    working: dict[int, dict[Op, tuple[int, ...]]] = {}
-    for tokens in lengths:
-        found = footprints(captured, setting.torch_dtype, {"batch": 1, "tokens": tokens})
-        working[tokens] = {Op.F: tuple(f.forward for f in found), Op.BW: tuple(f.together for f in found)}
-    return measure(setting.spec(), captured, setting.torch_dtype), working
 
 
 def _fit(found: Fit) -> dict[str, Any]:

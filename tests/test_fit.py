@@ -68,3 +68,41 @@ def test_one_wrong_value_is_found_out() -> None:
     for place in range(len(values)):
         wrong = [value + (i == place) for i, value in enumerate(values)]
         assert fit.polynomial(wrong) is None
+
+
+@pytest.mark.parametrize("text", ["((tokens + 1)//2)", "7*batch*tokens**2 + 12*batch*((tokens + 7)//8) + 3*batch"])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 64])
+def test_lengths_of_equal_parts_of_a_dim_may_be_in_it(text: str, tokens: int) -> None:
+    degree = 2 if "//2" in text else 8
+    fit = Fit(("batch", "tokens"), parts=[("tokens", degree), ("source", degree)])
+    assert fit.polynomial(_values(fit, text)) == text
+    assert Fit(("batch", "tokens")).polynomial(_values(Fit(("batch", "tokens")), text)) is None
+    assert evaluate(text, {"batch": 1, "tokens": tokens}) >= -(-tokens // degree)
+
+
+def test_samples_that_are_divided_make_fractions_of_a_batch() -> None:
+    fit = Fit(("batch", "tokens"), multiple=4)
+    assert all(point["batch"] % 4 == 0 for point in fit.points)
+    found = fit.polynomial(_values(fit, "3*(batch//2) + 8*(batch//4)*tokens"))
+    assert found == "2*batch*tokens + 3*batch/2"
+
+
+def test_slices_are_shorter_than_what_they_are_cut_from() -> None:
+    fit = Fit(("batch", "tokens", "whole_tokens"), parts=[("tokens", 2), ("tokens", 4)])
+    assert all(point["tokens"] < point["whole_tokens"] for point in fit.points)
+    assert fit.polynomial(_values(fit, "batch*tokens*whole_tokens + 5")) == "batch*tokens*whole_tokens + 5"
+
+
+def test_the_largest_of_several_is_written_with_those_that_can_be() -> None:
+    fit = Fit(("batch", "tokens"))
+    texts = ["4*batch*tokens + 100", "4*batch*tokens", "9*batch*tokens", "3*batch*tokens + 100", "0"]
+    found = fit.largest([_values(fit, text) for text in texts])
+    assert found == "Max(9*batch*tokens, 4*batch*tokens + 100)"
+    assert evaluate(found, {"batch": 1, "tokens": 1}) == 104
+    assert fit.largest([_values(fit, "7*batch"), _values(fit, "batch")]) == "7*batch"
+    assert fit.largest([]) == "0" and fit.largest([_values(fit, "batch**3")]) is None
+
+
+def test_a_polynomial_can_be_divided() -> None:
+    fit = Fit(("batch", "tokens"))
+    assert fit.scaled(_values(fit, "1999*batch*tokens + batch"), 1000) == "2*batch*tokens"

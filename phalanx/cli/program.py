@@ -1,7 +1,7 @@
 """`phalanx program`: what a plan makes every rank do, when, and what it costs; predicted, and beside it measured.
 
-A zoo model needs neither torch nor a device: its facts are shipped, and durations follow from an assumed device. Only a
-plan that splits tensors needs the model's graph.
+A zoo model needs neither torch nor a device: its facts are shipped, and durations follow from an assumed device. Only
+what is not shipped (other models, other ways to split their tensors) is described from the model's graph.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from phalanx.config import plan_text
 from phalanx.errors import ConfigError, PlanError, nearest
 
 if TYPE_CHECKING:
-    from phalanx.engine.describe import Described
     from phalanx.plan.plan import Plan
     from phalanx.program.from_facts import Device
     from phalanx.program.predict import Prediction
+    from phalanx.program.split_facts import SplitFacts
     from phalanx.program.timeline import Timeline
 
 
@@ -68,11 +68,11 @@ def program(
     device = _device(device_flops, link_bytes)
     facts = find_facts(model, task, dtype, tiny, live=False)
 
-    def describe(chosen: Plan) -> Described:
-        from phalanx.engine.describe import Described
+    def describe(chosen: Plan) -> SplitFacts:
+        from phalanx.engine.describe import describe
 
-        with patiently(f"reading and splitting the graph of {facts.name}"):
-            return Described(capture_model(model, task, facts.dtype, tiny)[1], chosen, facts.dtype)
+        with patiently(f"reading and describing the graph of {facts.name}"):
+            return describe(capture_model(model, task, facts.dtype, tiny)[1], chosen, facts.dtype)
 
     prediction = predict(facts, plan_text(plan), ranks, batch, choose_dims(facts, batch, tokens), device, describe)
     if lowered or values:

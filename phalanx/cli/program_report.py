@@ -35,7 +35,7 @@ def print_report(
     for reason in prediction.completed.reasons.values():
         console.print(f"  {reason}", style="dim", soft_wrap=True)
     console.print(f"  activations {plan.kept}", style="dim", soft_wrap=True)
-    console.print(_assumption(prediction.device), style="dim", soft_wrap=True)
+    console.print(_assumption(prediction.device, prediction.is_fused), style="dim", soft_wrap=True)
     console.print()
     console.print(_stage_table(facts, prediction))
     for name, timeline in timelines.items():
@@ -45,12 +45,12 @@ def print_report(
         console.print(_comparison_table(timelines["predicted"], timelines["measured"]))
 
 
-def _assumption(device: Device) -> str:
+def _assumption(device: Device, is_fused: bool) -> str:
     return (
         f"assumed, not measured: devices that reach {number_text(device.flops_per_s, 'FLOP/s')} and "
         f"{number_text(device.memory_bytes_per_s, 'B/s')} from memory, links of "
         f"{number_text(device.link.bytes_per_s, 'B/s')} and {duration_text(device.link.latency_s)}, "
-        "a backward of two forwards"
+        f"a backward of two forwards, segments that are {'compiled' if is_fused else 'not compiled'}"
     )
 
 

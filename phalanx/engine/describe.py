@@ -1,106 +1,140 @@
-"""How large the values of a composed model are, for any shape of micro-batch: found by tracing it without data.
+"""The facts of a model under a split of its tensors (`program/split_facts.py`): its graph is composed as a rank has it,
+traced without contents at a few shapes, and every size is fitted. `python -m phalanx.engine.describe` writes all facts
+that are shipped with the package anew.
 
-For predicting plans on a graph, as shipped facts do for whole models without one.
+So what is predicted from facts and what a rank makes of its graph have one source: `compose` and `trace`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import torch
 
+from phalanx import tasks
 from phalanx.engine.compose import compose
 from phalanx.engine.compute import Compute
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.sample_shard import SampleShard
-from phalanx.engine.trace import Tracer
-from phalanx.expressions import evaluate
+from phalanx.engine.trace import Traced, Tracer
+from phalanx.errors import CaptureError, PlanError
+from phalanx.expressions import Fit, evaluate
+from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
-from phalanx.model.facts.facts import DTYPE_BYTES
+from phalanx.model.facts.facts import shipped_path, to_json
+from phalanx.model.graph.blocks import Block
+from phalanx.model.interpret import tensor_ports
+from phalanx.model.measure import measure
 from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.segments import Segment, Working
 from phalanx.model.slicing import TOKENS, WHOLE_TOKENS
+from phalanx.model.zoo import zoo_table
+from phalanx.model.zoo.zoo import resolve
 from phalanx.plan.plan import Plan
-from phalanx.program.costs import Costs
-from phalanx.program.from_facts import Device, bucket_costs
-from phalanx.program.shape import ModelShape
+from phalanx.program.shape import Backward, BlockOp, ModelShape
+from phalanx.program.split_facts import TP, Split, SplitFacts, splits_path, write_all
 
 _CPU = torch.device("cpu")
+_SIZES = ("saved_b", "saved_bw", "saved_w", "d_parameters")  # of what a backward needs and gives
+_GIVEN = ("input", "value", "whole_input", "whole_value")  # kinds of what follows from a micro-batch's samples
+# Whose tensor-parallel facts are shipped too: for the others a plan with tp > 1 reads the graph.
+SPLIT_MODELS = ("meta-llama/Llama-3.3-70B-Instruct",)
 
 
-class Described:
-    """A model as the first tensor-parallel rank of a plan has it, which never has less than the others. All parameters
-    count as trained."""
+def describe(captured: Captured, plan: Plan, dtype: str, device: str = "cuda") -> SplitFacts:
+    """device: operators have the form that they have there. On CPUs nothing is compiled unless somebody asks for it:
+    there both shapes are the same."""
+    walk = _Walk(captured, Split.of(plan), dtype)
+    with as_on_gpu() if device == "cuda" else contextlib.nullcontext():
+        eager = walk.described(Compiler("off"))
+        return walk.facts(eager, walk.described(Compiler("inductor")) if device == "cuda" else eager)
 
-    def __init__(self, captured: Captured, plan: Plan, dtype: str) -> None:
-        self._plan, self._dtype, self._precision = plan, dtype, getattr(torch, dtype)
-        self._composed = compose(captured, plan, 0, self._precision, captured.trainable)
-        graph, blocks = self._composed.graph, range(self._composed.shape.num_blocks)
-        self._compute = Compute(
-            graph.segments, captured.buffers, trainable=captured.trainable, device=_CPU, compiler=Compiler("off"),
-            products=plan.adds_gradients,
-        )  # fmt: skip
-        self._tracer = Tracer(
-            graph,
-            self._composed.shape,
-            self._compute,
-            self._composed.local_shapes(),
-            self._precision,
-            blocks,
-            self._composed.integers(),
+
+@dataclass(frozen=True)
+class _Probe:
+    """All blocks at one shape of micro-batch. inputs: bytes of what follows from its samples."""
+
+    traced: Traced
+    inputs: int
+
+
+class _Walk:
+    def __init__(self, captured: Captured, split: Split, dtype: str) -> None:
+        self._split, self._dtype, self._precision = split, dtype, getattr(torch, dtype)
+        self._composed = compose(captured, split.plan, 0, self._precision, captured.trainable)
+        self._graph, shape = self._composed.graph, self._composed.shape
+        degrees = {part.degree for chain in self._graph.parts for part in chain} if split.tp > 1 else {1}
+        self._shards = {d: SampleShard(0, split.tp // d) for d in degrees if d < split.tp}
+        self._shape = shape
+        self._fit = Fit(
+            self._dims(captured),
+            [(dim, d) for d in sorted(degrees) if d > 1 for dim in (TOKENS, "source")] if split.sequence else [],
+            multiple=math.lcm(*(shard.count for shard in self._shards.values())),
         )
-        self._known: dict[tuple[int, ...], ModelShape] = {}
+        self._polynomial = cache(self._fit.polynomial)
 
-    @property
-    def shape(self) -> ModelShape:
-        """Without sizes."""
-        return self._composed.shape
+    def _dims(self, captured: Captured) -> list[str]:
+        dims = [dim for spec in captured.inputs for dim in spec.dims if isinstance(dim, str)]
+        return list(dict.fromkeys([*dims, *([WHOLE_TOKENS] if self._split.sliced else [])]))
 
-    def at(self, dims: Mapping[str, int]) -> ModelShape:
-        """With the sizes of a micro-batch, or a slice of one, of these dims."""
-        key = tuple(dims.values())
-        if key not in self._known:
-            with as_on_gpu():
-                self._known[key] = self._tracer(self._inputs(dims)).shape(self.shape)
-        return self._known[key]
+    def facts(self, eager: ModelShape, compiled: ModelShape) -> SplitFacts:
+        captured, shapes = self._composed.captured, self._composed.local_shapes()
 
-    def parameters(self) -> tuple[int, ...]:
-        """Elements per block."""
-        shapes, blocks = self._composed.local_shapes(), self._composed.captured.blocks.blocks
-        return tuple(
-            sum(_numel(shapes[name]) for name in dict.fromkeys(block.names("parameter"))) for block in blocks
+        def elements(names: Sequence[str]) -> int:
+            return sum(math.prod(shapes[name]) for name in dict.fromkeys(names))
+
+        return SplitFacts(
+            self._split, self._dtype, eager, compiled,
+            tuple(elements(names) for names in self._composed.buckets.names),
+            tuple(elements(block.names("parameter")) for block in captured.blocks.blocks),
         )  # fmt: skip
 
-    def seconds(self, dims: Mapping[str, int], device: Device) -> tuple[float, ...]:
-        """The forward of each block: its arithmetic or the writing of what it keeps, whichever takes longer."""
-        shape = self.at(dims)
-        found: list[float] = []
-        for block, flops in enumerate(self._flops(dims)):
-            chain = shape.ops_of(block)
-            kept = {name for op in chain if op.kind == "segment" for name in op.bw.reads}
-            own = sum(int(op.bw.saved_b or 0) + int(op.bw.saved_bw or 0) for op in chain if op.kind == "segment")
-            saved = own + sum(int(shape.sizes[name]) for name in kept)
-            found.append(max(flops / device.flops_per_s, saved / device.memory_bytes_per_s))
-        return tuple(found)
-
-    def costs(self, dims: Mapping[str, int], device: Device) -> Costs:
-        """Of one micro-batch of `dims`, the largest; as `costs_of_facts`."""
-        forward, shapes = self.seconds(dims, device), self._composed.local_shapes()
-        elements = [sum(_numel(shapes[name]) for name in names) for names in self._composed.buckets.names]
-        return Costs(
-            forward=forward, backward=forward, weight=forward,
-            buckets=tuple(bucket_costs(size, self._dtype, device) for size in elements),
-            message_link=device.link, group_link=device.link, dims=dims, shape=self.at,
-            element_bytes=DTYPE_BYTES[self._dtype],
+    def described(self, compiler: Compiler) -> ModelShape:
+        """The shape with sizes as expressions."""
+        composed = self._composed
+        compute = Compute(
+            self._graph.segments, composed.captured.buffers, trainable=composed.captured.trainable, device=_CPU,
+            compiler=compiler, products=True,
         )  # fmt: skip
+        tracer = Tracer(
+            self._graph, self._shape, compute, composed.local_shapes(), self._precision, range(self._shape.num_blocks),
+            composed.integers(),
+        )  # fmt: skip
+        probes = [self._probe(compute, tracer, dims) for dims in self._fit.points]
+        working = cache(Segment.working)
+        ops: list[tuple[BlockOp, ...]] = []
+        for block, parts in enumerate(self._graph.parts):
+            name, chain = composed.captured.blocks.blocks[block].name, list[BlockOp]()
+            for number, part in enumerate(parts):
+                seen = [probe.traced.ops[block][number] for probe in probes]
+                op = self._fitted(name, seen)
+                if part.segment is not None:
+                    segments = [probe.traced.segments[part.segment] for probe in probes]
+                    needs = self._working(name, [working(segment) for segment in segments])
+                    past = self._past(name, self._graph.segment(part), segments) if op.pasts else "0"
+                    op = replace(op, working=needs, past_bytes=past)
+                chain.append(op)
+            ops.append(tuple(chain))
+        inputs = self._expression("the inputs", [probe.inputs for probe in probes])
+        return replace(self._shape, ops=tuple(ops), inputs=inputs)
 
-    def _flops(self, dims: Mapping[str, int]) -> list[float]:
-        ops = [[s for s in self.shape.ops_of(b) if s.kind == "segment"] for b in range(self.shape.num_blocks)]
-        return [float(sum(evaluate(op.flops, dims) for op in chain)) for chain in ops]
+    def _probe(self, compute: Compute, tracer: Tracer, dims: dict[str, int]) -> _Probe:
+        inputs = self._inputs(compute, dims)
+        traced = tracer(inputs)
+        resident = {t.untyped_storage().data_ptr() for t in (*compute.buffers.values(), *compute.constants.values())}
+        held = [tensor.untyped_storage() for key, tensor in inputs.items() if key[2] in _GIVEN]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in held}
+        return _Probe(traced, sum(size for at, size in sizes.items() if at not in resident))
 
-    def _inputs(self, dims: Mapping[str, int]) -> Inputs:
+    def _inputs(self, compute: Compute, dims: dict[str, int]) -> Inputs:
         captured, sliced = self._composed.captured, self._composed.sliced
-        whole = {**dims, TOKENS: dims[WHOLE_TOKENS]} if WHOLE_TOKENS in dims else dims
+        whole = {**dims, TOKENS: dims[WHOLE_TOKENS]} if self._split.sliced else dims
         batch = {
             spec.name: torch.zeros(
                 [whole[d] if isinstance(d, str) else d for d in spec.dims],
@@ -108,15 +142,102 @@ class Described:
             )
             for spec in captured.inputs
         }
-        tp, degrees = self._plan.tp, {part.degree for chain in self._composed.graph.parts for part in chain}
-        portions = {degree: SampleShard(0, tp // degree) for degree in degrees if degree < tp}
         keys = torch.zeros(dims["batch"], dtype=torch.int64)
         edges = (0, dims[TOKENS]) if sliced is not None else ()
-        return Inputs(self._compute, batch, keys, lambda own: captured.dims(dict(own)), portions, sliced, edges)
+        return Inputs(compute, batch, keys, lambda own: captured.dims(dict(own)), self._shards, sliced, edges)
+
+    def _fitted(self, block: str, seen: Sequence[BlockOp]) -> BlockOp:
+        """One op from what it is at each point."""
+        first = seen[0]
+        sizes = tuple(
+            self._expression(block, [int(size) for size in at])
+            for at in zip(*(op.sizes for op in seen), strict=True)
+        )  # fmt: skip
+        if first.traced is None:
+            return replace(first, sizes=sizes)
+        backwards = [op.bw for op in seen]
+        if any(_structure(own) != _structure(backwards[0]) for own in backwards):
+            raise _not_fitted(block, self._fit)
+        fitted = {
+            name: self._expression(block, [int(getattr(own, name)) for own in backwards])
+            for name in _SIZES
+            if getattr(backwards[0], name)
+        }
+        return replace(first, sizes=sizes, flops=self._flops(first.flops), traced=replace(backwards[0], **fitted))
+
+    def _flops(self, text: str) -> str:
+        """As one short polynomial, where they are one."""
+        whole, _, divisor = text.rpartition("/") if "/" in text else (text, "", "1")
+        if not divisor.isdigit():
+            return text
+        return self._fit.scaled([evaluate(whole, point) for point in self._fit.points], int(divisor)) or text
+
+    def _working(self, block: str, seen: Sequence[Working]) -> tuple[str, ...]:
+        found: list[str] = []
+        for function in fields(Working):
+            places = [getattr(own, function.name) for own in seen]
+            same = len(set(map(len, places))) == 1
+            text = self._fit.largest(list(zip(*places, strict=True))) if same else None
+            if text is None:
+                raise _not_fitted(block, self._fit)
+            found.append(text)
+        return tuple(found)
+
+    def _past(self, name: str, segment: Block, segments: Sequence[Segment]) -> str:
+        """Keys and values of all slices of a micro-batch."""
+        places = [i for i, port in enumerate(tensor_ports(segment)) if port.kind == "past"]
+        found: list[int] = []
+        for own, dims in zip(segments, self._fit.points, strict=True):
+            handles = [own.joint.inputs[place] for place in places]
+            kept = [node for handle in handles for node in next(iter(handle.users)).args[1:3]]
+            found.append(sum(n.meta["val"].nbytes for n in kept) // dims[TOKENS] * dims[WHOLE_TOKENS])  # pyright: ignore
+        return self._expression(name, found)
+
+    def _expression(self, block: str, values: Sequence[int]) -> str:
+        expression = self._polynomial(tuple(values))
+        if expression is None:
+            raise _not_fitted(block, self._fit)
+        return expression
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
+def _structure(backward: Backward) -> Backward:
+    """All but how large things are."""
+    return replace(backward, **{name: "1" if getattr(backward, name) else "" for name in _SIZES})
+
+
+def _not_fitted(block: str, fit: Fit) -> CaptureError:
+    return CaptureError(
+        f"what block '{block}' keeps or needs is no polynomial of {', '.join(fit.dims)}",
+        "look for a stride, a pooling or a padding to a multiple along these dims: such a model can be trained but not "
+        "planned",
+    )
+
+
+def write_shipped(names: Sequence[str]) -> None:
+    """Describes these zoo models in bfloat16, the dtype of training, and writes their files.
+
+    Every capture is made anew; that captures are right is shown by the tests, once for each architecture.
+    """
+    splits_path("").parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        spec = resolve(name)
+        inputs = tasks.get(spec.task).inputs(spec.config)
+        captured = capture(spec, inputs, dtype=torch.bfloat16, check=False, use_cache=False)
+        shipped_path(spec.name).write_text(to_json(measure(spec, captured, torch.bfloat16)), encoding="utf-8")
+        text = write_all(list(_all_splits(spec.name, captured)), [block.name for block in captured.blocks.blocks])
+        splits_path(spec.name).write_text(text, encoding="utf-8")
+        print(spec.name, flush=True)
+
+
+def _all_splits(name: str, captured: Captured) -> Iterator[SplitFacts]:
+    """Those that the model can be split into."""
+    splits = [Split(tp, sequence=sequence) for tp in TP for sequence in (False, True)] if name in SPLIT_MODELS else []
+    for split in (Split(), Split(sliced=True), *splits):
+        try:
+            yield describe(captured, split.plan, "bfloat16")
+        except PlanError as refused:
+            print(f"{name}: {refused.message}", flush=True)
+
+
+if __name__ == "__main__":
+    write_shipped(sys.argv[1:] or zoo_table.names())

@@ -1,13 +1,12 @@
 """Facts from a capture: every distinct segment is traced on fake tensors at a few shapes, and what it keeps is fitted.
 
-Nothing is computed and nothing allocated, whatever the size of the model. `python -m phalanx.model.measure`
-writes the facts shipped with the package anew; how long segments take is the profiler's business, not this module's.
+Nothing is computed and nothing allocated, whatever the size of the model. `engine/describe.py` tells what a plan that
+splits or slices the model makes of it; how long segments take is the profiler's business.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -15,30 +14,24 @@ from math import prod
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx import tasks
 from phalanx.errors import CaptureError
 from phalanx.expressions import Fit
-from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import (
-    SHIPPED,
     BlockFacts,
     ModelFacts,
     SharedFacts,
     TensorFacts,
     TiedFacts,
     UnitFacts,
-    shipped_path,
-    to_json,
 )
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks
 from phalanx.model.interpret import HELD, SHARED, Tracer, tensor_ports, without_contents
 from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment.joint import Joint, storage
-from phalanx.model.segment.segments import Footprint, Segment
-from phalanx.model.zoo import zoo_table
-from phalanx.model.zoo.zoo import ModelSpec, resolve
+from phalanx.model.segment.segments import Segment
+from phalanx.model.zoo.zoo import ModelSpec
 
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
@@ -63,12 +56,6 @@ def measure(spec: ModelSpec, captured: Captured, dtype: torch.dtype) -> ModelFac
     )
 
 
-def footprints(captured: Captured, dtype: torch.dtype, dims: dict[str, int]) -> list[Footprint]:
-    """Of each block, for a micro-batch of these dims, when nothing is recomputed or compiled."""
-    with as_on_gpu():
-        return [probe.footprint() for probe in _Prober(captured, dtype).probe(dims)]
-
-
 @dataclass(frozen=True)
 class _Probe:
     """One block at one shape, in bytes."""
@@ -76,7 +63,6 @@ class _Probe:
     outputs: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each
     saved: int
     shared: tuple[tuple[str, int], ...]  # name of the tensor, bytes
-    footprint: Callable[[], Footprint]
 
 
 class _Prober:
@@ -106,7 +92,6 @@ def _describe(block: Block, joint: Joint, segment: Segment) -> _Probe:
         outputs=tuple((tuple(n.meta["val"].shape), _dtype_name(n.meta["val"].dtype)) for n in joint.outputs),
         saved=sum(kept.values()),
         shared=tuple((places[at], size) for at, size in kept.items() if at in places),
-        footprint=segment.footprint,
     )
 
 
@@ -188,21 +173,3 @@ def _max_tokens(spec: ModelSpec) -> int | None:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def write_shipped(names: Sequence[str]) -> None:
-    """Measures these zoo models in bfloat16, the dtype of training, and writes their files.
-
-    Every capture is made anew; that captures are right is shown by the tests, once for each architecture.
-    """
-    SHIPPED.mkdir(exist_ok=True)
-    for name in names:
-        spec = resolve(name)
-        inputs = tasks.get(spec.task).inputs(spec.config)
-        captured = capture(spec, inputs, dtype=torch.bfloat16, check=False, use_cache=False)
-        shipped_path(spec.name).write_text(to_json(measure(spec, captured, torch.bfloat16)), encoding="utf-8")
-        print(spec.name)
-
-
-if __name__ == "__main__":
-    write_shipped(sys.argv[1:] or zoo_table.names())

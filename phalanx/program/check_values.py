@@ -204,10 +204,11 @@ class _Follower:
             self._pending.update(row.adds[-1:])
         summed = {part for _, parts in row.collects for part in parts}  # are needed only here, their sum longer
         for i in row.writes:
-            held = meaning.holds.get(self._keys[i], ())
+            sent = meaning.holds.get(self._keys[i], ())
+            held = {j for j in row.reads if self._keys[j] in sent and j not in summed}
             if held:
-                self._held[i] = {j for j in row.reads if self._keys[j] in held and j not in summed}
-                self._sending.update(self._held[i])
+                self._held[i] = held
+                self._sending.update(held)
         yield from self._too_many(row)
         for i in row.frees:
             if i in self._freed:

@@ -6,7 +6,7 @@ measurements fill in the same form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -69,8 +69,6 @@ class Costs:
     """Costs of one micro-batch on one rank, per block, and of parameters, per bucket.
 
     backward: gradients of inputs; weight: gradients of weights. What is computed again takes as long as the forward.
-    shape: the model's for a micro-batch, or part of one, of some dims: how large its values are. None: as compiled.
-    working_bytes: what a computation of a block needs beside that while it runs, where it is known.
     links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
     issue_seconds: what starting to send or receive a message takes of the rank's own time.
     dims: of a micro-batch, for the expressions in the ops of a block. element_bytes: of what redistributions send.
@@ -90,8 +88,6 @@ class Costs:
     issue_seconds: float = 0.0
     dims: Mapping[str, int] = field(default_factory=dict[str, int])
     element_bytes: int = 4
-    shape: Callable[[Mapping[str, int]], ModelShape] | None = None
-    working_bytes: Mapping[Op, tuple[int, ...]] = field(default_factory=dict[Op, tuple[int, ...]])
     slice_cost: SliceCost | None = None
     measured: Measured | None = None
 

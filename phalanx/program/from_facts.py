@@ -1,4 +1,4 @@
-"""From the facts of a model to what programs and their simulation need: its shape, and costs on an assumed device.
+"""From the facts of a model to what the simulation needs: costs on an assumed device.
 
 The durations are a roofline, not a measurement: good enough to compare schedules and to balance stages, and always
 shown as an assumption.
@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from phalanx.expressions import evaluate
-from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, TensorFacts
+from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, TensorFacts, load
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import BucketCosts, Costs, Link
 from phalanx.program.shape import Backward, BlockOp, ModelShape
-from phalanx.program.slice_costs import TOKENS, slice_cost_of
+from phalanx.program.slice_costs import TOKENS
+from phalanx.program.split_facts import Split, SplitFacts, Splits, read_all, splits_path
 
 FLOPS_PER_S = 1e14  # what one recent data-centre GPU reaches in bfloat16 training
 LINK_BYTES_PER_S = 2.5e10  # a 200 Gbit/s network
@@ -30,19 +31,76 @@ class Device:
     link: Link = _NETWORK
 
 
-def shape_of_facts(facts: ModelFacts) -> ModelShape:
+def costs_of_facts(facts: SplitFacts, shape: ModelShape, dims: Dims, device: Device) -> Costs:
+    """Costs of one micro-batch of `dims`, the largest, on the first tensor-parallel rank. The gradients of inputs and
+    those of weights take as long as the forward. shape: one of those of the facts."""
+    forward = block_seconds(shape, dims, device)
+    return Costs(
+        forward=forward, backward=forward, weight=forward,
+        buckets=tuple(bucket_costs(size, facts.dtype, device) for size in facts.elements),
+        message_link=device.link, group_link=device.link, dims=dims, element_bytes=DTYPE_BYTES[facts.dtype],
+    )  # fmt: skip
+
+
+def block_seconds(shape: ModelShape, dims: Dims, device: Device) -> tuple[float, ...]:
+    """The forward of each block: its arithmetic or the writing of what it keeps, whichever takes longer."""
+    known: dict[str, int] = {}
+    whole = {**dims, "whole_tokens": dims[TOKENS]} if TOKENS in dims else dims
+
+    def number(expression: str) -> int:
+        if expression not in known:
+            known[expression] = evaluate(expression or "0", whole)
+        return known[expression]
+
+    found: list[float] = []
+    for block in range(shape.num_blocks):
+        chain = [op for op in shape.ops_of(block) if op.kind == "segment"]
+        kept = {name for op in chain for name in op.bw.reads}
+        saved = sum(number(op.bw.saved_b) + number(op.bw.saved_bw) for op in chain)
+        saved += sum(number(shape.sizes[name]) for name in kept)
+        flops = sum(number(op.flops) for op in chain)
+        found.append(max(flops / device.flops_per_s, saved / device.memory_bytes_per_s))
+    return tuple(found)
+
+
+def bucket_costs(size: int, dtype: str, device: Device) -> BucketCosts:
+    """AdamW: gradients and two moments in float32 or wider, and float32 masters of narrower weights."""
+    width = DTYPE_BYTES[dtype]
+    wide = max(4, width)
+    masters = wide if width < wide else 0
+    costs = BucketCosts(size * width, size * wide, size * (2 * wide + masters))
+    # Everything is read, and all but the gradients is written.
+    moved = 2 * (costs.weight_bytes + costs.optimizer_bytes) + costs.gradient_bytes
+    return replace(costs, step_seconds=moved / device.memory_bytes_per_s)
+
+
+def shipped(facts: ModelFacts, plan: Plan) -> SplitFacts | None:
+    """Of a model whose facts are shipped; None where nothing is about such a plan. Where facts of blocks are all there
+    are, they stand for a model that is not split: eager, and without what segments need while they run."""
+    path, wanted = splits_path(facts.name), Split.of(plan)
+    if load(facts.name) != facts:
+        return None
+    found = read_all(path.read_text(encoding="utf-8")) if path.is_file() else Splits({"splits": ()})
+    # Where a unit can be split, allowing that it is not changes nothing.
+    known = found.get(wanted) or found.get(replace(wanted, replicate=False))
+    return known or (_of_blocks(facts, wanted) if plan.tp == 1 else None)
+
+
+def _of_blocks(facts: ModelFacts, split: Split) -> SplitFacts:
     """All parameters count as trained: what is frozen is decided by a run, not by a model. Facts say what crosses from
     block to block; a block is taken to read all that crosses into it."""
     shared = tuple(sorted(set(_users(facts).values())))
-    held = tuple(size > 0 for size in _bucket_sizes(facts, shared))
-    granularities = _granularities(facts)
+    elements = tuple(_bucket_sizes(facts, shared))
+    held = tuple(size > 0 for size in elements)
+    granularities = _granularities(facts) if split.sliced else ()
     ops = tuple(_op(facts, number) for number in range(len(facts.blocks)))
     once = [op for op, granularity in zip(ops, granularities, strict=False) if granularity == "micro-batch"]
-    return ModelShape(
+    shape = ModelShape(
         len(facts.blocks), shared, held, held, tuple((op,) for op in ops), granularities=granularities,
         per_micro_batch=frozenset(name for op in once for name in op.writes), inputs=_inputs(facts),
         layers=tuple(number for number, block in enumerate(facts.blocks) if any(unit.name for unit in block.units)),
     )  # fmt: skip
+    return SplitFacts(split, facts.dtype, shape, shape, elements, tuple(block.parameters for block in facts.blocks))
 
 
 def _op(facts: ModelFacts, number: int) -> BlockOp:
@@ -72,36 +130,6 @@ def _inputs(facts: ModelFacts) -> str:
     return "+".join(f"({size})" for size in kept.values()) or "0"
 
 
-def costs_of_facts(facts: ModelFacts, plan: Plan, dims: Dims, device: Device) -> Costs:
-    """Costs of one micro-batch of `dims` under a plan. The gradients of inputs and those of weights take as long as the
-    forward."""
-    forward = block_seconds(facts, dims, device)
-    return Costs(
-        forward=forward,
-        backward=forward,
-        weight=forward,
-        buckets=tuple(
-            bucket_costs(size, facts.dtype, device) for size in _bucket_sizes(facts, shape_of_facts(facts).shared)
-        ),
-        message_link=device.link,
-        group_link=device.link,
-        dims=dims,
-        element_bytes=DTYPE_BYTES[facts.dtype],
-        slice_cost=slice_cost_of(plan, [block.flops for block in facts.blocks], dims) if plan.slices else None,
-    )
-
-
-def block_seconds(facts: ModelFacts, dims: Dims, device: Device) -> tuple[float, ...]:
-    """The forward of each block: its arithmetic or the writing of what it keeps, whichever takes longer."""
-    return tuple(
-        max(
-            evaluate(block.flops, dims) / device.flops_per_s,
-            evaluate(block.saved_bytes, dims) / device.memory_bytes_per_s,
-        )
-        for block in facts.blocks
-    )
-
-
 def _granularities(facts: ModelFacts) -> tuple[str, ...]:
     """An encoder's blocks are the first ones that have nothing to do with the tokens that slices cut."""
     if TOKENS not in facts.dims:
@@ -129,14 +157,3 @@ def _bucket_sizes(facts: ModelFacts, shared: tuple[tuple[int, ...], ...]) -> lis
         for block in users[tied.name]:
             sizes[block] -= tied.parameters
     return [*sizes, *together.values()]
-
-
-def bucket_costs(size: int, dtype: str, device: Device) -> BucketCosts:
-    """AdamW: gradients and two moments in float32 or wider, and float32 masters of narrower weights."""
-    width = DTYPE_BYTES[dtype]
-    wide = max(4, width)
-    masters = wide if width < wide else 0
-    costs = BucketCosts(size * width, size * wide, size * (2 * wide + masters))
-    # Everything is read, and all but the gradients is written.
-    moved = 2 * (costs.weight_bytes + costs.optimizer_bytes) + costs.gradient_bytes
-    return replace(costs, step_seconds=moved / device.memory_bytes_per_s)

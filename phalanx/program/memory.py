@@ -6,7 +6,6 @@ are evaluated for each part of the batch. What libraries keep for themselves is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,8 +20,9 @@ from phalanx.program.shape import ModelShape
 from phalanx.program.slice_costs import TOKENS
 from phalanx.program.timeline import COMPUTE as COMPUTE_RESOURCE
 from phalanx.program.timeline import Event
-from phalanx.program.values import RESIDENT, Table, Value
+from phalanx.program.values import RESIDENT, Row, Table, Value
 
+_WORKING = {Op.F: 0, Op.A: 0, Op.B: 1, Op.W: 2, Op.BW: 3}  # places in `Step.working`
 Dims = Mapping[str, int]
 Part = tuple[int | None, int | None, int | None]  # micro-batch, slice, half
 
@@ -36,21 +36,19 @@ COMPONENTS = {
 
 @dataclass
 class Sizes:
-    """How many bytes values have. dims: of a micro-batch, the largest. shape: the model's for given dims; the same
-    where its sizes are expressions."""
+    """How many bytes values have. dims: of a micro-batch, the largest. shape: its sizes are expressions over them.
+    element_bytes: of an activation."""
 
     plan: Plan
     dims: Dims
-    shape: Callable[[Dims], ModelShape]
+    shape: ModelShape
     buckets: Sequence[BucketCosts]
+    element_bytes: int = 4
     _known: dict[tuple[object, ...], int] = field(default_factory=dict[tuple[object, ...], int])
 
     @staticmethod
     def of(compiled: CompiledPlan, costs: Costs) -> Sizes:
-        def compiled_shape(dims: Dims) -> ModelShape:
-            return compiled.shape
-
-        return Sizes(compiled.plan, costs.dims, costs.shape or compiled_shape, costs.buckets)
+        return Sizes(compiled.plan, costs.dims, compiled.shape, costs.buckets, costs.element_bytes)
 
     def part_dims(self, part: Part) -> dict[str, int]:
         """Of a half and slice of a micro-batch."""
@@ -77,12 +75,24 @@ class Sizes:
     def crossing(self, names: Names, stage: int, it: Instruction) -> int:
         """Bytes of what crosses before a stage for a part of the batch."""
         dims = self.part_dims((it.micro_batch, it.slice, it.half))
-        sizes = self.shape(dims).sizes
+        sizes = self.shape.sizes
         return sum(self._number(sizes.get(name, "0"), dims) for name in names.crossing(stage, it.slice))
+
+    def working(self, it: Instruction) -> int:
+        """Bytes that a computation needs beside all values while it runs."""
+        cut = self.plan.slices and it.slice is not None
+        part = (it.half is None, (it.micro_batch, it.slice) if cut else None)
+        key = (it.op, it.block, it.op_index, *part)
+        if key not in self._known:
+            assert it.block is not None
+            texts = self.shape.ops_of(it.block)[it.op_index or 0].working
+            dims = self.part_dims((it.micro_batch, it.slice, it.half))
+            self._known[key] = self._number(texts[_WORKING[it.op]], dims) if texts else 0
+        return self._known[key]
 
     def _evaluate(self, value: Value) -> int:
         dims = self.part_dims((value.micro_batch, value.slice, value.half))
-        shape = self.shape(dims)
+        shape = self.shape
         match value.kind:
             case "inputs":
                 size = shape.inputs
@@ -91,6 +101,8 @@ class Sizes:
             case "saved_b" | "saved_bw" | "saved_w":
                 block, op = map(int, value.what.split(":"))
                 size = getattr(shape.ops_of(block)[op].bw, value.kind)
+            case "d_past":  # in float32 at least
+                return self._number(value.size, dims) * max(1, 4 // self.element_bytes)
             case _:
                 size = value.size
         return self._number(size, dims)
@@ -108,7 +120,7 @@ class Sizes:
             return -(-costs.gradient_bytes // self.plan.shards)
         if not op:
             return costs.gradient_bytes
-        chain = self.shape(self.dims).ops_of(int(bucket))
+        chain = self.shape.ops_of(int(bucket))
         users = [i for i, own in enumerate(chain) if own.kind == "segment" and own.bw.trains]
         return costs.gradient_bytes // max(1, len(users))
 
@@ -187,7 +199,7 @@ def _changes(
                 sizes[value.memory] = size(value)
                 yield issued, sizes[value.memory], COMPONENTS[value.kind]
             users[value.memory] = users.get(value.memory, 0) + 1
-        yield from _working(costs, size, row.instruction, event)
+        yield from _working(table, size, row, event)
         for i in row.frees:
             value = table.values[i]
             users[value.memory] = users.get(value.memory, 1) - 1
@@ -196,11 +208,11 @@ def _changes(
         now = event.end if computes else now
 
 
-def _working(costs: Costs, sizes: Sizes, it: Instruction, event: Event) -> Iterator[tuple[float, int, str]]:
-    """Known for whole micro-batches: a half or slice is taken to need its part of it."""
-    if it.op in COMPUTE and it.op in costs.working_bytes and it.block is not None:
-        dims = sizes.part_dims((it.micro_batch, it.slice, it.half))
-        share = math.prod(dims[name] / whole for name, whole in costs.dims.items() if whole)
-        size = round(share * costs.working_bytes[it.op][it.block])
-        yield event.start, size, "working"
-        yield event.end, -size, "working"
+def _working(table: Table, size: Sizes, row: Row, event: Event) -> Iterator[tuple[float, int, str]]:
+    """While a computation runs; what it adds to a sum is there by itself before."""
+    if row.instruction.op in COMPUTE and row.instruction.block is not None:
+        added = sum(size(value) for i in row.adds if (value := table.values[i]).kind == "gradient")
+        needed = size.working(row.instruction) + added
+        if needed:
+            yield event.start, needed, "working"
+            yield event.end, -needed, "working"

@@ -1,40 +1,25 @@
 """What is known of a plan before it runs: its programs, and a step of them, simulated on an assumed device.
 
-A whole model needs nothing but its facts; what a plan that splits tensors, or computes parts of blocks again, makes of
-it is described by its graph.
+Everything follows from facts, without torch: those that are shipped, or such as were described from a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from phalanx.errors import PlanError
 from phalanx.expressions import evaluate
-from phalanx.model.facts.facts import Dims, ModelFacts
+from phalanx.model.facts.facts import ModelFacts
 from phalanx.plan.complete import Completed, complete
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan, compile_plan
-from phalanx.program.costs import Costs
-from phalanx.program.from_facts import Device, block_seconds, costs_of_facts, shape_of_facts
-from phalanx.program.shape import ModelShape
+from phalanx.program.from_facts import Device, costs_of_facts, shipped
 from phalanx.program.simulate import simulate
+from phalanx.program.split_facts import SplitFacts
 from phalanx.program.timeline import Timeline
 
 _SEE_LATER_TOKENS = ("masked-lm", "image-classification")
-
-
-class Description(Protocol):
-    """A model as a rank has it that splits its tensors with others."""
-
-    def at(self, dims: Mapping[str, int]) -> ModelShape: ...
-
-    def parameters(self) -> tuple[int, ...]: ...
-
-    def seconds(self, dims: Mapping[str, int], device: Device) -> tuple[float, ...]: ...
-
-    def costs(self, dims: Mapping[str, int], device: Device) -> Costs: ...
 
 
 @dataclass(frozen=True)
@@ -49,15 +34,17 @@ class Prediction:
     parameters: tuple[int, ...]  # per block
     compiled: CompiledPlan
     timeline: Timeline
+    is_fused: bool  # memory is that of segments which are compiled
 
 
 def predict(
     facts: ModelFacts, plan: str, ranks: int | None, batch: int, dims: dict[str, int], device: Device,
-    describe: Callable[[Plan], Description] | None = None,
+    describe: Callable[[Plan], SplitFacts] | None = None, compiled: bool = True,
 ) -> Prediction:  # fmt: skip
     """Completes the plan, compiles it and simulates a step of a batch of `dims`.
 
-    describe: what a rank has of the model under a plan that splits tensors, or computes parts of blocks again.
+    describe: from the graph, what is not shipped about the model under a plan. compiled: segments are compiled, as on
+    GPUs, and so keep less.
     """
     # As a run balances its stages: by arithmetic.
     completed = complete(plan, world=ranks, batch_size=batch, costs=[evaluate(b.flops, dims) for b in facts.blocks])
@@ -66,18 +53,14 @@ def predict(
         message = f"plan: slices need causal attention, and in a model for {facts.task} tokens see later ones"
         raise PlanError(message, "leave slices out")
     part = dims | {"batch": -(-batch // (chosen.dp * chosen.mb))}
-    if chosen.tp == 1 and not {"light", "unit"} & set(chosen.policies):
-        shape, costs = shape_of_facts(facts), costs_of_facts(facts, chosen, part, device)
-        seconds, parameters = block_seconds(facts, part, device), tuple(block.parameters for block in facts.blocks)
-    else:
-        assert describe is not None, "facts say nothing of a model that is split, nor of parts of its blocks"
-        described = describe(chosen)
-        shape, costs = described.at(_sliced(chosen, part)), described.costs(_sliced(chosen, part), device)
-        seconds, parameters = described.seconds(_sliced(chosen, part), device), described.parameters()
-    compiled = compile_plan(chosen, shape)
-    return Prediction(completed, part, device, seconds, parameters, compiled, simulate(compiled, costs))
-
-
-def _sliced(plan: Plan, dims: Dims) -> dict[str, int]:
-    """The dims of a model that runs on slices tell those of the whole from those of the slice."""
-    return {**dims, "whole_tokens": dims["tokens"]} if plan.slices else dict(dims)
+    described = shipped(facts, chosen) or (describe(chosen) if describe is not None else None)
+    if described is None:
+        raise PlanError(
+            f"plan: no facts of {facts.name} are shipped that say what {chosen.shown} makes of it",
+            "describe it from its graph (phalanx.engine.describe), as `phalanx program` does",
+        )
+    shape = described.shape(compiled)
+    costs, program = costs_of_facts(described, shape, part, device), compile_plan(chosen, shape)
+    timeline = simulate(program, costs)
+    is_fused = compiled and described.compiled is not described.eager
+    return Prediction(completed, part, device, costs.forward, described.parameters, program, timeline, is_fused)

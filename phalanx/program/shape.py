@@ -49,7 +49,8 @@ class BlockOp:
     reduce_scatter), something local (shard: this rank's part; scale), or nothing where it is empty: the value is the
     same. cells: the tp indices that take part in it. Expressions are over the dims of a micro-batch.
     buckets: whose parameters a segment uses. pasts: its attentions that keep keys and values for later slices.
-    sizes: bytes of what it writes, in order. traced: its backward, where that is known.
+    sizes: bytes of what it writes, in order. traced: its backward, where that is known. working: bytes that F, B, W and
+    BW need beside all values while they run, where they are known.
     """
 
     kind: str  # segment or redistribution
@@ -67,6 +68,7 @@ class BlockOp:
     past_bytes: str = "0"
     sizes: Names = ()
     traced: Backward | None = None
+    working: Names = ()
 
     @cached_property
     def bw(self) -> Backward:

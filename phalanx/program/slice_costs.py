@@ -6,7 +6,7 @@ the expression says for n of them, so a slice costs what it adds to those before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from phalanx.errors import PlanError
 from phalanx.expressions import evaluate
@@ -37,21 +37,3 @@ def work_of(expression: str, dims: Mapping[str, int], tokens: Tokens | None) -> 
         return evaluate(expression, dims)
     start, begin, end = (evaluate(expression, {**dims, TOKENS: number}) for number in (0, *tokens))
     return end - begin + start
-
-
-def slice_cost_of(plan: Plan, flops: Sequence[str], dims: Mapping[str, int]) -> SliceCost:
-    """By the arithmetic of each block, whose expressions are over `dims`, tokens among them."""
-    known: dict[tuple[str, Tokens | None], float] = {}
-
-    def work(expression: str, tokens: Tokens | None) -> float:
-        if (expression, tokens) not in known:
-            known[expression, tokens] = work_of(expression, dims, tokens)
-        return known[expression, tokens]
-
-    def cost(block: int, micro_batch: int, slice: int) -> float:
-        number = num_tokens(plan, dims)
-        edges = plan.slice_bounds(micro_batch, number)
-        tokens, whole = (edges[slice], edges[slice + 1]), work(flops[block], None)
-        return work(flops[block], tokens) / whole if whole else (tokens[1] - tokens[0]) / number
-
-    return cost

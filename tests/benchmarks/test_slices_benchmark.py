@@ -26,8 +26,8 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.slice_search import ModelledTimes
 from phalanx.profile.slice_fit import Measurement
 from phalanx.program.costs import Link
-from phalanx.program.from_facts import shape_of_facts
-from phalanx.program.instructions import Op
+from phalanx.program.split_facts import Split, SplitFacts
+from tests.program.random_plans import chain
 
 BLOCKS, TOKENS = 4, 1024
 LAYER = ModelledTimes(start=1e-3, per_token=2e-5, per_pair=2e-8, smallest=64)
@@ -39,8 +39,17 @@ def known(layer: ModelledTimes = LAYER, link: Link = FREE, ends: Ends = NOTHING)
     units = (UnitFacts("layer", 10, "tokens"),)
     blocks = tuple(BlockFacts("layer", "layer", units, wires, "1000*tokens", ()) for wires in (*crossing, ()))
     facts = ModelFacts("m", "causal-lm", "float32", ("batch", "tokens"), None, 40, blocks, (), ())
-    working = {TOKENS: {Op.BW: (3000 * TOKENS,) * BLOCKS}}
-    return Known((BlockTimes(layer, 0.4),) * BLOCKS, link, ends, (10,) * BLOCKS, facts, working)
+    described = {sliced: described_as(Split(sliced=sliced)) for sliced in (False, True)}
+    return Known((BlockTimes(layer, 0.4),) * BLOCKS, link, ends, (10,) * BLOCKS, facts, described)
+
+
+def described_as(split: Split) -> SplitFacts:
+    """Blocks that send 100 bytes a token, keep 1000 and need 3000 in their backward."""
+    shape = chain(BLOCKS, "100*batch*tokens", "1000*batch*tokens")
+    *others, last = [replace(step, working=("0", "0", "0", "3000*tokens")) for (step,) in shape.steps]
+    steps = tuple((step,) for step in (*others, replace(last, sizes=("4",))))
+    shape = replace(shape, steps=steps)
+    return SplitFacts(split, "float32", shape, shape, (10,) * BLOCKS, (10,) * BLOCKS)
 
 
 def plan_of(samples: int = 1, more: str = "", pp: int = BLOCKS) -> Plan:
@@ -94,7 +103,7 @@ def test_one_long_sequence_is_cut_into_shrinking_slices() -> None:
 def test_what_ends_a_step_is_found_again_in_a_timeline() -> None:
     about = known(ends=Ends(norm=0.6, update=0.01, issue=0.0))
     plan = plan_of()
-    shape = shape_of_facts(about.facts)
+    shape = about.shape(plan)
     found = slice_simulation.ends_of([about.timeline(plan, TOKENS)], plan, shape, about.elements)
     assert found.norm == pytest.approx(0.6) and found.update == pytest.approx(0.01)
 
@@ -102,8 +111,8 @@ def test_what_ends_a_step_is_found_again_in_a_timeline() -> None:
 def test_memory_is_what_is_kept_and_what_the_slice_at_work_needs() -> None:
     gradients, message, kept, working = 4 * 10, 100 * TOKENS, 1000 * TOKENS, 3000 * TOKENS
     found = known().memory(plan_of(8), TOKENS)
-    # With the input of the next micro-batch, the gradient that goes back, and the losses of seven.
-    assert found[3] == gradients + 2 * message + kept + working + 7 * 4
+    # With its input and that of the next micro-batch, the gradient that goes back, and the losses of seven.
+    assert found[3] == gradients + 3 * message + kept + working + 7 * 4
     assert found[0] == pytest.approx(gradients + 4 * kept + working, abs=2 * message)
     sliced = known().memory(plan_of(8, ",slices=4"), TOKENS)
     assert sliced[0] == pytest.approx(gradients + (7 * kept + working) / 4, abs=message)

@@ -12,9 +12,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.model.measure import footprints
-from phalanx.model.segment.segments import peak_bytes, total_bytes
-from tests import captured
+from phalanx.model.segment.segments import running_bytes, total_bytes
 from tests.model.test_segments import LAYERS, call, d_outputs_for
 from tests.traced import Run
 
@@ -47,20 +45,21 @@ def watched(work: Callable[[], Any], given: list[Tensor]) -> int:
 def test_functions_need_what_their_footprint_says(name: str, block: str) -> None:
     about = call(name, block)
     segment = about.build()
-    found = segment.footprint()
+    found = segment.working()
     run = Run(segment, about.tensors)
     run.forward()
     d_outputs = d_outputs_for(segment)
-    tangents = sum(tensor.nbytes for tensor in d_outputs)
-    own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in run.saved("saved_b", "saved_bw")}
+    outputs, left = segment.joint.outputs, [node for node in segment.d_inputs if node is not None]
     forward = watched(run.forward, about.tensors)
-    assert found.forward == forward - sum(own.values())
+    values = total_bytes([*outputs, *segment.saved_b, *segment.saved_bw], besides=segment.joint.inputs)
+    assert max(found.forward) == forward - values
     given = list(run.known.values())
+    known = [*segment.joint.inputs, *outputs, *segment.saved, *segment.joint.tangents]
     fused = watched(lambda: run.backward_weight(d_outputs), [*given, *d_outputs])
-    assert found.together == fused + tangents
+    assert max(found.together) == fused - total_bytes(left, besides=known)
     backward = watched(lambda: run.backward(d_outputs), [*given, *d_outputs])
-    assert found.backward == backward + tangents
-    assert found.weight == watched(run.weight, list(run.known.values()))
+    assert max(found.backward) == backward - total_bytes([*left, *segment.saved_w], besides=known)
+    assert max(found.weight, default=0) == watched(run.weight, list(run.known.values()))
 
 
 def graph_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[fx.Graph, list[fx.Node]]:
@@ -77,12 +76,6 @@ def test_values_are_let_go_of_when_nothing_needs_them_and_views_cost_nothing() -
 
     graph, inputs = graph_of(function, (10,))
     (output,) = [node for node in graph.nodes if node.op == "output"]
-    assert peak_bytes(graph, output.all_input_nodes, inputs) == 80
+    assert running_bytes(graph, output.all_input_nodes, inputs) == [40, 40, 80, 48]
+    assert running_bytes(graph, output.all_input_nodes, inputs, fuses=True) == [0, 0, 0, 8]
     assert total_bytes(inputs) == 40 and total_bytes(inputs, besides=inputs) == 0
-
-
-def test_a_longer_sequence_needs_more_and_a_whole_model_is_told_without_running() -> None:
-    model = captured.named(captured.LLAMA).captured
-    short, long = (footprints(model, torch.float32, {"batch": 2, "tokens": tokens}) for tokens in (16, 32))
-    assert len(short) == len(model.blocks.blocks)
-    assert all(a.together < b.together and a.forward < b.forward for a, b in zip(short, long, strict=True))

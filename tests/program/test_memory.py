@@ -9,7 +9,6 @@ import pytest
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan, compile_forward, compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link, uniform
-from phalanx.program.instructions import Op
 from phalanx.program.memory import Sizes, live_bytes, resident_bytes
 from phalanx.program.shape import Backward, BlockOp, ModelShape
 from phalanx.program.simulate import simulate
@@ -89,14 +88,13 @@ def test_what_belongs_to_the_micro_batch_has_all_tokens() -> None:
     assert size(value_of(compiled, "activation(h1).0")) == 16
 
 
-def test_a_model_may_have_another_shape_for_other_dims() -> None:
-    """Where a kernel pads, sizes are not one expression."""
-    shape, padded = chain(2, "1", saved="1"), chain(2, "64", saved="128")
-    compiled = compile_plan(Plan.parse("slices=3-1,stages=2"), shape)
-    costs = costs_of(shape, dims={"tokens": 16}, shape=lambda dims: padded if dims["tokens"] > 8 else shape)
-    size = Sizes.of(compiled, costs)
-    assert [size(value_of(compiled, f"activation(h1).0.{j}")) for j in (0, 1)] == [64, 1]
-    assert [size(value_of(compiled, f"saved_bw(1:0).0.{j}")) for j in (0, 1)] == [128, 1]
+@pytest.mark.parametrize(("width", "wider"), [(2, 2), (4, 1), (8, 1)])
+def test_gradients_of_the_past_are_at_least_four_bytes_wide(width: int, wider: int) -> None:
+    steps = tuple((replace(own[0], pasts=1, past_bytes="whole_tokens * 10"),) for own in chain(2, "1").steps)
+    compiled = compile_plan(Plan.parse("slices=3-1,stages=2"), replace(chain(2, "1"), ops=steps))
+    size = Sizes.of(compiled, costs_of(compiled.shape, dims={"tokens": 16}, element_bytes=width))
+    assert size(value_of(compiled, "past(1:0).0")) == 160
+    assert size(value_of(compiled, "d_past(1:0).0")) == 160 * wider
 
 
 @pytest.mark.parametrize("zero, reduced", [(0, 2000), (1, 500), (2, 500), (3, 500)])
@@ -234,13 +232,21 @@ def test_frozen_buckets_have_neither_gradients_nor_optimizer_state() -> None:
 
 
 def test_what_a_computation_needs_while_it_runs_comes_and_goes() -> None:
-    plan, shape = Plan(pp=2, mb=4, stages=(1, 1)), chain(2, "0", saved="10000")
-    held = memory(plan, 0, shape, working_bytes={Op.F: (70, 70), Op.BW: (30000, 30000)})
+    plan, plain = Plan(pp=2, mb=4, stages=(1, 1)), chain(2, "0", saved="10000")
+    assert "working" not in memory(plan, 0, plain)
+    steps = tuple((replace(own[0], working=("70", "0", "0", "tokens * 1000")),) for own in plain.steps)
+    shape = replace(plain, ops=steps)
+    held = memory(plan, 0, shape, dims={"tokens": 30})
     assert held["working"] == 30000 and held["activations"] == 20000
-    assert "working" not in memory(plan, 0, shape)
     sliced = Plan.parse("pp=2,mb=2,slices=2,stages=1-1")
-    held = memory(sliced, 0, shape, dims={"tokens": 8}, working_bytes={Op.BW: (30000, 30000)})
-    assert held["working"] == 15000
+    assert memory(sliced, 0, shape, dims={"tokens": 30})["working"] == 15000
+
+
+def test_what_is_added_to_a_gradient_is_there_by_itself_before() -> None:
+    read_twice = (segment("h1", "x"), segment("h1 x", "h2"))
+    steps = ((segment("", "h1"),), read_twice)
+    sized = tuple(tuple(replace(step, sizes=("1000",) * len(step.writes)) for step in own) for own in steps)
+    assert memory(Plan(stages=(2,)), 0, replace(simple_shape(2), ops=sized))["working"] == 1000
 
 
 def test_pairs_keep_no_more_activations_because_one_is_freed_as_the_other_grows() -> None:

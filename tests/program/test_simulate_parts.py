@@ -21,7 +21,7 @@ from phalanx.program.instructions import COMPUTE, REDISTRIBUTIONS, Instruction, 
 from phalanx.program.shape import ModelShape
 from phalanx.program.shares import Shares
 from phalanx.program.simulate import simulate
-from phalanx.program.slice_costs import slice_cost_of, work_of
+from phalanx.program.slice_costs import SliceCost, work_of
 from phalanx.program.timeline import Event, Timeline
 from tests.program.random_plans import by_hand, chain, simple_shape
 from tests.program.sliced_plans import Case, grains, sliced_cases, slicings
@@ -197,6 +197,14 @@ def sliced(text: str, num_whole: int = 0, **fields: object) -> Timeline:
     activations = frozenset(f"h{n + 1}" for n in range(num_whole))
     shape = replace(plain, granularities=grains(num_whole, plain.num_blocks), per_micro_batch=activations)
     return simulate(compile_plan(plan, shape), costs_of(shape, **fields))
+
+
+def slice_cost_of(plan: Plan, flops: list[str], dims: dict[str, int]) -> SliceCost:
+    """By the arithmetic of blocks."""
+    steps = tuple((segment(f"h{n}" if n else "", f"h{n + 1}", text),) for n, text in enumerate(flops))
+    shape = replace(simple_shape(len(flops)), ops=steps)
+    own = Shares(plan, shape, replace(costs_of(shape), dims=dims))
+    return lambda block, micro_batch, slice: own.seconds(Instruction(Op.F, 0, micro_batch, block, slice=slice))
 
 
 def shares(text: str, shape: ModelShape) -> Shares:

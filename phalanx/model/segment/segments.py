@@ -150,21 +150,23 @@ class Segment:
             self._looks = {place: node.meta["val"] for node, place in self._sources.items()}
         return self._looks[source]
 
-    def footprint(self) -> Footprint:
-        """Gradients of outputs are part of what a backward needs: nobody else counts them."""
-        graph, d_outputs = self.joint.graph, total_bytes(self.joint.tangents)
-        own = [*self.saved_b, *self.saved_bw]
-        weight = Forms(self._d_params, {*self.parameters, *self.w_saved}, self._products)
-        fused = Forms(self._d_params, set(self._given), self._products)
+    def working(self) -> Working:
+        graph, own = self.joint.graph, [*self.joint.outputs, *self.saved_b, *self.saved_bw]
+        left = [*(node for node in self._d_inputs if node is not None), *self.saved_w]
+        weight = Forms(self._d_params, {*self.parameters, *self.w_saved}, self._products).nodes
+        fused = Forms(self._d_params, set(self._given), self._products).nodes
 
-        def peak(outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node], kept: Sequence[fx.Node] = ()) -> int:
-            return peak_bytes(graph, outputs, sources) - total_bytes(kept, besides=sources)
+        def bytes_of(
+            outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node], left: Sequence[fx.Node]
+        ) -> list[int]:  # fmt: skip
+            values = total_bytes(left, besides=sources)
+            return [held - values for held in running_bytes(graph, outputs, sources, self._compiler.fuses)]
 
-        return Footprint(
-            forward=peak([*self.joint.outputs, *own], self.joint.inputs, own),
-            backward=d_outputs + peak([*self._d_inputs, *self.saved_w], self._given),
-            weight=peak(weight.nodes, [*self.parameters, *self.w_saved]),
-            together=d_outputs + peak([*self._d_inputs, *fused.nodes], self._given),
+        return Working(
+            bytes_of(own, self.joint.inputs, own),
+            bytes_of(left, self._given, left),
+            bytes_of(weight, [*self.parameters, *self.w_saved], ()),
+            bytes_of([*self._d_inputs, *fused], self._given, left[: len(self._d_inputs)]),
         )
 
     def _cut(self, outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node]) -> Call:
@@ -253,32 +255,52 @@ def build(
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """Bytes at most beyond what was there before and what is kept afterwards: of F, B, W, and B with W."""
+class Working:
+    """Bytes at each operator of F, B, W, and B with W, beyond what was there before and the values that are left: all
+    that F and B put out, nothing of W, whose gradients are added to sums."""
 
-    forward: int
-    backward: int
-    weight: int
-    together: int
+    forward: list[int]
+    backward: list[int]
+    weight: list[int]
+    together: list[int]
 
 
-def peak_bytes(graph: fx.Graph, outputs: Iterable[fx.Node | None], sources: Sequence[fx.Node]) -> int:
-    """At the most, while `outputs` are computed from `sources`, which do not count; views cost nothing."""
+def running_bytes(
+    graph: fx.Graph, outputs: Iterable[fx.Node | None], sources: Sequence[fx.Node], fuses: bool = False
+) -> list[int]:
+    """While `outputs` are computed from `sources`, which do not count, at each operator; views cost nothing. fuses:
+    nor does what is computed element by element and read by nothing but such operators and reductions."""
     given = set(sources)
     wanted = [node for node in outputs if node is not None]
     needed = closure(wanted, given)
     order = [node for node in graph.nodes if node in needed and node not in given]
     held = {storage for node in sources for storage, _ in _storages(node)}
+    if fuses:
+        held |= _never_written(order, wanted)
     last = {storage: place for place, node in enumerate(order) for used in (node, *node.all_input_nodes)
             for storage, _ in _storages(used)}  # fmt: skip
     last.update({storage: len(order) for node in wanted for storage, _ in _storages(node)})
     alive: dict[int, int] = {}
-    peak = 0
+    found: list[int] = []
     for place, node in enumerate(order):
         alive.update({storage: size for storage, size in _storages(node) if storage not in held})
-        peak = max(peak, sum(alive.values()))
+        found.append(sum(alive.values()))
         alive = {storage: size for storage, size in alive.items() if last[storage] > place}
-    return peak
+    return found
+
+
+def _never_written(order: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[int]:
+    """The storages that a compiler which fuses keeps in registers."""
+    written = {storage for node in wanted for storage, _ in _storages(node)}
+    for node in order:
+        tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else []
+        own = {storage for storage, _ in _storages(node)}
+        read = {storage for source in node.all_input_nodes for storage, _ in _storages(source)}
+        is_view = own <= read
+        if torch.Tag.pointwise not in tags and not is_view:
+            written |= own
+            written |= read if torch.Tag.reduction not in tags else set()
+    return {storage for node in order for storage, _ in _storages(node)} - written
 
 
 def total_bytes(nodes: Iterable[fx.Node], besides: Iterable[fx.Node] = ()) -> int:
