@@ -1,43 +1,166 @@
-"""After a capture: does the graph give the loss and the gradients of the model it came from?
+"""Before training: does the captured graph give the loss and the gradients of the module it came from?
 
-Checked in float64 on a tiny model of the same architecture (or on the user's own module, if it is small), at two
-shapes, one of them padded where the architecture takes padding; the sequence exceeds every sliding window.
+`prove` asks this of every model on the user's own first batches: the module runs eagerly as it was given (its modes,
+hooks and buffers) on two batches, twice each, so that what is kept from one call to the next shows too. In float64, or
+in float32 where a module cannot compute in float64. What would take too long is made smaller: fewer layers, two samples,
+fewer tokens; an architecture of HuggingFace's is then also checked as a tiny model, on tokens beyond every sliding
+window. What was proven is remembered for as long as model, code and batches stay the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from phalanx import tasks
-from phalanx.errors import CaptureError, ConfigError
-from phalanx.model import interpret, reference
+from phalanx.errors import CaptureError, ConfigError, PhalanxError
+from phalanx.model import interpret, proofs, reference
 from phalanx.model.captured import Captured, attention_sites, dropout_keys
+from phalanx.model.graph import hooks, stamp
+from phalanx.model.graph.units import find_layers
 from phalanx.model.ops import random
 from phalanx.model.zoo.configure import tiny
+from phalanx.model.zoo.meta import parameters_on_meta
 from phalanx.model.zoo.zoo import ModelSpec, build
-from phalanx.tasks.base import Input
+from phalanx.tasks.base import Batch, Input, Task
 from phalanx.tasks.vocabulary import most_positions
 
-TOLERANCE = 1e-9
-_LARGEST_OWN_MODULE = 50_000_000  # parameters; a larger module of the user's own is checked by `phalanx verify` instead
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest gradient
+NUM_SAMPLES = (5, 3)  # of the two batches
+_LARGEST_WHOLE = 50_000_000  # parameters; larger models are checked with fewer layers
+_MOST_FLOPS = 3e11  # of one pass forward and backward: some seconds
+_BYTES_PER_PARAMETER = 40  # values and gradients of both sides in float64, and what comes and goes
+_CUTS = ((5, None), (2, None), (2, 256), (2, 48))  # samples and tokens of a batch, until they are affordable
 _SHAPES = ((2, 21, False), (3, 16, True))  # samples, tokens, padded
+
+Capture = Callable[[ModelSpec, tuple[Input, ...], torch.dtype], Captured]
+
+
+def prove(spec: ModelSpec, task: Task, captured: Captured, batches: Sequence[Batch], capture: Capture) -> str:
+    """Raises CaptureError that names what differs and why; else says in words what was compared."""
+    given = _given(spec)
+    refuse_lost_hooks(given, spec.name)
+    key = proofs.key(spec, given, captured, batches)
+    if (known := proofs.read(key)) is not None:
+        return f"{known}, remembered"
+    begin = time.perf_counter()
+    said = _prove(spec, task, captured, batches, capture)
+    said += f", {time.perf_counter() - begin:.1f} s"
+    proofs.write(key, said)
+    return said
+
+
+def _given(spec: ModelSpec) -> nn.Module:
+    """The module as the user gave it, or one made as it will be, without values."""
+    if spec.factory is None:
+        return build(spec, device="meta")
+    with parameters_on_meta():
+        return spec.factory()
+
+
+def refuse_lost_hooks(module: nn.Module, name: str) -> None:
+    """Hooks on gradients would not be called: backwards are graphs of their own, and parameters are not the user's."""
+    for path, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"parameter '{path}' of '{name}' has a hook on its gradient, which training would not call",
+                "remove the hook; clip with the option clip, and scale or mask values in forward instead",
+            )
+    for path, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise CaptureError(
+                f"module '{path or '<root>'}' ({type(part).__name__}) of '{name}' has a backward hook, which training "
+                "would not call",
+                "remove the hook (the handle that register_full_backward_hook returned has a remove method)",
+            )
+
+
+def _prove(spec: ModelSpec, task: Task, captured: Captured, batches: Sequence[Batch], capture: Capture) -> str:
+    subject, whole, depth = spec, _num_parameters(spec), ""
+    if whole > _LARGEST_WHOLE:
+        subject, depth = _shallow(spec), " with fewer layers"
+    size = _num_parameters(subject) if depth else whole
+    cut = [_affordable(captured, batch, size / whole) for batch in batches]
+    needed = _BYTES_PER_PARAMETER * size
+    said = []
+    if (depth or any(a is not b for a, b in zip(cut, batches, strict=True))) and _is_stock(spec):
+        self_check(replace(spec, factory=None, folder=None), lambda other, ins: capture(other, ins, torch.float64), [])
+        said.append("a tiny model of its architecture")
+    if needed <= proofs.available_memory() / 2:
+        _compare(subject, task, captured.inputs, cut, capture)
+        samples = " and ".join(str(next(iter(batch.values())).shape[0]) for batch in cut)
+        said.append(f"the module{depth} on {samples} samples of the data, twice")
+    elif not said:
+        said.append(f"nothing: checking needs {needed / 2**30:.0f} GiB of memory; use phalanx verify")
+    return "loss and gradients compared with " + " and ".join(said)
+
+
+def _num_parameters(spec: ModelSpec) -> int:
+    return max(1, sum(p.numel() for p in build(spec, device="meta").parameters()))
+
+
+def _is_stock(spec: ModelSpec) -> bool:
+    """Whether the configuration says all about the model's code: not for a subclass of the user's own."""
+    if spec.config is None or spec.task not in tasks.TASKS:
+        return False
+    return spec.factory is None or (
+        isinstance(module := _given(spec), PreTrainedModel) and type(module).__module__.startswith("transformers.")
+    )
+
+
+def _affordable(captured: Captured, batch: Batch, share: float) -> Batch:
+    """As many of the samples, and where that is too much of the tokens, as can be computed in seconds. share: of the
+    model that is computed."""
+    ends = {"tokens", "source"}
+    for samples, tokens in _CUTS:
+        found = {}
+        for spec in captured.inputs:
+            rows = [slice(samples), *(slice(tokens if dim in ends else None) for dim in spec.dims[1:])]
+            found[spec.name] = batch[spec.name][tuple(rows)]
+        if 3 * share * sum(captured.blocks.flops(captured.dims(found))) <= _MOST_FLOPS:
+            break
+    changed = any(found[name].shape != tensor.shape for name, tensor in batch.items())
+    return found if changed else batch
+
+
+def _shallow(spec: ModelSpec) -> ModelSpec:
+    """The same model with fewer layers, as a module in float64: every kind of layer is there twice."""
+    model = build(spec, dtype=torch.float64, device="meta", dropout=None if spec.factory else 0.0)
+    stamp.truncate(model, find_layers(model))
+    made = dict(spec.factory().named_parameters()) if spec.factory is not None else {}
+    generator = torch.Generator().manual_seed(0)
+    filled: dict[Tensor, nn.Parameter] = {}
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter not in filled:
+                path = next(path for path, p in model.named_parameters() if p is parameter)
+                value = made[path].detach().double() if path in made else _random(path, parameter, generator)
+                filled[parameter] = nn.Parameter(value.clone(), parameter.requires_grad)
+            part._parameters[name] = None if parameter is None else filled[parameter]
+    return replace(spec, folder=None, factory=lambda: model)
+
+
+def _random(path: str, like: Tensor, generator: torch.Generator) -> Tensor:
+    if not like.is_floating_point():
+        return torch.zeros(like.shape, dtype=like.dtype)
+    centre = 1.0 if like.dim() == 1 and not path.endswith("bias") else 0.0
+    return centre + 0.02 * torch.randn(like.shape, generator=generator, dtype=torch.float64)
 
 
 def self_check(spec: ModelSpec, capture: Callable[[ModelSpec, tuple[Input, ...]], Captured], notes: list[str]) -> None:
-    """Raises CaptureError naming the tensor that differs. Adds to `notes` when the check cannot be made."""
-    if spec.task not in tasks.TASKS or spec.config is None:
+    """An architecture by itself, as a tiny model with random tokens, at two shapes, one of them padded. Raises
+    CaptureError naming the tensor that differs; adds to `notes` when the check cannot be made."""
+    if spec.task not in tasks.TASKS or spec.config is None or spec.factory is not None:
         notes.append("not checked against the plain model after capture: use phalanx.verify(model, data=[batch])")
         return
-    small = spec
-    if spec.factory is None:
-        small = ModelSpec(spec.name, spec.task, tiny(copy.deepcopy(spec.config)), None, None)
-    elif sum(p.numel() for p in build(spec, device="meta").parameters()) > _LARGEST_OWN_MODULE:
-        notes.append("too large to be checked against the plain model after capture: use phalanx verify")
-        return
+    small = ModelSpec(spec.name, spec.task, tiny(copy.deepcopy(spec.config)), None, None)
     task = tasks.get(spec.task)
     for samples, usual_tokens, padding in _SHAPES:
         tokens = min(usual_tokens, most_positions(small.config) or usual_tokens)
@@ -46,43 +169,164 @@ def self_check(spec: ModelSpec, capture: Callable[[ModelSpec, tuple[Input, ...]]
             batch = task.synthetic(small.config, batch=samples, tokens=tokens, seed=1, padding=padding)
         except ConfigError:
             continue  # the task takes no padding
-        _compare(small, capture(small, inputs), batch, task.reference_inputs(batch))
+        _Comparison(small, task, capture(small, inputs), torch.float64).require([batch], times=1)
 
 
-def _compare(spec: ModelSpec, captured: Captured, batch: dict[str, Tensor], raw: dict[str, Tensor]) -> None:
-    torch.manual_seed(0)
-    # A copy: a module that is in float64 already would share its parameters with the user's, and get gradients.
-    plain = copy.deepcopy(reference.plain(spec, torch.float64, None if spec.factory else 0.0))
-    batch, raw = ({k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in (batch, raw))
-    keys = random.sample_keys(0, 0, next(iter(batch.values())).shape[0])
-    # The dropout of a module that somebody built is part of it, so both sides draw the same.
-    with reference.injected(plain, keys, attention_sites(captured.blocks), torch.float64):
-        expected = reference.loss(plain, raw)
-    expected.backward()
-    parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in plain.named_parameters()}
-    dropout = dropout_keys(captured.blocks, keys)
-    dims = captured.dims(batch)
-    total, count = interpret.sum_and_count(captured.blocks, parameters, captured.buffers, batch, dims, dropout)
-    got = total / count
-    got.backward()
-    _require_equal("the loss", got.detach(), expected.detach(), float(expected.detach().abs()), spec)
-    largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
-    for name, parameter in plain.named_parameters():
-        if parameter.grad is not None:
-            ours = parameters[name].grad
-            _require_equal(
-                f"the gradient of '{name}'",
-                torch.zeros_like(parameter) if ours is None else ours,
-                parameter.grad,
-                largest,
-                spec,
+def _compare(
+    spec: ModelSpec, task: Task, inputs: tuple[Input, ...], batches: Sequence[Batch], capture: Capture
+) -> None:
+    """In float64; in float32 where the module makes tensors that it cannot combine with those."""
+    try:
+        with _by_default(torch.float64):
+            comparison = _Comparison(spec, task, capture(spec, inputs, torch.float64), torch.float64)
+            comparison.try_out(batches[0])
+    except (PhalanxError, RuntimeError, TypeError, ValueError):
+        _Comparison(spec, task, capture(spec, inputs, torch.float32), torch.float32).require(batches, times=2)
+        return
+    with _by_default(torch.float64):
+        comparison.require(batches, times=2)
+
+
+class _Comparison:
+    """A plain module with values of its own, and its captured graph."""
+
+    def __init__(self, spec: ModelSpec, task: Task, captured: Captured, dtype: torch.dtype) -> None:
+        self.name, self.task, self.captured, self.dtype = spec.name, task, captured, dtype
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            # A copy: a module of this dtype would share its parameters with the user's, and get gradients.
+            self.plain = copy.deepcopy(reference.plain(spec, dtype, None if spec.factory else 0.0))
+
+    def require(self, batches: Sequence[Batch], times: int) -> None:
+        before = _State(self.plain)
+        for call in range(times * len(batches)):
+            batch = self._converted(batches[call % len(batches)])
+            ours = self._interpreted(batch)
+            theirs = self._eager(batch)
+            before.require_unchanged(self.plain, self.name)
+            self._require_equal(ours, theirs, batch, before)
+
+    def try_out(self, batch: Batch) -> None:
+        """On a copy of the module, whose state stays as it was given."""
+        plain, self.plain = self.plain, copy.deepcopy(self.plain)
+        try:
+            with contextlib.suppress(CaptureError):
+                self._eager(self._converted(batch))
+        finally:
+            self.plain = plain
+
+    def _converted(self, batch: Batch) -> Batch:
+        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in batch.items()}
+
+    def _eager(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        self.plain.zero_grad(set_to_none=True)
+        sites = attention_sites(self.captured.blocks)
+        # Dropout is part of a module that somebody built, so both sides draw the same.
+        with hooks.no_checkpointing(), reference.injected(self.plain, _keys(batch), sites, self.dtype):
+            loss = reference.loss(self.plain, self.task.reference_inputs(batch))
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise CaptureError(
+                f"the loss of '{self.name}' has no gradient, so nothing would be trained",
+                "compute the loss without torch.no_grad(), detach() or .item()",
             )
+        loss.backward()
+        return loss, {name: p.grad for name, p in self.plain.named_parameters() if p.grad is not None}
 
+    def _interpreted(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        captured = self.captured
+        leaves = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self.plain.named_parameters()}
+        dropout = dropout_keys(captured.blocks, _keys(batch))
+        dims = captured.dims(batch)
+        total, count = interpret.sum_and_count(captured.blocks, leaves, captured.buffers, batch, dims, dropout)
+        loss = total / count
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
-def _require_equal(what: str, got: Tensor, expected: Tensor, scale: float, spec: ModelSpec) -> None:
-    error = float((got - expected).abs().max()) / max(scale, 1e-30)
-    if not error <= TOLERANCE:
+    def _require_equal(
+        self,
+        ours: tuple[Tensor, dict[str, Tensor]],
+        theirs: tuple[Tensor, dict[str, Tensor]],
+        batch: Batch,
+        before: _State,
+    ) -> None:
+        largest = max((float(gradient.abs().max()) for gradient in theirs[1].values() if gradient.numel()), default=0.0)
+        errors = {"the loss": _error(ours[0], theirs[0].detach(), float(theirs[0].detach().abs()))}
+        for name in {**theirs[1], **ours[1]}:
+            module, _, _ = name.rpartition(".")
+            kind = type(self.plain.get_submodule(module)).__name__
+            what = f"the gradient of '{name}' (module '{module or '<root>'}', {kind})"
+            errors[what] = _error(ours[1].get(name), theirs[1].get(name), largest)
+        wrong = {what: error for what, error in errors.items() if not error <= TOLERANCES[self.dtype]}
+        if not wrong:
+            return
+        what = "the loss" if "the loss" in wrong else max(wrong, key=lambda name: wrong[name])
+        more = f", as are {len(wrong) - 1} other tensors" if len(wrong) > 1 else ""
         raise CaptureError(
-            f"the captured graph of '{spec.name}' disagrees with the model: {what} is off by {error:.1e}",
-            "this architecture does something the capture does not see; please report it with the model's config.json",
+            f"the captured graph of '{self.name}' disagrees with the model: {what} is off by {wrong[what]:.1e}{more}",
+            self._cause(theirs[0], batch, before),
         )
+
+    def _cause(self, loss: Tensor, batch: Batch, before: _State) -> str:
+        if functions := proofs.own_functions(loss):
+            return (
+                f"{', '.join(functions)}: an autograd.Function with a backward of its own is read by its forward only; "
+                "write forward so that its ordinary derivative is the one you want (x + (y - x).detach())"
+            )
+        again, _ = self._eager(batch)
+        if float(again.detach()) != float(loss.detach()):
+            kept = before.changed_attributes(self.plain)
+            return (
+                "forward gives another loss when it is called again with the same batch: it keeps state between calls"
+                + (f" ({', '.join(kept)})" if kept else "")
+                + "; a step must depend on its batch and on parameters alone"
+            )
+        return (
+            "forward does something that a graph of it does not hold, such as a hook on a tensor (register_hook), a "
+            "change of .data, or Python code whose outcome depends on the values or the number of the samples"
+        )
+
+
+class _State:
+    """What a module's forward must leave as it is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tensors = proofs.tensors_of(module)
+        self._attributes = proofs.attributes_of(module)
+
+    def require_unchanged(self, module: nn.Module, name: str) -> None:
+        now = proofs.tensors_of(module)
+        for what, mark in self._tensors.items():
+            if now.get(what) != mark:
+                raise CaptureError(
+                    f"the forward pass of '{name}' changes {what}, which training would not repeat",
+                    "keep running state out of the module, and let forward leave parameters and buffers as they are",
+                )
+
+    def changed_attributes(self, module: nn.Module) -> list[str]:
+        now = proofs.attributes_of(module)
+        return [what for what, shown in now.items() if self._attributes.get(what) != shown][:3]
+
+
+def _keys(batch: Mapping[str, Tensor]) -> Tensor:
+    return random.sample_keys(0, 0, next(iter(batch.values())).shape[0])
+
+
+def _error(ours: Tensor | None, theirs: Tensor | None, scale: float) -> float:
+    """The largest difference, as a share of `scale`; no gradient is one of zeros."""
+    present = ours if ours is not None else theirs
+    assert present is not None
+    zero = torch.zeros((), dtype=present.dtype)
+    ours, theirs = (zero if side is None else side.to_dense() if side.is_sparse else side for side in (ours, theirs))
+    return float((ours - theirs).abs().max()) / max(scale, 1e-30) if present.numel() else 0.0
+
+
+@contextlib.contextmanager
+def _by_default(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors that a module makes without saying of what dtype are of this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from phalanx.config import RunConfig
 from phalanx.launch.main_script import MainScript, explained_pickling, unpickle
+from phalanx.model.selfcheck import refuse_lost_hooks
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.state import checkpoint
 from phalanx.training.prepare import Collate
@@ -63,6 +64,7 @@ def pack(job: Job) -> Iterator[JobPayload]:
     if not isinstance(job.model, nn.Module):
         yield JobPayload(_pickled(job), None, main)
         return
+    refuse_lost_hooks(job.model, type(job.model).__name__)  # the copies that ranks get would not have them
     folder = Path(tempfile.mkdtemp(prefix="phalanx-module-", dir=_place_for(job.model)))
     try:
         file = folder / "values.safetensors"

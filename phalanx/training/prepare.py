@@ -22,8 +22,10 @@ from phalanx.data.tokenizer import has_tokenizer
 from phalanx.engine.inputs import require_inputs
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.context import RankContext
-from phalanx.model.capture import capture
+from phalanx.model.capture import capture, capture_for_check
 from phalanx.model.captured import Captured
+from phalanx.model.selfcheck import NUM_SAMPLES as NUM_CHECKED
+from phalanx.model.selfcheck import prove
 from phalanx.model.separable import NUM_SAMPLES, require_separable
 from phalanx.model.weights.init_recipe import record
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
@@ -99,7 +101,8 @@ def prepare(
     eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate)
     total_steps, length_reason = run_length(config, batches)
     inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
-    captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout)
+    captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout, check=False)
+    checked = _proof(spec, task, captured, batches, config.batch_size) if context.rank == 0 else ""
     trainable = choose_trainable(captured.trainable, captured.shapes, captured.aliases, config.freeze)
     if not set(trainable) & set(captured.blocks.parameters()):
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
@@ -110,7 +113,7 @@ def prepare(
         require_evaluation(plan, eval_length(config, eval_batches))
     return Prepared(
         spec, task, tokenizer, batches, eval_batches, captured, trainable, plan, device, dtype, total_steps,
-        {**reasons, "device": device_reason(config.device, device), "steps": length_reason},
+        {**reasons, "device": device_reason(config.device, device), "steps": length_reason, "check": checked},
     )  # fmt: skip
 
 
@@ -247,6 +250,15 @@ def _without_coupling(spec: ModelSpec, captured: Captured, batches: Batches, pla
     batch = batches.batch(0, min(batch_size, NUM_SAMPLES))
     require_inputs(captured, batch)
     return require_separable(spec, captured, batch, plan.shown)
+
+
+def _proof(spec: ModelSpec, task: Task, captured: Captured, batches: Batches, batch_size: int) -> str:
+    """That the graph is the model, on the first samples. One rank finds out for all."""
+    first, second = (min(batch_size, count) for count in NUM_CHECKED)
+    samples = [batches.batch(0, first), batches.batch(first, second)]
+    for batch in samples:
+        require_inputs(captured, batch)
+    return prove(spec, task, captured, samples, capture_for_check)
 
 
 def _contents(batch: Mapping[str, Tensor]) -> str:

@@ -69,7 +69,9 @@ def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> Fla
         spec.name: {i: torch.export.Dim.DYNAMIC for i, dim in enumerate(spec.dims) if isinstance(dim, str)}
         for spec in inputs
     }
-    patches = (_no_layerdrop(), hooks.own_attention_methods(model), hooks.experts_of_any_dtype())
+    patches = (
+        _no_layerdrop(), hooks.own_attention_methods(model), hooks.experts_of_any_dtype(), hooks.no_checkpointing(),
+    )  # fmt: skip
     with _quiet(), _fake_state(model, mode), contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
