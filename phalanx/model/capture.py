@@ -187,6 +187,9 @@ def blocks_to_json(blocks: Blocks) -> dict[str, Any]:
         "values": blocks.values,
         "loss": blocks.loss,
         "count": blocks.count,
+        "conditions": blocks.conditions,
+        "never_ignored": blocks.never_ignored,
+        "assumed": blocks.assumed,
         "constants": {name: _constant_to_json(value) for name, value in blocks.constants.items()},
     }
 
@@ -200,6 +203,9 @@ def blocks_from_json(data: dict[str, Any]) -> Blocks:
         values=tuple(data["values"]),
         loss=data["loss"],
         count=data["count"],
+        conditions=tuple(data["conditions"]),
+        never_ignored=tuple((name, value) for name, value in data["never_ignored"]),
+        assumed=data["assumed"],
         constants={name: _constant_from_json(value) for name, value in data["constants"].items()},
     )
 

@@ -1,7 +1,7 @@
 """What was proven of which model, remembered on disk; and what can be said about a module's state and code.
 
-A proof holds for as long as the graph, the module's structure and attributes, the user's code, ours, and the batches stay
-the same. Where the code has no file to be recognised by, nothing is remembered.
+A proof holds for as long as the graph, the module's attributes, the user's code, ours and the batches stay the same.
+Where the code has no file to be recognised by, nothing is remembered.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `prove` asks this of every model on the user's own first batches: the module runs eagerly as it was given (its modes,
 hooks and buffers) on two batches, twice each, so that what is kept from one call to the next shows too. In float64, or
-in float32 where a module cannot compute in float64. What would take too long is made smaller: fewer layers, two samples,
-fewer tokens; an architecture of HuggingFace's is then also checked as a tiny model, on tokens beyond every sliding
-window. What was proven is remembered for as long as model, code and batches stay the same.
+in float32 where a module cannot compute in float64. What would take too long is made smaller: fewer layers, two
+samples, fewer tokens; an architecture of HuggingFace's is then also checked as a tiny model, on tokens beyond every
+sliding window. What was proven is remembered for as long as model, code and batches stay the same.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from phalanx import tasks
 from phalanx.errors import CaptureError, ConfigError, PhalanxError
+from phalanx.expressions import evaluate
 from phalanx.model import interpret, proofs, reference
 from phalanx.model.captured import Captured, attention_sites, dropout_keys
 from phalanx.model.graph import hooks, stamp
@@ -33,7 +34,7 @@ from phalanx.tasks.base import Batch, Input, Task
 from phalanx.tasks.vocabulary import most_positions
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest gradient
-NUM_SAMPLES = (5, 3)  # of the two batches
+_SAMPLES = (5, 3)  # of the two batches
 _LARGEST_WHOLE = 50_000_000  # parameters; larger models are checked with fewer layers
 _MOST_FLOPS = 3e11  # of one pass forward and backward: some seconds
 _BYTES_PER_PARAMETER = 40  # values and gradients of both sides in float64, and what comes and goes
@@ -63,6 +64,23 @@ def _given(spec: ModelSpec) -> nn.Module:
         return build(spec, device="meta")
     with parameters_on_meta():
         return spec.factory()
+
+
+def num_samples(captured: Captured, batch_size: int) -> tuple[int, int]:
+    """Of the two batches to be checked: few, but as many as take the same branches as a whole batch."""
+    first, second = (
+        next(n for n in range(min(few, batch_size), batch_size + 1) if _alike(captured, n, batch_size))
+        for few in _SAMPLES
+    )
+    return first, second
+
+
+def _alike(captured: Captured, some: int, all_: int) -> bool:
+    """Whether the module's branches on the number of samples come out the same."""
+    return all(
+        evaluate(condition, {"batch": some}) == evaluate(condition, {"batch": all_})
+        for condition in captured.blocks.conditions
+    )
 
 
 def refuse_lost_hooks(module: nn.Module, name: str) -> None:
@@ -119,7 +137,9 @@ def _affordable(captured: Captured, batch: Batch, share: float) -> Batch:
     """As many of the samples, and where that is too much of the tokens, as can be computed in seconds. share: of the
     model that is computed."""
     ends = {"tokens", "source"}
+    found, given = batch, next(iter(batch.values())).shape[0]
     for samples, tokens in _CUTS:
+        samples = samples if samples < given and _alike(captured, samples, given) else given
         found = {}
         for spec in captured.inputs:
             rows = [slice(samples), *(slice(tokens if dim in ends else None) for dim in spec.dims[1:])]
@@ -230,7 +250,7 @@ class _Comparison:
                 "compute the loss without torch.no_grad(), detach() or .item()",
             )
         loss.backward()
-        return loss, {name: p.grad for name, p in self.plain.named_parameters() if p.grad is not None}
+        return loss, {n: p.grad.to_dense() for n, p in self.plain.named_parameters() if p.grad is not None}
 
     def _interpreted(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         captured = self.captured
@@ -281,6 +301,11 @@ class _Comparison:
                 + (f" ({', '.join(kept)})" if kept else "")
                 + "; a step must depend on its batch and on parameters alone"
             )
+        if self.captured.blocks.conditions:
+            return (
+                "forward takes another branch for this number of samples than the graph, for which "
+                f"{' and '.join(self.captured.blocks.conditions)} holds; compute every number of samples alike"
+            )
         return (
             "forward does something that a graph of it does not hold, such as a hook on a tensor (register_hook), a "
             "change of .data, or Python code whose outcome depends on the values or the number of the samples"
@@ -317,7 +342,7 @@ def _error(ours: Tensor | None, theirs: Tensor | None, scale: float) -> float:
     present = ours if ours is not None else theirs
     assert present is not None
     zero = torch.zeros((), dtype=present.dtype)
-    ours, theirs = (zero if side is None else side.to_dense() if side.is_sparse else side for side in (ours, theirs))
+    ours, theirs = (zero if side is None else side for side in (ours, theirs))
     return float((ours - theirs).abs().max()) / max(scale, 1e-30) if present.numel() else 0.0
 
 

@@ -82,6 +82,7 @@ def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> Fla
         except Exception as error:
             raise _explain(error, inputs) from error
     flat = _flatten(program, inputs)
+    flat.conditions = _conditions(flat)
     _merge_tied(flat, tied_names(model))
     normalise(flat, dtype)
     return flat
@@ -152,6 +153,12 @@ def _flatten(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> 
         elif name := signature.inputs_to_lifted_tensor_constants.get(node.name):
             value = program.constants[name]
             assert isinstance(value, Tensor), f"{name} is a constant that is no tensor"
+            if isinstance(value, FakeTensor):
+                raise CaptureError(
+                    "forward uses a tensor that a graph of it cannot hold: a gradient that it computes by itself "
+                    "(torch.autograd.grad), one that it puts in .data, or one that it keeps from elsewhere",
+                    "write such a derivative out, and keep tensors as parameters or buffers",
+                )
             roles[node] = ("constant", _constant_name(value))
             constants[_constant_name(value)] = value
         else:
@@ -159,6 +166,19 @@ def _flatten(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> 
             roles[node] = ("input", spec.name)
             _learn_symbols(node, spec, symbols)
     return FlatGraph(program.graph, roles, symbols, constants)
+
+
+def _conditions(flat: FlatGraph) -> tuple[str, ...]:
+    """What the exporter took for granted about the number of samples, mostly because a branch was taken."""
+    samples = {symbol for symbol, dim in flat.symbols.items() if dim == "batch"}
+    values = [node.meta["val"] for node, (kind, _) in flat.roles.items() if kind == "input"]
+    sizes = [size for value in values for size in value.shape if isinstance(size, torch.SymInt)]
+    found = []
+    for guard in sizes[0].node.shape_env.guards if sizes else ():
+        symbols = {str(symbol): symbol for symbol in guard.expr.free_symbols}
+        if symbols and set(symbols) <= samples:
+            found.append(str(guard.expr.subs({symbol: "batch" for symbol in symbols.values()})))
+    return tuple(dict.fromkeys(found))
 
 
 def _merge_tied(flat: FlatGraph, aliases: dict[str, str]) -> None:

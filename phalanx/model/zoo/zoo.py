@@ -100,7 +100,8 @@ def build(
     attention: str = "eager",
     dropout: float | None = None,
 ) -> nn.Module:
-    """The module of `spec` in train mode, but for parts that the user put in eval mode, without a key/value cache and without layer dropping.
+    """The module of `spec` in train mode (but for parts that the user put in eval mode), without a key/value cache and
+    without layer dropping.
 
     On "meta" parameters have no storage while buffers are real and on the CPU. `attention` names the implementation
     for architectures that take one by name; those with attention classes of their own (GPT-Neo, GPT-J), like plain
