@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import phalanx
 from phalanx.config import cache_folder
@@ -97,20 +97,6 @@ def _path(key: str) -> Path:
     return cache_folder() / "proofs" / f"{key}.json"
 
 
-def tensors_of(module: nn.Module) -> dict[str, str]:
-    """Every parameter and buffer → a mark that changes with its values and whether it is trained."""
-    named = [(f"parameter '{n}'", p) for n, p in module.named_parameters()]
-    named += [(f"buffer '{n}'", b) for n, b in module.named_buffers()]
-    return {name: f"{tensor.requires_grad} {_sums(tensor.detach())}" for name, tensor in named}
-
-
-def _sums(tensor: Tensor) -> tuple[float, ...]:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    wide = tensor.double().flatten()
-    return float(wide.sum()), float(wide.square().sum()), *wide[:3].tolist()
-
-
 def attributes_of(module: nn.Module) -> dict[str, str]:
     """What each part of a module keeps besides tensors and parts, as text without addresses."""
     found = {}
@@ -133,22 +119,6 @@ def _shown(value: Any) -> str:
 
 def _without_addresses(value: Any) -> str:
     return re.sub(r"0x[0-9a-f]+", "", repr(value))[:2000]
-
-
-def own_functions(loss: Tensor) -> list[str]:
-    """Names of the autograd.Functions of the user's own that a loss was computed by."""
-    found: dict[str, None] = {}
-    seen: set[object] = set()
-    stack: list[Any] = [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found[type(node).__name__.removesuffix("Backward")] = None
-        stack.extend(source for source, _ in node.next_functions)
-    return list(found)
 
 
 def available_memory() -> float:

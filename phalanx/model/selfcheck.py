@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,18 +22,17 @@ from transformers import PreTrainedModel
 from phalanx import tasks
 from phalanx.errors import CaptureError, ConfigError, PhalanxError
 from phalanx.expressions import evaluate
-from phalanx.model import interpret, proofs, reference
-from phalanx.model.captured import Captured, attention_sites, dropout_keys
-from phalanx.model.graph import hooks, stamp
+from phalanx.model import proofs
+from phalanx.model.captured import Captured
+from phalanx.model.comparison import Comparison
+from phalanx.model.graph import stamp
 from phalanx.model.graph.units import find_layers
-from phalanx.model.ops import random
 from phalanx.model.zoo.configure import tiny
 from phalanx.model.zoo.meta import parameters_on_meta
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.tasks.base import Batch, Input, Task
 from phalanx.tasks.vocabulary import most_positions
 
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest gradient
 _SAMPLES = (5, 3)  # of the two batches
 _LARGEST_WHOLE = 50_000_000  # parameters; larger models are checked with fewer layers
 _MOST_FLOPS = 3e11  # of one pass forward and backward: some seconds
@@ -189,7 +188,7 @@ def self_check(spec: ModelSpec, capture: Callable[[ModelSpec, tuple[Input, ...]]
             batch = task.synthetic(small.config, batch=samples, tokens=tokens, seed=1, padding=padding)
         except ConfigError:
             continue  # the task takes no padding
-        _Comparison(small, task, capture(small, inputs), torch.float64).require([batch], times=1)
+        Comparison(small, task, capture(small, inputs), torch.float64).require([batch], times=1)
 
 
 def _compare(
@@ -198,152 +197,13 @@ def _compare(
     """In float64; in float32 where the module makes tensors that it cannot combine with those."""
     try:
         with _by_default(torch.float64):
-            comparison = _Comparison(spec, task, capture(spec, inputs, torch.float64), torch.float64)
+            comparison = Comparison(spec, task, capture(spec, inputs, torch.float64), torch.float64)
             comparison.try_out(batches[0])
     except (PhalanxError, RuntimeError, TypeError, ValueError):
-        _Comparison(spec, task, capture(spec, inputs, torch.float32), torch.float32).require(batches, times=2)
+        Comparison(spec, task, capture(spec, inputs, torch.float32), torch.float32).require(batches, times=2)
         return
     with _by_default(torch.float64):
         comparison.require(batches, times=2)
-
-
-class _Comparison:
-    """A plain module with values of its own, and its captured graph."""
-
-    def __init__(self, spec: ModelSpec, task: Task, captured: Captured, dtype: torch.dtype) -> None:
-        self.name, self.task, self.captured, self.dtype = spec.name, task, captured, dtype
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            # A copy: a module of this dtype would share its parameters with the user's, and get gradients.
-            self.plain = copy.deepcopy(reference.plain(spec, dtype, None if spec.factory else 0.0))
-
-    def require(self, batches: Sequence[Batch], times: int) -> None:
-        before = _State(self.plain)
-        for call in range(times * len(batches)):
-            batch = self._converted(batches[call % len(batches)])
-            ours = self._interpreted(batch)
-            theirs = self._eager(batch)
-            before.require_unchanged(self.plain, self.name)
-            self._require_equal(ours, theirs, batch, before)
-
-    def try_out(self, batch: Batch) -> None:
-        """On a copy of the module, whose state stays as it was given."""
-        plain, self.plain = self.plain, copy.deepcopy(self.plain)
-        try:
-            with contextlib.suppress(CaptureError):
-                self._eager(self._converted(batch))
-        finally:
-            self.plain = plain
-
-    def _converted(self, batch: Batch) -> Batch:
-        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in batch.items()}
-
-    def _eager(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        self.plain.zero_grad(set_to_none=True)
-        sites = attention_sites(self.captured.blocks)
-        # Dropout is part of a module that somebody built, so both sides draw the same.
-        with hooks.no_checkpointing(), reference.injected(self.plain, _keys(batch), sites, self.dtype):
-            loss = reference.loss(self.plain, self.task.reference_inputs(batch))
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise CaptureError(
-                f"the loss of '{self.name}' has no gradient, so nothing would be trained",
-                "compute the loss without torch.no_grad(), detach() or .item()",
-            )
-        loss.backward()
-        return loss, {n: p.grad.to_dense() for n, p in self.plain.named_parameters() if p.grad is not None}
-
-    def _interpreted(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        captured = self.captured
-        leaves = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self.plain.named_parameters()}
-        dropout = dropout_keys(captured.blocks, _keys(batch))
-        dims = captured.dims(batch)
-        total, count = interpret.sum_and_count(captured.blocks, leaves, captured.buffers, batch, dims, dropout)
-        loss = total / count
-        if loss.requires_grad:
-            loss.backward()
-        return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-
-    def _require_equal(
-        self,
-        ours: tuple[Tensor, dict[str, Tensor]],
-        theirs: tuple[Tensor, dict[str, Tensor]],
-        batch: Batch,
-        before: _State,
-    ) -> None:
-        largest = max((float(gradient.abs().max()) for gradient in theirs[1].values() if gradient.numel()), default=0.0)
-        errors = {"the loss": _error(ours[0], theirs[0].detach(), float(theirs[0].detach().abs()))}
-        for name in {**theirs[1], **ours[1]}:
-            module, _, _ = name.rpartition(".")
-            kind = type(self.plain.get_submodule(module)).__name__
-            what = f"the gradient of '{name}' (module '{module or '<root>'}', {kind})"
-            errors[what] = _error(ours[1].get(name), theirs[1].get(name), largest)
-        wrong = {what: error for what, error in errors.items() if not error <= TOLERANCES[self.dtype]}
-        if not wrong:
-            return
-        what = "the loss" if "the loss" in wrong else max(wrong, key=lambda name: wrong[name])
-        more = f", as are {len(wrong) - 1} other tensors" if len(wrong) > 1 else ""
-        raise CaptureError(
-            f"the captured graph of '{self.name}' disagrees with the model: {what} is off by {wrong[what]:.1e}{more}",
-            self._cause(theirs[0], batch, before),
-        )
-
-    def _cause(self, loss: Tensor, batch: Batch, before: _State) -> str:
-        if functions := proofs.own_functions(loss):
-            return (
-                f"{', '.join(functions)}: an autograd.Function with a backward of its own is read by its forward only; "
-                "write forward so that its ordinary derivative is the one you want (x + (y - x).detach())"
-            )
-        again, _ = self._eager(batch)
-        if float(again.detach()) != float(loss.detach()):
-            kept = before.changed_attributes(self.plain)
-            return (
-                "forward gives another loss when it is called again with the same batch: it keeps state between calls"
-                + (f" ({', '.join(kept)})" if kept else "")
-                + "; a step must depend on its batch and on parameters alone"
-            )
-        if self.captured.blocks.conditions:
-            return (
-                "forward takes another branch for this number of samples than the graph, for which "
-                f"{' and '.join(self.captured.blocks.conditions)} holds; compute every number of samples alike"
-            )
-        return (
-            "forward does something that a graph of it does not hold, such as a hook on a tensor (register_hook), a "
-            "change of .data, or Python code whose outcome depends on the values or the number of the samples"
-        )
-
-
-class _State:
-    """What a module's forward must leave as it is."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._tensors = proofs.tensors_of(module)
-        self._attributes = proofs.attributes_of(module)
-
-    def require_unchanged(self, module: nn.Module, name: str) -> None:
-        now = proofs.tensors_of(module)
-        for what, mark in self._tensors.items():
-            if now.get(what) != mark:
-                raise CaptureError(
-                    f"the forward pass of '{name}' changes {what}, which training would not repeat",
-                    "keep running state out of the module, and let forward leave parameters and buffers as they are",
-                )
-
-    def changed_attributes(self, module: nn.Module) -> list[str]:
-        now = proofs.attributes_of(module)
-        return [what for what, shown in now.items() if self._attributes.get(what) != shown][:3]
-
-
-def _keys(batch: Mapping[str, Tensor]) -> Tensor:
-    return random.sample_keys(0, 0, next(iter(batch.values())).shape[0])
-
-
-def _error(ours: Tensor | None, theirs: Tensor | None, scale: float) -> float:
-    """The largest difference, as a share of `scale`; no gradient is one of zeros."""
-    present = ours if ours is not None else theirs
-    assert present is not None
-    zero = torch.zeros((), dtype=present.dtype)
-    ours, theirs = (zero if side is None else side for side in (ours, theirs))
-    return float((ours - theirs).abs().max()) / max(scale, 1e-30) if present.numel() else 0.0
 
 
 @contextlib.contextmanager
