@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from phalanx.model.zoo.zoo import ModelSpec
 from phalanx.tasks.base import Batch, Task
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest gradient
+FAILURES = (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError)  # of a module on samples
+
+Computed = tuple[Tensor, dict[str, Tensor]]  # the loss and the gradients of parameters
 
 
 class Comparison:
@@ -41,10 +44,21 @@ class Comparison:
         before = State(self.plain)
         for call in range(times * len(batches)):
             batch = self._converted(batches[call % len(batches)])
-            ours = self._interpreted(batch)
-            theirs = self._eager(batch)
+            theirs = self._tried(self._eager, batch, "the module")
             before.require_unchanged(self.plain, self.name)
-            self._require_equal(ours, theirs, batch, before)
+            if theirs[0].isfinite().all():  # otherwise there is nothing to compare, and the run will say so
+                ours = self._tried(self._interpreted, batch, "the captured graph")
+                self._require_equal(ours, theirs, batch, before)
+
+    def _tried(self, compute: Callable[[Batch], Computed], batch: Batch, side: str) -> Computed:
+        try:
+            return compute(batch)
+        except FAILURES as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CaptureError(
+                f"{side} of '{self.name}' fails on the first samples of the data: {reason}",
+                "call the module with a batch of the data to see where, and whether sizes and values fit it",
+            ) from error
 
     def try_out(self, batch: Batch) -> None:
         """On a copy of the module, whose state stays as it was given."""
@@ -58,7 +72,7 @@ class Comparison:
     def _converted(self, batch: Batch) -> Batch:
         return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in batch.items()}
 
-    def _eager(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _eager(self, batch: Batch) -> Computed:
         self.plain.zero_grad(set_to_none=True)
         sites = attention_sites(self.captured.blocks)
         # Dropout is part of a module that somebody built, so both sides draw the same.
@@ -72,7 +86,7 @@ class Comparison:
         loss.backward()
         return loss, {n: p.grad.to_dense() for n, p in self.plain.named_parameters() if p.grad is not None}
 
-    def _interpreted(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _interpreted(self, batch: Batch) -> Computed:
         captured = self.captured
         leaves = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self.plain.named_parameters()}
         dropout = dropout_keys(captured.blocks, _keys(batch))
@@ -85,8 +99,8 @@ class Comparison:
 
     def _require_equal(
         self,
-        ours: tuple[Tensor, dict[str, Tensor]],
-        theirs: tuple[Tensor, dict[str, Tensor]],
+        ours: Computed,
+        theirs: Computed,
         batch: Batch,
         before: State,
     ) -> None:
@@ -122,7 +136,7 @@ class Comparison:
                 + "; a step must depend on its batch and on parameters alone"
             )
         if self.is_named:
-            return "please report it with the model's config.json: the capture does not see something of this architecture"
+            return "please report it with the model's config.json: the capture misses something of this architecture"
         if self.captured.blocks.conditions:
             return (
                 "forward takes another branch for this number of samples than the graph, for which "

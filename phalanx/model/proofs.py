@@ -30,9 +30,10 @@ _INSTALLED = tuple({str(Path(path).resolve()) for path in (sys.prefix, sys.base_
 _CONTENTS = ("_parameters", "_buffers", "_modules")  # of a module; the rest are its attributes
 
 
-def key(spec: ModelSpec, module: nn.Module, captured: Captured, batches: Sequence[Batch]) -> str | None:
-    """Equal only for what needs no other proof; None where that cannot be known."""
-    code = _own_code() if spec.factory is not None else ""
+def key(spec: ModelSpec, module: nn.Module | None, captured: Captured, batches: Sequence[Batch]) -> str | None:
+    """Equal only for what needs no other proof; None where that cannot be known. module: of the user's own, None for
+    one that its configuration describes."""
+    code = "" if module is None else _own_code()
     if code is None:
         return None
     digest = hashlib.blake2b(digest_size=16)
@@ -41,7 +42,7 @@ def key(spec: ModelSpec, module: nn.Module, captured: Captured, batches: Sequenc
     graph = [[block.template, block.ports, block.outputs] for block in blocks.blocks]
     for part in (
         spec.name, spec.task, config, code, our_code(), graph, blocks.prologue, sorted(blocks.templates),
-        sorted(captured.shapes.items()), attributes_of(module),
+        sorted(captured.shapes.items()), attributes_of(module) if module is not None else "",
     ):  # fmt: skip
         digest.update(repr(part).encode())
     for batch in batches:
