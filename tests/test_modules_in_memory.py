@@ -93,8 +93,12 @@ def test_a_large_module_is_checked_with_fewer_layers_and_as_a_tiny_model(
 
 def test_a_large_batch_is_cut_to_what_takes_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(selfcheck, "_MOST_FLOPS", 1.0)
-    train(tiny_models.build("gpt2"), tmp_path, steps=1)
-    assert "the module on 2 and 2 samples" in checked_row(tmp_path)
+    train(tiny_models.build("gpt2"), tmp_path / "gpt2", steps=1)
+    assert checked_row(tmp_path / "gpt2").startswith(
+        "loss and gradients compared with a tiny model of its architecture, "
+    )
+    phalanx.train(Mean(), [{"x": torch.ones(3)}] * 8, out=tmp_path / "own", **OPTIONS)
+    assert "the module on 2 and 2 samples" in checked_row(tmp_path / "own")
 
 
 def test_a_module_that_memory_cannot_hold_twice_is_said_to_be_unchecked(

@@ -100,27 +100,37 @@ def refuse_lost_hooks(module: nn.Module, name: str) -> None:
 
 
 def _prove(spec: ModelSpec, task: Task, captured: Captured, batches: Sequence[Batch], capture: Capture) -> str:
-    subject, whole, depth = spec, _num_parameters(spec), ""
+    model = build(spec, dtype=torch.float64, device="meta", dropout=None if spec.factory else 0.0)
+    whole, depth = _num_parameters(model), ""
     if whole > _LARGEST_WHOLE:
-        subject, depth = _shallow(spec), " with fewer layers"
-    size = _num_parameters(subject) if depth else whole
-    cut = [_affordable(captured, batch, size / whole) for batch in batches]
-    needed = _BYTES_PER_PARAMETER * size
-    said = []
+        stamp.truncate(model, find_layers(model))
+        depth = " with fewer layers"
+    share = _num_parameters(model) / whole
+    cut = [_affordable(captured, batch, share) for batch in batches]
+    said, needed = [], _BYTES_PER_PARAMETER * _num_parameters(model)
     if (depth or any(a is not b for a, b in zip(cut, batches, strict=True))) and _is_stock(spec):
         self_check(replace(spec, factory=None, folder=None), lambda other, ins: capture(other, ins, torch.float64), [])
         said.append("a tiny model of its architecture")
-    if needed <= proofs.available_memory() / 2:
-        _compare(subject, task, captured.inputs, cut, capture)
-        samples = " and ".join(str(next(iter(batch.values())).shape[0]) for batch in cut)
-        said.append(f"the module{depth} on {samples} samples of the data, twice")
-    elif not said:
-        said.append(f"nothing: checking needs {needed / 2**30:.0f} GiB of memory; use phalanx verify")
-    return "loss and gradients compared with " + " and ".join(said)
+        if share * _flops(captured, cut[0]) > 2 * _MOST_FLOPS:
+            return _said(said)
+    if needed > proofs.available_memory() / 2:
+        return _said(said or [f"nothing: checking needs {needed / 2**30:.0f} GiB of memory; use phalanx verify"])
+    _compare(_with_values(spec, model) if depth else spec, task, captured.inputs, cut, capture)
+    samples = " and ".join(str(next(iter(batch.values())).shape[0]) for batch in cut)
+    return _said([*said, f"the module{depth} on {samples} samples of the data, twice"])
 
 
-def _num_parameters(spec: ModelSpec) -> int:
-    return max(1, sum(p.numel() for p in build(spec, device="meta").parameters()))
+def _said(compared: Sequence[str]) -> str:
+    return "loss and gradients compared with " + " and ".join(compared)
+
+
+def _flops(captured: Captured, batch: Batch) -> float:
+    """Of a pass forward and backward."""
+    return 3 * sum(captured.blocks.flops(captured.dims(batch)))
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return max(1, sum(p.numel() for p in model.parameters()))
 
 
 def _is_stock(spec: ModelSpec) -> bool:
@@ -143,16 +153,14 @@ def _affordable(captured: Captured, batch: Batch, share: float) -> Batch:
         for spec in captured.inputs:
             rows = [slice(samples), *(slice(tokens if dim in ends else None) for dim in spec.dims[1:])]
             found[spec.name] = batch[spec.name][tuple(rows)]
-        if 3 * share * sum(captured.blocks.flops(captured.dims(found))) <= _MOST_FLOPS:
+        if share * _flops(captured, found) <= _MOST_FLOPS:
             break
     changed = any(found[name].shape != tensor.shape for name, tensor in batch.items())
     return found if changed else batch
 
 
-def _shallow(spec: ModelSpec) -> ModelSpec:
-    """The same model with fewer layers, as a module in float64: every kind of layer is there twice."""
-    model = build(spec, dtype=torch.float64, device="meta", dropout=None if spec.factory else 0.0)
-    stamp.truncate(model, find_layers(model))
+def _with_values(spec: ModelSpec, model: nn.Module) -> ModelSpec:
+    """A model with fewer layers that has no values so far, with those that the user gave, else with random ones."""
     given = {} if spec.factory is None else dict(_given(spec).named_parameters())
     made = {name: value for name, value in given.items() if not value.is_meta}
     generator = torch.Generator().manual_seed(0)
