@@ -460,6 +460,13 @@ def test_a_module_is_exact_or_refused(name: str, tmp_path: Any, monkeypatch: pyt
     captured.require_equal(case.step(case.rank(), [1, 4, 3]), case.plain())
 
 
+def test_what_is_checked_takes_the_branches_of_a_whole_batch() -> None:
+    module = CASES["branch on the batch size"].make()
+    case = captured.own(module, **_batch(module))
+    assert case.blocks.conditions == ("batch <= 6",)
+    assert [selfcheck.num_samples(case.captured, size) for size in (2, 6, 8)] == [(2, 2), (5, 3), (7, 7)]
+
+
 def _proven(module: nn.Module) -> captured.Case:
     """Captured and checked as before training."""
     selfcheck.refuse_lost_hooks(module, "it")  # what is in float64 has lost those of parameters
