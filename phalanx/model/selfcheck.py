@@ -76,10 +76,15 @@ def num_samples(captured: Captured, batch_size: int) -> tuple[int, int]:
 
 def _alike(captured: Captured, some: int, all_: int) -> bool:
     """Whether the module's branches on the number of samples come out the same."""
-    return all(
-        evaluate(condition, {"batch": some}) == evaluate(condition, {"batch": all_})
-        for condition in captured.blocks.conditions
-    )
+    return all(_holds(condition, some) == _holds(condition, all_) for condition in captured.blocks.conditions)
+
+
+def _holds(condition: str, samples: int) -> bool | None:
+    """None where the condition has no meaning for so few samples."""
+    try:
+        return bool(evaluate(condition, {"batch": samples}))
+    except ZeroDivisionError:
+        return None
 
 
 def refuse_lost_hooks(module: nn.Module, name: str) -> None:

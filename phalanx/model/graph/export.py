@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 import phalanx
 from phalanx.errors import CaptureError, DataError
+from phalanx.expressions import evaluate
 from phalanx.model.graph import hooks
 from phalanx.model.graph.functionalise import FlatGraph
 from phalanx.model.graph.normalise import normalise
@@ -177,7 +178,10 @@ def _conditions(flat: FlatGraph) -> tuple[str, ...]:
     for guard in sizes[0].node.shape_env.guards if sizes else ():
         symbols = {str(symbol): symbol for symbol in guard.expr.free_symbols}
         if symbols and set(symbols) <= samples:
-            found.append(str(guard.expr.subs({symbol: "batch" for symbol in symbols.values()})))
+            text = str(guard.expr.subs({symbol: "batch" for symbol in symbols.values()}))
+            with contextlib.suppress(NameError, AssertionError):  # one that is no arithmetic cannot be asked again
+                evaluate(text, {"batch": _EXAMPLE_SIZES["batch"]})
+                found.append(text)
     return tuple(dict.fromkeys(found))
 
 
