@@ -451,13 +451,13 @@ def test_a_module_is_exact_or_refused(name: str, tmp_path: Any, monkeypatch: pyt
         return
     case = _proven(module)
     spec = zoo.resolve(case.model)
-    captured.require_equal(case.step(case.rank(), [SAMPLES]), case.plain())
     if wanted.whole:
+        captured.require_equal(case.step(case.rank(), [SAMPLES]), case.plain())
         with pytest.raises(PlanError, match=wanted.whole):
             separable.require_separable(spec, case.captured, case.batch, SAMPLES, "mb=2")
         return
     separable.require_separable(spec, case.captured, case.batch, SAMPLES, "mb=2")
-    captured.require_equal(case.step(case.rank(), [1, 4, 3]), case.plain())
+    captured.require_equal(case.step(case.rank(), [5, 3]), case.plain())
 
 
 def test_what_is_checked_takes_the_branches_of_a_whole_batch() -> None:
