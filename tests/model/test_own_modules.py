@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+import phalanx
 from phalanx.errors import CaptureError, PlanError
 from phalanx.model import selfcheck, separable
 from phalanx.model.zoo import zoo
@@ -378,6 +379,59 @@ CASES: dict[str, Case] = {
     "vmap": Case(regression(lambda m, x: torch.vmap(lambda row: row * row.sum())(x)), refused="torch.vmap"),
     "out=": Case(regression(into_out), refused="out="),
 }  # fmt: skip
+
+
+class Regularised(Uncertain):
+    """Means over different numbers of items, and a penalty on a weight that tensor parallelism splits."""
+
+    def combined(self, m: Net, x: Tensor, y: Tensor) -> Tensor:
+        return super().combined(m, x, y) + 0.1 * x.square().mean() + 0.01 * m.second.weight.square().sum()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Shared(nn.Module):
+    """Its embedding is looked up in the middle again, and is its head."""
+
+    def __init__(self, middle: str) -> None:
+        super().__init__()
+        self.embed, self.layers, self.middle = nn.Embedding(9, WIDTH), nn.ModuleList([Layer(), Layer()]), middle
+
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        hidden, head = self.layers[0](self.embed(ids)), self.embed.weight
+        if self.middle == "looked up":
+            hidden = hidden + 0.1 * self.embed(mask)
+        else:
+            hidden = hidden + functional.linear(hidden, head).softmax(-1) @ head
+        losses = per_token(functional.linear(self.layers[1](hidden), head), labels)
+        return (losses * mask).sum() / mask.sum()
+
+
+SPLIT: dict[str, Callable[[], nn.Module]] = {
+    "regularised": Regularised,
+    "embedding looked up in the middle": lambda: Shared("looked up"),
+    "embedding attended to in the middle": lambda: Shared("attended to"),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_tensor_parallel_ranks_train_as_one(name: str, lent_ranks: list[int], tmp_path: Any) -> None:
+    losses = []
+    for plan in ("mb=1", "tp=2,mb=2"):
+        torch.manual_seed(0)
+        module = SPLIT[name]().double()
+        rows = [dict(zip(_batch(module), row, strict=True)) for row in zip(*_batch(module).values(), strict=True)]
+        options: dict[str, Any] = {"batch_size": SAMPLES, "steps": 2, "lr": 0.1, "progress": "off", "export": False}
+        losses.append(phalanx.train(module, rows, out=tmp_path / plan, plan=plan, dtype="float64", **options).losses)
+    assert lent_ranks == [2]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
 
 
 def _batch(module: nn.Module) -> dict[str, Tensor]:
