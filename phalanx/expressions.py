@@ -31,15 +31,18 @@ _FUNCTIONS: dict[str, Any] = {
     "Max": max,
     "Min": min,
     "floor": math.floor,
+    "Eq": operator.eq,
+    "Ne": operator.ne,
     "Fraction": Fraction,
 }
 _ALLOWED = (
     ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name, ast.Load, ast.Call,
+    ast.Compare, ast.cmpop,
 )  # fmt: skip
 
 
 def evaluate(expression: str, dims: Mapping[str, int]) -> int:
-    """The value of a size, byte or FLOP expression for concrete dims."""
+    """The value of a size, byte or FLOP expression for concrete dims; of a condition, 1 where it holds, else 0."""
     return int(eval(_compiled(expression), {"__builtins__": {}, **_FUNCTIONS}, dims))
 
 

@@ -54,10 +54,12 @@ class Case:
         """Loss and gradients of the plain model in train mode, with the dropout decisions of `seed`."""
         self.model.zero_grad()
         keys = random.sample_keys(seed, 0, next(iter(self.batch.values())).shape[0])
-        with reference.injected(self.model.train(), keys, attention_sites(self.blocks), DOUBLE):
+        with reference.injected(self.model, keys, attention_sites(self.blocks), DOUBLE):
             loss = reference.loss(self.model, self.raw)
         loss.backward()
-        return loss.detach(), {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        return loss.detach().reshape(()), {
+            n: p.grad.to_dense() for n, p in self.model.named_parameters() if p.grad is not None
+        }
 
     def interpreted(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and gradients of the captured graph, node by node, without dropout."""

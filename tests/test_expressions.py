@@ -43,6 +43,13 @@ def test_nothing_but_arithmetic_is_run(text: str) -> None:
         evaluate(text, {"tokens": 1})
 
 
+@pytest.mark.parametrize(
+    ("condition", "holds"), [("batch > 4", [0, 1]), ("Eq(Mod(batch, 2), 1)", [1, 0]), ("Ne((batch//5), 1)", [1, 0])]
+)
+def test_a_condition_is_one_where_it_holds(condition: str, holds: list[int]) -> None:
+    assert [evaluate(condition, {"batch": batch}) for batch in (3, 6)] == holds
+
+
 def test_a_function_that_is_not_arithmetic_is_unknown() -> None:
     with pytest.raises(NameError):
         evaluate("print(tokens)", {"tokens": 1})

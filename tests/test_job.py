@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.config import RunConfig
-from phalanx.errors import ConfigError
+from phalanx.errors import CaptureError, ConfigError
 from phalanx.training.job import pack, unpack
 from phalanx.training.loop import Job
 
@@ -83,6 +83,20 @@ def test_a_dataset_that_cannot_be_handed_over_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"cannot be handed to other processes: .*Local") as info:
         phalanx.train(Tied(), Local(), out=tmp_path, plan="dp=2", **OPTIONS)
     assert "at the top level of a module" in info.value.hint and "ranks=1" in info.value.hint
+
+
+def test_a_module_whose_weights_are_computed_from_others_is_refused() -> None:
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    with pytest.raises(ConfigError, match="Linear' cannot be handed to other processes") as info, pack(job_of(module)):
+        pass
+    assert "ranks=1" in info.value.hint
+
+
+def test_a_hook_that_other_processes_would_not_have_is_refused() -> None:
+    module = Tied()
+    module.layers[0].bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(CaptureError, match=r"'layers\.0\.bias' of 'Tied' has a hook"), pack(job_of(module)):
+        pass
 
 
 def test_two_ranks_fill_the_callers_module_and_call_back_in_its_process(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import phalanx
-from phalanx.errors import CaptureError
-from phalanx.model import selfcheck
+from phalanx.errors import CaptureError, DataError
+from phalanx.model import comparison, proofs, selfcheck
 from tests import tiny_models
 from tests.run_helpers import records
 
@@ -22,7 +22,16 @@ OPTIONS = {"seq_len": 16, "batch_size": 4, "steps": 2, "lr": 1e-3, "progress": "
 def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What these tests capture is captured anew, and so checked as a user's module is."""
     monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "captures"))
-    monkeypatch.setattr("phalanx.model.capture.self_check", selfcheck.self_check)
+    monkeypatch.setattr("phalanx.training.prepare.prove", selfcheck.prove)
+
+
+class Mean(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
 
 
 def train(module: Any, out: Path, **options: Any) -> Any:
@@ -56,8 +65,59 @@ def test_the_check_takes_no_more_tokens_than_the_module(tmp_path: Path):
     assert len(train(transformers.GPT2LMHeadModel(config), tmp_path).losses) == 2
 
 
+def checked_row(folder: Path) -> str:
+    return records(folder, "start")[0]["header"]["checked"]
+
+
+def test_what_was_checked_is_said_and_not_checked_again(tmp_path: Path):
+    for number in range(2):
+        train(tiny_models.build("gpt2"), tmp_path / str(number), steps=1)
+    first, second = (checked_row(tmp_path / str(number)) for number in range(2))
+    assert "compared with the module on 4 and 3 samples of the data, twice" in first and first.endswith(" s")
+    assert second == f"{first}, remembered"
+
+
+def test_a_named_model_is_checked_too(tmp_path: Path):
+    train("gpt2", tmp_path, tiny=True, steps=1)
+    assert "compared with the module on 4 and 3 samples" in checked_row(tmp_path)
+
+
+def test_a_large_module_is_checked_with_fewer_layers_and_as_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(selfcheck, "_LARGEST_WHOLE", 10)
+    config = transformers.GPT2Config(n_layer=5, n_embd=16, n_head=2, vocab_size=99, n_positions=16)
+    train(transformers.GPT2LMHeadModel(config), tmp_path, steps=1)
+    assert "a tiny model of its architecture and the module with fewer layers" in checked_row(tmp_path)
+
+
+def test_a_large_batch_is_cut_to_what_takes_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(selfcheck, "_MOST_FLOPS", 1.0)
+    train(tiny_models.build("gpt2"), tmp_path / "gpt2", steps=1)
+    assert checked_row(tmp_path / "gpt2").startswith(
+        "loss and gradients compared with a tiny model of its architecture, "
+    )
+    phalanx.train(Mean(), [{"x": torch.ones(3)}] * 8, out=tmp_path / "own", **OPTIONS)
+    assert "the module on 2 and 2 samples" in checked_row(tmp_path / "own")
+
+
+def test_a_module_that_memory_cannot_hold_twice_is_said_to_be_unchecked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(proofs, "available_memory", lambda: 0.0)
+    train(tiny_models.build("gpt2"), tmp_path, steps=1)
+    assert "nothing: checking needs" in checked_row(tmp_path)
+
+
+def test_samples_in_float64_are_not_rounded_without_a_word(tmp_path: Path):
+    data = [{"x": torch.full((3,), 0.1, dtype=torch.float64)}] * 8
+    with pytest.raises(DataError, match="input 'x' is in float64, whose values would be rounded to float32"):
+        phalanx.train(Mean(), data, out=tmp_path, **OPTIONS)
+    assert len(phalanx.train(Mean(), data, out=tmp_path, **{**OPTIONS, "dtype": "float64"}).losses) == 2
+
+
 def test_wrong_dropout_in_a_capture_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    keys = selfcheck.dropout_keys
-    monkeypatch.setattr(selfcheck, "dropout_keys", lambda blocks, samples: keys(blocks, samples + 1))
+    keys = comparison.dropout_keys
+    monkeypatch.setattr(comparison, "dropout_keys", lambda blocks, samples: keys(blocks, samples + 1))
     with pytest.raises(CaptureError, match="disagrees with the model: the loss is off by"):
         train(tiny_models.build("gpt2"), tmp_path)

@@ -205,9 +205,15 @@ def too_few_tokens(name: str, num_tokens: int, wanted: int) -> DataError:
 
 
 def as_batch(columns: Mapping[str, Any]) -> Batch:
-    """Columns as CPU tensors, int64 or float32."""
+    """Columns as CPU tensors: int64, float32, or float64 where they are given so."""
     tensors = {name: torch.as_tensor(column).cpu() for name, column in columns.items()}
-    return {name: t.float() if t.is_floating_point() else t.to(torch.int64) for name, t in tensors.items()}
+    return {name: _plain(tensor) for name, tensor in tensors.items()}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensor.to(torch.int64)
 
 
 _NUM_SAMPLES = 10_000

@@ -1,17 +1,14 @@
 """From a model specification to blocks: build on meta, export shallow, cut, stamp out, check, cache.
 
-The check is part of it: a tiny model of the same architecture is captured too and must give the loss and gradients
-of the unpatched model, at two shapes, one of them padded. It catches dropped masks and wrong constants in seconds
-and is remembered per architecture.
+A check is part of it where only an architecture is named: a tiny model of it is captured too and must give the loss and
+gradients of the unpatched model, at two shapes, one of them padded. It catches dropped masks and wrong constants in
+seconds and is remembered per architecture. Before training, `selfcheck.prove` asks more, with the user's own batches.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import json
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from phalanx.model.graph.blocks import Block, Blocks, Port, Template, cut
 from phalanx.model.graph.export import export
 from phalanx.model.graph.functionalise import FlatGraph
 from phalanx.model.graph.units import find_layers
+from phalanx.model.proofs import our_code
 from phalanx.model.selfcheck import self_check
 from phalanx.model.weights.weights import tied_names
 from phalanx.model.zoo.zoo import ModelSpec, build
@@ -49,7 +47,7 @@ def capture(
     if stored is None:
         blocks, notes = _capture(spec, model, inputs, dtype, dropout)
         if check:
-            self_check(spec, lambda other, ins: _capture_tiny(other, ins), notes)
+            self_check(spec, lambda other, ins: capture_for_check(other, ins, torch.float64), notes)
         _write(path, blocks, notes)
     else:
         blocks, notes = stored
@@ -58,6 +56,12 @@ def capture(
 
 def _describe(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise CaptureError(
+                f"parameter '{name}' is complex ({_dtype_name(parameter.dtype)}), which training cannot hold",
+                "keep its real and imaginary parts as one parameter of real numbers and use torch.view_as_complex",
+            )
     widen = dtype == torch.float64  # as the graph's casts are
     return {
         "shapes": {name: tuple(p.shape) for name, p in parameters.items()},
@@ -72,11 +76,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _capture_tiny(spec: ModelSpec, inputs: tuple[Input, ...]) -> Captured:
-    """For the self-check: float64, no dropout where it can be set, full depth, no cache."""
-    model = build(spec, dtype=torch.float64, device="meta", attention=hooks.NAME, dropout=_no_dropout(spec))
-    described = _describe(model, torch.float64)
-    blocks, notes = _capture(spec, model, inputs, torch.float64, _no_dropout(spec))
+def capture_for_check(spec: ModelSpec, inputs: tuple[Input, ...], dtype: torch.dtype) -> Captured:
+    """For a comparison with the plain model: no dropout where it can be set, no cache."""
+    model = build(spec, dtype=dtype, device="meta", attention=hooks.NAME, dropout=_no_dropout(spec))
+    described = _describe(model, dtype)
+    blocks, notes = _capture(spec, model, inputs, dtype, _no_dropout(spec))
     return Captured(blocks, inputs, notes=tuple(notes), **described)
 
 
@@ -140,17 +144,6 @@ def _require_our_attention(flat: FlatGraph) -> None:
                 raise _OwnAttention(node.meta.get("path", ""))
 
 
-@cache
-def _source_version() -> str:
-    """Changes whenever what a capture depends on changes: this package's code and the libraries underneath."""
-    digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(file.read_bytes())
-    for library in ("torch", "transformers"):
-        digest.update(importlib.metadata.version(library).encode())
-    return digest.hexdigest()
-
-
 def _cache_path(spec: ModelSpec, inputs: tuple[Input, ...], dtype: torch.dtype, dropout: float | None) -> Path | None:
     """None for modules built by the user: their code cannot be fingerprinted."""
     if spec.factory is not None or spec.config is None:
@@ -161,7 +154,7 @@ def _cache_path(spec: ModelSpec, inputs: tuple[Input, ...], dtype: torch.dtype, 
         repr(inputs),
         str(dtype),
         dropout,
-        _source_version(),
+        our_code(),
     ]
     return cache_folder() / "captures" / f"{graphs.fingerprint(json.dumps(identity))}.json"
 
@@ -194,6 +187,9 @@ def blocks_to_json(blocks: Blocks) -> dict[str, Any]:
         "values": blocks.values,
         "loss": blocks.loss,
         "count": blocks.count,
+        "conditions": blocks.conditions,
+        "never_ignored": blocks.never_ignored,
+        "assumed": blocks.assumed,
         "constants": {name: _constant_to_json(value) for name, value in blocks.constants.items()},
     }
 
@@ -207,6 +203,9 @@ def blocks_from_json(data: dict[str, Any]) -> Blocks:
         values=tuple(data["values"]),
         loss=data["loss"],
         count=data["count"],
+        conditions=tuple(data["conditions"]),
+        never_ignored=tuple((name, value) for name, value in data["never_ignored"]),
+        assumed=data["assumed"],
         constants={name: _constant_from_json(value) for name, value in data["constants"].items()},
     )
 

@@ -23,7 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from phalanx.config import RunConfig
+from phalanx.errors import ConfigError
 from phalanx.launch.main_script import MainScript, explained_pickling, unpickle
+from phalanx.model.selfcheck import refuse_lost_hooks
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.state import checkpoint
 from phalanx.training.prepare import Collate
@@ -63,13 +65,25 @@ def pack(job: Job) -> Iterator[JobPayload]:
     if not isinstance(job.model, nn.Module):
         yield JobPayload(_pickled(job), None, main)
         return
+    refuse_lost_hooks(job.model, type(job.model).__name__)  # the copies that ranks get would not have them
     folder = Path(tempfile.mkdtemp(prefix="phalanx-module-", dir=_place_for(job.model)))
     try:
         file = folder / "values.safetensors"
         save_file(_tensors(job.model), file)
-        yield JobPayload(_pickled(replace(job, model=_hollow(job.model))), file, main)
+        yield JobPayload(_without_values(job, job.model), file, main)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _without_values(job: Job, module: nn.Module) -> bytes:
+    try:
+        return _pickled(replace(job, model=_hollow(module)))
+    except RuntimeError as error:  # torch's words for modules whose weights are computed from others
+        raise ConfigError(
+            f"module {type(module).__name__!r} cannot be handed to other processes: {str(error).splitlines()[0]}",
+            "train on one rank (ranks=1), or remove what computes weights from others (weight_norm, spectral_norm and "
+            "other parametrizations)",
+        ) from error
 
 
 def unpack(payload: JobPayload) -> Job:

@@ -30,6 +30,7 @@ from phalanx.launch.context import RankContext
 from phalanx.launch.signals import StopRequest, stop_request
 from phalanx.launch.status_board import BoardWatch
 from phalanx.launch.store import forget_secrets
+from phalanx.model.separable import require_labels
 from phalanx.model.zoo.zoo import build
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.progress import make_progress
@@ -156,6 +157,8 @@ class Loop:
 
     def _step(self, batch: Batch, first: int, step: int, stop: StopRequest) -> Outcome:
         run = self.run
+        if run.plan.dp * run.plan.mb * run.plan.multiple > 1:
+            require_labels(run.captured, batch, run.plan.shown)
         sizes = split(next(iter(batch.values())).shape[0], run.plan.mb)
         counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes))
         with explain_out_of_memory(*step_needs(run.plan, self.config.batch_size), run.device):

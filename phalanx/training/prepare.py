@@ -22,9 +22,10 @@ from phalanx.data.tokenizer import has_tokenizer
 from phalanx.engine.inputs import require_inputs
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.context import RankContext
-from phalanx.model.capture import capture
+from phalanx.model.capture import capture, capture_for_check
 from phalanx.model.captured import Captured
-from phalanx.model.separable import NUM_SAMPLES, require_separable
+from phalanx.model.selfcheck import num_samples, prove
+from phalanx.model.separable import NUM_CANDIDATES, require_separable
 from phalanx.model.weights.init_recipe import record
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.configure import override
@@ -99,7 +100,8 @@ def prepare(
     eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate)
     total_steps, length_reason = run_length(config, batches)
     inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
-    captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout)
+    captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout, check=False)
+    checked = _proof(spec, task, captured, batches, config.batch_size, dtype) if context.rank == 0 else ""
     trainable = choose_trainable(captured.trainable, captured.shapes, captured.aliases, config.freeze)
     if not set(trainable) & set(captured.blocks.parameters()):
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
@@ -110,7 +112,7 @@ def prepare(
         require_evaluation(plan, eval_length(config, eval_batches))
     return Prepared(
         spec, task, tokenizer, batches, eval_batches, captured, trainable, plan, device, dtype, total_steps,
-        {**reasons, "device": device_reason(config.device, device), "steps": length_reason},
+        {**reasons, "device": device_reason(config.device, device), "steps": length_reason, "check": checked},
     )  # fmt: skip
 
 
@@ -241,12 +243,36 @@ def _tokenizer(
 
 
 def _without_coupling(spec: ModelSpec, captured: Captured, batches: Batches, plan: Plan, batch_size: int) -> Captured:
-    """Samples of a module of the user's own may depend on each other only where the plan leaves batches whole."""
-    if spec.factory is None or plan.dp * plan.mb * plan.multiple == 1:
+    """Samples may depend on each other only where the plan leaves batches whole. Asked of modules of the user's own,
+    and wherever the loss is not known to be a mean."""
+    is_known = spec.factory is None and not captured.blocks.assumed
+    if is_known or plan.dp * plan.mb * plan.multiple == 1:
         return captured
-    batch = batches.batch(0, min(batch_size, NUM_SAMPLES))
-    require_inputs(captured, batch)
-    return require_separable(spec, captured, batch, plan.shown)
+    candidates = batches.batch(0, min(batches.num_samples or NUM_CANDIDATES, NUM_CANDIDATES))
+    require_inputs(captured, candidates)
+    return require_separable(spec, captured, candidates, batch_size, plan.shown)
+
+
+def _refuse_rounding(batch: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Samples in float64 would become float32 without a word; torch itself refuses to mix the two."""
+    for name, tensor in batch.items():
+        if tensor.dtype == torch.float64 != dtype and not torch.equal(tensor, tensor.float().double()):
+            raise DataError(
+                f"input {name!r} is in float64, whose values would be rounded to {str(dtype).removeprefix('torch.')}",
+                "convert it in the dataset (.float()) if that is meant, or train with dtype=float64",
+            )
+
+
+def _proof(
+    spec: ModelSpec, task: Task, captured: Captured, batches: Batches, batch_size: int, dtype: torch.dtype
+) -> str:
+    """That the graph is the model, on the first samples. One rank finds out for all."""
+    first, second = num_samples(captured, batch_size)
+    samples = [batches.batch(0, first), batches.batch(first, second)]
+    for batch in samples:
+        require_inputs(captured, batch)
+        _refuse_rounding(batch, dtype)
+    return prove(spec, task, captured, samples, capture_for_check)
 
 
 def _contents(batch: Mapping[str, Tensor]) -> str:

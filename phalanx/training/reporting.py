@@ -245,6 +245,8 @@ def header(run: Prepared, config: RunConfig, session: Session, origin: str) -> d
         "optimizer": _optimizer_text(run, config, session),
         "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
     }
+    if run.reasons.get("check"):
+        rows["checked"] = run.reasons["check"]
     if run.tokenizer is not None:
         rows["tokenizer"] = f"{type(run.tokenizer).__name__}, {run.tokenizer.vocab_size:,} tokens"
     if run.eval_batches is not None:

@@ -47,6 +47,13 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
         lambda x, y: functional.binary_cross_entropy_with_logits(x, y, pos_weight=torch.tensor([1.0, 2.0, 3.0, 4.0])),
         VALUES,
     ),
+    "mean of means": (lambda x, y: (x * y).square().mean(0).mean(), VALUES),
+    "two losses": (lambda x, y: x.abs().mean() + 0.5 * (x - y).square().mean(1).mean(), VALUES),
+    "class weights": (
+        lambda x, y: functional.cross_entropy(x, y, weight=torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)),
+        CLASSES,
+    ),
+    "class probabilities": (lambda x, y: functional.cross_entropy(x, y.softmax(-1)), VALUES),
     "mean": (lambda x, y: (x * y).square().mean(), VALUES),
     "mean of a dict": (lambda x, y: {"logits": x, "loss": x.square().mean()}, VALUES),
     "mean of a tuple": (lambda x, y: (x.square().mean(), x), VALUES),
@@ -84,26 +91,15 @@ def test_widened_logits_are_not_stored_twice_but_narrowed_ones_stay_narrow(cast,
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
-    "sum": (lambda x, y: x.sum(), "ends in aten.sum.default, not in a mean over items"),
-    "two losses": (lambda x, y: x.mean() + x.square().mean(), "ends in aten.add.Tensor"),
-    "logits": (lambda x, y: x, "ends in aten.linear.default"),
-    "summed mse": (lambda x, y: functional.mse_loss(x, y, reduction="sum"), "ends in aten.mse_loss.default"),
-    "mean of means": (lambda x, y: x.mean(0).mean(), "averages a tensor without a batch dim"),
+    "logits": (lambda x, y: x, r"returned a tensor of shape \[.*, 4\]"),
     "nothing": (lambda x, y: None, "returned no loss"),
     "dict without loss": (lambda x, y: {"logits": x}, "returned no loss"),
     "loss of the labels": (lambda x, y: y.mean(), "depends on no parameter"),
-    "class weights": (
-        lambda x, y: functional.cross_entropy(x, y[:, 0].long(), weight=torch.ones(4)), "not a plain mean over rows",
-    ),
-    "summed cross entropy": (
-        lambda x, y: functional.cross_entropy(x, y[:, 0].long(), reduction="sum"), "not a plain mean over rows",
-    ),
-    "class probabilities": (lambda x, y: functional.cross_entropy(x, y), "not a plain mean over rows"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_loss_that_is_not_a_mean_over_items_is_refused(name: str) -> None:
+def test_what_is_no_loss_is_refused(name: str) -> None:
     loss, message = REFUSED[name]
     with pytest.raises(CaptureError, match=message) as refused:
         captured.own(Model(loss), x=X, labels=VALUES)

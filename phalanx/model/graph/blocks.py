@@ -70,6 +70,9 @@ class Blocks:
     loss: str  # activations
     count: str  # value
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    conditions: tuple[str, ...] = ()  # on the number of samples, under which the model computes this
+    never_ignored: tuple[tuple[str, int], ...] = ()  # (input, value): of which parts may be cut only without this value
+    assumed: str = ""  # why it is not known that the loss of a batch is that of its parts together
 
     def crossing(self, cut: int) -> tuple[str, ...]:
         """The activations alive between block `cut` - 1 and block `cut`."""
@@ -134,6 +137,7 @@ class _Cutter:
         return Blocks(
             blocks, self.templates, graphs.dump(prologue), ports, tuple(self.value_names.values()),
             loss=self.activations[self.flat.loss], count=count, constants=self.flat.constants,
+            conditions=self.flat.conditions, never_ignored=self.flat.never_ignored, assumed=self.flat.assumed,
         )  # fmt: skip
 
     def _name_activations(self) -> None:

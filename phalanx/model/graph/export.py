@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 import phalanx
 from phalanx.errors import CaptureError, DataError
+from phalanx.expressions import evaluate
 from phalanx.model.graph import hooks
 from phalanx.model.graph.functionalise import FlatGraph
 from phalanx.model.graph.normalise import normalise
@@ -69,7 +70,9 @@ def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> Fla
         spec.name: {i: torch.export.Dim.DYNAMIC for i, dim in enumerate(spec.dims) if isinstance(dim, str)}
         for spec in inputs
     }
-    patches = (_no_layerdrop(), hooks.own_attention_methods(model), hooks.experts_of_any_dtype())
+    patches = (
+        _no_layerdrop(), hooks.own_attention_methods(model), hooks.experts_of_any_dtype(), hooks.no_checkpointing(),
+    )  # fmt: skip
     with _quiet(), _fake_state(model, mode), contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
@@ -80,6 +83,7 @@ def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> Fla
         except Exception as error:
             raise _explain(error, inputs) from error
     flat = _flatten(program, inputs)
+    flat.conditions = _conditions(flat)
     _merge_tied(flat, tied_names(model))
     normalise(flat, dtype)
     return flat
@@ -150,6 +154,12 @@ def _flatten(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> 
         elif name := signature.inputs_to_lifted_tensor_constants.get(node.name):
             value = program.constants[name]
             assert isinstance(value, Tensor), f"{name} is a constant that is no tensor"
+            if isinstance(value, FakeTensor):
+                raise CaptureError(
+                    "forward uses a tensor that a graph of it cannot hold: a gradient that it computes by itself "
+                    "(torch.autograd.grad), one that it puts in .data, or one that it keeps from elsewhere",
+                    "write such a derivative out, and keep tensors as parameters or buffers",
+                )
             roles[node] = ("constant", _constant_name(value))
             constants[_constant_name(value)] = value
         else:
@@ -157,6 +167,22 @@ def _flatten(program: torch.export.ExportedProgram, inputs: Sequence[Input]) -> 
             roles[node] = ("input", spec.name)
             _learn_symbols(node, spec, symbols)
     return FlatGraph(program.graph, roles, symbols, constants)
+
+
+def _conditions(flat: FlatGraph) -> tuple[str, ...]:
+    """What the exporter took for granted about the number of samples, mostly because a branch was taken."""
+    samples = {symbol for symbol, dim in flat.symbols.items() if dim == "batch"}
+    values = [node.meta["val"] for node, (kind, _) in flat.roles.items() if kind == "input"]
+    sizes = [size for value in values for size in value.shape if isinstance(size, torch.SymInt)]
+    found = []
+    for guard in sizes[0].node.shape_env.guards if sizes else ():
+        symbols = {str(symbol): symbol for symbol in guard.expr.free_symbols}
+        if symbols and set(symbols) <= samples:
+            text = str(guard.expr.subs({symbol: "batch" for symbol in symbols.values()}))
+            with contextlib.suppress(NameError, AssertionError):  # one that is no arithmetic cannot be asked again
+                evaluate(text, {"batch": _EXAMPLE_SIZES["batch"]})
+                found.append(text)
+    return tuple(dict.fromkeys(found))
 
 
 def _merge_tied(flat: FlatGraph, aliases: dict[str, str]) -> None:

@@ -31,6 +31,9 @@ class FlatGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     loss: fx.Node | None = None  # a sum over items, once `normalise` is done
     count: fx.Node | None = None  # the number of items in that sum, computed from inputs alone
+    conditions: tuple[str, ...] = ()  # on the number of samples, under which the model computes this
+    never_ignored: tuple[tuple[str, int], ...] = ()  # (input, value): of which parts may be cut only without this value
+    assumed: str = ""  # why it is not known that sum and count of a batch are those of its parts together
 
     def placeholder(self, kind: str, name: str) -> fx.Node:
         """The placeholder with this role, added after the existing ones when it is new."""
@@ -123,7 +126,11 @@ def refuse_coupling(flat: FlatGraph) -> None:
     """Dropout gets keys later; other random numbers, values read by Python and statistics over the batch would change
     with how a batch is split."""
     for node in flat.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if getattr(node.target, "__name__", "") == "_add_batch_dim":
+            raise CaptureError(
+                f"torch.vmap cannot be read as a graph ({where(node)})", "write the function for whole batches instead"
+            )
+        if not isinstance(node.target, torch._ops.OpOverload) or _is_recurrent_without_dropout(node):
             continue
         if torch.Tag.nondeterministic_seeded in node.target.tags and node.target not in _KEYED:
             raise CaptureError(
@@ -135,11 +142,28 @@ def refuse_coupling(flat: FlatGraph) -> None:
                 f"the model reads a tensor's value as a Python number ({where(node)})",
                 "keep it a tensor: no .item(), float(x) or int(x) in the forward pass",
             )
-        if node.target is aten.batch_norm.default and node.args[5]:
+        if node.target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
             raise CaptureError(
-                f"batch normalisation mixes the samples of a batch ({where(node)}), so a split batch would differ",
-                "use a normalisation that keeps samples apart, such as GroupNorm or LayerNorm",
+                f"instance normalisation keeps running statistics ({where(node)}), which training does not update",
+                "make it without them (track_running_stats=False), or put it in eval mode, where it only uses them",
             )
+        if node.target is aten.batch_norm.default and node.args[5]:
+            flat.assumed = f"batch normalisation mixes the samples of a batch ({where(node)})"
+        if node.target is aten.batch_norm.default and node.args[5] and node.args[3] is not None:
+            raise CaptureError(
+                f"batch normalisation keeps running statistics of batches ({where(node)}), which training does not "
+                "update; and it mixes the samples of a batch, so that a split batch would differ",
+                "use a normalisation that keeps samples apart, such as GroupNorm or LayerNorm, or put it in eval mode, "
+                "where it uses the statistics as they are",
+            )
+
+
+def _is_recurrent_without_dropout(node: fx.Node) -> bool:
+    """Recurrent layers count as random because of the dropout between them."""
+    if node.target not in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input):
+        return False
+    dropout, train = node.args[5], node.args[6]  # after input, states, weights, has_biases, num_layers
+    return not dropout or not train
 
 
 def make_functional(flat: FlatGraph) -> None:
@@ -153,7 +177,7 @@ def make_functional(flat: FlatGraph) -> None:
 
 
 def _replace_in_place(flat: FlatGraph, node: fx.Node) -> None:
-    changed, twin = node.args[0], _functional_twin(node.target)  # pyright: ignore
+    changed, twin = node.kwargs.get("out", node.args[0]), _functional_twin(node.target)  # pyright: ignore
     assert isinstance(changed, fx.Node)
     later = set(_after(node))
     base = _storage(changed)
@@ -163,6 +187,10 @@ def _replace_in_place(flat: FlatGraph, node: fx.Node) -> None:
         raise CaptureError(
             f"the forward pass changes {kind} '{name}' in place ({where(node)}), so a split batch would differ",
             "keep running state out of the model; write the operation out of place",
+        )
+    if "out" in node.kwargs:
+        raise CaptureError(
+            f"the model has a result written into another tensor with out= ({where(node)})", "use what the call returns"
         )
     if twin is None or any(user in later for other in others for user in other.users):
         raise CaptureError(

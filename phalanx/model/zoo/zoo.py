@@ -100,7 +100,8 @@ def build(
     attention: str = "eager",
     dropout: float | None = None,
 ) -> nn.Module:
-    """The module of `spec` in train mode, without a key/value cache and without layer dropping.
+    """The module of `spec` in train mode (but for parts that the user put in eval mode), without a key/value cache and
+    without layer dropping.
 
     On "meta" parameters have no storage while buffers are real and on the CPU. `attention` names the implementation
     for architectures that take one by name; those with attention classes of their own (GPT-Neo, GPT-J), like plain
@@ -111,7 +112,12 @@ def build(
     model = build_one(spec, dtype, device, attention, dropout)
     if device == "meta":
         require_real_buffers(model, spec.name)
-    return model.train()
+    return _in_train_mode(model)
+
+
+def _in_train_mode(model: nn.Module) -> nn.Module:
+    """Parts that the user put in eval mode stay there; a module that is there as a whole was loaded, not frozen."""
+    return model if any(part.training for part in model.modules()) else model.train()
 
 
 def with_config(spec: ModelSpec) -> ModelSpec:
