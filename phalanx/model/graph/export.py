@@ -53,7 +53,7 @@ class _WithLoss(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> Any:
         inputs = dict(inputs)
-        with hooks.documents(inputs.pop("document_ids", None)):
+        with hooks.documents(inputs.pop("document_ids", None), own_positions="position_ids" in inputs):
             output = self.model(**inputs)
         if output is None or isinstance(output, Tensor):
             return output
