@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from phalanx.config import cache_folder
-from phalanx.errors import CaptureError
 from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs, hooks, stamp
 from phalanx.model.graph.blocks import Block, Blocks, Port, Template, cut
-from phalanx.model.graph.export import export
+from phalanx.model.graph.export import NotReadable, export
 from phalanx.model.graph.functionalise import FlatGraph
 from phalanx.model.graph.units import find_layers
 from phalanx.model.selfcheck import self_check
@@ -92,7 +91,7 @@ def _capture(
     if spec.factory is None:
         try:
             return _shallow(model, inputs, dtype)
-        except (stamp.NotRepeating, CaptureError):
+        except (stamp.NotRepeating, NotReadable):
             model = build(spec, dtype=dtype, device="meta", attention=hooks.NAME, dropout=dropout)
     return _full(model, inputs, dtype)
 

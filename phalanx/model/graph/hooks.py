@@ -1,10 +1,10 @@
 """How HuggingFace models are made to call our attention operator instead of building masks.
 
-A model gets the mask that its own code would make, and with it, on the same tensor, what the mask says: causal, within a
-window, inside chunks, padding. Where that tensor reaches our attention function as it was made, the operator does what
-it says and the mask itself is never computed. A mask that a model changed or made by itself becomes a bias; attention
-that a model computes by itself, or with more than our operator knows, is left to the model's own code. So whatever a
-model does with its masks, it is given the real ones.
+A model gets the mask that its own code would make, and with it, on the same tensor, what the mask says: causal, within
+a window, inside chunks, padding. Where that tensor reaches our attention function as it was made, the operator does
+what it says and the mask itself is never computed. A mask that a model changed or made by itself becomes a bias;
+attention that a model computes by itself, or with more than our operator knows, is left to the model's own code. So
+whatever a model does with its masks, it is given the real ones.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _meaning(given: dict[str, Any]) -> _Meaning:
     found = _Meaning()
     if given.get("q_offset") or given.get("kv_offset"):
         raise _Unknown
-    for name, values in _atoms(given["mask_function"]):
+    for name, values in _atoms(given.get("mask_function", masking_utils.causal_mask_function)):
         found = _combined(found, name, values, given)
     padding = given.get("attention_mask")
     if padding is None:
@@ -107,7 +107,7 @@ def _atoms(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]
     """The masks that a mask is the intersection of: the function that made each, and what it was made with."""
     name = function.__qualname__.partition(".")[0]
     values = dict(inspect.getclosurevars(function).nonlocals)
-    if getattr(masking_utils, name, None) is None:
+    if function.__module__ != masking_utils.__name__:
         raise _Unknown
     if name == "and_masks":
         for part in values["mask_functions"]:
