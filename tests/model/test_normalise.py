@@ -130,7 +130,7 @@ def assignment(self, x):
 
 
 def part_of_a_part(self, x):
-    x.view(-1, 2, 2).transpose(1, 2)[:, 1, :1] *= x[:, 2:3]
+    x.view(-1, 2, 2).transpose(1, 2)[:, 1, :1] *= 3
     return x
 
 
@@ -168,15 +168,9 @@ def through_a_reshape(self, x):
     return x
 
 
-def one_of_several(self, x):
-    x.chunk(2, dim=1)[0].mul_(3)
-    return x
-
-
-@pytest.mark.parametrize("function", [through_a_reshape, one_of_several], ids=lambda f: f.__name__)
-def test_changing_a_tensor_that_others_still_see_is_refused_with_its_line(function) -> None:
+def test_changing_a_tensor_that_others_still_see_is_refused_with_its_line() -> None:
     with pytest.raises(CaptureError, match="in place that others still see") as refused:
-        captured.own(Applied(function), x=X)
+        captured.own(Applied(through_a_reshape), x=X)
     assert "test_normalise.py" in str(refused.value)
     assert "write the operation out of place" in refused.value.hint
 

@@ -230,7 +230,7 @@ def _written(flat: FlatGraph, node: fx.Node, view: fx.Node, value: fx.Node) -> f
     if view.target in (aten.view.default, aten.unsqueeze.default):
         shape = parent.meta["val"].shape
         if all(isinstance(size, int) for size in shape[1:]):
-            return _like(flat, node, parent, aten.reshape.default, (value, [-1, *shape[1:]]))
+            return _like(flat, node, parent, aten._unsafe_view.default, (value, [-1, *shape[1:]]))  # no view of it
     if view.target in (aten.alias.default, aten.lift_fresh.default):
         return value
     raise CaptureError(
