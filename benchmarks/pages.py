@@ -16,6 +16,7 @@ import attention
 import compare_page
 import overlap_page
 import peers_page
+import robustness_page
 import sabotage
 import scaling_page
 import schedules_page
@@ -37,6 +38,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "terapipe_published": terapipe_published_page.page,
     "tp_shares": tp_shares_page.page,
     "overlap": overlap_page.page,
+    "robustness": robustness_page.page,
     "tp_dispatch": tp_dispatch.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }

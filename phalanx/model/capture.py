@@ -20,7 +20,7 @@ from phalanx.errors import CaptureError
 from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs, hooks, stamp
 from phalanx.model.graph.blocks import Block, Blocks, Port, Template, cut
-from phalanx.model.graph.export import export
+from phalanx.model.graph.export import NotReadable, export
 from phalanx.model.graph.functionalise import FlatGraph
 from phalanx.model.graph.units import find_layers
 from phalanx.model.proofs import our_code
@@ -91,57 +91,42 @@ def _no_dropout(spec: ModelSpec) -> float | None:
 def _capture(
     spec: ModelSpec, model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype, dropout: float | None
 ) -> tuple[Blocks, list[str]]:
-    """With our attention, or with stock attention where a model computes its own."""
-    try:
-        return _with_our_attention(spec, model, inputs, dtype, dropout), []
-    except _OwnAttention as bypass:
-        stock = build(spec, dtype=dtype, device="meta", attention="eager", dropout=dropout)
-        note = f"attention of '{bypass}' is computed by the model's own code, with materialised masks"
-        return _full(stock, inputs, dtype, ours=False), [note]
-
-
-def _with_our_attention(
-    spec: ModelSpec, model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype, dropout: float | None
-) -> Blocks:
     """Shallow, or at full depth where layers don't repeat and for modules of the user's own: their code may look at its
     depth (`len(self.layers)`), which the truncated module would answer wrongly."""
     if spec.factory is None:
         try:
             return _shallow(model, inputs, dtype)
-        except (stamp.NotRepeating, CaptureError):
+        except (stamp.NotRepeating, NotReadable):
             model = build(spec, dtype=dtype, device="meta", attention=hooks.NAME, dropout=dropout)
     return _full(model, inputs, dtype)
 
 
-class _OwnAttention(Exception):
-    """A module computes attention without our operator."""
-
-
-def _shallow(model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype) -> Blocks:
+def _shallow(model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype) -> tuple[Blocks, list[str]]:
     classes = stamp.truncate(model, find_layers(model))
-    return stamp.stamp(_full(model, inputs, dtype), classes)
+    blocks, notes = _full(model, inputs, dtype)
+    return stamp.stamp(blocks, classes), notes
 
 
-def _full(model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype, ours: bool = True) -> Blocks:
+def _full(model: nn.Module, inputs: tuple[Input, ...], dtype: torch.dtype) -> tuple[Blocks, list[str]]:
     config = getattr(model, "config", None)
-    if ours and config is not None:
+    if config is not None:
         config._attn_implementation = hooks.NAME
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to("meta")
     flat = export(model, inputs, dtype)
-    if ours:
-        _require_our_attention(flat)
-    return cut(flat, find_layers(model))
+    return cut(flat, find_layers(model)), _own_attention(flat)
 
 
-def _require_our_attention(flat: FlatGraph) -> None:
-    """A softmax over (queries, keys) means that some module attends by itself, unaware that masks are left to us."""
+def _own_attention(flat: FlatGraph) -> list[str]:
+    """A softmax over (queries, keys) means that some module attends by itself, with masks that are really made."""
     for node in flat.graph.nodes:
         if node.target in (torch.ops.aten.softmax.int, torch.ops.aten._softmax.default):
             *_, queries, keys = node.meta["val"].shape
             if isinstance(queries, torch.SymInt) and isinstance(keys, torch.SymInt):
-                raise _OwnAttention(node.meta.get("path", ""))
+                path = node.meta.get("path", "")
+                return [f"attention of '{path}' is computed by the model's own code, with materialised masks"]
+    return []
 
 
 def _cache_path(spec: ModelSpec, inputs: tuple[Input, ...], dtype: torch.dtype, dropout: float | None) -> Path | None:

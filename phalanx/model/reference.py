@@ -79,10 +79,22 @@ class KeyedDropout(TorchFunctionMode):
 
 
 @contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within, tensors whose dtype a model leaves open are in float64, if that is what the model computes in."""
+    before = torch.get_default_dtype()
+    try:
+        if dtype == torch.float64:
+            torch.set_default_dtype(dtype)
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
 def injected(model: nn.Module, keys: Tensor, attention: Sequence[str], dtype: torch.dtype) -> Iterator[None]:
     """Within, `model`'s forward draws keyed dropout and, in float64, computes in float64 throughout."""
     widen = Widen() if dtype == torch.float64 else contextlib.nullcontext()
-    with KeyedDropout(model, keys, attention), widen:
+    with KeyedDropout(model, keys, attention), default_dtype(dtype), widen:
         yield
 
 

@@ -77,9 +77,12 @@ class TextClassification(RecordTask):
             raise self.refuse("documents", "each sample is one text with one label")
 
 
+_USUAL_IMAGE_SIZE = 224  # what convolutional networks are trained on, whose configurations name no size
+
+
 def image_shape(config: Any) -> tuple[int, int, int]:
     """Channels, height and width of the images a model takes."""
-    size = config.image_size
+    size = getattr(config, "image_size", None) or _USUAL_IMAGE_SIZE
     height, width = (size, size) if isinstance(size, int) else size
     return config.num_channels, height, width
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from phalanx.errors import ModelError
 from phalanx.tasks.base import (
     IGNORE,
     Batch,
@@ -103,6 +104,12 @@ class TextToText(RecordTask):
 
 def feature_shape(config: Any) -> tuple[int, int]:
     """Mel bins and frames of the features; the first convolutions halve the frames."""
+    if not all(isinstance(getattr(config, name, None), int) for name in ("num_mel_bins", "max_source_positions")):
+        raise ModelError(
+            f"{type(config).__name__} names no mel bins and frames, so the model does not read spectrograms as "
+            "Whisper does",
+            "choose a model that does, or hand over your own module and dataset",
+        )
     return config.num_mel_bins, 2 * config.max_source_positions
 
 

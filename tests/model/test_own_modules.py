@@ -374,7 +374,7 @@ CASES: dict[str, Case] = {
     # Ways to compute.
     "reentrant checkpoint": Case(regression(lambda m, x: checkpoint(m.first, x, use_reentrant=True))),  # pyright: ignore
     "checkpoint": Case(regression(lambda m, x: checkpoint(m.first, x, use_reentrant=False))),  # pyright: ignore
-    "written slices": Case(regression(written_slice), refused="in place that others still see"),
+    "written slices": Case(regression(written_slice)),
     "gradient penalty": Case(net(penalised), refused="torch.autograd.grad"),
     "vmap": Case(regression(lambda m, x: torch.vmap(lambda row: row * row.sum())(x)), refused="torch.vmap"),
     "out=": Case(regression(into_out), refused="out="),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import BartConfig
 
 from phalanx import tasks
 from phalanx.model import capture
@@ -33,7 +34,8 @@ def specification(name: str, **overrides: object) -> zoo.ModelSpec:
 
 def at_full_depth(spec: zoo.ModelSpec) -> Blocks:
     model = zoo.build(spec, dtype=torch.float64, device="meta", attention=hooks.NAME)
-    return capture._full(model, tasks.get(spec.task).inputs(spec.config), torch.float64)
+    blocks, _ = capture._full(model, tasks.get(spec.task).inputs(spec.config), torch.float64)
+    return blocks
 
 
 def as_captured(spec: zoo.ModelSpec) -> Blocks:
@@ -52,6 +54,11 @@ def test_a_stamped_model_equals_its_capture_at_full_depth(name: str) -> None:
     assert all(stamp.prefix_length(kinds) < len(kinds) for kinds in classes.values())
     stamped = as_captured(spec) if DEPTHS[name] else captured.named(name).blocks
     assert capture.blocks_to_json(stamped) == capture.blocks_to_json(at_full_depth(spec))
+
+
+def test_later_layers_of_a_decoder_read_the_last_layer_of_an_encoder_without_a_norm_behind_it() -> None:
+    spec = zoo.resolve(BartConfig(), tiny=True)
+    assert capture.blocks_to_json(as_captured(spec)) == capture.blocks_to_json(at_full_depth(spec))
 
 
 def test_a_deep_model_is_captured_shallow(monkeypatch: pytest.MonkeyPatch) -> None:

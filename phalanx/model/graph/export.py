@@ -33,6 +33,7 @@ from phalanx.expressions import evaluate
 from phalanx.model.graph import hooks
 from phalanx.model.graph.functionalise import FlatGraph
 from phalanx.model.graph.normalise import normalise
+from phalanx.model.reference import default_dtype
 from phalanx.model.weights.weights import tied_names
 from phalanx.tasks.base import Input
 
@@ -54,7 +55,7 @@ class _WithLoss(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> Any:
         inputs = dict(inputs)
-        with hooks.documents(inputs.pop("document_ids", None)):
+        with hooks.documents(inputs.pop("document_ids", None), own_positions="position_ids" in inputs):
             output = self.model(**inputs)
         if output is None or isinstance(output, Tensor):
             return output
@@ -71,7 +72,8 @@ def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> Fla
         for spec in inputs
     }
     patches = (
-        _no_layerdrop(), hooks.own_attention_methods(model), hooks.experts_of_any_dtype(), hooks.no_checkpointing(),
+        _no_layerdrop(), _no_fixed_sizes(), default_dtype(dtype), hooks.own_attention_methods(model),
+        hooks.experts_of_any_dtype(), hooks.no_checkpointing(),
     )  # fmt: skip
     with _quiet(), _fake_state(model, mode), contextlib.ExitStack() as stack:
         for patch in patches:
@@ -254,6 +256,36 @@ def _no_layerdrop() -> Iterator[None]:
         torch.rand = original
 
 
+@contextlib.contextmanager
+def _no_fixed_sizes() -> Iterator[None]:
+    """A model that makes a Python number of a dynamic size, as a loop over tokens does, is refused there and then: it
+    would be read for one size only, after as many turns of the loop."""
+    original = torch.SymInt.__index__
+
+    def index(size: torch.SymInt) -> int:
+        frame = sys._getframe(1)
+        file, node = frame.f_code.co_filename, size.node
+        if file.startswith(_NOT_THE_MODEL) or node.expr.is_number or not node.has_hint():
+            return original(size)
+        dim = next((dim for dim, example in _EXAMPLE_SIZES.items() if example == node.hint), "a dynamic size")
+        raise CaptureError(
+            f"the model makes a Python number of {dim}, as a loop over {dim} does "
+            f"({file}, line {frame.f_lineno}, in {frame.f_code.co_name})",
+            "a graph for any number of them cannot hold such a loop; write it with tensor operators, or choose another "
+            "architecture",
+        )
+
+    torch.SymInt.__index__ = torch.SymInt.__int__ = index
+    try:
+        yield
+    finally:
+        torch.SymInt.__index__ = torch.SymInt.__int__ = original
+
+
+class NotReadable(CaptureError):
+    """The exporter failed: perhaps because of the model's code, perhaps because layers were left out."""
+
+
 def _explain(error: Exception, inputs: Sequence[Input]) -> CaptureError:
     """The module line that stopped the export, without the exporter's pages of context."""
     text = str(error)
@@ -262,7 +294,7 @@ def _explain(error: Exception, inputs: Sequence[Input]) -> CaptureError:
         name, axis, size = fixed.groups()
         return _only_works_for(next(spec for spec in inputs if spec.name == name), int(axis), size)
     reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-    return CaptureError(
+    return NotReadable(
         f"the model cannot be read as a graph: {reason}\n  at {_place(error) or 'an unknown place'}", _next_step(error)
     )
 

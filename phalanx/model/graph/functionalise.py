@@ -87,6 +87,11 @@ def replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
 
 aten = torch.ops.aten
 _COPIES = (aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+# Views or copies, depending on strides; and operators with several results.
+_UNSURE = (
+    aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.to.dtype, aten.to.device,
+    aten.to.dtype_layout, aten.to.other, operator.getitem,
+)  # fmt: skip
 _KEYED = (aten.dropout.default, aten.dropout_.default, aten.scaled_dot_product_attention.default)
 
 
@@ -167,7 +172,8 @@ def _is_recurrent_without_dropout(node: fx.Node) -> bool:
 
 
 def make_functional(flat: FlatGraph) -> None:
-    """x.op_(…) becomes y = op(x, …), and later uses of x become y: safe unless the old x is seen under another name."""
+    """x.op_(…) becomes y = op(x, …), and later uses of x become y. What x is a view of gets y written into it, out of
+    place, and later uses of its other views become views of that."""
     for node in list(flat.graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             _replace_in_place(flat, node)
@@ -179,9 +185,7 @@ def make_functional(flat: FlatGraph) -> None:
 def _replace_in_place(flat: FlatGraph, node: fx.Node) -> None:
     changed, twin = node.kwargs.get("out", node.args[0]), _functional_twin(node.target)  # pyright: ignore
     assert isinstance(changed, fx.Node)
-    later = set(_after(node))
     base = _storage(changed)
-    others = [n for n in flat.graph.nodes if n not in later and n not in (node, changed) and _storage(n) is base]
     kind, name = flat.roles.get(base, ("constant", ""))
     if kind != "constant":
         raise CaptureError(
@@ -192,14 +196,75 @@ def _replace_in_place(flat: FlatGraph, node: fx.Node) -> None:
         raise CaptureError(
             f"the model has a result written into another tensor with out= ({where(node)})", "use what the call returns"
         )
-    if twin is None or any(user in later for other in others for user in other.users):
+    earlier = set(_before(node))
+    views = [n for n in flat.graph.nodes if n in earlier and n is not base and _storage(n) is base]
+    earlier_or_it = {*earlier, node}
+    seen = [n for n in (base, *views) if n is not changed and any(user not in earlier_or_it for user in n.users)]
+    rewritten = {step for view in (changed, *seen) for step in _path(base, view)} if seen else set[fx.Node]()
+    if twin is None or any(view.target in _UNSURE for view in rewritten):
         raise CaptureError(
             f"the model changes a tensor in place that others still see ({where(node)})",
             "write the operation out of place, for example `x = x + y` instead of `x[...] += y`",
         )
-    node.target = twin
-    changed.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
-    _keep_dtype(flat, node, changed)
+    new = {changed: _out_of_place(flat, node, twin, changed)}
+    with flat.graph.inserting_before(new[changed].next):
+        for view in reversed(_path(base, changed) if seen else []):
+            new[view.args[0]] = _written(flat, node, view, new[view])  # pyright: ignore[reportArgumentType]
+        for view in views:
+            if view in rewritten and view not in new:
+                new[view] = _like(flat, node, view, view.target, (new[view.args[0]], *view.args[1:]))  # pyright: ignore
+                new[view].kwargs = view.kwargs
+    made = {node, *new.values()}
+    for old, fresh in new.items():
+        old.replace_all_uses_with(fresh, delete_user_cb=lambda user: user not in earlier and user not in made)
+
+
+def _before(node: fx.Node) -> Iterator[fx.Node]:
+    node = node.prev
+    while node.op != "root":
+        yield node
+        node = node.prev
+
+
+def _path(base: fx.Node, view: fx.Node) -> list[fx.Node]:
+    """The views from `base` to `view`, which is the last of them."""
+    steps: list[fx.Node] = []
+    while view is not base:
+        steps.append(view)
+        view = _viewed(view)  # pyright: ignore[reportAssignmentType]
+    return steps[::-1]
+
+
+def _like(flat: FlatGraph, node: fx.Node, shape: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    new = flat.graph.call_function(target, args)
+    new.meta.update(node.meta)
+    new.meta["val"] = shape.meta["val"]
+    return new
+
+
+def _written(flat: FlatGraph, node: fx.Node, view: fx.Node, value: fx.Node) -> fx.Node:
+    """What `view` is a view of, with `value` in that place."""
+    parent: Any = view.args[0]
+    if view.target is aten.slice.Tensor:
+        return _like(flat, node, parent, aten.slice_scatter.default, (parent, value, *view.args[1:]))
+    if view.target is aten.select.int:
+        return _like(flat, node, parent, aten.select_scatter.default, (parent, value, *view.args[1:]))
+    if view.target in (aten.transpose.int, aten.t.default):
+        return _like(flat, node, parent, view.target, (value, *view.args[1:]))
+    if view.target is aten.permute.default:
+        order: Any = view.args[1]
+        inverse = sorted(range(len(order)), key=lambda place: order[place] % len(order))
+        return _like(flat, node, parent, aten.permute.default, (value, inverse))
+    if view.target in (aten.view.default, aten.unsqueeze.default):
+        shape = parent.meta["val"].shape
+        if all(isinstance(size, int) for size in shape[1:]):
+            return _like(flat, node, parent, aten._unsafe_view.default, (value, [-1, *shape[1:]]))  # no view of it
+    if view.target in (aten.alias.default, aten.lift_fresh.default):
+        return value
+    raise CaptureError(
+        f"the model changes a part of a tensor in place that was taken by {view.target} ({where(node)})",
+        "write the operation out of place, for example with torch.where or torch.cat",
+    )
 
 
 def _functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -209,24 +274,35 @@ def _functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | N
     return getattr(getattr(getattr(torch.ops, namespace), name, None), target._overloadname, None)
 
 
-def _keep_dtype(flat: FlatGraph, node: fx.Node, changed: fx.Node) -> None:
+def _out_of_place(flat: FlatGraph, node: fx.Node, twin: torch._ops.OpOverload, changed: fx.Node) -> fx.Node:
+    if twin is not aten.copy.default:
+        node.target = twin
+        return _keep_dtype(flat, node, changed)
+    # Copying has no derivative: its result is what is copied, as large and of the dtype as where it goes.
+    value, shape = changed.meta["val"], node.args[1].meta["val"].shape  # pyright: ignore
+    node.target, node.args = aten.to.dtype, (node.args[1], value.dtype)
+    if tuple(map(str, value.shape)) == tuple(map(str, shape)):
+        return node
+    with flat.graph.inserting_after(node):
+        wide = flat.graph.call_function(aten.expand_as.default, (node, changed))
+    wide.meta.update(node.meta)
+    node.meta["val"] = value.new_empty(shape)
+    node.replace_all_uses_with(wide, delete_user_cb=lambda user: user is not wide)
+    return wide
+
+
+def _keep_dtype(flat: FlatGraph, node: fx.Node, changed: fx.Node) -> fx.Node:
     """An in-place result has the dtype of what it was written into; the functional one may be promoted."""
     dtypes = [n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     kept, promoted = changed.meta["val"].dtype, reduce(torch.promote_types, dtypes)
     if kept == promoted:
-        return
+        return node
     with flat.graph.inserting_after(node):
         cast = flat.graph.call_function(aten.to.dtype, (node, kept))
     cast.meta.update(node.meta)
     node.meta["val"] = node.meta["val"].to(promoted)
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
-
-
-def _after(node: fx.Node) -> Iterator[fx.Node]:
-    node = node.next
-    while node.op != "root":
-        yield node
-        node = node.next
+    return cast
 
 
 def _storage(node: fx.Node) -> fx.Node:

@@ -1,44 +1,126 @@
-"""How HuggingFace models are made to call our attention operator, and to build no masks.
+"""How HuggingFace models are made to call our attention operator instead of building masks.
 
-The registered attention function serves every architecture that uses transformers' attention interface; the few that
-carry their own attention method are patched while they are captured. Whether a model really went through here is not
-assumed: capture counts the operator's nodes and compares with the unpatched model.
+A model gets the mask that its own code would make, and with it, on the same tensor, what the mask says: causal, within
+a window, inside chunks, padding. Where that tensor reaches our attention function as it was made, the operator does
+what it says and the mask itself is never computed. A mask that a model changed or made by itself becomes a bias;
+attention that a model computes by itself, or with more than our operator knows, is left to the model's own code. So
+whatever a model does with its masks, it is given the real ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 import phalanx.model.ops.attention  # noqa: F401  (defines the operator)
 from phalanx.errors import CaptureError
 
 NAME = "phalanx"
 _documents: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("documents", default=None)
+_own_positions: contextvars.ContextVar[bool] = contextvars.ContextVar("own_positions", default=False)
 
 
 @contextlib.contextmanager
-def documents(ids: Tensor | None) -> Iterator[None]:
-    """Within, causal attention stays inside each document.
-    ids: [batch, tokens], or None for one document per sample."""
-    token = _documents.set(ids)
+def documents(ids: Tensor | None, own_positions: bool = False) -> Iterator[None]:
+    """Within, causal attention stays inside each document. ids: [batch, tokens], or None for one document per sample.
+    own_positions: the model is given positions, from which transformers reads where documents begin."""
+    tokens = _documents.set(ids), _own_positions.set(own_positions and ids is None)
     try:
         yield
     finally:
-        _documents.reset(token)
+        _documents.reset(tokens[0])
+        _own_positions.reset(tokens[1])
 
 
-def _padding_only(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask a model is given: which keys are real, [batch, 1, 1, keys].
-    Causality and windows stay in the operator."""
-    return None if attention_mask is None else attention_mask[:, None, None, :]
+@dataclass(frozen=True)
+class _Meaning:
+    """What a mask says, in the words of our operator. segments: [batch, tokens], of queries and keys."""
+
+    causal: bool = False
+    window: int = 0
+    q_segments: Tensor | None = None
+    k_segments: Tensor | None = None
+
+
+class _Unknown(Exception):
+    """A mask that our operator has no words for."""
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The model's own mask, [batch, 1, queries, keys], and what it says."""
+    mask = masking_utils.eager_mask(*args, **kwargs)
+    if mask is not None:
+        with contextlib.suppress(_Unknown):
+            mask._meaning = _meaning(kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    return mask
+
+
+def _meaning(given: dict[str, Any]) -> _Meaning:
+    found = _Meaning()
+    if given.get("q_offset") or given.get("kv_offset"):
+        raise _Unknown
+    for name, values in _atoms(given.get("mask_function", masking_utils.causal_mask_function)):
+        found = _combined(found, name, values, given)
+    padding = given.get("attention_mask")
+    if padding is None:
+        return found
+    real = padding.to(torch.int64)
+    return replace(found, k_segments=real if found.k_segments is None else found.k_segments * real)
+
+
+def _combined(found: _Meaning, name: str, values: dict[str, Any], given: dict[str, Any]) -> _Meaning:
+    if name == "causal_mask_function":
+        return replace(found, causal=True)
+    if name == "bidirectional_mask_function":
+        return found
+    if name == "sliding_window_overlay":
+        return replace(found, window=values["sliding_window"])
+    if name == "sliding_window_bidirectional_overlay":
+        return replace(found, window=values["sliding_window"] + 1)  # counted by inclusive distance
+    if name == "packed_sequence_mask_function":
+        return _in_segments(found, values["packed_sequence_mask"] + 1) if _own_positions.get() else found
+    if name == "chunked_overlay":
+        starts = values["left_padding"][:, None]
+        positions = torch.arange(given["kv_length"], device=starts.device)[None]
+        # Negative before a row's first token: moved up by as many chunks as any row can have, so that none is 0.
+        return _in_segments(found, (positions - starts) // values["chunk_size"] + given["kv_length"] + 1)
+    raise _Unknown
+
+
+def _in_segments(found: _Meaning, ids: Tensor) -> _Meaning:
+    if found.k_segments is not None:
+        raise _Unknown
+    return replace(found, q_segments=ids, k_segments=ids)
+
+
+def _atoms(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The masks that a mask is the intersection of: the function that made each, and what it was made with."""
+    name = function.__qualname__.partition(".")[0]
+    values = dict(inspect.getclosurevars(function).nonlocals)
+    if function.__module__ != masking_utils.__name__:
+        raise _Unknown
+    if name == "and_masks":
+        for part in values["mask_functions"]:
+            yield from _atoms(part)
+    else:
+        yield name, values
+
+
+# What attention functions are told besides that changes nothing: hints for kernels, or what a mask says already.
+_NO_EFFECT = frozenset((
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "output_attentions", "position_ids",
+    "deterministic", "is_causal", "sliding_window", "use_cache", "output_hidden_states", "output_router_logits",
+))  # fmt: skip
 
 
 def _attend(
@@ -49,49 +131,90 @@ def _attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    window = int(sliding_window or 0)
-    if window and not causal:
-        window += 1  # transformers counts a bidirectional window by inclusive distance
-    k_segments = None if attention_mask is None else attention_mask[:, 0, 0, :].to(torch.int64)
-    q_segments = None
-    ids = _documents.get()
-    if ids is not None and not causal:
+) -> tuple[Tensor, Any]:
+    more = {name: given for name, given in kwargs.items() if given is not None and name not in _NO_EFFECT}
+    if more or (attention_mask is not None and attention_mask.dim() != 4):
+        more |= {"softcap": softcap, "position_bias": position_bias, "scaling": scaling, "dropout": dropout}
+        return _by_own_code(module, query, key, value, attention_mask, more)
+    meaning, bias = _read(module, attention_mask, query.dtype)
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return _operate(module, query, key, value, meaning, bias, scale, float(softcap or 0.0), float(dropout)), None
+
+
+def _by_own_code(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Any]:
+    """The attention function that stands beside the module's class, for what our operator has no words for."""
+    options = {name: given for name, given in options.items() if given is not None}
+    own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
         raise CaptureError(
-            f"{type(module).__name__} attends in both directions, where documents cannot be kept apart",
-            "leave documents out",
+            f"{type(module).__name__} attends with options that are not known here: {', '.join(options)}",
+            "this architecture cannot be captured",
         )
+    _refuse_documents(module, "with code of its own")
+    return own(module, query, key, value, mask, **options)
+
+
+def _read(module: nn.Module, mask: Any, dtype: torch.dtype) -> tuple[_Meaning, Tensor | None]:
+    """What a mask says; a mask that says nothing we know is a bias."""
+    meaning = _Meaning() if mask is None else getattr(mask, "_meaning", None)
+    if meaning is not None:
+        return meaning, None
+    _refuse_documents(module, "with a mask of its own")
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, torch.finfo(dtype).min)
+    return _Meaning(), mask.to(dtype)
+
+
+def _operate(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, meaning: _Meaning, bias: Tensor | None,
+    scale: float, softcap: float, dropout: float,
+) -> Tensor:  # fmt: skip
+    """[batch, tokens, heads, dim]."""
+    q_segments, k_segments = meaning.q_segments, meaning.k_segments
+    ids = _documents.get()
     if ids is not None:
+        if not meaning.causal:
+            _refuse_documents(module, "in both directions")
         q_segments = k_segments = ids if k_segments is None else ids * k_segments
     out, _ = torch.ops.phalanx.attention(
-        query, key, value, q_segments, k_segments, position_bias, None, causal,
-        float(query.shape[-1] ** -0.5 if scaling is None else scaling), window, float(softcap or 0.0), float(dropout),
-    )  # fmt: skip
-    return out.transpose(1, 2).contiguous(), None
+        query, key, value, q_segments, k_segments, bias, None, meaning.causal, scale, meaning.window, softcap, dropout
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _refuse_documents(module: nn.Module, how: str) -> None:
+    if _documents.get() is not None:
+        raise CaptureError(
+            f"{type(module).__name__} attends {how}, where documents cannot be kept apart", "leave documents out"
+        )
 
 
 AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, _padding_only)
+AttentionMaskInterface.register(NAME, _mask)
 
 
 def _gpt_neo(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None):
-    window = self.config.window_size if self.attention_type == "local" else None
-    return _own_method(self, query, key, value, attention_mask, scaling=1.0, sliding_window=window)
+    window = self.config.window_size if self.attention_type == "local" else 0
+    return _own_method(self, query, key, value, attention_mask, 1.0, window)
 
 
 def _gptj(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None):
-    return _own_method(self, query, key, value, attention_mask, scaling=1.0 / math.sqrt(self.head_dim))
+    return _own_method(self, query, key, value, attention_mask, 1.0 / math.sqrt(self.head_dim), 0)
 
 
-def _own_method(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any):
-    dropout = self.attn_dropout.p if self.training else 0.0
-    out, _ = _attend(self, query, key, value, attention_mask, dropout=dropout, is_causal=True, **options)
+def _own_method(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, window: int):
+    """These classes keep causality and windows to themselves; of the mask they need the padding."""
+    meaning, bias = _read(self, mask, query.dtype)
+    meaning = replace(meaning, causal=True, window=window)
+    dropout = float(self.attn_dropout.p if self.training else 0.0)
+    out = _operate(self, query, key, value, meaning, bias, scale, 0.0, dropout)
     return out.transpose(1, 2), None
 
 

@@ -35,6 +35,7 @@ def normalise(flat: FlatGraph, dtype: torch.dtype) -> None:
     make_functional(flat)
     _name_sizes(flat)
     _forget_devices(flat)
+    _say_dtypes(flat)
     if dtype == torch.float64:
         widen(flat.graph)
     _simplify(flat)
@@ -80,6 +81,17 @@ def _forget_devices(flat: FlatGraph) -> None:
         if "device" in node.kwargs:
             node.update_kwarg("device", torch.device("cpu"))
         node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("pin_memory", "layout")}
+
+
+def _say_dtypes(flat: FlatGraph) -> None:
+    """What tensors made inside the graph hold does not depend on torch's default dtype, nor on when that is asked."""
+    for node in flat.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or node.kwargs.get("dtype") is not None:
+            continue
+        arguments = node.target._schema.arguments
+        makes = not any(argument.type.kind() == "TensorType" for argument in arguments)
+        if makes and any(argument.name == "dtype" and argument.kwarg_only for argument in arguments):
+            node.update_kwarg("dtype", node.meta["val"].dtype)
 
 
 def retarget(graph: fx.Graph, device: torch.device) -> None:

@@ -68,7 +68,7 @@ def stamp(blocks: Blocks, classes: dict[str, list[str]]) -> Blocks:
         result.append(_rename_activations(block, renamed))
         path, _, index = block.name.rpartition(".")
         if path in classes and int(index) == prefix_length(classes[path]) - 1:
-            added = _stamp_list(by_name, path, classes[path])
+            added = [_rename_activations(each, renamed) for each in _stamp_list(by_name, path, classes[path])]
             result.extend(added)
             if added:
                 renamed.update(zip(block.outputs, added[-1].outputs, strict=True))

@@ -21,7 +21,7 @@ from phalanx.model.graph.blocks import Block, Blocks, Port, Template
 from phalanx.model.shard.localise import Activation, Item, Localiser, Moved, Segment
 from phalanx.model.shard.outlines import Dims, Outlines
 from phalanx.model.shard.placement import TOKENS, WHOLE
-from phalanx.model.shard.rules import RULES, TooFewHeads, otherwise
+from phalanx.model.shard.rules import RULES, TooFewHeads, unlisted
 from phalanx.model.shard.sharded import (
     BACKWARD,
     FORWARD,
@@ -147,7 +147,7 @@ class _Sharder:
         activations = {n: TOKENS if sequence and self.dims.has_tokens(n.meta["val"].shape) else WHOLE for n in incoming}
         setting = Setting(degree, sequence, self.dims.has_tokens, self.plan.replicate)
         try:
-            return place_all(graph, RULES, otherwise, activations, setting, choices)
+            return place_all(graph, RULES, unlisted, activations, setting, choices)
         except TooFewHeads as found:
             raise PlanError(
                 f"plan: {block.name} attends with {found.heads} heads, which {found.ranks} ranks cannot split",

@@ -66,8 +66,13 @@ def layer_lists(config: PretrainedConfig) -> dict[str, list[object]]:
     return {
         name: list(value)
         for name, value in vars(config).items()
-        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == depth
+        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == depth and not _numbers_layers(value)
     }
+
+
+def _numbers_layers(values: Iterable[object]) -> bool:
+    """Names all layers by their indices instead of saying what each is."""
+    return all(value == place for place, value in enumerate(values))
 
 
 def set_dropout(config: PretrainedConfig, probability: float) -> None:
@@ -75,7 +80,14 @@ def set_dropout(config: PretrainedConfig, probability: float) -> None:
     if not 0.0 <= probability < 1.0:
         raise ConfigError(f"dropout is {probability}; allowed: 0 ≤ dropout < 1", hint="use 0 to switch dropout off")
     for part, name in _probabilities(config, _DROPOUT):
-        setattr(part, name, probability)
+        # Declared as int by some, of whom all but 0 is refused.
+        whole = isinstance(getattr(part, name), int) and probability == 0
+        try:
+            setattr(part, name, 0 if whole else probability)
+        except (StrictDataclassError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{type(part).__name__} cannot take {name}={probability}: {_cause(error)}", hint="leave dropout out"
+            ) from error
 
 
 def stop_layer_drop(config: PretrainedConfig) -> None:
@@ -150,19 +162,35 @@ _WINDOW = 5  # shorter than any test sequence
 _POSITIONS = 128
 _MIN_LAYERS = 4
 
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
+_HEADS = (
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
+    "decoder_attention_heads",
+)  # fmt: skip
 _RELATIVE_TO_HIDDEN = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size",
     "shared_expert_intermediate_size", "embedding_size", "word_embed_proj_dim", "pooler_output_size",
-    "classifier_proj_size",
+    "classifier_proj_size", "hidden_dim", "intermediate_size_mlp", "ffn_hidden_size", "expert_ffn_hidden_size",
+    "attention_hidden_size", "entity_emb_size", "shared_intermediate_size", "block_ff_dim",
 )  # fmt: skip
 _AT_MOST: Mapping[str, int] = {
     "num_local_experts": 4,
     "num_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_top_k": 2,
+    "num_experts_per_token": 2,
+    "zero_expert_num": 2,
     "first_k_dense_replace": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "entity_vocab_size": 32,
+    "max_2d_position_embeddings": 32,
+    "attention_chunk_size": 8,
+    "index_topk": 8,
+    "index_head_dim": 16,
+    "index_n_heads": 4,
     "num_mel_bins": 8,
     "max_source_positions": 12,
     "sliding_window": _WINDOW,
@@ -171,7 +199,8 @@ _AT_MOST: Mapping[str, int] = {
     "d_kv": 12,  # T5 chooses it freely: unequal to hidden / heads, so that nothing can rely on their being equal
 }
 _POSITION_LIMITS = (
-    "max_position_embeddings", "n_positions", "max_target_positions", "original_max_position_embeddings",
+    "max_position_embeddings", "n_positions", "max_target_positions", "original_max_position_embeddings", "max_seq_len",
+    "context_length",
 )  # fmt: skip
 _PIXELS: Mapping[str, int] = {"image_size": 12, "patch_size": 4, "encoder_stride": 4}
 _BY_MODEL_TYPE: Mapping[str, Mapping[str, object]] = {"gpt_neo": {"window_size": _WINDOW}}
@@ -196,8 +225,9 @@ def tiny(config: PretrainedConfig) -> PretrainedConfig:
 def _shape(config: PretrainedConfig) -> dict[str, object]:
     """Hidden size, heads, head size and everything measured against them."""
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    if not isinstance(hidden, int) or not isinstance(heads, int):
+    if not isinstance(hidden, int):
         return {}
+    heads = heads if isinstance(heads, int) else 4  # as good as any for a model without them
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     small_heads, small_kv_heads = _head_counts(heads, kv_heads)
     per_head = _head_size(small_heads, [_rotary_fraction(rope) for rope in _ropes(_rope_settings(config))])
@@ -210,12 +240,25 @@ def _shape(config: PretrainedConfig) -> dict[str, object]:
         shape["rotary_dim"] = max(2, rotary * head_dim // old_head_dim // 2 * 2)
     if getattr(config, "query_pre_attn_scalar", None) == old_head_dim:
         shape["query_pre_attn_scalar"] = head_dim
+    if isinstance(getattr(config, "qk_rope_head_dim", None), int):
+        shape |= _latent(config)
+        head_dim = shape["head_dim"]
     if rope := _shortened_rope(config, head_dim):
         shape["rope_parameters"] = rope
     for name in _RELATIVE_TO_HIDDEN:
         if isinstance(size := getattr(config, name, None), int):
             shape[name] = _relative(size, hidden, small_hidden, larger=small_hidden * 3 // 2)
     return shape
+
+
+def _latent(config: PretrainedConfig) -> dict[str, int]:
+    """Heads whose keys and values come from a common small vector: their rotated part, the rest, and the values."""
+    rotated, rest = 8, 12
+    known = {config.qk_rope_head_dim: rotated, getattr(config, "qk_head_dim", None): rotated + rest}
+    return {
+        "qk_rope_head_dim": rotated, "qk_nope_head_dim": rest, "qk_head_dim": rotated + rest, "v_head_dim": 16,
+        "kv_lora_rank": 24, "q_lora_rank": 40, "head_dim": known.get(getattr(config, "head_dim", None), rotated),
+    }  # fmt: skip
 
 
 def _head_counts(heads: int, kv_heads: int) -> tuple[int, int]:
@@ -277,6 +320,9 @@ def _layers(config: PretrainedConfig) -> dict[str, object]:
     layers |= {name: [kind[place] for kind in kinds] * repeats for place, name in enumerate(lists)}
     if "attention_layers" in layers:
         layers["attention_types"] = [[layers["attention_layers"], 1]]
+    for name, value in vars(config).items():
+        if "layer" in name and isinstance(value, (list, tuple)) and len(value) > 1 and _numbers_layers(value):
+            layers[name] = list(range(repeats * len(kinds)))
     if getattr(config, "mlp_only_layers", None):
         layers["mlp_only_layers"] = [0, 2]
     return layers
@@ -307,6 +353,8 @@ def _tokens(config: PretrainedConfig, vocabulary: int | None) -> dict[str, objec
     free = iter([token for token in reversed(range(small)) if token not in used])
     moved = {token: next(free) for token in sorted(used, reverse=True) if token >= small}
     tokens: dict[str, object] = {"vocab_size": small}
+    if getattr(config, "decoder_vocab_size", None) == vocabulary:
+        tokens["decoder_vocab_size"] = small
     for name, value in special.items():
         inside = [moved.get(token, token) for token in _as_list(value)]
         tokens[name] = inside if isinstance(value, list) else next(iter(inside), None)

@@ -10,6 +10,7 @@ import operator
 from typing import Any
 
 import torch
+from torch import fx
 
 import phalanx.model.ops.attention
 import phalanx.model.ops.operators  # noqa: F401  (define the operators named below)
@@ -17,7 +18,7 @@ from phalanx.model.shard import canonical
 from phalanx.model.shard.rules import pointwise, products, sections, views
 from phalanx.model.shard.rules.common import otherwise
 from phalanx.model.shard.rules.products import TooFewHeads
-from phalanx.model.shard.walk import Rule
+from phalanx.model.shard.walk import Place, Rule, Walk
 
 aten, own = torch.ops.aten, torch.ops.phalanx
 
@@ -34,7 +35,11 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor), pointwise.scaling),
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim), pointwise.reduction),
     **dict.fromkeys((own.dropout.default, own.dropout_part.default), pointwise.dropout),
-    aten.layer_norm.default: pointwise.layer_norm,
+    **dict.fromkeys(
+        (aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten.cumsum.default), pointwise.along_dim
+    ),
+    **dict.fromkeys((aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim), pointwise.extreme),
+    **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), pointwise.layer_norm),
     aten.linear.default: products.linear,
     aten.mm.default: products.matmul,
     aten.matmul.default: products.matmul,
@@ -42,6 +47,7 @@ RULES: dict[Any, Rule] = {
     aten.embedding.default: products.embedding,
     aten.reshape.default: views.reshape,
     aten.flatten.using_ints: views.flatten,
+    aten.expand.default: views.expand,
     aten.contiguous.default: views.dims_moved(lambda node, dim, rank: dim),
     aten.transpose.int: views.dims_moved(views.transposed),
     aten.permute.default: views.dims_moved(views.permuted),
@@ -59,4 +65,13 @@ RULES: dict[Any, Rule] = {
     canonical.loss_part: products.loss_part,
     canonical.loss_join: products.loss_join,
 }
-__all__ = ["RULES", "TooFewHeads", "otherwise"]
+
+
+def unlisted(walk: Walk, node: fx.Node) -> Place:
+    """The rule of an operator that has none of its own: PyTorch itself says which work element by element."""
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        return pointwise.pointwise(walk, node)
+    return otherwise(walk, node)
+
+
+__all__ = ["RULES", "TooFewHeads", "unlisted"]

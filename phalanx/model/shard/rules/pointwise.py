@@ -49,7 +49,7 @@ def _split_pointwise(
         if aligned[a] != dim:
             raise Conflict("values split on different dims meet", place, other)
         if other.cuts != place.cuts:
-            _unify(walk, place, other)
+            unify(walk, place, other)
     for a in tensors:
         if a in splits:
             continue
@@ -67,7 +67,7 @@ def _split_pointwise(
     return place.moved(dim)
 
 
-def _unify(walk: Walk, place: Placement, other: Placement) -> None:
+def unify(walk: Walk, place: Placement, other: Placement) -> None:
     """Cuts the weight behind `other` as the one behind `place` is cut."""
 
     def change(cutting: Cutting, origin: Origin) -> bool:
@@ -141,6 +141,36 @@ def layer_norm(walk: Walk, node: fx.Node) -> Place:
     if place.kind in ("split", "tokens") and place.dim >= first:
         raise Conflict("a norm over a split dim", place)
     return place
+
+
+def along_dim(walk: Walk, node: fx.Node) -> Place:
+    """A softmax or a running sum: of each row along a dim by itself."""
+    x, dim = node.args[0], int(node.args[1])  # pyright: ignore
+    assert isinstance(x, fx.Node)
+    place = walk.need_home(node, x)
+    if place.kind == "split" and place.dim == dim % len(shape(x)):
+        raise Conflict(f"{node.target} along a split dim", place)
+    if place.kind == "tokens" and place.dim == dim % len(shape(x)):
+        walk.need_whole(node, x)
+        return WHOLE
+    return place
+
+
+def extreme(walk: Walk, node: fx.Node) -> Place:
+    """The largest or smallest along dims, perhaps with its index; of a sum only once it is taken."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    place, rank = walk.need_home(node, x), len(shape(x))
+    given = node.args[1] if len(node.args) > 1 and node.args[1] != [] else list(range(rank))
+    dims = [int(d) % rank for d in (given if isinstance(given, list | tuple) else [given])]  # pyright: ignore
+    if place.kind != "split":
+        walk.need_whole(node, x)
+        place = WHOLE
+    elif place.dim in dims:
+        raise Conflict(f"{node.target} along a split dim", place)
+    elif not (len(node.args) > 2 and node.args[2]):
+        place = place.moved(place.dim - sum(d < place.dim for d in dims))
+    return place if isinstance(node.meta["val"], Tensor) else (place,) * len(node.meta["val"])
 
 
 def reduction(walk: Walk, node: fx.Node) -> Place:

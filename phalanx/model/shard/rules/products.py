@@ -21,6 +21,7 @@ from phalanx.model.shard.placement import (
     tiles,
 )
 from phalanx.model.shard.rules.common import only_ranges, otherwise
+from phalanx.model.shard.rules.pointwise import unify
 from phalanx.model.shard.walk import Place, Walk, shape
 
 own = torch.ops.phalanx
@@ -30,9 +31,9 @@ def linear(walk: Walk, node: fx.Node, out_dim: int = 0, in_dim: int = 1) -> Plac
     """x @ weight over x's last dim; the weight's dims are named by the caller."""
     x, weight = node.args[0], node.args[1]
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
-    place, last = walk.need_home(node, x), len(shape(x)) - 1
     if not walk.is_weight(weight):
-        return otherwise(walk, node)
+        return _of_values(walk, node)
+    place, last = walk.need_home(node, x), len(shape(x)) - 1
     if place.kind == "split":
         if place.dim != last:
             return place  # every rank has other rows, and all of the weight
@@ -45,6 +46,32 @@ def linear(walk: Walk, node: fx.Node, out_dim: int = 0, in_dim: int = 1) -> Plac
     split = walk.cut_weight(weight, out_dim, node).moved(len(shape(node)) - 1)
     walk.need_whole(node, x)
     return split
+
+
+def _of_values(walk: Walk, node: fx.Node) -> Place:
+    """A product of two values, both with a dim that it leaves alone, such as heads: ranks may have parts of that."""
+    values = [value for value in node.args[:2] if isinstance(value, fx.Node)]
+    splits = {value: place for value in values if (place := walk.of(value, node)).kind == "split"}
+    if not splits:
+        return otherwise(walk, node)
+    rank = len(shape(node))
+    dims = {value: place.dim + rank - len(shape(value)) for value, place in splits.items()}
+    first, place = next(iter(splits.items()))
+    if dims[first] >= rank - 2 or len(set(dims.values())) > 1:
+        raise Conflict("a product of two values over a split dim", *splits.values())
+    for value in values:
+        own_dim = dims[first] - (rank - len(shape(value)))
+        spans = own_dim >= 0 and shape(value)[own_dim] != 1
+        if value in splits:
+            if splits[value].cuts != place.cuts:
+                unify(walk, place, splits[value])
+        elif walk.is_weight(value) and spans:
+            walk.follow(value, own_dim, place, node)
+        elif not walk.live[value] and spans:
+            walk.wants[node, value] = place.moved(own_dim)
+        else:
+            walk.need(node, value, place.moved(own_dim) if spans else WHOLE)
+    return place.moved(dims[first])
 
 
 def matmul(walk: Walk, node: fx.Node) -> Place:

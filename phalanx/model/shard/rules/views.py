@@ -107,6 +107,23 @@ def flatten(walk: Walk, node: fx.Node) -> Place:
     return same_if_partial(walk, node)
 
 
+def expand(walk: Walk, node: fx.Node) -> Place:
+    """Heads that are repeated, say: other dims than the split one grow."""
+    x, sizes = node.args[0], node.args[1]
+    assert isinstance(x, fx.Node) and isinstance(sizes, list | tuple)
+    place = walk.of(x, node)
+    if place.kind != "split":
+        return same_if_partial(walk, node)
+    result = place.moved(place.dim + len(sizes) - len(shape(x)))
+    if shape(node)[result.dim] != shape(x)[place.dim] or isinstance(sizes[result.dim], fx.Node):
+        raise Conflict("a split dim is repeated", place)
+    if sizes[result.dim] != -1:
+        walk.rewritten[node] = lambda build, rank: build.call(
+            node.target, build.of(x), [*map(build.of, sizes[: result.dim]), -1, *map(build.of, sizes[result.dim + 1 :])]
+        )
+    return result
+
+
 def dims_moved(move: Callable[[fx.Node, int, int], int]) -> Rule:
     """A rule for views that only renumber dims."""
 
@@ -159,6 +176,13 @@ def _joined(walk: Walk, node: fx.Node, new_dim: bool) -> Place:
         return otherwise(walk, node)
     place = next(p for p in places if p.kind == "split")
     at = int(node.args[1] if len(node.args) > 1 else 0) % len(shape(node))  # pyright: ignore
-    if any(not p.same_as(place) for p in places) or (not new_dim and at == place.dim):
+    if any(p.kind != "whole" and not p.same_as(place) for p in places) or (not new_dim and at == place.dim):
         raise Conflict("values are joined that are not split alike", *places)
+    for part in parts:
+        if walk.is_weight(part):
+            walk.follow(part, place.dim, place, node)
+        elif walk.live[part]:
+            walk.need(node, part, place)
+        else:
+            walk.wants[node, part] = place
     return place.moved(place.dim + (new_dim and at <= place.dim))

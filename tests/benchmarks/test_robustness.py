@@ -1,0 +1,81 @@
+"""What the table of families says: outcomes, shares, and every reason once; and that a case that hangs or fails is a
+row like any other."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import robustness  # noqa: E402
+from robustness_families import FAMILIES  # noqa: E402
+from robustness_page import page, shortened  # noqa: E402
+
+from phalanx.errors import CaptureError  # noqa: E402
+
+RESULTS = robustness.read(robustness.RESULTS)
+
+
+def test_at_least_sixty_families_are_tried_and_none_is_wrong_or_crashes() -> None:
+    assert len(FAMILIES) >= 60
+    assert not [row for row in RESULTS if row["outcome"] in ("wrong", "crash")]
+
+
+def row(family: str, plan: str, outcome: str, **more: object) -> dict[str, object]:
+    return {"family": family, "task": "causal-lm", "plan": plan, "outcome": outcome, **more}
+
+
+def test_a_family_is_one_row_and_a_reason_stands_once(tmp_path: Path) -> None:
+    results = [
+        row("llama", "mb=2", "exact"), row("llama", "pp=2", "exact"), row("llama", "tp=2", "exact", share=0.97),
+        row("mamba", "mb=2", "refused", reason="a loop\n over tokens"),
+        row("mamba", "tp=2", "refused", reason="a loop over tokens"),
+    ]  # fmt: skip
+    machine = {"torch": "2", "transformers": "5", "date": "today"}
+    (tmp_path / "robustness.json").write_text(json.dumps({"machine": machine, "results": results}))
+    text = page(tmp_path)
+    assert "| llama | causal-lm | exact | exact | exact | – | – | 97% |" in text
+    assert "2 families in 5 cases: 3 exact, 2 refused, 0 wrong, 0 crash. 1 families are exact under both" in text
+    assert "- mamba (`mb=2`, `tp=2`) — refused: a loop over tokens" in text
+
+
+def test_reasons_name_files_below_the_installed_packages() -> None:
+    assert shortened("in /a/b/site-packages/transformers/x.py,\n line 3") == "in transformers/x.py, line 3"
+
+
+class Nobody(robustness.Helpers):
+    def get(self) -> tuple[Any, Any]:
+        return None, None
+
+
+def outcome(monkeypatch: pytest.MonkeyPatch, does: Any) -> dict[str, Any]:
+    """Of a case that is verified by `does`."""
+    from phalanx.verification import verify
+
+    monkeypatch.setattr(verify, "verify_case", does)
+    rows: Iterator[dict[str, Any]] = robustness.outcomes("gpt2", "causal-lm", ["mb=2"], 1, Nobody())
+    assert next(rows)["outcome"] == "crash"  # until it has an end
+    return next(rows)
+
+
+def raises(error: Exception) -> Any:
+    def verify_case(*_: object) -> None:
+        raise error
+
+    return verify_case
+
+
+def test_each_way_to_end_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcome(monkeypatch, raises(CaptureError("why not")))["outcome"] == "refused"
+    assert outcome(monkeypatch, raises(CaptureError("the graph disagrees with the model")))["outcome"] == "wrong"
+    assert outcome(monkeypatch, raises(KeyError("x")))["reason"].startswith("KeyError: 'x' (test_robustness.py:")
+    hung = outcome(monkeypatch, lambda *_: time.sleep(30))
+    assert (hung["outcome"], hung["reason"]) == ("crash", "no end within 1 s")

@@ -1,0 +1,72 @@
+"""Architectures beyond the zoo, tiny: the captured graph gives the loss and gradients of the model, or says why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from phalanx import tasks
+from phalanx.errors import CaptureError, ModelError
+from phalanx.model import capture
+from phalanx.model.captured import Captured
+from phalanx.model.selfcheck import self_check
+from phalanx.model.zoo import configure, zoo
+from phalanx.tasks.base import Input
+
+long = pytest.mark.long
+# What each of them has that others do not.
+EXACT = [
+    "gpt_oss",  # a sink beside the keys
+    "llama4_text",  # attention within chunks
+    "deepseek_v3",  # values smaller than keys, and writes into parts of tensors
+    pytest.param("modernbert", marks=long),  # windows in both directions
+    pytest.param("bart", marks=long),  # decoder layers read the encoder's last layer itself
+    pytest.param("marian", marks=long),  # positions that no checkpoint holds
+    pytest.param("falcon", marks=long),  # attention and mask of its own
+    pytest.param("mpt", marks=long),  # a bias that grows with the distance
+    pytest.param("xglm", marks=long),  # numbers of torch's default dtype
+    pytest.param("doge", marks=long),  # a mask that is learned
+    pytest.param("layoutlm", marks=long),
+]
+
+
+def _specification(model_type: str) -> zoo.ModelSpec:
+    return zoo.resolve(configure.tiny(AutoConfig.for_model(model_type)))
+
+
+def _check(spec: zoo.ModelSpec) -> Captured:
+    found: list[Captured] = []
+
+    def keep(small: zoo.ModelSpec, inputs: tuple[Input, ...]) -> Captured:
+        found.append(capture.capture_for_check(small, inputs, torch.float64))
+        return found[-1]
+
+    self_check(spec, keep, [])
+    return found[0]
+
+
+@pytest.mark.parametrize("model_type", EXACT)
+def test_the_captured_graph_is_the_model(model_type: str) -> None:
+    _check(_specification(model_type))
+
+
+REFUSED = [
+    ("mamba", CaptureError, r"a Python number of tokens, as a loop over tokens does \(.*modeling_mamba.py"),
+    ("resnet", CaptureError, "batch normalisation mixes the samples of a batch"),
+    ("moonshine", ModelError, "names no mel bins and frames"),
+]
+
+
+@pytest.mark.parametrize("model_type, kind, reason", REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_be_captured_is_refused_with_the_true_reason(model_type: str, kind: type, reason: str) -> None:
+    with pytest.raises(kind, match=reason):
+        _check(_specification(model_type))
+
+
+def test_masks_that_our_operator_has_words_for_are_never_made() -> None:
+    spec = zoo.resolve("meta-llama/Llama-3.2-1B", tiny=True)
+    blocks = capture.capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=torch.float64, check=False).blocks
+    text = "".join([blocks.prologue, *(template.text for template in blocks.templates.values())])
+    assert "phalanx.attention" in text
+    assert "where" not in text and "softmax" not in text
