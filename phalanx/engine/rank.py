@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
-from phalanx.data import Batches
+from phalanx.data.batches import Batches
 from phalanx.engine.compose import compose
 from phalanx.engine.compute import Compute
 from phalanx.engine.engine import Engine, Watch

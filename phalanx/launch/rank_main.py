@@ -15,9 +15,10 @@ from types import FrameType
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.launch.abort import AbortEvent, heartbeat
+from phalanx.launch.abort import AbortEvent, StackFile, heartbeat
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.main_script import MainScript, unpickle
+from phalanx.launch.signals import stopping_signals
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.wire import Wire
 
@@ -37,10 +38,14 @@ class Job:
     directory: str
     search_path: tuple[str, ...]  # for modules
     main: MainScript
+    silence: float  # seconds
 
     @property
     def task_file(self) -> Path:
         return self.folder / f"task-{self.generation}.pickle"
+
+    def stack_file(self, rank: int) -> Path:
+        return self.folder / f"stack-{self.generation}-{rank}"
 
     def result_file(self, rank: int) -> Path:
         return self.folder / f"result-{self.generation}-{rank}.pickle"
@@ -82,13 +87,13 @@ def serve(rank: int, wire: Wire) -> None:
             job: Job = wire.receive()
         except (EOFError, ConnectionError):
             return
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, _leave)
+        for number in stopping_signals():
+            signal.signal(number, _leave)
         wire.send(_outcome(job, rank, wire))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _outcome(job: Job, rank: int, wire: Wire) -> Done | Left | Failed:
@@ -115,7 +120,8 @@ def _run(job: Job, rank: int, wire: Wire) -> Any:
     _adopt(job)
     torch.set_num_threads(job.threads)
     board, abort = StatusBoard.open(job.folder / "board", job.num_slots), AbortEvent()
-    with heartbeat(board, board.slots[rank], abort):
+    stack = StackFile(job.stack_file(rank), 0.75 * job.silence)
+    with heartbeat(board, board.slots[rank], abort, stack):
         with job.task_file.open("rb") as file:
             target, arguments = unpickle(file, job.main)
         store = dist.TCPStore("127.0.0.1", job.port, is_master=False)

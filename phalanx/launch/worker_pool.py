@@ -11,7 +11,6 @@ import os
 import pickle
 import selectors
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from phalanx.launch.main_script import MainScript, explained_pickling, refuse_wh
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
 from phalanx.launch.signals import StopSignal, stop_signal
-from phalanx.launch.status_board import StatusBoard
+from phalanx.launch.status_board import SILENCE, StatusBoard
 from phalanx.launch.watch import Watch
 
 _TICK_SECONDS = 0.2
@@ -34,7 +33,8 @@ PRELOAD = ("torch", "phalanx.comm.links", "phalanx.training.trainer")
 class WorkerPool:
     """`size` local ranks, started when the first job needs them. Use it in a `with` statement.
 
-    `device` is auto, cpu or cuda; `environment` adds variables to those of a rank, which has this process's.
+    `device` is auto, cpu or cuda; `environment` adds variables to those of a rank, which has this process's. A rank
+    that shows no sign of life for `silence` seconds of a step counts as lost.
     """
 
     def __init__(
@@ -45,9 +45,10 @@ class WorkerPool:
         device: str = "auto",
         environment: Callable[[int], Mapping[str, str]] | None = None,
         preload: tuple[str, ...] = PRELOAD,
+        silence: float = SILENCE,
     ) -> None:
         assert size >= 1, size
-        self.size, self._device, self._preload = size, device, preload
+        self.size, self._device, self._preload, self._silence = size, device, preload, silence
         self._threads = threads_per_rank or max(1, _num_cores() // size)
         self._environment = environment or (lambda rank: {})
         self._generation = 0
@@ -79,8 +80,8 @@ class WorkerPool:
     ) -> list[Any]:
         """`target(context, *arguments)` on the first `world` ranks; what each returned, by rank.
 
-        Ctrl-C and SIGTERM are passed on to the ranks once; if they leave because of it, so does this function, with
-        KeyboardInterrupt or SystemExit. A second Ctrl-C ends them at once.
+        Ctrl-C, SIGTERM and SIGHUP are passed on to the ranks once; if they leave because of it, so does this function,
+        with KeyboardInterrupt or SystemExit. A second one ends them at once.
         """
         world = self.size if world is None else world
         assert 1 <= world <= self.size, (world, self.size)
@@ -91,7 +92,7 @@ class WorkerPool:
             self._processes.start(world)
             job = self._post(world, (target, arguments))
             with stop_signal() as stop:
-                self._follow(job, Watch(self._processes, self._board, world), on_event, stop)
+                self._follow(job, Watch(self._processes, self._board, job), on_event, stop)
             return [self._result(job, rank) for rank in range(world)]
         except BaseException:
             # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
@@ -104,7 +105,7 @@ class WorkerPool:
         here = dict(os.environ)
         job = Job(
             self._generation, world, self._device, self._folder, self.size, self._store.port, self._threads, here,
-            os.getcwd(), tuple(sys.path), MainScript.of_this_process(),
+            os.getcwd(), tuple(sys.path), MainScript.of_this_process(), self._silence,
         )  # fmt: skip
         with explained_pickling(), job.task_file.open("wb") as file:
             pickle.dump(task, file)
@@ -130,8 +131,7 @@ class WorkerPool:
                 if stop.signals and not forwarded:
                     forwarded = stop.signals[0]
                     self._processes.deliver(forwarded)
-                if len(stop.signals) > 1:
-                    raise _leaving(stop.signals[-1])
+                stop.require_patience()
         watch.conclude()
 
     def _result(self, job: Job, rank: int) -> Any:
@@ -140,10 +140,6 @@ class WorkerPool:
         file.unlink()
         job.task_file.unlink(missing_ok=True)
         return result
-
-
-def _leaving(number: int) -> BaseException:
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _num_cores() -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.errors import ConfigError
 from phalanx.state.layout import Box
 
 if TYPE_CHECKING:
@@ -52,6 +53,15 @@ def find(folder: Path) -> list[Path]:
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
     return next(iter(find(folder)), None)
+
+
+def refuse_used(run: Path) -> None:
+    """A run that begins may not write among the checkpoints of another."""
+    if there := latest(run / "checkpoints"):
+        raise ConfigError(
+            f"the run folder {run} already holds checkpoints, the newest {there.name}",
+            "continue it with resume=auto (--resume auto), or choose another folder (--out)",
+        )
 
 
 def begin(folder: Path, step: int) -> Path:

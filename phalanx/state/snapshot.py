@@ -16,13 +16,14 @@ from typing import Any
 
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.state import checkpoint
+from phalanx.state.folders import refuse_used
 
 # Changing one of these would change what comes next. The plan, the device and all that is shown or saved may change,
 # and so may the number of steps; model and data are recognised by what they are, not by what they are called.
 TRAJECTORY = (
     "task", "tiny", "model_options", "dropout", "freeze", "documents", "shuffle", "seq_len", "batch_size", "dtype",
     "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay",
-    "lr_schedule", "warmup_steps", "min_lr_ratio",
+    "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps",
 )  # fmt: skip
 
 
@@ -74,11 +75,7 @@ def digest(*parts: Any) -> str:
 def checkpoint_to_resume(resume: str, folder: Path, verify: bool = True) -> checkpoint.Checkpoint | None:
     """The checkpoint that the option `resume` asks for, verified byte by byte if so asked; None to start afresh."""
     if resume == "never":
-        if there := checkpoint.latest(folder):
-            raise ConfigError(
-                f"the run folder {folder.parent} already holds checkpoints, the newest {there.name}",
-                "continue it with resume=auto (--resume auto), or choose another folder (--out)",
-            )
+        refuse_used(folder.parent)
         return None
     if resume == "auto":
         newest = checkpoint.latest(folder)
@@ -105,8 +102,8 @@ def restore(found: checkpoint.Checkpoint, fresh: Snapshot) -> Snapshot:
         changed = [(name, old.name, new.name) for name, old, new in marks if old.digest != new.digest]
     if changed:
         raise ConfigError(
-            f"the run cannot go on from {found.path} exactly, because options changed:\n  "
-            + "\n  ".join(f"{name}: was {old!r}, now {new!r}" for name, old, new in changed),
+            f"the run cannot go on from {found.path} exactly, because something changed:\n  "
+            + "\n  ".join(_change_text(*change) for change in changed),
             "set them back; or train on from the exported model as a new run (--model EXPORT --out OTHER)",
         )
     if stored.step > fresh.total_steps:
@@ -118,8 +115,15 @@ def restore(found: checkpoint.Checkpoint, fresh: Snapshot) -> Snapshot:
     return replace(stored, config=fresh.config, total_steps=fresh.total_steps, model=fresh.model, data=fresh.data)
 
 
+def _change_text(name: str, old: Any, new: Any) -> str:
+    if old != new:
+        return f"{name}: was {old!r}, now {new!r}"
+    what = "its first sample is another" if name == "data" else "its parameters have other names or shapes"
+    return f"{name}: still called {old!r}, but {what} than then"
+
+
 def resumed_text(found: checkpoint.Checkpoint, total_steps: int) -> str:
-    """Where a resumed run comes from; and that its learning rate now follows another length, if that is so."""
+    """Where a resumed run comes from, and that it was to have another length, if that is so."""
     before = found.state["total_steps"]
     text = f"from {found.path}, after step {found.step}"
     return text if before == total_steps else f"{text}; the run was to have {before} steps then"

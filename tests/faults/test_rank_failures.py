@@ -257,7 +257,7 @@ def test_the_command_tells_of_a_killed_rank_in_one_sentence_and_goes_on_until_it
     assert not any(is_alive(pid) for pid in pids.values())
     assert err.splitlines() == [
         f"error: rank 1 (stage 1) was killed by signal SIGKILL in step {seen.step} at {seen.instruction}",
-        "  → the kernel does that when memory runs out (dmesg says so)",
+        "  → not for lack of memory, by the kernel's count of such kills: a person, a scheduler or a program sent it",
     ]
     require_intact(out)
 

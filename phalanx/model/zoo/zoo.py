@@ -8,6 +8,7 @@ in seconds: its parameters have shapes only, its buffers have their values, beca
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,12 +131,17 @@ def with_config(spec: ModelSpec) -> ModelSpec:
 
 
 def _find(model: str | Path) -> tuple[str, PretrainedConfig, Path | None, str | None]:
-    """Name, configuration, folder and usual task of a model given as text: a folder, else the zoo, else the cache."""
+    """Name, configuration, folder and usual task of a model given as text: a folder, else the zoo, else the cache.
+
+    A zoo name is a hub id as well: where that is in the cache, its files are used.
+    """
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
         return path.resolve().name, _read_config(path), path, None
     entry = zoo_table.lookup(model) if isinstance(model, str) else None
     if entry is not None:
+        if (cached := _cached_folder(entry.name) or _cached_folder(str(model))) is not None:
+            return entry.name, _read_config(cached), cached, entry.task
         fields = copy.deepcopy(dict(entry.fields))
         return entry.name, AutoConfig.for_model(entry.model_type, **fields), None, entry.task
     if path.is_dir():
@@ -148,10 +154,12 @@ def _find(model: str | Path) -> tuple[str, PretrainedConfig, Path | None, str | 
     cached = _cached_folder(str(model))
     if cached is not None:
         return str(model), _read_config(cached), cached, None
+    close = difflib.get_close_matches(str(model), zoo_table.names(), n=3, cutoff=0.5)
+    meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     raise ModelError(
-        f"unknown model {str(model)!r}: neither a zoo name, nor a folder, nor a hub id in the local cache; "
-        f"{nearest(str(model), zoo_table.names())}",
-        hint="download a hub model beforehand (hf download NAME); nothing is fetched while training",
+        f"unknown model {str(model)!r}: neither a zoo name, nor a folder, nor a hub id in the local cache{meant}",
+        hint="download a hub model beforehand (hf download NAME): nothing is fetched while training; "
+        "phalanx inspect lists the zoo",
     )
 
 
