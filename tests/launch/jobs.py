@@ -185,6 +185,22 @@ def steps(context: RankContext, folder: str, count: int) -> int:
     return count
 
 
+def sends_much(context: RankContext, num_bytes: int, culprit: int) -> float:
+    """One all-reduce, in the middle of which a rank fails; the seconds that it took."""
+    with Links(context, timeout=100) as links:
+        group = links.group(tuple(range(context.world)))
+        context.slot.enter("step")
+        context.slot.at_step(1)
+        began = time.monotonic()
+        pending = group.all_reduce(torch.ones(num_bytes // 4))
+        if context.rank == culprit:
+            time.sleep(3)
+            print(f"fails at {time.monotonic()}", flush=True)
+            raise ValueError("enough")
+        pending.wait("NORM")
+    return time.monotonic() - began
+
+
 def keeps_all_threads_waiting(context: RankContext, culprit: int) -> None:
     with Links(context, timeout=60) as links:
         group = links.group(tuple(range(context.world)))

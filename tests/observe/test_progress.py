@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from typing import Any
 
 import pytest
@@ -159,3 +160,14 @@ def test_skipped_and_non_finite_losses_are_not_smoothed():
     assert smooth.add({"loss": 2.0}) == 2.0
     assert smooth.add({"loss": 9.0, "skipped": True}) == 2.0
     assert smooth.add({"loss": math.inf}) == 2.0
+
+
+def test_a_reader_that_leaves_ends_the_display_and_not_the_run():
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        progress = make_progress("plain", log_every=1, stream=stream)
+        progress.message("heard")
+        assert os.read(reading, 100) == b"heard\n"
+        os.close(reading)
+        for _ in range(3):
+            progress.message("into the void")
