@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import LinkError, PhalanxError, RankError
+from phalanx.errors import LateError, LinkError, PhalanxError, RankError
 from phalanx.launch.abort import read_stack
 from phalanx.launch.processes import Process, Processes, memory_kills
 from phalanx.launch.rank_main import Done, Event, Failed, Job, Left
@@ -165,8 +165,10 @@ def _verdict(troubles: Sequence[Trouble], views: Mapping[int, StatusView]) -> Ph
         assert first.failed is not None
         if first.failed.error is not None and not isinstance(first.failed.error, RankError):
             return _users_mistake(first, first.failed)
-    # Whoever was silent did not fail because of others; a consequence counts only where nothing else is known.
-    return _rank_error((silent or spoken or troubles)[0], views)
+    # Whoever was silent did not fail because of others; a consequence counts only where nothing else is known, and the
+    # first of those is who waited too long, since that made the others lose their connections.
+    late = [trouble for trouble in troubles if trouble.failed and isinstance(trouble.failed.error, LateError)]
+    return _rank_error((silent or spoken or late or troubles)[0], views)
 
 
 def _users_mistake(trouble: Trouble, failed: Failed) -> PhalanxError:

@@ -18,7 +18,7 @@ def learning_rate(config: RunConfig, step: int, total_steps: int) -> float:
 
 def change_text(config: RunConfig, step: int, steps_before: int, total_steps: int) -> str:
     """That a run that goes on after `step` with another length has another learning rate; "" if it has not."""
-    if step + 1 > total_steps:
+    if config.lr_steps or step + 1 > total_steps:
         return ""
     was, now = (learning_rate(config, min(step + 1, total), total) for total in (steps_before, total_steps))
     if was == now:
