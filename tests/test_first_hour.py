@@ -62,6 +62,8 @@ def test_what_files_show_is_found_before_torch_is_imported(started_without_torch
         ("--out=model",): "option out = 'model' is the folder of a model",
         (f"--out={earlier}",): f"the run folder {earlier} already holds checkpoints, the newest step-00000002",
         ("--data=nothere.txt",): "data 'nothere.txt' does not exist",
+        ("--model=gtp2",): "unknown model 'gtp2': neither a zoo name, nor a folder, nor a hub id in the local cache",
+        ("--model=file",): "'file' is a file, not a model folder",
         ("--model=model",): "model/model.safetensors is damaged: it has ",
     }.items():
         returned, said = started_without_torch(*options)

@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError
-from phalanx.training.early import require_usable
 
 FLAGS = {"json_output": "--json"}  # where the option's name is not the field's: `json` would hide the module
 
@@ -33,6 +32,8 @@ def train(**options: Any) -> None:
     file = options.pop("config")
     given = {name: _read(name, value) for name, value in options.items() if value not in (None, [], ())}
     config = RunConfig.load(file).override(**given) if file else RunConfig.create(**given)
+
+    from phalanx.training.early import require_usable
 
     require_usable(config.model, config.data, config.eval_data, config)
     from phalanx.training.trainer import Trainer

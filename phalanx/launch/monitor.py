@@ -181,6 +181,7 @@ class Monitor:
         if self._context.rank == 0 or (notice.rank == 0 and notice.lost):
             sys.stderr.write(f"error: {notice.message}\n" + (f"  → {notice.hint}\n" if notice.hint else ""))
             sys.stderr.flush()
+        Path(self._stack_path).unlink(missing_ok=True)
         os._exit(1)
 
     def _safely(self, call: Callable[[], Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, cast
 from phalanx.config import RunConfig
 from phalanx.data.sources import NAMED, existing
 from phalanx.errors import ConfigError, ModelError
+from phalanx.model.zoo.names import require_found
 from phalanx.state.folders import refuse_used
 
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -26,8 +27,9 @@ def require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> 
         for item in _paths(source):
             if item.partition(":")[0] not in NAMED:
                 existing(item)
-    if isinstance(model, str | Path) and config.init != "fresh":
-        for file in _weight_files(Path(model).expanduser()):
+    if isinstance(model, str | Path):
+        require_found(model)
+        for file in _weight_files(Path(model).expanduser()) if config.init != "fresh" else ():
             _require_whole(file)
 
 

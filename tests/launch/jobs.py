@@ -207,6 +207,7 @@ def keeps_all_threads_waiting(context: RankContext, culprit: int) -> None:
         context.slot.enter("step")
         context.slot.at_step(4)
         if context.rank == culprit:
+            time.sleep(1.5)  # joined ranks show what they do once a second
             ctypes.PyDLL(None).sleep(60)  # without letting go of Python's lock
         group.all_reduce(torch.ones(10)).wait("NORM")
 

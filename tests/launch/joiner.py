@@ -19,7 +19,7 @@ def main(name: str, *arguments: str) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     values = [json.loads(argument) for argument in arguments]
     try:
-        result = run_joined(context, getattr(jobs, name), *values)
+        result = run_joined(context, getattr(jobs, name), *values, silence=float(os.environ.get("SILENCE", "15")))
     except PhalanxError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave(2)
