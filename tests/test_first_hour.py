@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.model.zoo.zoo import resolve
 from phalanx.state import checkpoint
+from phalanx.training.early import require_usable
 from phalanx.training.prepare import open_weights
 from tests.run_helpers import losses, records, short_run
 
@@ -72,6 +74,19 @@ def test_what_files_show_is_found_before_torch_is_imported(started_without_torch
     assert "model.safetensors is damaged: it is not safetensors" in started_without_torch("--model=model")[1]
     (tmp_path / "model" / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001.safetensors"}}')
     assert "names model-00001.safetensors, which is not there" in started_without_torch("--model=model")[1]
+
+
+def test_of_joined_ranks_only_the_first_tells_what_all_of_them_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    config = RunConfig(out=str(tmp_path), data=("nowhere",))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(DataError, match="data 'nowhere' does not exist"):
+        require_usable(MODEL, "nowhere", None, config)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        require_usable(MODEL, "nowhere", None, config)
 
 
 def test_weights_without_the_tokenizer_they_were_trained_with_are_refused_for_text(tmp_path: Path):

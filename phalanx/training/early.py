@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from phalanx.config import RunConfig
 from phalanx.data.sources import NAMED, existing
-from phalanx.errors import ConfigError, ModelError
+from phalanx.errors import ConfigError, ModelError, PhalanxError
+from phalanx.launch.join import find_place
 from phalanx.model.zoo.names import require_found
 from phalanx.state.folders import refuse_used
 
@@ -21,7 +22,17 @@ _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> None:
-    """What is given as objects is left to those who know it."""
+    """What is given as objects is left to those who know it. Of ranks that a launcher started, the first speaks."""
+    try:
+        _require_usable(model, data, eval_data, config)
+    except PhalanxError:
+        place = find_place(os.environ)
+        if place is not None and place.rank > 0:
+            raise SystemExit(1) from None
+        raise
+
+
+def _require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> None:
     _require_out(Path(config.out).expanduser(), config.resume)
     for source in (data, eval_data) if isinstance(model, str | Path) else ():
         for item in _paths(source):
