@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from phalanx.model.measure import footprints
 from phalanx.model.segment.segments import peak_bytes, total_bytes
 from tests import captured
-from tests.model.test_segments import LAYERS, Run, call, d_outputs_for
+from tests.model.test_segments import LAYERS, call, d_outputs_for
+from tests.traced import Run
 
 
 class Watched(TorchDispatchMode):
@@ -47,7 +48,7 @@ def test_functions_need_what_their_footprint_says(name: str, block: str) -> None
     about = call(name, block)
     segment = about.build()
     found = segment.footprint()
-    run = Run(about, segment)
+    run = Run(segment, about.tensors)
     run.forward()
     d_outputs = d_outputs_for(segment)
     tangents = sum(tensor.nbytes for tensor in d_outputs)

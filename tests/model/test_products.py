@@ -11,7 +11,8 @@ from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.products import Gradient, Product
 from tests import captured
-from tests.model.test_segments import Call, Run, call, d_outputs_for
+from tests.model.test_segments import Call, call, d_outputs_for
+from tests.traced import Run
 
 LAYERS = [(captured.GPT2, "transformer.h.1"), (captured.LLAMA, "model.layers.1"), (captured.MIXTRAL, "model.layers.1")]
 
@@ -31,7 +32,7 @@ def both(it: Call, *, products: bool, mode: str) -> list[list[Gradient]]:
     segment = segments.build(
         it.graph, it.arguments, it.is_parameter, it.wants, compiler=Compiler(mode), products=products
     )
-    run, outputs = Run(it, segment), d_outputs_for(segment)
+    run, outputs = Run(segment, it.tensors), d_outputs_for(segment)
     run.forward()
     _, fused = run.backward_weight(outputs)
     run.backward(outputs)
