@@ -244,7 +244,7 @@ def test_a_terminal_that_is_closed_lets_the_step_finish_and_saves_it(plan: str, 
     process = subprocess.Popen(
         [sys.executable, "-m", "phalanx", "train", *flags, "--tiny", "--no-export"], cwd=ROOT, stdin=theirs,
         stdout=theirs, stderr=theirs, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=get_a_terminal,
     )  # fmt: skip
     os.close(theirs)
     os.set_blocking(ours, False)
@@ -258,6 +258,12 @@ def test_a_terminal_that_is_closed_lets_the_step_finish_and_saves_it(plan: str, 
     assert process.wait(timeout=60) == 128 + signal.SIGHUP
     (stopped,) = records(tmp_path / "run", "stop")
     assert stopped["signal"] == "SIGHUP" and require_intact(tmp_path / "run") == stopped["step"] >= 3
+
+
+def get_a_terminal() -> None:
+    """Standard input becomes the terminal of this process's session, whose end it hears of, also under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def children(pid: int) -> list[int]:

@@ -130,22 +130,28 @@ def test_ranks_that_handle_the_signal_themselves_return_their_results(pool: Work
     sender.join()
 
 
+@pytest.fixture
+def hang_up() -> Iterator[Any]:
+    """Sets what a hang-up does here until the test is over."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda does: signal.signal(signal.SIGHUP, does)
+    signal.signal(signal.SIGHUP, before)
+
+
 @main_thread_only
-def test_a_hang_up_is_passed_on_as_well(pool: WorkerPool, tmp_path: Path):
+def test_a_hang_up_is_passed_on_as_well(pool: WorkerPool, hang_up: Any, tmp_path: Path):
+    hang_up(signal.SIG_DFL)
     sender = signal_when_under_way(tmp_path, 2, signal.SIGHUP)
     assert pool.run(jobs.waits_for_signal, str(tmp_path), 0, world=2) == ["SIGHUP", "SIGHUP"]
     sender.join()
 
 
 @main_thread_only
-def test_a_hang_up_that_nohup_has_ignored_stays_so():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stop_request() as request:
-            signal.raise_signal(signal.SIGHUP)
-        assert request.signal is None
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_a_hang_up_that_nohup_has_ignored_stays_so(hang_up: Any):
+    hang_up(signal.SIG_IGN)
+    with stop_request() as request:
+        signal.raise_signal(signal.SIGHUP)
+    assert request.signal is None
 
 
 @main_thread_only
