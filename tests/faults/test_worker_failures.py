@@ -142,7 +142,7 @@ def test_a_job_that_is_suspended_and_continued_lives(tmp_path: Path):
     assert parent.stdout is not None
     pids = [parent.pid, *map(int, parent.stdout.readline().split())]
     wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
-    for number, seconds in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 0.0)):
+    for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
         for pid in pids:
             os.kill(pid, number)
         time.sleep(seconds)

@@ -172,8 +172,8 @@ def forever(context: RankContext, folder: str, how: str) -> None:
 
 
 def steps(context: RankContext, folder: str, count: int) -> int:
-    """In lockstep, some milliseconds each; a wait that takes longer than a second is too long."""
-    with Links(context, timeout=1.0) as links:
+    """In lockstep, some milliseconds each; a wait that takes longer than four seconds is too long."""
+    with Links(context, timeout=4.0) as links:
         group = links.group(tuple(range(context.world)))
         context.slot.enter("step")
         for step in range(1, count + 1):

@@ -108,7 +108,7 @@ def test_joined_ranks_that_are_suspended_and_continued_live(tmp_path: Path):
     job = {**SLURM, "SLURM_JOB_ID": f"{os.getpid()}7", "SILENCE": "1.5"}
     ranks = start(job, 2, "steps", str(tmp_path), 100)
     wait_until_under_way(tmp_path, 2)
-    for number, seconds in ((signal.SIGSTOP, 5.0), (signal.SIGCONT, 0.0)):
+    for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
         for process in ranks:
             process.send_signal(number)
         time.sleep(seconds)
