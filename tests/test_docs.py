@@ -221,14 +221,17 @@ def missing(shown: str, said: str) -> str:
 
 
 def alike(shown: str, printed: str) -> bool:
-    words = printed.split()
-    for number, word in enumerate(shown.split()):
-        if word == "…":
-            rest = shown.split()[number + 1 :]
-            return not rest or alike(" ".join(rest), " ".join(words[len(words) - len(rest) :]))
-        if number >= len(words) or not (word == words[number] or close(word, words[number])):
-            return False
-    return len(shown.split()) == len(words)
+    return same_words(shown.split(), printed.split())
+
+
+def same_words(shown: list[str], printed: list[str]) -> bool:
+    if not shown:
+        return not printed
+    if shown[0] == "…":
+        return any(same_words(shown[1:], printed[start:]) for start in range(len(printed) + 1))
+    if not printed or not (shown[0] == printed[0] or close(shown[0], printed[0])):
+        return False
+    return same_words(shown[1:], printed[1:])
 
 
 def close(shown: str, printed: str) -> bool:
@@ -240,6 +243,7 @@ def close(shown: str, printed: str) -> bool:
 def test_what_is_shown_is_compared_with_what_is_printed():
     assert missing("a 1.50 b\n…\nend\n", "a 1.51 b\nx\ny\nend\n") == ""
     assert missing("a … z\n", "a b c z\n") == "" and missing("a …\n", "a b c\n") == ""
+    assert missing("a … b … z\n", "a … b c d z\n") == "" and missing("a … b\n", "a b c\n") == "a … b"
     assert missing("a 1.50 b\n", "a 1.60 b\n") == "a 1.50 b"
     assert missing("a 15 b\n", "a 16 b\n") == "a 15 b"
     assert missing("…\nend\n", "x\ny\n") == "end"
