@@ -64,7 +64,7 @@ class SilentGroup:
 
 @contextmanager
 def silent(rank: Rank) -> Iterator[list[Collective]]:
-    """Within it the rank's training engine exchanges nothing; gives the list of what it would have sent."""
+    """Within it the rank's training engine redistributions nothing; gives the list of what it would have sent."""
     calls: list[Collective] = []
     groups = {mover: mover._group for mover in rank.step.engine.parts.movers.values()}
     assert groups, "without tensor parallelism nothing is exchanged"

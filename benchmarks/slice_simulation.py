@@ -26,7 +26,7 @@ from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
 from phalanx.program.timeline import Timeline
 
-GRAINS = 32  # of a sequence: few lengths, since every length is traced once
+GRANULARITIES = 32  # of a sequence: few lengths, since every length is traced once
 CLEARLY = 0.01  # what is predicted is not more exact
 _GRADIENT_BYTES = 4
 
@@ -124,7 +124,7 @@ def ends_of(steps: Sequence[Timeline], plan: Plan, shape: ModelShape, elements: 
 def planned(known: Known, plan: Plan, tokens: int, uniform: Mapping[str, Plan]) -> Plan:
     """The best plan of all candidates by simulation; unequal slices, which need segments of several lengths, only where
     they are clearly better. plan: without slices, itself a candidate."""
-    grain = tokens // GRAINS
+    grain = tokens // GRANULARITIES
     times, messages = known.stage_table(plan, tokens, grain), known.message_table(tokens, grain)
     slicings = {
         plan_batch({1: table}, plan.mb, plan.num_stages, grain).parts[0].lengths

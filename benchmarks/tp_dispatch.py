@@ -1,4 +1,4 @@
-"""What splitting tensors costs a rank besides communication: segments, exchanges and their bookkeeping.
+"""What splitting tensors costs a rank besides communication: segments, redistributions and their bookkeeping.
 
     python benchmarks/tp_dispatch.py [--rounds 20] [--out docs/results/tp_dispatch.json]
 
@@ -33,8 +33,8 @@ INTRO = """# What splitting tensors costs besides communication
 
 One rank's step under `tp=2` with nothing sent, against a step of an unsplit model whose layers are as large as what
 that rank holds: half the heads, half the inner width, half the vocabulary. Both compute the same products on one CPU
-thread, in turn. The difference is what segments, exchanges and their bookkeeping cost, and what the split embedding and
-loss compute on top; times are processor times of that thread.
+thread, in turn. The difference is what segments, redistributions and their bookkeeping cost, and what the split
+embedding and loss compute on top; times are processor times of that thread.
 """
 SHAPES = (Shape(4, 256, 4, 64), Shape(4, 256, 8, 128), Shape(4, 512, 8, 128))
 

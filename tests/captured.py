@@ -13,7 +13,7 @@ from phalanx import tasks
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.rank import Rank
-from phalanx.engine.totals import StepRun
+from phalanx.engine.reductions import StepRun
 from phalanx.launch.context import RankContext
 from phalanx.model import interpret, reference
 from phalanx.model.capture import capture

@@ -12,7 +12,7 @@ from phalanx.observe.program_text import chart, duration_text
 from phalanx.plan.mesh import Mesh
 from phalanx.program.compare import Pair, compare
 from phalanx.program.from_facts import Device
-from phalanx.program.instructions import EXCHANGES
+from phalanx.program.instructions import REDISTRIBUTIONS
 from phalanx.program.timeline import COMPUTE, Timeline
 
 if TYPE_CHECKING:
@@ -64,22 +64,23 @@ def _print_step(console: Console, name: str, timeline: Timeline, prediction: Pre
     for line in chart(timeline, ranks, console.width):
         console.print(line, soft_wrap=True)
     if mesh.tp > 1:
-        console.print(_exchange_text(timeline, ranks), soft_wrap=True)
+        console.print(_redistribution_text(timeline, ranks), soft_wrap=True)
     console.print()
     console.print(_rank_table(timeline, ranks))
 
 
-def _exchange_text(timeline: Timeline, ranks: Sequence[int]) -> str:
-    """How long exchanges take, and how much of that a rank computes nothing in the meantime."""
-    taken, exposed = zip(*[exchange_seconds(timeline, rank) for rank in ranks], strict=True)
+def _redistribution_text(timeline: Timeline, ranks: Sequence[int]) -> str:
+    """How long redistributions take, and how much of that a rank computes nothing in the meantime."""
+    taken, exposed = zip(*[redistribution_seconds(timeline, rank) for rank in ranks], strict=True)
     hidden = 1 - sum(exposed) / sum(taken) if sum(taken) else 0.0
-    return f"exchanges between tensor-parallel ranks: {duration_text(max(taken))} of a step, {hidden:.1%} of it hidden"
+    return f"redistributions between tp ranks: {duration_text(max(taken))} of a step, {hidden:.1%} of it hidden"
 
 
-def exchange_seconds(timeline: Timeline, rank: int) -> tuple[float, float]:
-    """The time in which some exchange of a rank travels, and the part of it in which the rank computes nothing."""
+def redistribution_seconds(timeline: Timeline, rank: int) -> tuple[float, float]:
+    """The time in which some redistribution of a rank travels, and the part of it in which the rank computes
+    nothing."""
     own = [event for event in timeline.events if event.rank == rank]
-    sent = [(event.start, event.end) for event in own if event.instruction.op in EXCHANGES]
+    sent = [(event.start, event.end) for event in own if event.instruction.op in REDISTRIBUTIONS]
     computed = [(event.start, event.end) for event in own if event.resource == COMPUTE]
     busy = _covered(computed)
     return _covered(sent), _covered([*sent, *computed]) - busy

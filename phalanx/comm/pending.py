@@ -150,7 +150,7 @@ def opened_since(before: Sockets) -> Sockets:
 def shut(sockets: Sockets, *, spare_port: int) -> None:
     """End the connections of these sockets that still exist; whoever waits on either end gets an error.
 
-    Connections from or to `spare_port` stay: the store's, which others may open on other threads at any time.
+    ProcessGroups from or to `spare_port` stay: the store's, which others may open on other threads at any time.
     """
     for number, inode in sockets.items():
         with suppress(OSError):

@@ -19,7 +19,7 @@ from phalanx.model.shard.shard import shard
 from phalanx.model.shard.sharded import Sharded
 from phalanx.model.slicing import Sliced, slice_model
 from phalanx.plan.plan import Plan
-from phalanx.program.shape import ModelShape, Partition, Step
+from phalanx.program.shape import BlockOp, ModelShape, Partition
 
 Key = tuple[tuple[int, ...], Partition]  # the blocks that use a bucket, and over whom it is summed
 
@@ -89,36 +89,37 @@ def bucket_names(
         len(blocks.blocks), tuple(used_by for used_by, _ in further),
         held=tuple(bool(group) for group in names),
         trained=tuple(any(name in learns for name in group) for group in names),
-        steps=_steps(blocks, sharded, {name: number for number, own in enumerate(names) for name in own}),
+        ops=_ops(blocks, sharded, {name: number for number, own in enumerate(names) for name in own}),
         sums=tuple(sums for _, sums in (*own, *further)) if sharded else (),
-        grains=sliced.grains if sliced else (), whole_wires=sliced.whole_wires if sliced else frozenset(),
+        granularities=sliced.granularities if sliced else (),
+        per_micro_batch=sliced.per_micro_batch if sliced else frozenset(),
     )  # fmt: skip
     return BucketNames(shape, names)
 
 
-def _steps(blocks: Blocks, sharded: Sharded | None, home: Mapping[str, int]) -> tuple[tuple[Step, ...], ...]:
-    """The chain of steps of each block; where tensors are not split, one segment. home: the bucket of each
+def _ops(blocks: Blocks, sharded: Sharded | None, home: Mapping[str, int]) -> tuple[tuple[BlockOp, ...], ...]:
+    """The chain of ops of each block; where tensors are not split, one segment. home: the bucket of each
     parameter."""
     if sharded is None:
-        steps = [(Step("segment", block.names("wire"), block.outputs, degree=1),) for block in blocks.blocks]
+        ops = [(BlockOp("segment", block.names("activation"), block.outputs, degree=1),) for block in blocks.blocks]
         segments = [[block] for block in blocks.blocks]
     else:
-        steps = sharded.steps
+        ops = sharded.ops
         segments = [
             [None if part.segment is None else sharded.blocks.blocks[part.segment] for part in parts]
             for parts in sharded.parts
         ]
     return tuple(
-        tuple(_with_buckets(step, segment, home) for step, segment in zip(*chain, strict=True))
-        for chain in zip(steps, segments, strict=True)
+        tuple(_with_buckets(op, segment, home) for op, segment in zip(*chain, strict=True))
+        for chain in zip(ops, segments, strict=True)
     )
 
 
-def _with_buckets(step: Step, segment: Block | None, home: Mapping[str, int]) -> Step:
+def _with_buckets(op: BlockOp, segment: Block | None, home: Mapping[str, int]) -> BlockOp:
     if segment is None:
-        return step
+        return op
     buckets = tuple(sorted({home[name] for name in segment.names("parameter")}))
-    return replace(step, buckets=buckets, pasts=len(segment.names("past")))
+    return replace(op, buckets=buckets, pasts=len(segment.names("past")))
 
 
 def _uses(blocks: Blocks, sharded: Sharded | None) -> Iterator[tuple[int, str]]:

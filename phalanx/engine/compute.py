@@ -97,7 +97,7 @@ class Compute:
         """differentiable: the activations to which a gradient flows."""
         return port.name in (self._trainable if port.kind == "parameter" else differentiable) and port.kind in (
             "parameter",
-            "wire",
+            "activation",
         )
 
     @property

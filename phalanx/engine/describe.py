@@ -76,12 +76,10 @@ class Described:
         shape = self.at(dims)
         found: list[float] = []
         for block, flops in enumerate(self._flops(dims)):
-            chain = shape.steps_of(block)
-            kept = {wire for step in chain if step.kind == "segment" for wire in step.bw.reads}
-            own = sum(
-                int(step.bw.saved_b or 0) + int(step.bw.saved_bw or 0) for step in chain if step.kind == "segment"
-            )
-            saved = own + sum(int(shape.sizes[wire]) for wire in kept)
+            chain = shape.ops_of(block)
+            kept = {name for op in chain if op.kind == "segment" for name in op.bw.reads}
+            own = sum(int(op.bw.saved_b or 0) + int(op.bw.saved_bw or 0) for op in chain if op.kind == "segment")
+            saved = own + sum(int(shape.sizes[name]) for name in kept)
             found.append(max(flops / device.flops_per_s, saved / device.memory_bytes_per_s))
         return tuple(found)
 
@@ -97,10 +95,10 @@ class Described:
         )  # fmt: skip
 
     def _flops(self, dims: Mapping[str, int]) -> list[float]:
-        steps = [[s for s in self.shape.steps_of(b) if s.kind == "segment"] for b in range(self.shape.num_blocks)]
+        ops = [[s for s in self.shape.ops_of(b) if s.kind == "segment"] for b in range(self.shape.num_blocks)]
         if self._composed.sharded is None:
             return [float(flops) for flops in self._composed.captured.blocks.flops(dims)]
-        return [float(sum(evaluate(step.flops, dims) for step in chain)) for chain in steps]
+        return [float(sum(evaluate(op.flops, dims) for op in chain)) for chain in ops]
 
     def _inputs(self, dims: Mapping[str, int]) -> Inputs:
         captured, sliced = self._composed.captured, self._composed.sliced

@@ -15,7 +15,7 @@ import torch
 
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.link import Linked, Parts, StandIn, extras_of, link
-from phalanx.engine.totals import Place, StepRun
+from phalanx.engine.reductions import Place, StepRun
 from phalanx.engine.warm_up import warm_up
 from phalanx.program.instructions import Instruction, Op, Program
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from phalanx.data.batches import Batches
 from phalanx.engine.engine import Engine
-from phalanx.engine.formation import Connections, Formation
 from phalanx.engine.inputs import Feeder, Inputs
-from phalanx.engine.totals import StepRun, total_items, total_loss
+from phalanx.engine.layout import ProcessGroups, RankLayout
+from phalanx.engine.reductions import StepRun, total_items, total_loss
 from phalanx.program.compile import compile_forward
 from phalanx.program.instructions import Program
 
@@ -20,7 +20,7 @@ class Evaluator:
     """size: samples in a micro-batch."""
 
     def __init__(
-        self, engine: Engine, feeder: Feeder, formation: Formation, connections: Connections, size: int
+        self, engine: Engine, feeder: Feeder, formation: RankLayout, connections: ProcessGroups, size: int
     ) -> None:
         self.engine, self._feeder, self._formation = engine, feeder, formation
         self._connections, self._size = connections, size

@@ -1,6 +1,6 @@
-"""How the model's blocks are made of segments and exchanges on this rank: what an instruction is about.
+"""How the model's blocks are made of segments and redistributions on this rank: what an instruction is about.
 
-A block is always a chain of steps; without tensor parallelism it is one segment.
+A block is always a chain of ops; without tensor parallelism it is one segment.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ExecutionGraph:
 
     def part(self, instruction: Instruction) -> Part:
         assert instruction.block is not None
-        return self.parts[instruction.block][instruction.step or 0]
+        return self.parts[instruction.block][instruction.op_index or 0]
 
     def segment(self, part: Part) -> Block:
-        assert part.segment is not None, "an exchange is not a segment"
+        assert part.segment is not None, "a redistribution is not a segment"
         return self.segments.blocks[part.segment]

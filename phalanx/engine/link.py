@@ -21,12 +21,12 @@ from phalanx.engine.gradients import BucketGradients, Reduced, Sum, together
 from phalanx.engine.graph import ExecutionGraph
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.redistribute import Arriving, Mover
-from phalanx.engine.totals import Place, StepRun, Totals
+from phalanx.engine.reductions import GlobalReductions, Place, StepRun
 from phalanx.engine.trace import Traced, Tracer
 from phalanx.model.graph.blocks import Block
 from phalanx.model.interpret import tensor_ports
 from phalanx.model.segment.segments import Call, Segment, Source, WeightCall
-from phalanx.model.shard.sharded import Exchange
+from phalanx.model.shard.sharded import Redistribution
 from phalanx.params.parameters import Parameters
 from phalanx.plan.plan import Plan
 from phalanx.program.bind import bind
@@ -113,7 +113,7 @@ class Parts:
     movers: Mapping[Partition, Mover]
     channel: Callable[[int, int, Direction], Channel]
     gradients: Mapping[int, BucketGradients]
-    totals: Totals | None
+    totals: GlobalReductions | None
     home: Mapping[str, int]  # the bucket of each parameter
     stand_in: StandIn | None = None
     sends: Sends = field(default_factory=Sends)
@@ -153,9 +153,10 @@ class _Linker:
         self._linked = Linked(self._table)
         self._row: Row = self._table.rows[0]
         self._makers: dict[Op, Callable[[Instruction], Run]] = {
-            Op.INPUT: self._input, Op.F: self._forward, Op.A: self._forward, Op.CF: self._exchange,
-            Op.CA: self._exchange, Op.LF: self._exchange, Op.LA: self._exchange, Op.CB: self._exchange_back,
-            Op.LB: self._exchange_back, Op.B: self._backward, Op.BW: self._backward, Op.W: self._weight,
+            Op.INPUT: self._input, Op.F: self._forward, Op.A: self._forward, Op.CF: self._redistribute,
+            Op.CA: self._redistribute, Op.LF: self._redistribute, Op.LA: self._redistribute,
+            Op.CB: self._redistribute_back,
+            Op.LB: self._redistribute_back, Op.B: self._backward, Op.BW: self._backward, Op.W: self._weight,
             Op.SEND_F: self._send_forward, Op.RECV_F: self._receive_forward, Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward, Op.GATHER: self._gather, Op.REDUCE: self._reduce, Op.SUM: self._sum,
             Op.TIE: self._sum, Op.COUNT: self._count, Op.NORM: self._norm, Op.STEP: self._optimize,
@@ -185,7 +186,7 @@ class _Linker:
 
     def _forward(self, it: Instruction) -> Run:
         number, block, segment = self._segment(it)
-        outputs = [(i, self._written(it, wire)) for i, wire in enumerate(block.outputs)]
+        outputs = [(i, self._written(it, name)) for i, name in enumerate(block.outputs)]
         kept = [(i, place) for i, place in outputs if place is not None and place not in self._row.frees]
         saved_b, saved_bw = self._left("saved_b"), self._left("saved_bw")
         saves = saved_b is not None or saved_bw is not None
@@ -273,11 +274,11 @@ class _Linker:
     def _adding(self, it: Instruction, block: Block) -> Callable[[Values, dict[str, Any]], None]:
         """Adds gradients to the sums of their buckets."""
         targets = {v.what: i for i, v in self._valued((*self._row.writes, *self._row.adds), "d_parameters")}
-        home, step = self._parts.home, it.step or 0
+        home, op_index = self._parts.home, it.op_index or 0
         by_name: dict[str, tuple[int, Callable[[], Any]]] = {}
         for name in dict.fromkeys(block.names("parameter")):
             bucket = home[name]
-            place = targets.get(str(bucket), targets.get(f"{bucket}/{step}"))
+            place = targets.get(str(bucket), targets.get(f"{bucket}/{op_index}"))
             if place is not None:
                 flat = self._parts.gradients.get(bucket)
                 by_name[name] = place, flat.open if flat is not None else Sum
@@ -313,7 +314,7 @@ class _Linker:
     def _d_loss(self, block: Block, segment: Segment) -> Callable[[Values], None]:
         """Where a segment puts the loss out, its gradient is one over the number of items."""
         outputs = zip(block.outputs, segment.joint.outputs, strict=True)
-        losses = [node.meta["val"].dtype for wire, node in outputs if self._names.is_d_loss(wire)]
+        losses = [node.meta["val"].dtype for name, node in outputs if self._names.is_d_loss(name)]
         return self._scale(losses[0]) if losses else _unscaled
 
     def _scale(self, dtype: torch.dtype) -> Callable[[Values], None]:
@@ -341,7 +342,7 @@ class _Linker:
         kind, number = source
         if kind == "port":
             port = tensor_ports(block)[number]
-            if port.kind == "wire":
+            if port.kind == "activation":
                 return self._read(it, port.name), None
             if port.kind in ("parameter", "buffer", "constant"):
                 return self._extra[f"{port.kind}s"], port.name
@@ -351,35 +352,35 @@ class _Linker:
             return self._read(it, block.outputs[number]), None
         if kind != "gradient":
             return self._place(kind), number
-        wire = block.outputs[number]
-        if self._names.is_d_loss(wire):
+        name = block.outputs[number]
+        if self._names.is_d_loss(name):
             return self._extra["d_loss"], None
-        taken = self._taken().get(self._names.gradient.get(wire, wire))
+        taken = self._taken().get(self._names.gradient.get(name, name))
         like = segment.like(source)
         return (self._extra["zeros"], (tuple(like.shape), like.dtype)) if taken is None else (taken, None)
 
     # Between ranks.
 
-    def _exchange(self, it: Instruction) -> Run:
-        exchange, dims = self._moved(it)
-        (place,), move = self._row.writes, self._parts.movers[exchange.cells].forward(exchange, dims)
-        source = self._read(it, exchange.source)
+    def _redistribute(self, it: Instruction) -> Run:
+        redistribution, dims = self._moved(it)
+        (place,), move = self._row.writes, self._parts.movers[redistribution.cells].forward(redistribution, dims)
+        source = self._read(it, redistribution.source)
 
         def run(values: Values, step: StepRun) -> None:
             values[place] = move(values[source])
 
         return run
 
-    def _exchange_back(self, it: Instruction) -> Run:
+    def _redistribute_back(self, it: Instruction) -> Run:
         if not (self._row.writes or self._row.adds):
             return _nothing  # no gradient came, on any rank
-        exchange, dims = self._moved(it)
-        move = self._parts.movers[exchange.cells].backward(exchange, dims)
-        name = self._names.gradient.get(exchange.target, exchange.target)
-        is_d_loss = self._names.is_d_loss(exchange.target)
+        redistribution, dims = self._moved(it)
+        move = self._parts.movers[redistribution.cells].backward(redistribution, dims)
+        name = self._names.gradient.get(redistribution.target, redistribution.target)
+        is_d_loss = self._names.is_d_loss(redistribution.target)
         gradient = self._extra["d_loss"] if is_d_loss else self._taken()[name]
-        d_loss = self._scale(self._traced(it).outlines[exchange.target].dtype) if is_d_loss else _unscaled
-        given = self._names.gradient.get(exchange.source, exchange.source)
+        d_loss = self._scale(self._traced(it).outlines[redistribution.target].dtype) if is_d_loss else _unscaled
+        given = self._names.gradient.get(redistribution.source, redistribution.source)
         found = self._valued((*self._row.adds, *self._row.writes), "gradient")
         place = [i for i, v in found if v.what == given][-1]
         before = [i for i, v in self._valued(self._row.reads, "gradient") if v.what == given and i != gradient]
@@ -392,15 +393,15 @@ class _Linker:
 
         return run
 
-    def _moved(self, it: Instruction) -> tuple[Exchange, Mapping[str, int]]:
+    def _moved(self, it: Instruction) -> tuple[Redistribution, Mapping[str, int]]:
         part = self._parts.graph.part(it)
-        assert part.exchange is not None
-        return part.exchange, self._inputs[it.micro_batch or 0, it.half or 0].dims(it.slice or 0, part.degree)
+        assert part.redistribution is not None
+        return part.redistribution, self._inputs[it.micro_batch or 0, it.half or 0].dims(it.slice or 0, part.degree)
 
     def _send_forward(self, it: Instruction) -> Run:
         stage, peer = _ends(it)
         channel, sends = self._parts.channel(self._parts.rank, peer, "f"), self._parts.sends
-        places = [self._read(it, wire) for wire in self._names.crossing(stage + 1, it.slice)]
+        places = [self._read(it, name) for name in self._names.crossing(stage + 1, it.slice)]
 
         def run(values: Values, step: StepRun) -> None:
             for place in places:
@@ -414,8 +415,8 @@ class _Linker:
         channel, sends, traced = self._parts.channel(self._parts.rank, peer, "b"), self._parts.sends, self._traced(it)
         gradients = self._taken()
         wanted: list[Argument] = []
-        for wire in self._names.returning(stage, it.slice):
-            place, look = gradients.get(self._names.gradient.get(wire, wire)), traced.outlines[wire]
+        for name in self._names.returning(stage, it.slice):
+            place, look = gradients.get(self._names.gradient.get(name, name)), traced.outlines[name]
             wanted.append((self._extra["zeros"], (look.shape, look.dtype)) if place is None else (place, None))
 
         def run(values: Values, step: StepRun) -> None:
@@ -432,11 +433,11 @@ class _Linker:
         stage, _ = _ends(it)
         return self._receive(it, self._names.returning(stage + 1, it.slice), "b")
 
-    def _receive(self, it: Instruction, wires: Sequence[str], direction: Direction) -> Run:
+    def _receive(self, it: Instruction, names: Sequence[str], direction: Direction) -> Run:
         """Makes room for what is to come and starts receiving it."""
         _, peer = _ends(it)
         channel, device = self._parts.channel(peer, self._parts.rank, direction), self._parts.compute.device
-        looks = [self._traced(it).outlines[wire] for wire in wires]
+        looks = [self._traced(it).outlines[name] for name in names]
         places = list(zip(self._row.writes, looks, strict=True))
 
         def run(values: Values, step: StepRun) -> None:
@@ -536,16 +537,16 @@ class _Linker:
     def _left(self, kind: str) -> int | None:
         return next((i for i, _ in self._valued(self._row.writes, kind)), None)
 
-    def _read(self, it: Instruction, wire: str) -> int:
-        if self._names.is_loss(wire):
+    def _read(self, it: Instruction, name: str) -> int:
+        if self._names.is_loss(name):
             return self._place("loss")
-        name = self._names.activation.get(wire, wire)
+        name = self._names.activation.get(name, name)
         return next(i for i, v in self._valued(self._row.reads, "activation") if v.what == name)
 
-    def _written(self, it: Instruction, wire: str) -> int | None:
-        if self._names.is_loss(wire):
+    def _written(self, it: Instruction, name: str) -> int | None:
+        if self._names.is_loss(name):
             return self._left("loss")
-        return next((i for i, v in self._valued(self._row.writes, "activation") if v.what == wire), None)
+        return next((i for i, v in self._valued(self._row.writes, "activation") if v.what == name), None)
 
     def _collected(self, run: Run) -> Run:
         """Adds up first what has arrived for sums."""

@@ -19,13 +19,13 @@ from phalanx.engine.compose import compose
 from phalanx.engine.compute import Compute
 from phalanx.engine.engine import Engine, Watch
 from phalanx.engine.evaluation import Evaluator
-from phalanx.engine.formation import Connections, Formation
 from phalanx.engine.gradients import BucketGradients
 from phalanx.engine.inputs import Feeder, split
+from phalanx.engine.layout import ProcessGroups, RankLayout
 from phalanx.engine.link import Parts
 from phalanx.engine.redistribute import Mover
+from phalanx.engine.reductions import GlobalReductions
 from phalanx.engine.step import Step
-from phalanx.engine.totals import Totals
 from phalanx.engine.trace import Tracer
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
@@ -76,7 +76,7 @@ class Rank:
             context.slot.set_place(self.formation.place)
         self.compiled = compile_plan(plan, self.formation.shape)
         self.links, self._owns_links = links or Links(context, timeout=config.timeout), links is None
-        self.connections = Connections(self.formation, self.links)
+        self.connections = ProcessGroups(self.formation, self.links)
         self.parameters = load_parameters(
             self.formation.state, context.rank, read, device=self.device, zero=self.connections.gather
         )
@@ -159,8 +159,8 @@ class Rank:
 
     def _movers(self) -> dict[Partition, Mover]:
         parts = (part for block in self._graph.parts for part in block)
-        cells = {part.exchange.cells for part in parts if part.exchange is not None}
-        return {own: Mover(self.connections.exchange_group(own)) for own in cells}
+        cells = {part.redistribution.cells for part in parts if part.redistribution is not None}
+        return {own: Mover(self.connections.redistribution_group(own)) for own in cells}
 
     def _gradients(self) -> dict[int, BucketGradients]:
         pool = BufferPool()
@@ -171,17 +171,17 @@ class Rank:
                 found[index] = BucketGradients(flat, self.connections.reduction(index, self.plan.zero > 0), pool)
         return found
 
-    def _totals(self) -> Totals:
-        speaks = self.formation.speaks
+    def _totals(self) -> GlobalReductions:
+        is_tp_leader = self.formation.is_tp_leader
         owned = self.formation.owned & self.parameters.trained.keys()
-        return Totals(
+        return GlobalReductions(
             self.optimizer, self.connections.replicas, self.connections.world, owned,
-            counts=self.formation.is_first and speaks, speaks=speaks, loss_scale=self.loss_scale,
+            counts=self.formation.is_first and is_tp_leader, is_tp_leader=is_tp_leader, loss_scale=self.loss_scale,
         )  # fmt: skip
 
     def _formation(
         self, config: RunConfig, trainable: Sequence[str], optimizer_class: type[Any] | None
-    ) -> Formation:  # fmt: skip
+    ) -> RankLayout:  # fmt: skip
         buckets, sharded, captured = self._composed.buckets, self._composed.sharded, self.captured
         masters = keeps_masters(self.dtype, config.master_weights)
         facts = state_facts(
@@ -190,4 +190,4 @@ class Rank:
             locals={name: each.locals for name, each in sharded.parameters.items()} if sharded else None,
             slots=optimizer_slots(config, torch.float32 if masters else self.dtype, self.device, optimizer_class),
         )  # fmt: skip
-        return Formation(self.plan, buckets.shape, facts, self.context.rank, sharded)
+        return RankLayout(self.plan, buckets.shape, facts, self.context.rank, sharded)

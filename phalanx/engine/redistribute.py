@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.comm.links import Group
 from phalanx.comm.pending import Pending
 from phalanx.expressions import evaluate
-from phalanx.model.shard.sharded import BACKWARD, FORWARD, Exchange
+from phalanx.model.shard.sharded import BACKWARD, FORWARD, Redistribution
 
 Dims = Mapping[str, int]
 
@@ -32,63 +32,63 @@ class Arriving:
 
 
 class Mover:
-    """The exchanges over one group, by kind."""
+    """The redistributions over one group, by kind."""
 
     def __init__(self, group: Group) -> None:
         self._group, self._count = group, len(group.ranks)
         self.moved_bytes = 0  # of the whole tensors of all collectives so far
 
-    def forward(self, exchange: Exchange, dims: Dims) -> Callable[[Tensor], Tensor | Arriving]:
-        if exchange.kind in FORWARD:
-            return self._collective(FORWARD[exchange.kind], exchange, dims)
-        assert exchange.kind == "part", f"{exchange.kind} does nothing in the forward"
-        return lambda value: self._own_part(value, exchange)
+    def forward(self, redistribution: Redistribution, dims: Dims) -> Callable[[Tensor], Tensor | Arriving]:
+        if redistribution.kind in FORWARD:
+            return self._collective(FORWARD[redistribution.kind], redistribution, dims)
+        assert redistribution.kind == "shard", f"{redistribution.kind} does nothing in the forward"
+        return lambda value: self._own_part(value, redistribution)
 
-    def backward(self, exchange: Exchange, dims: Dims) -> Callable[[Tensor], Tensor | Arriving]:
-        if exchange.kind in BACKWARD:
-            return self._collective(BACKWARD[exchange.kind], exchange, dims)
-        match exchange.kind:
-            case "join":
-                return lambda gradient: self._own_part(gradient, exchange)
+    def backward(self, redistribution: Redistribution, dims: Dims) -> Callable[[Tensor], Tensor | Arriving]:
+        if redistribution.kind in BACKWARD:
+            return self._collective(BACKWARD[redistribution.kind], redistribution, dims)
+        match redistribution.kind:
+            case "unshard":
+                return lambda gradient: self._own_part(gradient, redistribution)
             case "stack":
                 return lambda gradient: gradient[self._group.index].clone()
             case _:
-                assert exchange.kind == "scale", f"{exchange.kind} does nothing in the backward"
-                return lambda gradient: gradient * exchange.factor
+                assert redistribution.kind == "scale", f"{redistribution.kind} does nothing in the backward"
+                return lambda gradient: gradient * redistribution.factor
 
-    def _collective(self, name: str, exchange: Exchange, dims: Dims) -> Callable[[Tensor], Arriving]:
+    def _collective(self, name: str, redistribution: Redistribution, dims: Dims) -> Callable[[Tensor], Arriving]:
         match name:
             case "all_reduce":
                 return self._sum
             case "reduce_scatter":
-                return lambda value: self._scatter(value, exchange)
+                return lambda value: self._scatter(value, redistribution)
             case _:
-                return lambda value: self._gather(value, exchange, dims)
+                return lambda value: self._gather(value, redistribution, dims)
 
     def _sum(self, value: Tensor) -> Arriving:
         total = value.clone(memory_format=torch.contiguous_format)  # others may still read what is summed
         self.moved_bytes += total.nbytes
         return Arriving(self._group.all_reduce(total), lambda: total)
 
-    def _scatter(self, value: Tensor, exchange: Exchange) -> Arriving:
-        parts = self._parts(value, exchange.dim)
+    def _scatter(self, value: Tensor, redistribution: Redistribution) -> Arriving:
+        parts = self._parts(value, redistribution.dim)
         own = parts.new_empty(parts.shape[1:])
         self.moved_bytes += parts.nbytes
         return Arriving(self._group.reduce_scatter(own, parts), lambda: own)
 
-    def _gather(self, value: Tensor, exchange: Exchange, dims: Dims) -> Arriving:
-        value, dim = value.contiguous(), exchange.dim
+    def _gather(self, value: Tensor, redistribution: Redistribution, dims: Dims) -> Arriving:
+        value, dim = value.contiguous(), redistribution.dim
         found = value.new_empty(self._count, *value.shape)
         pending = self._group.all_gather(found, value)
         self.moved_bytes += found.nbytes
-        if exchange.kind == "stack":
+        if redistribution.kind == "stack":
             return Arriving(pending, lambda: found)
-        size = evaluate(exchange.size, dims) if exchange.size else self._count * value.shape[dim]
+        size = evaluate(redistribution.size, dims) if redistribution.size else self._count * value.shape[dim]
         return Arriving(pending, lambda: _joined(found, dim, size))
 
-    def _own_part(self, value: Tensor, exchange: Exchange) -> Tensor:
+    def _own_part(self, value: Tensor, redistribution: Redistribution) -> Tensor:
         # A copy: a part of them all would keep them all.
-        return self._parts(value, exchange.dim)[self._group.index].clone()
+        return self._parts(value, redistribution.dim)[self._group.index].clone()
 
     def _parts(self, value: Tensor, dim: int) -> Tensor:
         """[parts, …]: equal parts along a dim, the last ones padded with zeros."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.engine.engine import Engine
 from phalanx.engine.inputs import Feeder, num_samples, split
-from phalanx.engine.totals import StepRun
+from phalanx.engine.reductions import StepRun
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Program

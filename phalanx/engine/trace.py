@@ -23,22 +23,22 @@ from phalanx.model.interpret import tensor_ports
 from phalanx.model.segment.joint import Outline
 from phalanx.model.segment.segments import Segment, storage, total_bytes
 from phalanx.model.shard.sharded import Part
-from phalanx.program.shape import Backward, ModelShape, Step
+from phalanx.program.shape import Backward, BlockOp, ModelShape
 
 _RESIDENT = ("parameter", "buffer", "constant")
 
 
 @dataclass
 class Traced:
-    """One shape of micro-batch. segments: those of this rank, by their number. steps: of every block."""
+    """One shape of micro-batch. segments: those of this rank, by their number. ops: of every block."""
 
     outlines: dict[str, Outline] = field(default_factory=dict[str, Outline])
     segments: dict[int, Segment] = field(default_factory=dict[int, Segment])
-    steps: list[tuple[Step, ...]] = field(default_factory=list[tuple[Step, ...]])
+    ops: list[tuple[BlockOp, ...]] = field(default_factory=list[tuple[BlockOp, ...]])
 
     def shape(self, shape: ModelShape) -> ModelShape:
         """The model's shape, with what is known of its backward."""
-        return replace(shape, steps=tuple(self.steps))
+        return replace(shape, ops=tuple(self.ops))
 
 
 class Tracer:
@@ -82,8 +82,8 @@ class Tracer:
     def compute(self) -> Compute:
         return self._compute
 
-    def steps_of(self, block: int) -> tuple[Step, ...]:
-        return self._shape.steps_of(block)
+    def ops_of(self, block: int) -> tuple[BlockOp, ...]:
+        return self._shape.ops_of(block)
 
     def is_own(self, block: int) -> bool:
         return block in self._own
@@ -106,18 +106,18 @@ class _Walk:
 
     def run(self) -> Traced:
         for block, parts in enumerate(self._tracer.graph.parts):
-            steps = self._tracer.steps_of(block)
-            self._found.steps.append(tuple(self._part(block, *pair) for pair in zip(parts, steps, strict=True)))
+            ops = self._tracer.ops_of(block)
+            self._found.ops.append(tuple(self._part(block, *pair) for pair in zip(parts, ops, strict=True)))
         return self._found
 
-    def _part(self, block: int, part: Part, step: Step) -> Step:
-        if part.exchange is not None:
-            exchange, dims = part.exchange, self._inputs.dims(self._slice, part.degree)
-            source = self._tensors[exchange.source]
-            shape = exchange.shape_after(source.shape, dims)
-            look = Outline(shape, source.dtype, exchange.source in self._differentiable)
-            self._put([exchange.target], [look])
-            return replace(step, sizes=(str(_bytes(look)),))
+    def _part(self, block: int, part: Part, op: BlockOp) -> BlockOp:
+        if part.redistribution is not None:
+            redistribution, dims = part.redistribution, self._inputs.dims(self._slice, part.degree)
+            source = self._tensors[redistribution.source]
+            shape = redistribution.shape_after(source.shape, dims)
+            look = Outline(shape, source.dtype, redistribution.source in self._differentiable)
+            self._put([redistribution.target], [look])
+            return replace(op, sizes=(str(_bytes(look)),))
         segment = self._tracer.graph.segment(part)
         arguments = [self._argument(segment, place, part.degree) for place in range(len(segment.ports))]
         wants = tuple(self._tracer.compute.wants_gradient(port, self._differentiable) for port in tensor_ports(segment))
@@ -125,20 +125,20 @@ class _Walk:
             looks = self._tracer.compute.outlines(segment, arguments, wants)
             self._put(segment.outputs, looks)
             takes = tuple(w for w, look in zip(segment.outputs, looks, strict=True) if look.differentiable)
-            return replace(step, traced=Backward(takes, (), (), (), ()), sizes=tuple(str(_bytes(o)) for o in looks))
+            return replace(op, traced=Backward(takes, (), (), (), ()), sizes=tuple(str(_bytes(o)) for o in looks))
         functions = self._tracer.compute.segment(segment, arguments, wants)
         assert part.segment is not None
         self._found.segments[part.segment] = functions
         looks = [_look(node, d) for node, d in zip(functions.joint.outputs, functions.joint.differentiable)]
         self._put(segment.outputs, looks)
-        return replace(step, **describe(segment, functions))  # pyright: ignore[reportArgumentType]
+        return replace(op, **describe(segment, functions))  # pyright: ignore[reportArgumentType]
 
-    def _put(self, wires: Sequence[str], looks: Sequence[Outline]) -> None:
-        for wire, look in zip(wires, looks, strict=True):
-            self._found.outlines[wire] = look
-            self._tensors[wire] = self._tracer.empty(look)
+    def _put(self, activations: Sequence[str], looks: Sequence[Outline]) -> None:
+        for activation, look in zip(activations, looks, strict=True):
+            self._found.outlines[activation] = look
+            self._tensors[activation] = self._tracer.empty(look)
             if look.differentiable:
-                self._differentiable.add(wire)
+                self._differentiable.add(activation)
 
     def _argument(self, segment: Block, place: int, degree: int) -> Tensor | int:
         port, compute = segment.ports[place], self._tracer.compute
@@ -147,7 +147,7 @@ class _Walk:
                 return evaluate(port.name, self._inputs.dims(self._slice, degree))
             case "parameter":
                 return self._tracer.parameter(port.name)
-            case "wire":
+            case "activation":
                 return self._tensors[port.name]
             case "buffer":
                 return compute.buffers[port.name]
@@ -158,13 +158,13 @@ class _Walk:
 
 
 def describe(block: Block, segment: Segment) -> dict[str, object]:
-    """What its joint graph says of a segment, for the step that it is."""
+    """What its joint graph says of a segment, for the op that it is."""
     joint, ports = segment.joint, tensor_ports(block)
-    wires = {i: port.name for i, port in enumerate(ports) if port.kind == "wire"}
+    activations = {i: port.name for i, port in enumerate(ports) if port.kind == "activation"}
     places = {storage(node): block.outputs[i] for i, node in reversed(list(enumerate(joint.outputs)))}
-    places |= {storage(node): wires[i] for i, node in enumerate(joint.inputs) if i in wires}
+    places |= {storage(node): activations[i] for i, node in enumerate(joint.inputs) if i in activations}
     held = {storage(node) for i, node in enumerate(joint.inputs) if ports[i].kind in _RESIDENT}
-    given = {storage(node) for i, node in enumerate(joint.inputs) if i not in wires and storage(node) not in held}
+    given = {storage(node) for i, node in enumerate(joint.inputs) if i not in activations and storage(node) not in held}
 
     def of(nodes: Sequence[fx.Node]) -> tuple[tuple[str, ...], bool]:
         """The activations whose memory these hold, and whether they hold the micro-batch's inputs."""
@@ -181,7 +181,7 @@ def describe(block: Block, segment: Segment) -> dict[str, object]:
     w_nodes = [node for node in segment.w_saved if node not in joint.tangents]
     w_reads, w_inputs = of(w_nodes)
     trains = segment.trains
-    d_names = [wires[i] for i in segment.gives]
+    d_names = [activations[i] for i in segment.gives]
     return {
         "sizes": tuple(str(total_bytes([node])) for node in joint.outputs),
         "traced": Backward(
@@ -189,13 +189,13 @@ def describe(block: Block, segment: Segment) -> dict[str, object]:
             tuple(tangents[storage(node)] for node in segment.w_saved if node in joint.tangents) if trains else (),
             inputs, w_inputs and trains, own(segment.saved_b), own(segment.saved_bw), own(segment.saved_w), trains,
             d_parameters=str(total_bytes([node for node in segment.d_parameters if node is not None])),
-            same=_same_outputs(block, segment, wires), d_same=_same_gradients(segment, d_names, tangents),
+            same=_same_outputs(block, segment, activations), d_same=_same_gradients(segment, d_names, tangents),
         ),
     }  # fmt: skip
 
 
-def _same_outputs(block: Block, segment: Segment, wires: Mapping[int, str]) -> tuple[tuple[str, str], ...]:
-    known = {storage(node): wires[i] for i, node in enumerate(segment.joint.inputs) if i in wires}
+def _same_outputs(block: Block, segment: Segment, activations: Mapping[int, str]) -> tuple[tuple[str, str], ...]:
+    known = {storage(node): activations[i] for i, node in enumerate(segment.joint.inputs) if i in activations}
     found: list[tuple[str, str]] = []
     for name, node in zip(block.outputs, segment.joint.outputs, strict=True):
         if storage(node) in known:

@@ -23,7 +23,7 @@ from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.joint import Joint, trace
 from phalanx.model.segment.segments import Segment
 
-SHARED = ("wire", "value", "input")  # ports whose tensors blocks may have in common
+SHARED = ("activation", "value", "input")  # ports whose tensors blocks may have in common
 HELD = ("parameter", "buffer", "constant")  # ports whose tensors are held for good
 
 Change = Callable[[fx.Graph], None]
@@ -38,7 +38,7 @@ class Values:
 
     def __init__(self, dims: Mapping[str, int], tables: Mapping[str, dict[str, Any]]) -> None:
         self.dims = dims
-        self.tables: dict[str, dict[str, Any]] = {"wire": {}, "value": {}, **tables}
+        self.tables: dict[str, dict[str, Any]] = {"activation": {}, "value": {}, **tables}
 
     def arguments(self, ports: Iterable[Port]) -> list[Any]:
         return [self._argument(port) for port in ports]
@@ -50,7 +50,7 @@ class Values:
         return self.tables[port.kind.removeprefix("whole_")][port.name]
 
     def put(self, block: Block, outputs: Iterable[Any]) -> None:
-        self.tables["wire"].update(zip(block.outputs, outputs, strict=True))
+        self.tables["activation"].update(zip(block.outputs, outputs, strict=True))
 
     def put_alike(self, block: Block, outputs: Iterable[Tensor], mode: FakeTensorMode) -> None:
         """Tensors without contents that look like these, but lie by themselves."""
@@ -91,7 +91,7 @@ def sum_and_count(
     values.run_prologue(blocks, change)
     for block in blocks.blocks:
         values.run(blocks, block, change)
-    return values.tables["wire"][blocks.loss], values.tables["value"][blocks.count]
+    return values.tables["activation"][blocks.loss], values.tables["value"][blocks.count]
 
 
 def without_contents(
@@ -102,8 +102,8 @@ def without_contents(
     dims: Mapping[str, int],
     mode: FakeTensorMode,
 ) -> Values:
-    """Fake tensors for all that blocks are given but wires. shapes: of the parameters. blocks: those of the model, or
-    what was made of them; past and start of a slice are numbers in tensors."""
+    """Fake tensors for all that blocks are given but activations. shapes: of the parameters. blocks: those of the
+    model, or what was made of them; past and start of a slice are numbers in tensors."""
 
     def empty(shape: Iterable[int], of: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=of)
@@ -135,11 +135,11 @@ class Tracer:
     def __init__(self, blocks: Blocks, trainable: Iterable[str], mode: FakeTensorMode) -> None:
         self._blocks, self._trainable, self._mode = blocks, set(trainable), mode
         self._traced: dict[tuple[object, ...], tuple[Joint, Segment]] = {}
-        self.differentiable: dict[str, bool] = {}  # per wire
+        self.differentiable: dict[str, bool] = {}  # per activation
 
     def trace(self, block: Block, values: Values) -> tuple[Joint, Segment]:
         """What `segments.build` makes when nothing is recomputed, with the joint graph it was made from. The block's
-        wires are put among the values."""
+        activations are put among the values."""
         ports, arguments = tensor_ports(block), values.arguments(block.ports)
         wants = tuple(self._wants_gradient(port) for port in ports)
         shapes = tuple((a.shape, a.dtype, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
@@ -158,7 +158,7 @@ class Tracer:
     def _wants_gradient(self, port: Port) -> bool:
         if port.kind == "parameter":
             return port.name in self._trainable
-        return port.kind == "wire" and self.differentiable[port.name]
+        return port.kind == "activation" and self.differentiable[port.name]
 
 
 def tensor_ports(block: Block) -> list[Port]:

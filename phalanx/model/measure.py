@@ -101,7 +101,7 @@ def _describe(block: Block, joint: Joint, segment: Segment) -> _Probe:
         if port.kind in HELD:
             kept.pop(storage(node), None)
     places = {storage(node): port.name for port, node in zip(ports, joint.inputs, strict=True) if port.kind in SHARED}
-    places |= {storage(node): wire for wire, node in zip(block.outputs, joint.outputs, strict=True)}
+    places |= {storage(node): name for name, node in zip(block.outputs, joint.outputs, strict=True)}
     return _Probe(
         outputs=tuple((tuple(n.meta["val"].shape), _dtype_name(n.meta["val"].dtype)) for n in joint.outputs),
         saved=sum(kept.values()),
@@ -120,10 +120,10 @@ class _Fitted:
         self._polynomial = cache(fit.polynomial)
         # Named by the first block that has it: a fingerprint would change with every detail of capturing.
         self._first = {block.template: block.name for block in reversed(self.blocks.blocks)}
-        self._wires = {
-            wire: self._tensor(wire, index, place)
+        self._activations = {
+            name: self._tensor(name, index, place)
             for index, block in enumerate(self.blocks.blocks)
-            for place, wire in enumerate(block.outputs)
+            for place, name in enumerate(block.outputs)
         }
 
     def block(self, index: int) -> BlockFacts:
@@ -135,16 +135,16 @@ class _Fitted:
             name=block.name,
             template=self._first[block.template],
             units=tuple(self._units(block)),
-            crossing=tuple(self._wires[wire] for wire in self.blocks.crossing(index + 1)),
+            crossing=tuple(self._activations[name] for name in self.blocks.crossing(index + 1)),
             saved_bytes=self._expression(block, [probe.saved for probe in probes]),
             shared=tuple(SharedFacts(n, self._expression(block, s)) for n, s in zip(names, sizes, strict=True)),
         )
 
-    def _tensor(self, wire: str, index: int, place: int) -> TensorFacts:
+    def _tensor(self, name: str, index: int, place: int) -> TensorFacts:
         outputs = [probe.outputs[place] for probe in self.probes[index]]
         sizes = zip(*[shape for shape, _ in outputs], strict=True)
         texts = [self._expression(self.blocks.blocks[index], size) for size in sizes]
-        return TensorFacts(wire, tuple(int(text) if text.isdigit() else text for text in texts), outputs[0][1])
+        return TensorFacts(name, tuple(int(text) if text.isdigit() else text for text in texts), outputs[0][1])
 
     def _expression(self, block: Block, values: Sequence[int]) -> str:
         expression = self._polynomial(tuple(values))

@@ -109,12 +109,13 @@ _BIAS, _K_SEGMENTS = 5, 4  # arguments of an attention that are about keys as we
 
 @dataclass(frozen=True)
 class Sliced:
-    """captured: with blocks that run on slices. grains: per block `slice` or `micro-batch`. whole_wires: wires that are
-    the same for all slices. shapes: of the prologue's values, in sizes that tell tokens from everything else."""
+    """captured: with blocks that run on slices. granularities: per block `slice` or `micro-batch`. per_micro_batch:
+    activations that are the same for all slices. shapes: of the prologue's values, in sizes that tell tokens from
+    everything else."""
 
     captured: Captured
-    grains: tuple[str, ...]
-    whole_wires: frozenset[str]
+    granularities: tuple[str, ...]
+    per_micro_batch: frozenset[str]
     shapes: Mapping[str, tuple[int, ...]]
     dims: Dims
 
@@ -157,7 +158,7 @@ class _Slicer:
         self._captured, self._outlines, self._tokens = captured, outlines, outlines.dims.sizes[TOKENS]
         self._cuts: dict[fx.Graph, _Cut] = {}
         self._whole: set[str] = set()
-        self._grains: list[str] = []
+        self._granularities: list[str] = []
 
     def run(self) -> Sliced:
         blocks = tuple(self._block(block, graph) for block, graph in self._outlines.raw_blocks())
@@ -165,11 +166,11 @@ class _Slicer:
         sliced = replace(self._captured, blocks=replace(self._captured.blocks, blocks=blocks, templates=templates))
         shapes = {name: tuple(self._outlines.value(name).shape) for name in self._captured.blocks.values}
         self._require_cuttable(shapes)
-        return Sliced(sliced, tuple(self._grains), frozenset(self._whole), shapes, self._outlines.dims)
+        return Sliced(sliced, tuple(self._granularities), frozenset(self._whole), shapes, self._outlines.dims)
 
     def _block(self, block: Block, graph: fx.Graph) -> Block:
         has_tokens = any(self._has_tokens(node) for node in graph.nodes if node.op != "output")
-        self._grains.append("slice" if has_tokens else "micro-batch")
+        self._granularities.append("slice" if has_tokens else "micro-batch")
         if not has_tokens:
             self._whole.update(block.outputs)
         if graph not in self._cuts:
@@ -309,4 +310,4 @@ class _Editor:
             return self._port(Port("size", port.name.replace(TOKENS, WHOLE_TOKENS)))
         if port.kind in ("value", "input"):
             return self._port(Port(f"whole_{port.kind}", port.name))
-        return node  # parameters and wires are whole as they are
+        return node  # parameters and activations are whole as they are

@@ -190,7 +190,7 @@ def _named(kind: str, name: str, **at: int) -> dict[str, Any]:
 
 
 def _arguments(instruction: Instruction) -> dict[str, int]:
-    fields = ("stage", "micro_batch", "slice", "half", "block", "step", "peer")
+    fields = ("stage", "micro_batch", "slice", "half", "block", "op_index", "peer")
     return {field: value for field in fields if (value := getattr(instruction, field)) is not None}
 
 

@@ -32,7 +32,7 @@ COLOURS = {
 MEANINGS = {
     "forward": Op.F, "backward": Op.B, "weight gradients": Op.W, "optimizer": Op.STEP, "message": Op.SEND_F,
     "message back": Op.SEND_B, "gather": Op.GATHER, "reduce": Op.REDUCE, "count, norm": Op.NORM,
-    "forward again": Op.A, "exchange": Op.CF, "exchange back": Op.CB,
+    "forward again": Op.A, "redistribution": Op.CF, "redistribution back": Op.CB,
 }  # fmt: skip
 
 # Blocks of one stage follow each other: gaps below this share of the step are the clock's, not the schedule's.
@@ -78,7 +78,7 @@ def _bars(timeline: Timeline) -> Iterator[Bar]:
         instruction = event.instruction
         if event.seconds <= 0:
             continue
-        text = str(replace(instruction, block=None, step=None)) if instruction.op in COMPUTES else str(instruction)
+        text = str(replace(instruction, block=None, op_index=None)) if instruction.op in COMPUTES else str(instruction)
         label = "" if instruction.micro_batch is None else str(instruction.micro_batch)
         label += "" if instruction.slice is None else f".{instruction.slice}"
         label += "" if instruction.half is None else HALVES[instruction.half]
@@ -94,7 +94,7 @@ def _lane(event: Event) -> str:
 
 
 def _merged(bars: Iterable[Bar], gap: float) -> Iterator[Bar]:
-    """Consecutive computations of one rank that differ in their block or step only, as one."""
+    """Consecutive computations of one rank that differ in their block or op only, as one."""
     last: dict[int, Bar] = {}
     for bar in bars:
         if bar.lane != "compute":

@@ -102,8 +102,8 @@ class SliceRun:
     def _work(self, tokens: int, past: int) -> list[_Layer]:
         (inputs,) = self._feeder(self._batch, 0, [num_samples(self._batch)], lambda _, all_of: (past, past + tokens))
         traced = self._tracer(inputs)
-        needed = dict.fromkeys(wire for block in self._blocks for wire in (*block.names("wire"), *block.outputs))
-        tensors = {wire: _filled(traced.outlines[wire].empty(self._device)) for wire in needed}
+        needed = dict.fromkeys(name for block in self._blocks for name in (*block.names("activation"), *block.outputs))
+        tensors = {name: _filled(traced.outlines[name].empty(self._device)) for name in needed}
         pairs = zip(self._numbers, self._blocks, strict=True)
         return [_Layer(block, traced.segments[n], inputs, tensors, self._resident) for n, block in pairs]
 
@@ -153,7 +153,7 @@ class _Layer:
         if kind != "port":
             return self.tensors[self.block.outputs[number]]
         port = tensor_ports(self.block)[number]
-        if port.kind == "wire":
+        if port.kind == "activation":
             return self.tensors[port.name]
         if port.kind in self.resident:
             return self.resident[port.kind][port.name]

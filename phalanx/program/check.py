@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from phalanx.errors import PlanError
 from phalanx.plan.plan import Plan
 from phalanx.program.bind import bind
-from phalanx.program.block_steps import BlockSteps
+from phalanx.program.block_ops import BlockOps
 from phalanx.program.check_ranks import check_messages, check_progress, check_ties
 from phalanx.program.check_values import Broken, check_values
 from phalanx.program.grid import Mark, draw, short_view
@@ -124,25 +124,25 @@ def _works(it: Instruction, plan: Plan) -> list[Instruction]:
 
 
 def _as(it: Instruction, op: Op) -> Instruction:
-    return Instruction(op, it.stage, it.micro_batch, it.block, None, it.half, it.step, it.slice)
+    return Instruction(op, it.stage, it.micro_batch, it.block, None, it.half, it.op_index, it.slice)
 
 
 def _wanted(scope: Scope, index: int) -> Iterator[Instruction]:
     """Everything that the rank at this place of the pipeline has to do, in no order."""
     plan, shape = scope.plan, scope.shape
-    blocks = [BlockSteps.of(plan, shape, block) for block in range(shape.num_blocks)]
+    blocks = [BlockOps.of(plan, shape, block) for block in range(shape.num_blocks)]
     yield from {Instruction(Op.INPUT, micro_batch=i, half=half): None for i, _, half in scope.parts()}
     for stage in plan.stages_of(index):
         for micro_batch, slice_, half in scope.parts():
             for block in shape.blocks_with(slice_, plan.stage_blocks(stage)):
-                for op, step in _pieces(blocks[block], scope.training):
-                    yield Instruction(op, stage, micro_batch, block, None, half, step, slice_)
+                for op, op_index in _pieces(blocks[block], scope.training):
+                    yield Instruction(op, stage, micro_batch, block, None, half, op_index, slice_)
             yield from _messages(scope, stage, micro_batch, slice_, half)
     if scope.training:
         yield from _update(scope, index)
 
 
-def _pieces(block: BlockSteps, training: bool) -> Iterator[tuple[Op, int | None]]:
+def _pieces(block: BlockOps, training: bool) -> Iterator[tuple[Op, int | None]]:
     def name(i: int) -> int | None:
         return i if block.numbered else None
 
@@ -209,7 +209,7 @@ def _out_of_place(scope: Scope, stages: tuple[int, ...], it: Instruction) -> str
             return f"has {it}, but stage {it.stage} is made of the blocks {blocks[0]} to {blocks[-1]}"
         if it.block not in scope.shape.blocks_with(it.slice, blocks):
             return f"has {it}, but block {it.block} runs once per micro-batch, with slice 0"
-        return f"has {it}, for which block {it.block} has no step under this plan"
+        return f"has {it}, for which block {it.block} has no op under this plan"
     if it.op in SENDS or it.op in RECEIVES:
         return f"has {it}, but nothing passes there between stage {it.stage} and rank {it.peer}"
     return f"has {it} once more than this plan needs"

@@ -55,9 +55,9 @@ class Costs:
     working_bytes: what a computation of a block needs beside that while it runs, where it is known.
     links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
     issue_seconds: what starting to send or receive a message takes of the rank's own time.
-    dims: of a micro-batch, for the expressions in the steps of a block. element_bytes: of what exchanges send.
+    dims: of a micro-batch, for the expressions in the ops of a block. element_bytes: of what redistributions send.
     slice_cost: the part of a block's seconds that a slice of a micro-batch takes, by what was measured or derived
-        (`slice_costs.py`); the parts may add up to more than 1. None: by the arithmetic of the block's steps, or where
+        (`slice_costs.py`); the parts may add up to more than 1. None: by the arithmetic of the block's ops, or where
         it has none by the number of tokens.
     """
 

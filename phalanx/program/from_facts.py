@@ -13,7 +13,7 @@ from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, TensorFacts
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import BucketCosts, Costs, Link
-from phalanx.program.shape import Backward, ModelShape, Step
+from phalanx.program.shape import Backward, BlockOp, ModelShape
 from phalanx.program.slice_costs import TOKENS, slice_cost_of
 
 FLOPS_PER_S = 1e14  # what one recent data-centre GPU reaches in bfloat16 training
@@ -35,29 +35,29 @@ def shape_of_facts(facts: ModelFacts) -> ModelShape:
     block to block; a block is taken to read all that crosses into it."""
     shared = tuple(sorted(set(_users(facts).values())))
     held = tuple(size > 0 for size in _bucket_sizes(facts, shared))
-    grains = _grains(facts)
-    steps = tuple(_step(facts, number) for number in range(len(facts.blocks)))
-    once = [step for step, grain in zip(steps, grains, strict=False) if grain == "micro-batch"]
+    granularities = _granularities(facts)
+    ops = tuple(_op(facts, number) for number in range(len(facts.blocks)))
+    once = [op for op, granularity in zip(ops, granularities, strict=False) if granularity == "micro-batch"]
     return ModelShape(
-        len(facts.blocks), shared, held, held, tuple((step,) for step in steps), grains=grains,
-        whole_wires=frozenset(wire for step in once for wire in step.writes), inputs=_inputs(facts),
+        len(facts.blocks), shared, held, held, tuple((op,) for op in ops), granularities=granularities,
+        per_micro_batch=frozenset(name for op in once for name in op.writes), inputs=_inputs(facts),
     )  # fmt: skip
 
 
-def _step(facts: ModelFacts, number: int) -> Step:
+def _op(facts: ModelFacts, number: int) -> BlockOp:
     """A block as one segment. What it keeps besides activations and inputs is its own, and W may need all of it."""
     block = facts.blocks[number]
     before = facts.blocks[number - 1].crossing if number else ()
     reads, names = tuple(t.name for t in before), {t.name for t in before}
     made = [t for t in block.crossing if t.name not in names]
     writes = tuple(t.name for t in made) or ("loss",)
-    wires = {*names, *writes}
-    kept = tuple(tensor.name for tensor in block.shared if tensor.name in wires)
-    inputs = any(tensor.name not in wires for tensor in block.shared)
+    names = {*names, *writes}
+    kept = tuple(tensor.name for tensor in block.shared if tensor.name in names)
+    inputs = any(tensor.name not in names for tensor in block.shared)
     own = "-".join([f"({block.saved_bytes})", *(f"({tensor.bytes})" for tensor in block.shared)])
     backward = Backward(writes, reads, kept, kept, (), inputs, inputs, saved_bw=own, d_parameters="1")
     sizes = tuple(_bytes(t) for t in made) or ("4",)
-    return Step("segment", reads, writes, degree=1, flops=block.flops, sizes=sizes, traced=backward)
+    return BlockOp("segment", reads, writes, degree=1, flops=block.flops, sizes=sizes, traced=backward)
 
 
 def _bytes(tensor: TensorFacts) -> str:
@@ -66,8 +66,8 @@ def _bytes(tensor: TensorFacts) -> str:
 
 def _inputs(facts: ModelFacts) -> str:
     """What blocks keep of a micro-batch's inputs and what is made of them, such as masks and rotary tables."""
-    wires = {tensor.name for block in facts.blocks for tensor in block.crossing}
-    kept = {tensor.name: tensor.bytes for block in facts.blocks for tensor in block.shared if tensor.name not in wires}
+    names = {tensor.name for block in facts.blocks for tensor in block.crossing}
+    kept = {tensor.name: tensor.bytes for block in facts.blocks for tensor in block.shared if tensor.name not in names}
     return "+".join(f"({size})" for size in kept.values()) or "0"
 
 
@@ -101,7 +101,7 @@ def block_seconds(facts: ModelFacts, dims: Dims, device: Device) -> tuple[float,
     )
 
 
-def _grains(facts: ModelFacts) -> tuple[str, ...]:
+def _granularities(facts: ModelFacts) -> tuple[str, ...]:
     """An encoder's blocks are the first ones that have nothing to do with the tokens that slices cut."""
     if TOKENS not in facts.dims:
         return ()

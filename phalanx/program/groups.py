@@ -26,8 +26,8 @@ def group_of(plan: Plan, shape: ModelShape, rank: int, instruction: Instruction)
         case Op.SUM:  # after they were scattered, so that only a shard travels between the replicas
             return _summing(mesh, shape, rank, instruction)
         case Op.CF | Op.CA | Op.CB:
-            assert instruction.block is not None and instruction.step is not None
-            cells = shape.steps_of(instruction.block)[instruction.step].cells
+            assert instruction.block is not None and instruction.op_index is not None
+            cells = shape.ops_of(instruction.block)[instruction.op_index].cells
             return mesh.beside(rank, _cell(mesh, rank, cells))
         case Op.TIE:
             assert instruction.block is not None

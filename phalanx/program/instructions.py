@@ -2,7 +2,7 @@
 
 The short view names stage and micro-batch: `F1.2` is the forward of stage 1 for micro-batch 2. The lowered view, which
 is what is checked, simulated and run, names blocks and buckets too (`F1.2/5`, `R1.2/5`), the rank at the other end of a
-message (`SF1.2>3`), and under tensor parallelism halves and steps: `F1.2a/5:3` is step 3 of block 5 for the first half.
+message (`SF1.2>3`), and under tensor parallelism halves and ops: `F1.2a/5:3` is op 3 of block 5 for the first half.
 Where a micro-batch's tokens are cut into slices, both views name the slice too: `F1.2.4`, `F1.2.4a/5:3`.
 """
 
@@ -25,10 +25,10 @@ class Op(StrEnum):
     W = "W"  # gradients of weights
     BW = "BW"  # both at once
     A = "A"  # forward again, for a backward of which the forward kept nothing
-    CF = "CF"  # the collective of an exchange in the forward
+    CF = "CF"  # the collective of a redistribution in the forward
     CA = "CA"  # that of the forward again, before the backward
-    CB = "CB"  # the collective of an exchange in the backward
-    LF = "LF"  # what an exchange does without the other ranks, in the forward
+    CB = "CB"  # the collective of a redistribution in the backward
+    LF = "LF"  # what a redistribution does without the other ranks, in the forward
     LA = "LA"  # in the forward again
     LB = "LB"  # in the backward
     SEND_F = "SF"  # a stage's outputs to the next stage
@@ -46,19 +46,19 @@ class Op(StrEnum):
 
 
 COMPUTE = frozenset((Op.F, Op.B, Op.W, Op.BW, Op.A))
-EXCHANGES = frozenset((Op.CF, Op.CA, Op.CB))  # collectives between the ranks that split tensors
-LOCAL_EXCHANGES = frozenset((Op.LF, Op.LA, Op.LB))
+REDISTRIBUTIONS = frozenset((Op.CF, Op.CA, Op.CB))  # collectives between the ranks that split tensors
+LOCAL_REDISTRIBUTIONS = frozenset((Op.LF, Op.LA, Op.LB))
 SENDS = frozenset((Op.SEND_F, Op.SEND_B))
 RECEIVES = frozenset((Op.RECV_F, Op.RECV_B))
-COLLECTIVES = EXCHANGES | {Op.GATHER, Op.REDUCE, Op.SUM, Op.TIE, Op.COUNT, Op.NORM, Op.SHARE}
+COLLECTIVES = REDISTRIBUTIONS | {Op.GATHER, Op.REDUCE, Op.SUM, Op.TIE, Op.COUNT, Op.NORM, Op.SHARE}
 HALVES = "ab"
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """`block` is the block of a computation or exchange, the bucket of anything about parameters. `half`: of the
-    micro-batch, where it is cut in two. `step`: of the block, where it is made of several (`shape.Step`). `slice`: of
-    the micro-batch's tokens, where they are cut."""
+    """`block` is the block of a computation or redistribution, the bucket of anything about parameters. `half`: of the
+    micro-batch, where it is cut in two. `op_index`: of the block, where it is made of several (`shape.BlockOp`).
+    `slice`: of the micro-batch's tokens, where they are cut."""
 
     op: Op
     stage: int | None = None
@@ -66,7 +66,7 @@ class Instruction:
     block: int | None = None
     peer: int | None = None  # rank
     half: int | None = None
-    step: int | None = None
+    op_index: int | None = None
     slice: int | None = None
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Instruction:
         text += "" if self.slice is None else f".{self.slice}"
         text += "" if self.half is None else HALVES[self.half]
         text += "" if self.block is None else f"/{self.block}"
-        text += "" if self.step is None else f":{self.step}"
+        text += "" if self.op_index is None else f":{self.op_index}"
         return text if self.peer is None else f"{text}{'>' if self.op in SENDS else '<'}{self.peer}"
 
 
@@ -84,9 +84,9 @@ Program = tuple[Instruction, ...]
 _OPS = "|".join(sorted(Op, key=len, reverse=True))
 _PATTERN = re.compile(
     rf"(?P<op>{_OPS})(?P<stage>\d+)?(?:\.(?P<micro_batch>\d+)(?:\.(?P<slice>\d+))?(?P<half>[{HALVES}])?)?"
-    r"(?:/(?P<block>\d+)(?::(?P<step>\d+))?)?(?:(?P<arrow>[<>])(?P<peer>\d+))?"
+    r"(?:/(?P<block>\d+)(?::(?P<op_index>\d+))?)?(?:(?P<arrow>[<>])(?P<peer>\d+))?"
 )
-_NUMBERS = ("stage", "micro_batch", "slice", "block", "step", "peer")
+_NUMBERS = ("stage", "micro_batch", "slice", "block", "op_index", "peer")
 
 
 def to_text(program: Iterable[Instruction]) -> str:
@@ -122,9 +122,9 @@ def _places(op: Op) -> tuple[set[str], set[str]]:
     """What an instruction of a kind must name, and what it may name besides."""
     place = {"stage", "micro_batch"}
     if op in COMPUTE:
-        return place, {"slice", "half", "block", "step"}
-    if op in EXCHANGES or op in LOCAL_EXCHANGES:
-        return {*place, "block", "step"}, {"slice", "half"}
+        return place, {"slice", "half", "block", "op_index"}
+    if op in REDISTRIBUTIONS or op in LOCAL_REDISTRIBUTIONS:
+        return {*place, "block", "op_index"}, {"slice", "half"}
     if op is Op.INPUT:
         return {"micro_batch"}, {"half"}
     if op in SENDS or op in RECEIVES:

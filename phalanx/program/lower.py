@@ -1,4 +1,4 @@
-"""From a plan and a model's shape to what each rank runs: blocks and their steps, messages, gathers, reductions
+"""From a plan and a model's shape to what each rank runs: blocks and their ops, messages, gathers, reductions
 and the update.
 
 Nothing is decided after this: the lowered program is what is checked, simulated and run.
@@ -14,8 +14,8 @@ from phalanx.program.holders import buckets_of, is_tied, reduced_of, summed_of
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.blocks import add_inputs, at_their_grain, to_blocks
 from phalanx.program.passes.messages import Route, add_messages
+from phalanx.program.passes.ops import to_ops
 from phalanx.program.passes.reductions import add_reductions, add_sums
-from phalanx.program.passes.steps import to_steps
 from phalanx.program.passes.zero import gather_per_micro_batch, gather_per_step
 from phalanx.program.schedules.one_f_one_b import NUM_AHEAD
 from phalanx.program.shape import ModelShape
@@ -38,7 +38,7 @@ def lower(plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
 
 
 def lower_forward(plan: Plan, shape: ModelShape, num_micro_batches: int) -> tuple[Program, ...]:
-    """The programs of an evaluation, likewise: forwards, their messages, exchanges and gathers."""
+    """The programs of an evaluation, likewise: forwards, their messages, redistributions and gathers."""
     whole = without_overlap(plan)
     orders = forwards_of(plan, num_micro_batches)
     programs = [_gathered(_stepped(order, whole, shape), plan, shape, split=False) for order in orders]
@@ -51,7 +51,7 @@ def without_overlap(plan: Plan) -> Plan:
 
 
 def _stepped(order: Program, plan: Plan, shape: ModelShape) -> Program:
-    return add_inputs(to_steps(at_their_grain(to_blocks(order, plan.stage_blocks), shape), shape, plan))
+    return add_inputs(to_ops(at_their_grain(to_blocks(order, plan.stage_blocks), shape), shape, plan))
 
 
 def _gathered(program: Program, plan: Plan, shape: ModelShape, split: bool) -> Program:

@@ -78,7 +78,7 @@ class Sizes:
         """Bytes of what crosses before a stage for a part of the batch."""
         dims = self.part_dims((it.micro_batch, it.slice, it.half))
         sizes = self.shape(dims).sizes
-        return sum(self._number(sizes.get(wire, "0"), dims) for wire in names.crossing(stage, it.slice))
+        return sum(self._number(sizes.get(name, "0"), dims) for name in names.crossing(stage, it.slice))
 
     def _evaluate(self, value: Value) -> int:
         dims = self.part_dims((value.micro_batch, value.slice, value.half))
@@ -89,8 +89,8 @@ class Sizes:
             case "activation" | "gradient":
                 size = shape.sizes.get(value.what, value.size)
             case "saved_b" | "saved_bw" | "saved_w":
-                block, step = map(int, value.what.split(":"))
-                size = getattr(shape.steps_of(block)[step].bw, value.kind)
+                block, op = map(int, value.what.split(":"))
+                size = getattr(shape.ops_of(block)[op].bw, value.kind)
             case _:
                 size = value.size
         return self._number(size, dims)
@@ -100,15 +100,15 @@ class Sizes:
         return int(size or 0) if size.isdigit() or not size else evaluate(size, dims)
 
     def _of_bucket(self, value: Value) -> int:
-        bucket, _, step = value.what.partition("/")
+        bucket, _, op = value.what.partition("/")
         costs = self.buckets[int(bucket)]
         if value.kind == "gathered":
             return costs.weight_bytes
         if value.kind == "reduced" and self.plan.zero:
             return -(-costs.gradient_bytes // self.plan.shards)
-        if not step:
+        if not op:
             return costs.gradient_bytes
-        chain = self.shape(self.dims).steps_of(int(bucket))
+        chain = self.shape(self.dims).ops_of(int(bucket))
         users = [i for i, own in enumerate(chain) if own.kind == "segment" and own.bw.trains]
         return costs.gradient_bytes // max(1, len(users))
 

@@ -1,8 +1,8 @@
 """What each instruction does with which values, by name: the meaning of a program, in one place.
 
 A rule knows nothing of order. It tells a *sink*: binding gives every name its life (`bind.py`), checking only notes the
-names (`check.py`). Exchanges that do nothing in a direction need no value of their own: under either name it is the
-same activation, or the same gradient.
+names (`check.py`). Redistributions that do nothing in a direction need no value of their own: under either name it is
+the same activation, or the same gradient.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Generic, Protocol, TypeVar
 from phalanx.plan.plan import Plan
 from phalanx.program.holders import buckets_of, is_tied, reduced_of
 from phalanx.program.instructions import Instruction, Op, Program
-from phalanx.program.shape import COLLECTIVE, ModelShape, Step
+from phalanx.program.shape import COLLECTIVE, BlockOp, ModelShape
 
 Key = tuple[str, str, int | None, int | None, int | None, int | None]  # kind, what, micro-batch, slice, half, stage
-Place = tuple[int | None, int | None, int | None, int | None, int | None]  # of a step, without what is done with it
+Place = tuple[int | None, int | None, int | None, int | None, int | None]  # of an op, without what is done with it
 Id = TypeVar("Id")
 
 ITEMS: Key = ("items", "", None, None, None, None)
@@ -65,9 +65,9 @@ class Sink(Protocol[Id]):
 
 
 class Names:
-    """What is the same under several names: activations through exchanges that do nothing in the forward, gradients
-    through those that do nothing in the backward. Also how large each is, whether a gradient flows to it, and what
-    crosses between stages."""
+    """What is the same under several names: activations through redistributions that do nothing in the forward,
+    gradients through those that do nothing in the backward. Also how large each is, whether a gradient flows to it, and
+    what crosses between stages."""
 
     def __init__(self, plan: Plan, shape: ModelShape) -> None:
         self.activation: dict[str, str] = {}
@@ -75,48 +75,48 @@ class Names:
         self.size: dict[str, str] = {}
         self.differentiable: set[str] = set()
         for block in range(shape.num_blocks):
-            for step in shape.steps_of(block):
-                self._add(step)
+            for op in shape.ops_of(block):
+                self._add(op)
         self._loss = self.activation.get(shape.loss, shape.loss)
         self._d_loss = self.gradient.get(shape.loss, shape.loss)
-        self._whole = shape.whole_wires
-        self.whole_activations = {self.activation.get(wire, wire) for wire in shape.whole_wires}
-        self.whole_gradients = {self.gradient.get(wire, wire) for wire in shape.whole_wires}
+        self._whole = shape.per_micro_batch
+        self.whole_activations = {self.activation.get(name, name) for name in shape.per_micro_batch}
+        self.whole_gradients = {self.gradient.get(name, name) for name in shape.per_micro_batch}
         self._cuts = [shape.crossing(plan.stage_blocks(stage)[0]) for stage in range(plan.num_stages)]
 
-    def _add(self, step: Step) -> None:
-        moves = step.kind == "exchange"
-        for wire in step.writes:
-            source = step.reads[0] if moves else wire
-            self.size[wire] = step.size(wire)
-            self.activation[wire] = self.activation.get(source, source) if moves and not step.forward else wire
-            self.gradient[wire] = self.gradient.get(source, source) if moves and not step.backward else wire
+    def _add(self, op: BlockOp) -> None:
+        moves = op.kind == "redistribution"
+        for name in op.writes:
+            source = op.reads[0] if moves else name
+            self.size[name] = op.size(name)
+            self.activation[name] = self.activation.get(source, source) if moves and not op.forward else name
+            self.gradient[name] = self.gradient.get(source, source) if moves and not op.backward else name
             # What comes into the model from outside (in models made for tests) is differentiable.
-            flows = (source in self.differentiable or source not in self.size) if moves else wire in step.bw.takes
+            flows = (source in self.differentiable or source not in self.size) if moves else name in op.bw.takes
             if flows:
-                self.differentiable.add(wire)
+                self.differentiable.add(name)
 
-    def is_loss(self, wire: str) -> bool:
-        return self.activation.get(wire, wire) == self._loss
+    def is_loss(self, name: str) -> bool:
+        return self.activation.get(name, name) == self._loss
 
-    def is_d_loss(self, wire: str) -> bool:
+    def is_d_loss(self, name: str) -> bool:
         """Whether its gradient is that of the loss, which follows from the number of items."""
-        return self.gradient.get(wire, wire) == self._d_loss
+        return self.gradient.get(name, name) == self._d_loss
 
     def crossing(self, stage: int, slice_: int | None) -> tuple[str, ...]:
         """The activations that a stage gets from the one before it; what belongs to the micro-batch with slice 0."""
-        wires = [wire for wire in self._cuts[stage] if not (slice_ and wire in self._whole)]
-        return _distinct(wires, self.activation)
+        names = [name for name in self._cuts[stage] if not (slice_ and name in self._whole)]
+        return _distinct(names, self.activation)
 
     def returning(self, stage: int, slice_: int | None) -> tuple[str, ...]:
         """Those whose gradients it gives back."""
-        wires = [wire for wire in self._cuts[stage] if not (slice_ and wire in self._whole)]
-        return _distinct([wire for wire in wires if wire in self.differentiable], self.gradient)
+        names = [name for name in self._cuts[stage] if not (slice_ and name in self._whole)]
+        return _distinct([name for name in names if name in self.differentiable], self.gradient)
 
 
-def _distinct(wires: list[str], same: dict[str, str]) -> tuple[str, ...]:
+def _distinct(names: list[str], same: dict[str, str]) -> tuple[str, ...]:
     """One of each that are the same."""
-    return tuple({same.get(wire, wire): wire for wire in reversed(wires)}.values())[::-1]
+    return tuple({same.get(name, name): name for name in reversed(names)}.values())[::-1]
 
 
 class Rules(Generic[Id]):
@@ -130,14 +130,15 @@ class Rules(Generic[Id]):
         self.trained = [bucket for bucket in buckets_of(plan, shape, pp_index) if shape.trained[bucket]]
         reduced = reduced_of(plan, shape, pp_index)
         self.flat = {b for b in self.trained if b in reduced or is_tied(plan, shape, b)}
-        self._steps = [shape.steps_of(block) for block in range(shape.num_blocks)]
+        self._ops = [shape.ops_of(block) for block in range(shape.num_blocks)]
         self._again: set[Place] = {place_of(it) for it in program if it.op is Op.A}
         self._has_backward: set[Place] = {place_of(it) for it in program if it.op in (Op.B, Op.BW)}
         self._apart: set[Place] = {place_of(it) for it in program if it.op is Op.W}
         self._actions: dict[Op, Callable[[Instruction], None]] = {
-            Op.INPUT: self._input, Op.F: self._forward, Op.A: self._forward, Op.CF: self._exchange,
-            Op.CA: self._exchange, Op.LF: self._exchange, Op.LA: self._exchange, Op.CB: self._exchange_back,
-            Op.LB: self._exchange_back, Op.B: self._backward, Op.BW: self._backward, Op.W: self._weight,
+            Op.INPUT: self._input, Op.F: self._forward, Op.A: self._forward, Op.CF: self._redistribute,
+            Op.CA: self._redistribute, Op.LF: self._redistribute, Op.LA: self._redistribute,
+            Op.CB: self._redistribute_back,
+            Op.LB: self._redistribute_back, Op.B: self._backward, Op.BW: self._backward, Op.W: self._weight,
             Op.SEND_F: self._send_forward, Op.RECV_F: self._receive_forward, Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward, Op.GATHER: self._gather, Op.COUNT: self._count, Op.NORM: self._norm,
             Op.STEP: self._optimize, Op.SHARE: self._share,
@@ -155,99 +156,99 @@ class Rules(Generic[Id]):
         self.sink.write(self._inputs(it), self.shape.inputs)
 
     def _forward(self, it: Instruction) -> None:
-        step, again, sink = self.step(it), it.op is Op.A, self.sink
+        op, again, sink = self.op(it), it.op is Op.A, self.sink
         sink.read(self._inputs(it))
-        self._read_parameters(it, step)
-        memory = {wire: sink.read(self.activation(it, wire)) for wire in step.reads}
-        if step.pasts:
-            sink.add(self._of_step("past", it), step.past_bytes)
-        same = dict(step.bw.same)
-        for wire in step.writes:
-            if not (again and self.names.is_loss(wire)):
-                base = memory.get(same.get(wire, ""))
-                memory[wire] = sink.write(self.activation(it, wire), step.size(wire), base)
+        self._read_parameters(it, op)
+        memory = {name: sink.read(self.activation(it, name)) for name in op.reads}
+        if op.pasts:
+            sink.add(self._of_op("past", it), op.past_bytes)
+        same = dict(op.bw.same)
+        for name in op.writes:
+            if not (again and self.names.is_loss(name)):
+                base = memory.get(same.get(name, ""))
+                memory[name] = sink.write(self.activation(it, name), op.size(name), base)
         if self._saves(it):
-            for kind, size in self._saved(step):
-                sink.write(self._of_step(kind, it), size)
+            for kind, size in self._saved(op):
+                sink.write(self._of_op(kind, it), size)
 
-    def _exchange(self, it: Instruction) -> None:
-        step, sink = self.step(it), self.sink
-        source = sink.read(self.activation(it, step.reads[0]))
+    def _redistribute(self, it: Instruction) -> None:
+        op, sink = self.op(it), self.sink
+        source = sink.read(self.activation(it, op.reads[0]))
         sink.write(
-            self.activation(it, step.writes[0]), step.size(step.writes[0]), arrives=step.forward in COLLECTIVE,
-            holds=(source,) if step.forward == "all_gather" else (),
+            self.activation(it, op.writes[0]), op.size(op.writes[0]), arrives=op.forward in COLLECTIVE,
+            holds=(source,) if op.forward == "all_gather" else (),
         )  # fmt: skip
 
-    def _exchange_back(self, it: Instruction) -> None:
-        step, sink = self.step(it), self.sink
-        gradient, source = self._take(it, step.writes[0]), step.reads[0]
+    def _redistribute_back(self, it: Instruction) -> None:
+        op, sink = self.op(it), self.sink
+        gradient, source = self._take(it, op.writes[0]), op.reads[0]
         if gradient is not None:
             sink.give(
-                self.gradient(it, source), self.names.size.get(source, ""), arrives=step.backward in COLLECTIVE,
-                holds=(gradient,) if step.backward == "all_gather" else (),
+                self.gradient(it, source), self.names.size.get(source, ""), arrives=op.backward in COLLECTIVE,
+                holds=(gradient,) if op.backward == "all_gather" else (),
             )  # fmt: skip
 
     def _backward(self, it: Instruction) -> None:
-        step, fused, sink = self.step(it), it.op is Op.BW, self.sink
-        bw = step.bw
+        op, fused, sink = self.op(it), it.op is Op.BW, self.sink
+        bw = op.bw
         if not bw.takes:
             return
         memory: dict[str, Id | None] = {}
-        for wire in bw.takes:
-            memory[wire] = self._take(it, wire)
-        self._read_parameters(it, step)
+        for name in bw.takes:
+            memory[name] = self._take(it, name)
+        self._read_parameters(it, op)
         if bw.inputs or (fused and bw.w_inputs):
             sink.read(self._inputs(it))
-        for wire in dict.fromkeys((*bw.reads, *(bw.w_reads if fused else ()))):
-            sink.read(self.activation(it, wire))
-        for kind, _ in self._saved(step):
-            sink.read(self._of_step(kind, it))
-        if step.pasts:
-            sink.read(self._of_step("past", it))
-            sink.add(self._of_step("d_past", it), step.past_bytes)
+        for name in dict.fromkeys((*bw.reads, *(bw.w_reads if fused else ()))):
+            sink.read(self.activation(it, name))
+        for kind, _ in self._saved(op):
+            sink.read(self._of_op(kind, it))
+        if op.pasts:
+            sink.read(self._of_op("past", it))
+            sink.add(self._of_op("d_past", it), op.past_bytes)
         same = dict(bw.d_same)
-        for wire in bw.gives:
-            base = memory.get(same.get(wire, ""))
-            memory[wire] = sink.give(self.gradient(it, wire), self.names.size.get(wire, ""), memory=base)
+        for name in bw.gives:
+            base = memory.get(same.get(name, ""))
+            memory[name] = sink.give(self.gradient(it, name), self.names.size.get(name, ""), memory=base)
         if fused:
-            self._add_weight_gradients(it, step)
+            self._add_weight_gradients(it, op)
         elif place_of(it) in self._apart and bw.trains and bw.saved_w:
-            sink.write(self._of_step("saved_w", it), bw.saved_w)
+            sink.write(self._of_op("saved_w", it), bw.saved_w)
 
     def _weight(self, it: Instruction) -> None:
-        step, bw, sink = self.step(it), self.step(it).bw, self.sink
+        op, bw, sink = self.op(it), self.op(it).bw, self.sink
         if not bw.takes or not bw.trains:
             return
-        self._read_parameters(it, step)
+        self._read_parameters(it, op)
         if bw.w_inputs:
             sink.read(self._inputs(it))
-        for wire in bw.w_reads:
-            sink.read(self.activation(it, wire))
-        for wire in bw.w_takes:
-            self._take(it, wire)
+        for name in bw.w_reads:
+            sink.read(self.activation(it, name))
+        for name in bw.w_takes:
+            self._take(it, name)
         if bw.saved_bw:
-            sink.read(self._of_step("saved_bw", it))
+            sink.read(self._of_op("saved_bw", it))
         if bw.saved_w:
-            sink.read(self._of_step("saved_w", it))
-        self._add_weight_gradients(it, step)
+            sink.read(self._of_op("saved_w", it))
+        self._add_weight_gradients(it, op)
 
     # Between stages.
 
     def _send_forward(self, it: Instruction) -> None:
-        for wire in self.names.crossing(_number(it.stage) + 1, it.slice):
-            self.sink.read(self.activation(it, wire))
+        for name in self.names.crossing(_number(it.stage) + 1, it.slice):
+            self.sink.read(self.activation(it, name))
 
     def _receive_forward(self, it: Instruction) -> None:
-        for wire in self.names.crossing(_number(it.stage), it.slice):
-            self.sink.write(self.activation(it, wire), self.names.size.get(wire, ""), arrives=True)
+        for name in self.names.crossing(_number(it.stage), it.slice):
+            self.sink.write(self.activation(it, name), self.names.size.get(name, ""), arrives=True)
 
     def _send_backward(self, it: Instruction) -> None:
-        for wire in self.names.returning(_number(it.stage), it.slice):
-            self.sink.take(self.gradient(it, wire))
+        for name in self.names.returning(_number(it.stage), it.slice):
+            self.sink.take(self.gradient(it, name))
 
     def _receive_backward(self, it: Instruction) -> None:
-        for wire in self.names.returning(_number(it.stage) + 1, it.slice):
-            self.sink.write(self.gradient(it, wire), self.names.size.get(wire, ""), arrives=True)
+        for name in self.names.returning(_number(it.stage) + 1, it.slice):
+            self.sink.write(self.gradient(it, name), self.names.size.get(name, ""), arrives=True)
 
     # Parameters and the update.
 
@@ -276,70 +277,70 @@ class Rules(Generic[Id]):
 
     # Names.
 
-    def step(self, it: Instruction) -> Step:
-        return self._steps[_number(it.block)][it.step or 0]
+    def op(self, it: Instruction) -> BlockOp:
+        return self._ops[_number(it.block)][it.op_index or 0]
 
-    def activation(self, it: Instruction, wire: str) -> Key:
+    def activation(self, it: Instruction, name: str) -> Key:
         """The loss is one too, and has a kind of its own."""
-        if self.names.is_loss(wire):
+        if self.names.is_loss(name):
             return "loss", "", it.micro_batch, it.slice, it.half, None
-        name = self.names.activation.get(wire, wire)
+        name = self.names.activation.get(name, name)
         slice_ = None if name in self.names.whole_activations else it.slice
         return "activation", name, it.micro_batch, slice_, it.half, self.first_stage.get(it.stage)
 
-    def gradient(self, it: Instruction, wire: str) -> Key:
-        name = self.names.gradient.get(wire, wire)
+    def gradient(self, it: Instruction, name: str) -> Key:
+        name = self.names.gradient.get(name, name)
         slice_ = None if name in self.names.whole_gradients else it.slice
         return "gradient", name, it.micro_batch, slice_, it.half, self.first_stage.get(it.stage)
 
-    def _take(self, it: Instruction, wire: str) -> Id | None:
+    def _take(self, it: Instruction, name: str) -> Id | None:
         """The gradient of an activation; that of the loss follows from the number of items."""
-        if self.names.is_d_loss(wire):
+        if self.names.is_d_loss(name):
             return self.sink.read(ITEMS)
-        return self.sink.take(self.gradient(it, wire))
+        return self.sink.take(self.gradient(it, name))
 
     @staticmethod
     def _inputs(it: Instruction) -> Key:
         return "inputs", "", it.micro_batch, None, it.half, None
 
     @staticmethod
-    def _of_step(kind: str, it: Instruction) -> Key:
+    def _of_op(kind: str, it: Instruction) -> Key:
         """What is about a segment; the past belongs to all slices."""
         slice_ = None if kind in ("past", "d_past") else it.slice
-        return kind, f"{it.block}:{it.step or 0}", it.micro_batch, slice_, it.half, it.stage
+        return kind, f"{it.block}:{it.op_index or 0}", it.micro_batch, slice_, it.half, it.stage
 
     def _saves(self, it: Instruction) -> bool:
         """Whether a forward leaves something for its backward: not where it is done again, or nothing comes back."""
         place = place_of(it)
         keeps = it.op is Op.A or place not in self._again
-        return keeps and place in self._has_backward and bool(self.step(it).bw.takes)
+        return keeps and place in self._has_backward and bool(self.op(it).bw.takes)
 
     @staticmethod
-    def _saved(step: Step) -> list[tuple[str, str]]:
-        kinds = (("saved_b", step.bw.saved_b), ("saved_bw", step.bw.saved_bw))
+    def _saved(op: BlockOp) -> list[tuple[str, str]]:
+        kinds = (("saved_b", op.bw.saved_b), ("saved_bw", op.bw.saved_bw))
         return [(kind, size) for kind, size in kinds if size]
 
-    def _read_parameters(self, it: Instruction, step: Step) -> None:
-        for bucket in self.buckets(it, step):
+    def _read_parameters(self, it: Instruction, op: BlockOp) -> None:
+        for bucket in self.buckets(it, op):
             self.sink.read(of_bucket("gathered" if self.plan.gathers else "parameters", bucket))
 
-    def buckets(self, it: Instruction, step: Step) -> tuple[int, ...]:
-        return self.shape.buckets(_number(it.block)) if step.buckets is None else step.buckets
+    def buckets(self, it: Instruction, op: BlockOp) -> tuple[int, ...]:
+        return self.shape.buckets(_number(it.block)) if op.buckets is None else op.buckets
 
-    def _add_weight_gradients(self, it: Instruction, step: Step) -> None:
-        for key in self.sums(it, step):
+    def _add_weight_gradients(self, it: Instruction, op: BlockOp) -> None:
+        for key in self.sums(it, op):
             self.sink.add(key)
 
-    def sums(self, it: Instruction, step: Step) -> list[Key]:
+    def sums(self, it: Instruction, op: BlockOp) -> list[Key]:
         """The flat buffers of buckets that are reduced, or else what the segment adds up by itself."""
-        if not step.bw.trains:
+        if not op.bw.trains:
             return []
         found: list[Key] = []
-        for bucket in self.buckets(it, step):
+        for bucket in self.buckets(it, op):
             if bucket in self.flat or (self.shape.trained[bucket] and bucket >= self.shape.num_blocks):
                 found.append(of_bucket("d_parameters", bucket))
             elif self.shape.trained[bucket]:
-                found.append(("d_parameters", f"{bucket}/{it.step or 0}", None, None, None, None))
+                found.append(("d_parameters", f"{bucket}/{it.op_index or 0}", None, None, None, None))
         return found
 
 
@@ -348,7 +349,7 @@ def of_bucket(kind: str, bucket: int | None) -> Key:
 
 
 def place_of(it: Instruction) -> Place:
-    return it.micro_batch, it.slice, it.half, it.block, it.step
+    return it.micro_batch, it.slice, it.half, it.block, it.op_index
 
 
 def _first_stages(plan: Plan, pp_index: int) -> dict[int | None, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-GRAINS = ("slice", "micro-batch")
+GRANULARITIES = ("slice", "micro-batch")
 COLLECTIVE = ("all_reduce", "all_gather", "reduce_scatter")  # what ranks do together; anything else each does alone
 Partition = tuple[tuple[int, ...], ...]  # of the tp indices 0 … tp - 1 into cells; () where every index is alone
 Names = tuple[str, ...]
@@ -41,18 +41,19 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A part of a block that is run by itself: a segment, or an exchange that re-places a wire between segments.
+class BlockOp:
+    """A part of a block that is run by itself: a segment, or a redistribution that re-places an activation between
+    segments.
 
-    forward, backward: what an exchange does in that direction: a collective (all_reduce, all_gather, reduce_scatter),
-    something local (shard: this rank's part; scale), or nothing where it is empty: the value is the same.
-    cells: the tp indices that take part in it. Expressions are over the dims of a micro-batch.
+    forward, backward: what a redistribution does in that direction: a collective (all_reduce, all_gather,
+    reduce_scatter), something local (shard: this rank's part; scale), or nothing where it is empty: the value is the
+    same. cells: the tp indices that take part in it. Expressions are over the dims of a micro-batch.
     buckets: whose parameters a segment uses. pasts: its attentions that keep keys and values for later slices.
     sizes: bytes of what it writes, in order. traced: its backward, where that is known.
     """
 
-    kind: str  # segment or exchange
-    reads: Names  # wires
+    kind: str  # segment or redistribution
+    reads: Names  # activations
     writes: Names
     degree: int
     unit: str = ""
@@ -72,8 +73,8 @@ class Step:
         """Where nothing was traced, everything is differentiable, B and W read what the forward read."""
         return self.traced or Backward(self.writes, self.reads, self.reads, self.reads, self.writes)
 
-    def size(self, wire: str) -> str:
-        return dict(zip(self.writes, self.sizes)).get(wire, "0")
+    def size(self, name: str) -> str:
+        return dict(zip(self.writes, self.sizes)).get(name, "0")
 
 
 @dataclass(frozen=True)
@@ -81,53 +82,57 @@ class ModelShape:
     """Buckets are numbered: bucket i < num_blocks is what only block i uses, bucket num_blocks + k the parameters
     that exactly the blocks shared[k] use together (a tied embedding and head), or that need a sum of their own.
 
-    grains: whether a block runs once per slice of a micro-batch's tokens, or once per micro-batch (an encoder), with
-    slice 0; the latter come first. whole_wires: wires that belong to the micro-batch and not to one of its slices."""
+    granularities: whether a block runs once per slice of a micro-batch's tokens, or once per micro-batch (an encoder),
+    with slice 0; the latter come first. per_micro_batch: activations that belong to the micro-batch and not to one of
+    its slices."""
 
     num_blocks: int
     shared: tuple[tuple[int, ...], ...]
     held: tuple[bool, ...]  # per bucket: has parameters at all
     trained: tuple[bool, ...]  # per bucket: has parameters that are trained
-    steps: tuple[tuple[Step, ...], ...] = ()  # per block; () where every block is one segment
+    ops: tuple[tuple[BlockOp, ...], ...] = ()  # per block; () where every block is one segment
     sums: tuple[Partition, ...] = ()  # per bucket: the tp indices whose gradients are summed; () where none are
-    grains: tuple[str, ...] = ()  # per block: slice or micro-batch; () where every block runs per slice
-    whole_wires: frozenset[str] = frozenset()
+    granularities: tuple[str, ...] = ()  # per block: slice or micro-batch; () where every block runs per slice
+    per_micro_batch: frozenset[str] = frozenset()
     inputs: str = "0"  # bytes of what a micro-batch's inputs are made into
 
     def __post_init__(self) -> None:
-        assert all(grain in GRAINS for grain in self.grains) and len(self.grains) in (0, self.num_blocks)
-        assert "slice" not in self.grains[: self.num_whole_blocks], "micro-batch blocks come before slice blocks"
+        assert all(granularity in GRANULARITIES for granularity in self.granularities) and len(self.granularities) in (
+            0,
+            self.num_blocks,
+        )
+        assert "slice" not in self.granularities[: self.num_whole_blocks], "micro-batch blocks come before slice blocks"
 
-    def steps_of(self, block: int) -> tuple[Step, ...]:
+    def ops_of(self, block: int) -> tuple[BlockOp, ...]:
         """A block of which no more is known is one segment that takes from the block before and gives to the next."""
-        if self.steps:
-            return self.steps[block]
-        return (Step("segment", (f"h{block}",) if block else (), (f"h{block + 1}",), degree=1),)
+        if self.ops:
+            return self.ops[block]
+        return (BlockOp("segment", (f"h{block}",) if block else (), (f"h{block + 1}",), degree=1),)
 
     @cached_property
     def loss(self) -> str:
-        """What the last step of the model writes."""
-        return self.steps_of(self.num_blocks - 1)[-1].writes[0]
+        """What the last op of the model writes."""
+        return self.ops_of(self.num_blocks - 1)[-1].writes[0]
 
     @cached_property
     def sizes(self) -> dict[str, str]:
-        """Bytes of every wire, where they are known: expressions over the dims of a micro-batch."""
-        steps = (step for block in range(self.num_blocks) for step in self.steps_of(block))
-        return {wire: step.size(wire) for step in steps for wire in step.writes}
+        """Bytes of every activation, where they are known: expressions over the dims of a micro-batch."""
+        ops = (op for block in range(self.num_blocks) for op in self.ops_of(block))
+        return {name: op.size(name) for op in ops for name in op.writes}
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int]]:
-        """The blocks that make each wire, and that read it last."""
+        """The blocks that make each activation, and that read it last."""
         spans: dict[str, tuple[int, int]] = {}
         for block in range(self.num_blocks):
-            for step in self.steps_of(block):
-                spans |= {wire: (spans[wire][0], block) for wire in step.reads if wire in spans}
-                spans |= {wire: (block, block) for wire in step.writes}
+            for op in self.ops_of(block):
+                spans |= {name: (spans[name][0], block) for name in op.reads if name in spans}
+                spans |= {name: (block, block) for name in op.writes}
         return spans
 
     def crossing(self, cut: int) -> Names:
-        """The wires alive between block `cut` - 1 and block `cut`, in the order in which they are made."""
-        return tuple(wire for wire, (made, last) in self._spans.items() if made < cut <= last)
+        """The activations alive between block `cut` - 1 and block `cut`, in the order in which they are made."""
+        return tuple(name for name, (made, last) in self._spans.items() if made < cut <= last)
 
     def cells(self, bucket: int) -> Partition:
         return self.sums[bucket] if self.sums else ()
@@ -135,7 +140,7 @@ class ModelShape:
     @property
     def num_whole_blocks(self) -> int:
         """The blocks that run once per micro-batch: so many from the first."""
-        return self.grains.count("micro-batch")
+        return self.granularities.count("micro-batch")
 
     def blocks_with(self, slice: int | None, blocks: range) -> range:
         """Of consecutive blocks, those that run with a slice; all of them where micro-batches are whole."""

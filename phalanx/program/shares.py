@@ -1,6 +1,6 @@
 """How much of a block's cost one instruction is: segments by their arithmetic, halves by their samples, slices by their
-tokens and what these attend to; and how much an exchange or a message sends. Sizes are expressions over the dims of a
-micro-batch, which are evaluated here.
+tokens and what these attend to; and how much a redistribution or a message sends. Sizes are expressions over the dims
+of a micro-batch, which are evaluated here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from phalanx.expressions import evaluate
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import Costs
 from phalanx.program.instructions import Instruction, Op
-from phalanx.program.shape import ModelShape, Step
+from phalanx.program.shape import BlockOp, ModelShape
 from phalanx.program.slice_costs import TOKENS, Tokens, num_tokens, work_of
 
 
@@ -20,13 +20,13 @@ class Shares:
 
     def __init__(self, plan: Plan, shape: ModelShape, costs: Costs) -> None:
         self._plan, self._shape, self._costs = plan, shape, costs
-        self._known: dict[tuple[int, Tokens | None], tuple[float, ...]] = {}  # of each step of a block
+        self._known: dict[tuple[int, Tokens | None], tuple[float, ...]] = {}  # of each op of a block
 
     def seconds(self, instruction: Instruction) -> float:
         """The part of its block's time that a computation takes."""
         tokens = self._tokens(instruction)
         part = self._half(instruction) * self._of_slice(instruction, tokens)
-        return part if instruction.step is None else part * self._of_step(instruction, tokens)
+        return part if instruction.op_index is None else part * self._of_op(instruction, tokens)
 
     def elements(self, instruction: Instruction) -> float:
         """Of the whole tensor that a collective reduces, gathers or scatters."""
@@ -34,15 +34,15 @@ class Shares:
         dims = dict(self._costs.dims)
         if TOKENS in dims:
             dims |= {"whole_tokens": dims[TOKENS], TOKENS: dims[TOKENS] if tokens is None else tokens[1] - tokens[0]}
-        return self._half(instruction) * evaluate(self.step_of(instruction).elements, dims)
+        return self._half(instruction) * evaluate(self.op_of(instruction).elements, dims)
 
     def collective(self, instruction: Instruction) -> str:
-        step = self.step_of(instruction)
-        return step.backward if instruction.op is Op.CB else step.forward
+        op = self.op_of(instruction)
+        return op.backward if instruction.op is Op.CB else op.forward
 
-    def step_of(self, instruction: Instruction) -> Step:
-        assert instruction.block is not None and instruction.step is not None
-        return self._shape.steps_of(instruction.block)[instruction.step]
+    def op_of(self, instruction: Instruction) -> BlockOp:
+        assert instruction.block is not None and instruction.op_index is not None
+        return self._shape.ops_of(instruction.block)[instruction.op_index]
 
     def _half(self, instruction: Instruction) -> float:
         return 1.0 if instruction.half is None else 1 / self._plan.halves
@@ -72,18 +72,18 @@ class Shares:
         whole = sum(self._work(block, None))
         return sum(self._work(block, tokens)) / whole if whole else self._length(tokens)
 
-    def _of_step(self, instruction: Instruction, tokens: Tokens | None) -> float:
+    def _of_op(self, instruction: Instruction, tokens: Tokens | None) -> float:
         """The part of its block, or of its block's slice."""
-        assert instruction.block is not None and instruction.step is not None
+        assert instruction.block is not None and instruction.op_index is not None
         work = self._work(instruction.block, tokens)
         if any(work):
-            return work[instruction.step] / sum(work)
-        segments = [step.kind == "segment" for step in self._shape.steps_of(instruction.block)]
-        return segments[instruction.step] / sum(segments)
+            return work[instruction.op_index] / sum(work)
+        segments = [op.kind == "segment" for op in self._shape.ops_of(instruction.block)]
+        return segments[instruction.op_index] / sum(segments)
 
     def _work(self, block: int, tokens: Tokens | None) -> tuple[float, ...]:
-        """Arithmetic of the steps of a block."""
+        """Arithmetic of the ops of a block."""
         if (block, tokens) not in self._known:
-            flops = [step.flops if step.kind == "segment" else "0" for step in self._shape.steps_of(block)]
+            flops = [op.flops if op.kind == "segment" else "0" for op in self._shape.ops_of(block)]
             self._known[block, tokens] = tuple(work_of(count, self._costs.dims, tokens) for count in flops)
         return self._known[block, tokens]

@@ -19,7 +19,7 @@ from phalanx.program.compile import CompiledPlan
 from phalanx.program.costs import Costs, Ranks
 from phalanx.program.groups import group_of
 from phalanx.program.holders import buckets_of
-from phalanx.program.instructions import COLLECTIVES, COMPUTE, EXCHANGES, RECEIVES, SENDS, Instruction, Op
+from phalanx.program.instructions import COLLECTIVES, COMPUTE, RECEIVES, REDISTRIBUTIONS, SENDS, Instruction, Op
 from phalanx.program.memory import Sizes, peak_memory
 from phalanx.program.rules import Names
 from phalanx.program.shares import Shares
@@ -115,7 +115,7 @@ class Setting:
         return int(self.seconds[key])
 
     def group(self, rank: int, instruction: Instruction) -> Ranks:
-        key = (rank, instruction.op, instruction.block, instruction.step)
+        key = (rank, instruction.op, instruction.block, instruction.op_index)
         if key not in self._groups:
             self._groups[key] = group_of(self.compiled.plan, self.compiled.shape, rank, instruction)
         return self._groups[key]
@@ -165,7 +165,7 @@ class _Issuer:
 
     def _seconds(self, it: Instruction) -> float:
         assert it.block is not None, f"{it} is not lowered"
-        key = (it.op, it.block, it.step, it.slice, it.half, it.micro_batch if it.slice is not None else None)
+        key = (it.op, it.block, it.op_index, it.slice, it.half, it.micro_batch if it.slice is not None else None)
         known = self.setting.seconds
         if key not in known:
             known[key] = self.setting.costs.seconds(it.op, it.block) * self.setting.shares.seconds(it)
@@ -196,12 +196,14 @@ class _Issuer:
         place = self._joint(group_name(ranks), position)
         task = self.tasks.tasks[place]
         task.needs += self.computed
-        task.seconds = self._exchange_seconds(it, ranks) if it.op in EXCHANGES else self._reduce_seconds(it, ranks)
+        task.seconds = (
+            self._redistribution_seconds(it, ranks) if it.op in REDISTRIBUTIONS else self._reduce_seconds(it, ranks)
+        )
         self.brings.update(dict.fromkeys((*row.writes, *row.adds), place))
         if it.op is Op.NORM:
             self._wait([place])
 
-    def _exchange_seconds(self, it: Instruction, ranks: Ranks) -> float:
+    def _redistribution_seconds(self, it: Instruction, ranks: Ranks) -> float:
         shares, costs = self.setting.shares, self.setting.costs
         link = costs.group(ranks)
         ring = link.reduce if shares.collective(it) == "all_reduce" else link.gather

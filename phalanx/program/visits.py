@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from phalanx.program.instructions import COMPUTE, EXCHANGES, LOCAL_EXCHANGES, Instruction, Op, Program
+from phalanx.program.instructions import COMPUTE, LOCAL_REDISTRIBUTIONS, REDISTRIBUTIONS, Instruction, Op, Program
 
 _FORWARD = frozenset((Op.F, Op.CF, Op.LF))
-_IN_VISITS = COMPUTE | EXCHANGES | LOCAL_EXCHANGES
+_IN_VISITS = COMPUTE | REDISTRIBUTIONS | LOCAL_REDISTRIBUTIONS
 
 
 def in_visits(instruction: Instruction) -> bool:
@@ -20,7 +20,8 @@ def in_visits(instruction: Instruction) -> bool:
 
 
 def visit_of(instruction: Instruction, split: bool) -> Instruction:
-    """The word of the short view that a computation or exchange carries out. split: B and W are words of their own."""
+    """The word of the short view that a computation or redistribution carries out. split: B and W are words of their
+    own."""
     op = instruction.op
     if op in _FORWARD:
         op = Op.F
@@ -28,7 +29,7 @@ def visit_of(instruction: Instruction, split: bool) -> Instruction:
         op = Op.BW
     elif op is not Op.W:
         op = Op.B
-    return replace(instruction, op=op, block=None, half=None, step=None)
+    return replace(instruction, op=op, block=None, half=None, op_index=None)
 
 
 def is_split(orders: Iterable[Program]) -> bool:

@@ -31,7 +31,7 @@ from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import compile_plan
 from phalanx.program.holders import buckets_of
-from phalanx.program.instructions import EXCHANGES, Program
+from phalanx.program.instructions import REDISTRIBUTIONS, Program
 from phalanx.program.shape import ModelShape
 from phalanx.verification.case import Case, Execution, Step
 from phalanx.verification.rank_side import Owned, Trace, facts_of, run_rank
@@ -127,8 +127,8 @@ def _implied(plan: Plan, case: Case, captured: Captured) -> dict[str, Any]:
         "parameter elements kept": _kept(plan, buckets, captured, views),
         "only inputs kept for backward": plan.recompute,
         "buckets gathered at once": [compiled.peak_gathered(rank) for rank in range(plan.world)],
-        "bytes exchanged": [
-            _exchanged(plan, buckets.shape, rank, program, case, captured) for rank, program in enumerate(programs)
+        "bytes redistributed": [
+            _redistributed(plan, buckets.shape, rank, program, case, captured) for rank, program in enumerate(programs)
         ],
     }
 
@@ -150,20 +150,20 @@ def _kept(plan: Plan, buckets: BucketNames, captured: Captured, views: Sequence[
     return found
 
 
-def _exchanged(plan: Plan, shape: ModelShape, rank: int, program: Program, case: Case, captured: Captured) -> int:
-    """Bytes of the whole tensors that one rank exchanges with those it splits tensors with, in all steps."""
-    sent = [it for it in program if it.op in EXCHANGES]
+def _redistributed(plan: Plan, shape: ModelShape, rank: int, program: Program, case: Case, captured: Captured) -> int:
+    """Bytes of the whole tensors that one rank redistributes among those it splits tensors with, in all steps."""
+    sent = [it for it in program if it.op in REDISTRIBUTIONS]
     total = 0
     for _, batch in case.batches(case.spec()) if sent else ():
         own = split(num_samples(batch), plan.dp)[Mesh.of(plan).coordinates(rank)[1]]
         sizes = [half for size in split(own, plan.mb) for half in split(size, plan.halves)]
         dims = [captured.dims({name: tensor[:size] for name, tensor in batch.items()}) for size in sizes]
         for it in sent:
-            assert it.block is not None and it.step is not None
+            assert it.block is not None and it.op_index is not None
             micro_batch, slice_, half = it.micro_batch or 0, it.slice or 0, it.half or 0
             own_dims = dims[micro_batch * plan.halves + half]
             if plan.slices:
                 edges = plan.slice_bounds(micro_batch, own_dims["tokens"])
                 own_dims = own_dims | {"whole_tokens": own_dims["tokens"], "tokens": edges[slice_ + 1] - edges[slice_]}
-            total += evaluate(shape.steps_of(it.block)[it.step].elements, own_dims)
+            total += evaluate(shape.ops_of(it.block)[it.op_index].elements, own_dims)
     return total * case.torch_dtype.itemsize

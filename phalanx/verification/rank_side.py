@@ -46,7 +46,7 @@ class Trace:
     keeps_only_inputs: bool = True
     peak_gathered: int = 0
     sent_bytes: int = 0
-    exchanged_bytes: int = 0
+    redistributed_bytes: int = 0
 
 
 def run_rank(context: RankContext, case: Case, plan: Plan, captured: Captured, folder: Path) -> Trace:
@@ -113,7 +113,7 @@ def _describe(rank: Rank, trace: Trace) -> None:
     trace.parameter_elements = rank.parameters.resident_elements
     trace.peak_gathered = rank.parameters.peak_gathered
     trace.sent_bytes = rank.links.sent_bytes
-    trace.exchanged_bytes = sum(mover.moved_bytes for mover in engine.parts.movers.values())
+    trace.redistributed_bytes = sum(mover.moved_bytes for mover in engine.parts.movers.values())
 
 
 def facts_of(traces: list[Trace], plan: Plan) -> dict[str, Any]:
@@ -126,4 +126,4 @@ def facts_of(traces: list[Trace], plan: Plan) -> dict[str, Any]:
     }
     if plan.tp == 1:
         return facts | {"only inputs kept for backward": all(trace.keeps_only_inputs for trace in traces)}
-    return facts | {"bytes exchanged": [trace.exchanged_bytes for trace in traces]}
+    return facts | {"bytes redistributed": [trace.redistributed_bytes for trace in traces]}

@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.cli import program
 from phalanx.cli.main import main
-from phalanx.cli.program_report import exchange_seconds
+from phalanx.cli.program_report import redistribution_seconds
 from phalanx.program.instructions import Instruction, Op, from_text
 from phalanx.program.timeline import COMPUTE, Event, Timeline
 
@@ -53,7 +53,7 @@ def test_the_programs_have_the_collectives_of_the_mode(
     assert sum(it.op is Op.CF for it in layer) == forward
     assert sum(it.op in (Op.CB, Op.CA) for it in layer) == backward
     assert {it.half for it in layer if it.op is Op.F} == ({0, 1} if forward == 4 else {None})
-    assert len({it.step for it in layer if it.op is Op.F}) > 2
+    assert len({it.op_index for it in layer if it.op is Op.F}) > 2
 
 
 def _memory(lines: list[str]) -> dict[str, float]:
@@ -77,15 +77,19 @@ def test_splitting_tokens_and_computing_again_keep_less(capsys: pytest.CaptureFi
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
 
 
-def test_it_says_what_is_per_rank_and_how_much_of_the_exchanges_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_is_per_rank_and_how_much_of_the_redistributions_is_hidden(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = shown(capsys, "tp=2,overlap=oases")
     assert any("parameters per rank" in line for line in lines)
-    (said,) = (line for line in lines if line.startswith("exchanges between tensor-parallel ranks: "))
+    (said,) = (line for line in lines if line.startswith("redistributions between tp ranks: "))
     assert said.endswith("% of it hidden")
     assert "A forward again" in "\n".join(lines)
 
 
-def test_pictures_and_traces_show_halves_and_exchanges(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_pictures_and_traces_show_halves_and_redistributions(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     picture, trace = tmp_path / "step.svg", tmp_path / "step.json"
     shown(capsys, "tp=2,overlap=oases", "--svg", str(picture), "--trace", str(trace))
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
@@ -116,12 +120,12 @@ def test_a_plan_that_does_not_suit_the_model_is_refused(
     assert message in error and "→" in error
 
 
-def test_an_exchange_is_hidden_while_the_rank_computes() -> None:
+def test_an_redistribution_is_hidden_while_the_rank_computes() -> None:
     def event(op: Op, start: float, end: float, resource: str) -> Event:
-        return Event(0, Instruction(op, 0, 0, block=0, step=0), start, end, resource)
+        return Event(0, Instruction(op, 0, 0, block=0, op_index=0), start, end, resource)
 
     events = (
         event(Op.F, 0, 2, COMPUTE), event(Op.CF, 1, 4, "ranks 0,1"), event(Op.CB, 3, 6, "ranks 0,1"),
         event(Op.B, 5, 7, COMPUTE),
     )  # fmt: skip
-    assert exchange_seconds(Timeline(events, ({},)), 0) == pytest.approx((5, 3))
+    assert redistribution_seconds(Timeline(events, ({},)), 0) == pytest.approx((5, 3))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from phalanx.comm.links import Links
 from phalanx.launch.context import RankContext
-from phalanx.program.instructions import EXCHANGES, Instruction
+from phalanx.program.instructions import REDISTRIBUTIONS, Instruction
 from tests.captured import Case
 
 
@@ -35,7 +35,7 @@ class Counter:
         pass
 
     def end(self, instruction: Instruction) -> None:
-        if instruction.op not in EXCHANGES:
+        if instruction.op not in REDISTRIBUTIONS:
             return
         for kind, (calls, size) in self._traffic().items():
             calls_before, size_before = self._before.get(kind, (0, 0))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.engine.rank import Rank
 from phalanx.engine.redistribute import Arriving
-from phalanx.engine.totals import StepRun
+from phalanx.engine.reductions import StepRun
 from phalanx.launch.context import RankContext
 from phalanx.program.instructions import Instruction, Op
 from phalanx.program.values import Value
@@ -56,7 +56,7 @@ def mismatches(rank: Rank, batch: dict[str, Tensor]) -> list[str]:
         if value.kind in ("activation", "gradient"):
             return int(described.sizes[value.what])
         block, number = map(int, value.what.split(":"))
-        return int(getattr(described.steps_of(block)[number].bw, value.kind) or 0)
+        return int(getattr(described.ops_of(block)[number].bw, value.kind) or 0)
 
     watched = Watched(step)
     watched.size = size

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from tests.engine.redistribution_jobs import Sent
 
 from phalanx.launch.worker_pool import WorkerPool
 from tests import captured
-from tests.engine import exchange_jobs
-from tests.engine.exchange_jobs import Sent
+from tests.engine import redistribution_jobs
 
 SAMPLES, TOKENS, WIDTH, BYTES = 4, 8, 64, 8
 WHOLE = SAMPLES * TOKENS * WIDTH * BYTES  # of what lies between attention and feed-forward
@@ -55,7 +55,7 @@ def counted(sent: list[Sent], ops: tuple[str, ...]) -> Counts:
 def test_every_layer_takes_the_published_number_of_collectives(name: str, plan: str, pool: WorkerPool) -> None:
     case = captured.named(name, samples=SAMPLES, tokens=TOKENS)
     forward, backward, size = EXPECTED[plan]
-    for sent in pool.run(exchange_jobs.count, case, plan, world=2):
+    for sent in pool.run(redistribution_jobs.count, case, plan, world=2):
         for block in LAYERS:
             own = [each for each in sent if each.block == block]
             assert counted(own, ("CF",)) == forward
@@ -65,14 +65,14 @@ def test_every_layer_takes_the_published_number_of_collectives(name: str, plan: 
 
 def test_tokens_that_ranks_do_not_divide_are_padded(pool: WorkerPool) -> None:
     case = captured.named(captured.LLAMA, samples=SAMPLES, tokens=TOKENS - 1)
-    for sent in pool.run(exchange_jobs.count, case, "tp=2,sequence=yes", world=2):
+    for sent in pool.run(redistribution_jobs.count, case, "tp=2,sequence=yes", world=2):
         assert {each.bytes for each in sent if each.block in LAYERS} == {WHOLE}
 
 
 def test_a_unit_of_degree_one_reduces_nothing_and_takes_its_samples_from_its_neighbours(pool: WorkerPool) -> None:
     """Attention of degree 2 and a feed-forward of degree 1: its sum and its samples' way there and back."""
     case = captured.named(captured.LLAMA, samples=SAMPLES, tokens=TOKENS)
-    for sent in pool.run(exchange_jobs.count, case, "tp=2,degrees=2:1", world=2):
+    for sent in pool.run(redistribution_jobs.count, case, "tp=2,degrees=2:1", world=2):
         own = [each for each in sent if each.block == 2]
         assert counted(own, ("CF",)) == {"all_reduce": 1, "all_gather": 1}
         assert counted(own, ("CB",)) == {"all_reduce": 1, "all_gather": 1}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.engine.rank import Rank
-from phalanx.engine.totals import StepRun, total_items
+from phalanx.engine.reductions import StepRun, total_items
 from phalanx.model import reference
 from phalanx.program.instructions import COMPUTE, Instruction, Op, from_text
 from phalanx.program.lower import lower_forward
@@ -48,7 +48,7 @@ def test_stages_on_one_rank_hand_over_exactly(sizes: tuple[int, ...], two_stages
 
 
 @pytest.mark.parametrize("name", [captured.WHISPER, captured.MIXTRAL, T5])
-def test_several_wires_and_experts_get_their_gradients(name: str) -> None:
+def test_several_activations_and_experts_get_their_gradients(name: str) -> None:
     case = captured.named(name)
     captured.require_equal(case.step(case.rank(), (1, 2), "zb-h1"), case.plain())
 

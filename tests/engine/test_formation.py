@@ -14,8 +14,8 @@ from torch import Tensor
 
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
-from phalanx.engine.formation import Connections
-from phalanx.engine.totals import StepRun, Totals
+from phalanx.engine.layout import ProcessGroups
+from phalanx.engine.reductions import GlobalReductions, StepRun
 from phalanx.params import state_shards
 from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.plan.mesh import Mesh
@@ -138,9 +138,9 @@ class _Ranks:
         pass
 
 
-def connect(model: Model, plan: Plan, rank: int, *cells: Any) -> tuple[Connections, Groups]:
+def connect(model: Model, plan: Plan, rank: int, *cells: Any) -> tuple[ProcessGroups, Groups]:
     links = Groups()
-    return Connections(model.formation(plan, rank, *cells), cast(Links, links)), links
+    return ProcessGroups(model.formation(plan, rank, *cells), cast(Links, links)), links
 
 
 @settings(max_examples=60, deadline=None)
@@ -154,12 +154,12 @@ def test_ranks_that_meet_in_several_groups_make_them_in_the_same_order(case: tup
         assert common[0] == common[1]
 
 
-def test_an_exchange_runs_over_the_ranks_of_its_cell_in_their_order() -> None:
+def test_an_redistribution_runs_over_the_ranks_of_its_cell_in_their_order() -> None:
     model = Model((("a",),), {"a": Split((4, 4), 0, (4,), (0, 1, 0, 1), summed=True)}, 4)
     plan, pairs, everyone = Plan(dp=2, tp=4, stages=(1,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),)
     connections, links = connect(model, plan, 7, pairs, everyone)
-    assert connections.exchange_group(pairs).ranks == (6, 7)
-    assert connections.exchange_group(everyone).ranks == (4, 5, 6, 7)
+    assert connections.redistribution_group(pairs).ranks == (6, 7)
+    assert connections.redistribution_group(everyone).ranks == (4, 5, 6, 7)
     assert ((6, 7), "tp") in links.made and ((4, 5, 6, 7), "tp") in links.made
 
 
@@ -216,7 +216,9 @@ def test_the_norm_counts_every_gradient_once_and_the_loss_of_one_rank_of_a_tenso
         weights = parameters_of(formation.state, rank, values).trained
         optimizer = Optimizer(make_optimizer(weights, RunConfig()), weights, clip=None)
         owned = formation.owned & weights.keys()
-        totals = Totals(optimizer, cast(Any, world), cast(Any, world), owned, speaks=formation.speaks)
+        totals = GlobalReductions(
+            optimizer, cast(Any, world), cast(Any, world), owned, is_tp_leader=formation.is_tp_leader
+        )
         step, own = StepRun({}, lr=0.1), {name: weight.piece.of(gradients[name]) for name, weight in weights.items()}
         totals.norm(step, torch.tensor(4.0, dtype=torch.float64), [torch.tensor(8.0)], own)
     assert step.loss is not None and step.norm is not None

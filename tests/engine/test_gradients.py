@@ -40,7 +40,7 @@ class Started:
 
 
 class Meeting:
-    """Where the threads of one group exchange what they bring."""
+    """Where the threads of one group redistribution what they bring."""
 
     def __init__(self, size: int) -> None:
         self.size, self._parts, self._barrier = size, [torch.empty(0)] * size, threading.Barrier(size, timeout=10)

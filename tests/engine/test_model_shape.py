@@ -32,7 +32,7 @@ def test_parameters_that_need_a_sum_of_their_own_get_a_bucket_of_their_own() -> 
     assert found.names == ((), ("w", "bias"), (), ("embed",), ("norm",))
     assert found.shape.shared == ((0, 2), (1,))
     assert found.shape.sums == ((), (), (), (), ((0, 1),))
-    assert [[step.buckets for step in steps] for steps in found.shape.steps] == [
+    assert [[step.buckets for step in steps] for steps in found.shape.ops] == [
         [(), (3,)],
         [(4,), (1,)],
         [(), (3,)],
@@ -67,6 +67,6 @@ def test_gradients_of_different_parts_are_never_summed() -> None:
     model = Model((("w",),), {"w": SPLIT}, 2)
     sharded = model.sharded(0)
     wrong = replace(sharded.parameters["w"], sums=((0, 1),))
-    broken = type(sharded)(sharded.blocks, sharded.parts, sharded.steps, {"w": wrong}, ())
+    broken = type(sharded)(sharded.blocks, sharded.parts, sharded.ops, {"w": wrong}, ())
     with pytest.raises(AssertionError, match=r"w is summed over .* which keep different parts of it"):
         bucket_names(model.blocks, ["w"], broken)

@@ -41,15 +41,15 @@ def test_every_parameter_is_in_exactly_the_blocks_that_use_it(name: str) -> None
 
 
 @pytest.mark.parametrize("name", [captured.GPT2, captured.WHISPER])
-def test_wires_are_made_before_they_are_used_and_values_come_from_the_prologue(name: str) -> None:
+def test_activations_are_made_before_they_are_used_and_values_come_from_the_prologue(name: str) -> None:
     blocks = captured.named(name).blocks
     made: set[str] = set()
     for block in blocks.blocks:
-        assert set(block.names("wire")) <= made
+        assert set(block.names("activation")) <= made
         assert set(block.names("value")) <= set(blocks.values)
         made |= set(block.outputs)
     assert blocks.loss in made and blocks.count in blocks.values
-    assert not any(port.kind in ("parameter", "wire") for port in blocks.prologue_ports)
+    assert not any(port.kind in ("parameter", "activation") for port in blocks.prologue_ports)
 
 
 def test_layers_alike_share_one_template() -> None:
@@ -60,7 +60,7 @@ def test_layers_alike_share_one_template() -> None:
 
 def test_crossing_sets_of_a_hand_made_chain() -> None:
     def block(name: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> Block:
-        return Block(name, "t", tuple(Port("wire", wire) for wire in reads), writes)
+        return Block(name, "t", tuple(Port("activation", activation) for activation in reads), writes)
 
     chain = (block("a", (), ("a:0", "a:1")), block("b", ("a:0",), ("b:0",)), block("c", ("b:0", "a:1"), ("c:0",)))
     blocks = Blocks(chain, {}, "", (), (), "c:0", "n")

@@ -138,9 +138,12 @@ def test_tokens_per_sample_counts_source_and_target_and_is_one_for_images() -> N
 
 
 def _layer(index: int, units: tuple[UnitFacts, ...] = (), template: str = "layers.0") -> BlockFacts:
-    wires = (TensorFacts(f"layers.{index}:0", ("batch", 4), "float32"), TensorFacts("mask", (2, "tokens"), "bool"))
+    activations = (
+        TensorFacts(f"layers.{index}:0", ("batch", 4), "float32"),
+        TensorFacts("mask", (2, "tokens"), "bool"),
+    )
     shared = (SharedFacts("mask", "2*tokens"), SharedFacts(f"layers.{index - 1}:0", "16*batch"))
-    return BlockFacts(f"layers.{index}", template, units, wires, "100*batch*tokens + 16*batch + 2*tokens", shared)
+    return BlockFacts(f"layers.{index}", template, units, activations, "100*batch*tokens + 16*batch + 2*tokens", shared)
 
 
 def test_what_blocks_share_is_counted_once_for_blocks_held_together() -> None:

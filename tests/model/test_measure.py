@@ -50,8 +50,8 @@ def test_measured_saved_bytes_are_what_is_kept_for_the_backward(name: str) -> No
     dims = captured.dims(inputs)
     with as_on_gpu():  # which is what facts are about
         shape = Described(captured, Plan(stages=(len(captured.blocks.blocks),)), "bfloat16").at(dims)
-    steps = [step for block in range(shape.num_blocks) for step in shape.steps_of(block)]
-    kept = {wire for step in steps for wire in step.bw.reads}
+    steps = [step for block in range(shape.num_blocks) for step in shape.ops_of(block)]
+    kept = {activation for step in steps for activation in step.bw.reads}
     own = sum(int(step.bw.saved_b or 0) + int(step.bw.saved_bw or 0) for step in steps)
     shared = {tensor.name: evaluate(tensor.bytes, dims) for block in facts.blocks for tensor in block.shared}
     assert {name for name in shared if name in shape.sizes} == kept

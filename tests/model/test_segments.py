@@ -90,13 +90,13 @@ def call(name: str, block_name: str) -> Call:
     held = {"parameter": case.parameters, "buffer": compute.buffers, "constant": compute.constants}
     arguments = []
     for port in block.ports:
-        if port.kind == "wire":
+        if port.kind == "activation":
             arguments.append(torch.randn(outlines[port.name].shape, generator=generator, dtype=torch.float64))
         elif port.kind == "size":
             arguments.append(evaluate(port.name, inputs.dims(0, 1)))
         else:
             arguments.append(held[port.kind][port.name] if port.kind in held else inputs[0, 1, port.kind, port.name])
-    wants = [port.kind in ("parameter", "wire") for port in block.ports if port.kind != "size"]
+    wants = [port.kind in ("parameter", "activation") for port in block.ports if port.kind != "size"]
     return Call(case, block, graphs.load(case.blocks.templates[block.template].text), arguments, wants)
 
 

@@ -186,14 +186,14 @@ def test_blocks_that_are_split_alike_are_one_entry() -> None:
     assert [len(block.names) > 1 for block in found.blocks] == [False, True, False]
 
 
-def test_wires_of_a_rank_look_as_its_part_of_the_samples_and_tokens() -> None:
+def test_activations_of_a_rank_look_as_its_part_of_the_samples_and_tokens() -> None:
     captured, plan = named(LLAMA).captured, Plan.parse("tp=2,degrees=2:1,sequence=yes")
     sharded = shard(captured, plan, 0, torch.float64)
     found = work_of(captured, sharded, 2, torch.float64, DIMS)
     width = captured.shapes["model.norm.weight"][0]
     first, second = (captured.blocks.blocks[i].outputs[0] for i in (0, 1))
-    assert tuple(found.wires[first].shape) == (4, 5, width)  # the embedding has degree 2: half of the 9 tokens
-    assert tuple(found.wires[second].shape) == (2, 9, width)  # the feed-forward has degree 1: half of the samples
+    assert tuple(found.activations[first].shape) == (4, 5, width)  # the embedding has degree 2: half of the 9 tokens
+    assert tuple(found.activations[second].shape) == (2, 9, width)  # the feed-forward has degree 1: half of the samples
 
 
 def test_more_ranks_than_heads_are_refused_or_attended_whole() -> None:

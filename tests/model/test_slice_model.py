@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.engine.totals import StepRun
+from phalanx.engine.reductions import StepRun
 from phalanx.errors import PlanError
 from phalanx.model.ops.slice_attention import Past, Slice
 from phalanx.model.slicing import Sliced, slice_model
@@ -32,7 +32,7 @@ def grains(name: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [GPT2, LLAMA])
 def test_every_block_of_a_decoder_runs_on_slices(name: str) -> None:
-    assert set(grains(name).values()) == {"slice"} and sliced(name).whole_wires == frozenset()
+    assert set(grains(name).values()) == {"slice"} and sliced(name).per_micro_batch == frozenset()
 
 
 @pytest.mark.parametrize(("name", "encoder", "decoder"), [
@@ -46,7 +46,9 @@ def test_an_encoder_runs_once_per_micro_batch_and_what_it_hands_on_is_whole(
     assert {grain for block, grain in found.items() if block.startswith(decoder)} == {"slice"}
     assert (found["embedding"], found["head"]) == ("micro-batch", "slice")
     blocks = captured.named(name).blocks.blocks
-    assert sliced(name).whole_wires == {w for block in blocks if found[block.name] != "slice" for w in block.outputs}
+    assert sliced(name).per_micro_batch == {
+        w for block in blocks if found[block.name] != "slice" for w in block.outputs
+    }
 
 
 @pytest.mark.parametrize("name", [GPT2, GEMMA3, WHISPER, T5])

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.engine.compose import bucket_names
-from phalanx.engine.formation import Formation
+from phalanx.engine.layout import RankLayout
 from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.shard.sharded import Exchange, LocalParameter, Part, Sharded
+from phalanx.model.shard.sharded import LocalParameter, Part, Redistribution, Sharded
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.parameters import Parameters, load_parameters
 from phalanx.params.state_facts import Slot, StateFacts, state_facts
 from phalanx.plan.plan import Plan
-from phalanx.program.shape import Partition, Step
+from phalanx.program.shape import BlockOp, Partition
 from phalanx.state.local import Local
 
 CPU = torch.device("cpu")
@@ -79,12 +79,15 @@ class Model:
         return {name: split.shape for name, split in self.splits.items()} | dict.fromkeys(self.unused, (3, 5))
 
     def sharded(self, tp_index: int, *cells: Partition) -> Sharded:
-        """cells: of the exchange between the two segments of each block."""
+        """cells: of the redistribution between the two segments of each block."""
         halves = [half for names in self.uses for half in (names[: len(names) // 2], names[len(names) // 2 :])]
-        exchanges = tuple(Part(exchange=Exchange("sum", "a", "b", each)) for each in cells)
-        parts = tuple((Part(segment=2 * b), *exchanges, Part(segment=2 * b + 1)) for b in range(len(self.uses)))
+        redistributions = tuple(Part(redistribution=Redistribution("all_reduce", "a", "b", each)) for each in cells)
+        parts = tuple((Part(segment=2 * b), *redistributions, Part(segment=2 * b + 1)) for b in range(len(self.uses)))
         local = {name: split.at(tp_index) for name, split in self.splits.items()}
-        steps = tuple(tuple(Step("exchange" if p.exchange else "segment", (), (), 2) for p in chain) for chain in parts)
+        steps = tuple(
+            tuple(BlockOp("redistribution" if p.redistribution else "segment", (), (), 2) for p in chain)
+            for chain in parts
+        )
         return Sharded(blocks_of(*halves), parts, steps, local, ())
 
     @property
@@ -100,10 +103,10 @@ class Model:
             integers=dict.fromkeys(self.integers, "int64"), tp=self.tp, masters=dtype == "bfloat16", slots=slots,
         )  # fmt: skip
 
-    def formation(self, plan: Plan, rank: int, *cells: Partition, dtype: str = "float32") -> Formation:
+    def formation(self, plan: Plan, rank: int, *cells: Partition, dtype: str = "float32") -> RankLayout:
         sharded = self.sharded(rank % self.tp, *cells) if self.tp > 1 else None
         shape = bucket_names(self.blocks, self.trainable, sharded).shape
-        return Formation(plan, shape, self.facts(dtype), rank, sharded)
+        return RankLayout(plan, shape, self.facts(dtype), rank, sharded)
 
     def values(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(3)

@@ -12,7 +12,7 @@ from phalanx.plan.rules import PIPELINES_ONLY
 from phalanx.program.bind import bind
 from phalanx.program.compile import CompiledPlan
 from phalanx.program.instructions import from_text
-from phalanx.program.shape import Backward, ModelShape, Step
+from phalanx.program.shape import Backward, BlockOp, ModelShape
 
 MAX_STAGES, MAX_MICRO_BATCHES, MAX_VIRTUAL, MAX_DP = 8, 16, 4, 4
 
@@ -63,12 +63,12 @@ def simple_shape(num_blocks: int, *shared: tuple[int, ...]) -> ModelShape:
 
 def chain(num_blocks: int, size: str, saved: str = "0", inputs: str = "0", **backward: str) -> ModelShape:
     """Blocks of one segment that writes `size` bytes and leaves `saved` for its backward."""
-    steps: list[tuple[Step, ...]] = []
+    steps: list[tuple[BlockOp, ...]] = []
     for n in range(num_blocks):
         reads, writes = (f"h{n}",) if n else (), (f"h{n + 1}",)
         own = Backward(writes, reads, reads, reads, writes, saved_bw=saved, **backward)  # pyright: ignore
-        steps.append((Step("segment", reads, writes, degree=1, sizes=(size,), traced=own),))
-    return replace(simple_shape(num_blocks), steps=tuple(steps), inputs=inputs)
+        steps.append((BlockOp("segment", reads, writes, degree=1, sizes=(size,), traced=own),))
+    return replace(simple_shape(num_blocks), ops=tuple(steps), inputs=inputs)
 
 
 def by_hand(plan: Plan, shape: ModelShape, *texts: str) -> CompiledPlan:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from phalanx.plan.fields import Slicings
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import SLICED_SCHEDULES
-from phalanx.program.shape import ModelShape, Step
+from phalanx.program.shape import BlockOp, ModelShape
 from tests.program.random_plans import cases, simple_shape
-from tests.program.tensor_shapes import exchange, segment, tensor_cases
+from tests.program.tensor_shapes import redistribution, segment, tensor_cases
 
 Case = tuple[Plan, ModelShape]
 MAX_MICRO_BATCHES = 3
@@ -31,8 +31,8 @@ def sliced(draw: st.DrawFn, whole: st.SearchStrategy[Case]) -> Case:
     slices: Slicings = draw(slicings)
     plan = replace(plan, slices=slices, pairs=False, mb=min(plan.mb, MAX_MICRO_BATCHES))
     num_whole = draw(st.integers(0, shape.num_blocks - 1) | st.just(0))
-    whole_wires = frozenset(f"h{n}" for n in range(num_whole + 1)) if num_whole else frozenset[str]()
-    return plan, replace(shape, grains=grains(num_whole, shape.num_blocks), whole_wires=whole_wires)
+    per_micro_batch = frozenset(f"h{n}" for n in range(num_whole + 1)) if num_whole else frozenset[str]()
+    return plan, replace(shape, granularities=grains(num_whole, shape.num_blocks), per_micro_batch=per_micro_batch)
 
 
 def sliced_cases() -> st.SearchStrategy[Case]:
@@ -42,10 +42,10 @@ def sliced_cases() -> st.SearchStrategy[Case]:
 
 def encoder_decoder(num_encoder: int, num_decoder: int) -> ModelShape:
     """Encoder blocks that hand on h1, h2, …; the last one's result is read by every decoder block, as it is and through
-    an exchange that sends nothing."""
+    a redistribution that sends nothing."""
     cells = ((0, 1),)
-    steps: list[tuple[Step, ...]] = [
-        (segment(f"h{n}" if n else "", f"p{n}"), exchange(f"p{n}", f"h{n + 1}", cells, "all_reduce"))
+    steps: list[tuple[BlockOp, ...]] = [
+        (segment(f"h{n}" if n else "", f"p{n}"), redistribution(f"p{n}", f"h{n + 1}", cells, "all_reduce"))
         for n in range(num_encoder)
     ]
     memory = f"h{num_encoder}"
@@ -54,15 +54,15 @@ def encoder_decoder(num_encoder: int, num_decoder: int) -> ModelShape:
         steps.append(
             (
                 segment(" ".join([*before, memory]), f"q{n}"),
-                exchange(f"q{n}", f"s{n}", cells, "all_reduce", "all_gather"),
-                exchange(memory, f"m{n}", cells),
+                redistribution(f"q{n}", f"s{n}", cells, "all_reduce", "all_gather"),
+                redistribution(memory, f"m{n}", cells),
                 segment(f"s{n} m{n}", f"h{n + 1}"),
             )
         )
     plain = simple_shape(num_encoder + num_decoder)
     return replace(
         plain,
-        steps=tuple(steps),
-        grains=grains(num_encoder, plain.num_blocks),
-        whole_wires=frozenset(f"h{n}" for n in range(num_encoder + 1)),
+        ops=tuple(steps),
+        granularities=grains(num_encoder, plain.num_blocks),
+        per_micro_batch=frozenset(f"h{n}" for n in range(num_encoder + 1)),
     )

@@ -8,21 +8,21 @@ from hypothesis import strategies as st
 
 from phalanx.plan.plan import SCHEDULES, Plan
 from phalanx.plan.rules import OVERLAPS, PIPELINES_ONLY
-from phalanx.program.shape import ModelShape, Partition, Step
+from phalanx.program.shape import BlockOp, ModelShape, Partition
 from tests.program.random_plans import simple_shape
 
 ELEMENTS = "batch * 100"
 
 
-def segment(reads: str, writes: str, flops: str = "0") -> Step:
-    return Step("segment", tuple(reads.split()), tuple(writes.split()), degree=2, flops=flops)
+def segment(reads: str, writes: str, flops: str = "0") -> BlockOp:
+    return BlockOp("segment", tuple(reads.split()), tuple(writes.split()), degree=2, flops=flops)
 
 
-def exchange(source: str, target: str, cells: Partition, forward: str = "", backward: str = "") -> Step:
-    return Step("exchange", (source,), (target,), 2, "", forward, backward, cells, ELEMENTS)
+def redistribution(source: str, target: str, cells: Partition, forward: str = "", backward: str = "") -> BlockOp:
+    return BlockOp("redistribution", (source,), (target,), 2, "", forward, backward, cells, ELEMENTS)
 
 
-def layer(n: int, tp: int = 2, *, sequence: bool = False) -> tuple[Step, ...]:
+def layer(n: int, tp: int = 2, *, sequence: bool = False) -> tuple[BlockOp, ...]:
     """Norm, attention, add and norm, feed-forward, add: reads h{n}, writes h{n+1}."""
     cells = (tuple(range(tp)),)
     before = f"h{n}" if n else ""  # the first block reads nothing but the model's inputs
@@ -30,13 +30,13 @@ def layer(n: int, tp: int = 2, *, sequence: bool = False) -> tuple[Step, ...]:
     leave = {"forward": "reduce_scatter", "backward": "all_gather"} if sequence else {"forward": "all_reduce"}
     return (
         segment(before, f"n{n}"),
-        exchange(f"n{n}", f"e{n}", cells, **enter),
+        redistribution(f"n{n}", f"e{n}", cells, **enter),
         segment(f"e{n}", f"p{n}", "batch * 50"),
-        exchange(f"p{n}", f"a{n}", cells, **leave),
+        redistribution(f"p{n}", f"a{n}", cells, **leave),
         segment(f"{before} a{n}", f"r{n} m{n}"),
-        exchange(f"m{n}", f"f{n}", cells, **enter),
+        redistribution(f"m{n}", f"f{n}", cells, **enter),
         segment(f"f{n}", f"q{n}", "batch * 50"),
-        exchange(f"q{n}", f"o{n}", cells, **leave),
+        redistribution(f"q{n}", f"o{n}", cells, **leave),
         segment(f"r{n} o{n}", f"h{n + 1}"),
     )
 
@@ -84,24 +84,26 @@ def cells_of(draw: st.DrawFn, tp: int) -> Partition:
 
 
 @st.composite
-def random_block(draw: st.DrawFn, n: int, tp: int) -> tuple[Step, ...]:
-    """Any chain of segments and exchanges that reads h{n} and writes h{n+1}, read by any later step besides."""
+def random_block(draw: st.DrawFn, n: int, tp: int) -> tuple[BlockOp, ...]:
+    """Any chain of segments and redistributions that reads h{n} and writes h{n+1}, read by any later step besides."""
     kinds = [("", ""), ("all_reduce", ""), ("", "all_reduce"), ("all_gather", "reduce_scatter"),
              ("reduce_scatter", "all_gather"), ("all_gather", "")]  # fmt: skip
     length = draw(st.integers(1, 7))
-    ends = draw(st.booleans())  # with a segment, or with an exchange that hands on
-    steps: list[Step] = []
-    wires = [f"h{n}"] if n else []
+    ends = draw(st.booleans())  # with a segment, or with a redistribution that hands on
+    steps: list[BlockOp] = []
+    activations = [f"h{n}"] if n else []
     for i in range(length):
         target = f"h{n + 1}" if i == length - 1 else f"w{n}.{i}"
         is_segment = i == 0 or (ends and i == length - 1) or draw(st.booleans())
         if is_segment:
-            others = draw(st.sets(st.sampled_from(wires), max_size=2)) if wires else set[str]()
-            steps.append(segment(" ".join(sorted({*others, *wires[-1:]})), target, str(draw(st.integers(0, 3)))))
+            others = draw(st.sets(st.sampled_from(activations), max_size=2)) if activations else set[str]()
+            steps.append(segment(" ".join(sorted({*others, *activations[-1:]})), target, str(draw(st.integers(0, 3)))))
         else:
             forward, backward = draw(st.sampled_from(kinds))
-            steps.append(exchange(draw(st.sampled_from(wires)), target, draw(cells_of(tp)), forward, backward))
-        wires.append(target)
+            steps.append(
+                redistribution(draw(st.sampled_from(activations)), target, draw(cells_of(tp)), forward, backward)
+            )
+        activations.append(target)
     return tuple(steps)
 
 

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from phalanx.plan.plan import Plan
 from phalanx.program.bind import IN_FLIGHT
 from phalanx.program.compile import compile_forward, compile_plan
-from phalanx.program.instructions import EXCHANGES, RECEIVES, Instruction, Op
+from phalanx.program.instructions import RECEIVES, REDISTRIBUTIONS, Instruction, Op
 from phalanx.program.rules import Key, Names
-from phalanx.program.shape import ModelShape, Step
+from phalanx.program.shape import BlockOp, ModelShape
 from phalanx.program.values import RESIDENT, Row, Table
 from tests.program.random_plans import cases, simple_shape
 from tests.program.sliced_plans import encoder_decoder, sliced_cases
-from tests.program.tensor_shapes import exchange, segment, stack, tensor_cases
+from tests.program.tensor_shapes import redistribution, segment, stack, tensor_cases
 
 Case = tuple[Plan, ModelShape]
 every_case = cases() | tensor_cases() | sliced_cases()
@@ -51,7 +51,7 @@ def test_every_value_is_freed_once_by_the_last_that_touches_it_or_waits_for_what
         made_of: dict[int, set[int]] = {}  # what a collective brings → what it reads
         for position, row in enumerate(table.rows):
             last |= dict.fromkeys((*touched(row), *row.waits), position)
-            made_of |= {i: set(row.reads) for i in row.writes if row.instruction.op in EXCHANGES | {Op.REDUCE}}
+            made_of |= {i: set(row.reads) for i in row.writes if row.instruction.op in REDISTRIBUTIONS | {Op.REDUCE}}
             assert not freed.keys() & set(row.frees)
             freed |= dict.fromkeys(row.frees, position)
         for i, value in enumerate(table.values):
@@ -97,7 +97,7 @@ def _brought(row: Row, plan: Plan) -> set[int]:
     op, collected = row.instruction.op, {total for total, _ in row.collects}
     if op in (Op.SUM, Op.TIE):
         return {row.adds[-1]}
-    if op in RECEIVES | EXCHANGES | {Op.GATHER, Op.REDUCE} or (op is Op.COUNT and plan.dp > 1):
+    if op in RECEIVES | REDISTRIBUTIONS | {Op.GATHER, Op.REDUCE} or (op is Op.COUNT and plan.dp > 1):
         return set(row.writes) - collected - set(row.waits)
     return set(row.adds) if op is Op.SHARE else set()
 
@@ -140,7 +140,7 @@ def test_a_rank_that_is_left_and_visited_again_has_another_value_of_the_same_nam
     steps = (
         (segment("", "h1"),),
         (segment("h1", "h2"),),
-        (segment("h1 h2", "h3"), exchange("h3", "h4", cells)),
+        (segment("h1 h2", "h3"), redistribution("h3", "h4", cells)),
         (segment("h4", "h5"),),
     )
     shape = ModelShape(4, (), (True,) * 4, (True,) * 4, steps)
@@ -179,20 +179,20 @@ def _given(plan: Plan, shape: ModelShape, it: Instruction) -> Sequence[str]:
     if it.op is Op.RECV_B:
         assert it.stage is not None
         crossing = shape.crossing(plan.stage_blocks(it.stage)[-1] + 1)
-        return [wire for wire in crossing if not (it.slice and wire in shape.whole_wires)]
+        return [activation for activation in crossing if not (it.slice and activation in shape.per_micro_batch)]
     return _step_of(shape, it).reads if it.op in (Op.B, Op.BW, Op.CB, Op.LB) else ()
 
 
-def _step_of(shape: ModelShape, it: Instruction) -> Step:
+def _step_of(shape: ModelShape, it: Instruction) -> BlockOp:
     assert it.block is not None
-    return shape.steps_of(it.block)[it.step or 0]
+    return shape.ops_of(it.block)[it.op_index or 0]
 
 
-def _gradients(plan: Plan, names: Names, index: int, it: Instruction, wires: Sequence[str]) -> set[Key]:
+def _gradients(plan: Plan, names: Names, index: int, it: Instruction, activations: Sequence[str]) -> set[Key]:
     first = it.stage
     while first is not None and first - 1 in plan.stages_of(index):
         first -= 1
-    own = {names.gradient.get(wire, wire) for wire in wires}
+    own = {names.gradient.get(activation, activation) for activation in activations}
     return {
         ("gradient", name, it.micro_batch, None if name in names.whole_gradients else it.slice, it.half, first)
         for name in own
@@ -210,8 +210,8 @@ def test_a_residual_sum_adds_up_in_place_and_waits_for_what_travels() -> None:
 
 def test_parts_that_travel_are_collected_where_the_sum_is_taken() -> None:
     cells = ((0, 1),)
-    steps = (segment("", "x"), exchange("x", "e", cells, backward="all_reduce"),
-             exchange("x", "f", cells, backward="all_reduce"), segment("e f", "h1"))  # fmt: skip
+    steps = (segment("", "x"), redistribution("x", "e", cells, backward="all_reduce"),
+             redistribution("x", "f", cells, backward="all_reduce"), segment("e f", "h1"))  # fmt: skip
     table = compile_plan(Plan.parse("tp=2,stages=1"), ModelShape(1, (), (True,), (True,), (steps,))).tables[0]
     first, second = row_of(table, "CB0.0/0:2").writes[0], row_of(table, "CB0.0/0:1").writes[0]
     row = row_of(table, "BW0.0/0:0")
@@ -226,10 +226,10 @@ def test_what_belongs_to_the_micro_batch_is_freed_with_its_last_slice_and_gets_a
     memory = [i for i, value in enumerate(table.values) if value.what == "h1" and value.kind == "activation"]
     assert len(memory) == 1 and table.values[memory[0]].slice is None
     assert memory[0] in row_of(table, "BW0.0.0/1:0").frees
-    # The exchange between p0 and h1 does nothing in the backward: the gradient is one and the same.
+    # The redistribution between p0 and h1 does nothing in the backward: the gradient is one and the same.
     gradient = [i for i, value in enumerate(table.values) if value.what == "p0" and value.kind == "gradient"]
     givers = [row.instruction for row in table.rows if {*row.writes, *row.adds} & set(gradient)]
-    assert [(it.slice, it.step) for it in givers] == [(j, step) for j in (2, 1, 0) for step in (3, 0)]
+    assert [(it.slice, it.op_index) for it in givers] == [(j, step) for j in (2, 1, 0) for step in (3, 0)]
 
 
 def test_recomputation_keeps_nothing_of_a_forward_but_what_it_reads() -> None:

@@ -15,10 +15,10 @@ from phalanx.program.check import check
 from phalanx.program.compile import compile_forward, compile_plan
 from phalanx.program.instructions import Op, Program, from_text, to_text
 from phalanx.program.lower import lower, lower_forward
-from phalanx.program.shape import ModelShape, Step
+from phalanx.program.shape import BlockOp, ModelShape
 from tests.program.random_plans import cases, chain, simple_shape
 from tests.program.sliced_plans import grains, sliced_cases
-from tests.program.tensor_shapes import exchange, segment, stack, tensor_cases
+from tests.program.tensor_shapes import redistribution, segment, stack, tensor_cases
 
 Case = tuple[Plan, ModelShape]
 Mutation = Callable[[str], str]
@@ -35,13 +35,13 @@ def replace(old: str, new: str) -> Mutation:
 
 
 def swap(one: str, other: str) -> Mutation:
-    def exchange(text: str) -> str:
+    def redistribution(text: str) -> str:
         words = text.split()
         i, j = words.index(one), words.index(other)
         words[i], words[j] = words[j], words[i]
         return " ".join(words)
 
-    return exchange
+    return redistribution
 
 
 def move(word: str, behind: str) -> Mutation:
@@ -182,19 +182,19 @@ def test_a_wrong_program_of_steps_and_halves_is_refused_in_words(
     assert_one_place(message)
 
 
-@pytest.mark.parametrize("plan, shape, index, one, other, wire", [
+@pytest.mark.parametrize("plan, shape, index, one, other, activation", [
     (PIPELINE, simple_shape(4), 1, "BW1.0/2", "SB1.0>0", "h2"),
     (PIPELINE, simple_shape(4), 1, "BW1.0/3", "BW1.0/2", "h3"),
     ("tp=2,stages=2", stack(2), 0, "B0.0/1:6", "CB0.0/1:5", "f1"),
     ("tp=2,stages=2", stack(2), 0, "CB0.0/1:5", "BW0.0/1:4", "m1"),
 ])  # fmt: skip
 def test_a_gradient_cannot_be_taken_before_it_is_given(
-    plan: str, shape: ModelShape, index: int, one: str, other: str, wire: str
+    plan: str, shape: ModelShape, index: int, one: str, other: str, activation: str
 ) -> None:
     parsed = Plan.parse(plan)
     message = refusal(parsed, shape, mutated(parsed, shape, {index: swap(one, other)}))
     words = message.splitlines()[0]
-    assert f"gradient({wire}).0 " in words and words.endswith(f"at {other}")
+    assert f"gradient({activation}).0 " in words and words.endswith(f"at {other}")
     assert_one_place(message)
 
 
@@ -206,8 +206,8 @@ def test_weight_gradients_cannot_come_before_what_the_backward_leaves_for_them()
 
 def attending(num_blocks: int) -> ModelShape:
     """Blocks that keep keys and values of earlier slices."""
-    steps = tuple((Step("segment", (f"h{n}",) if n else (), (f"h{n + 1}",), 1, pasts=1),) for n in range(num_blocks))
-    return dataclasses.replace(simple_shape(num_blocks), steps=steps)
+    steps = tuple((BlockOp("segment", (f"h{n}",) if n else (), (f"h{n + 1}",), 1, pasts=1),) for n in range(num_blocks))
+    return dataclasses.replace(simple_shape(num_blocks), ops=steps)
 
 
 @pytest.mark.parametrize("plan, num_whole, index, mutation, words", [
@@ -227,8 +227,8 @@ def test_a_wrong_program_with_slices_is_refused_in_words(
 ) -> None:
     parsed = Plan.parse(plan)
     plain = simple_shape(sum(parsed.stages))
-    wires = frozenset(f"h{n + 1}" for n in range(num_whole))
-    shape = dataclasses.replace(plain, grains=grains(num_whole, plain.num_blocks), whole_wires=wires)
+    activations = frozenset(f"h{n + 1}" for n in range(num_whole))
+    shape = dataclasses.replace(plain, granularities=grains(num_whole, plain.num_blocks), per_micro_batch=activations)
     message = refusal(parsed, shape, mutated(parsed, shape, {index: mutation}))
     assert words in message
     assert_one_place(message)
@@ -301,7 +301,7 @@ def test_a_long_list_of_waiting_ranks_is_cut() -> None:
     assert "deadlock: " in message and "; and 2 more" in message
 
 
-def test_an_exchange_that_waits_for_a_message_that_waits_for_it_is_a_deadlock() -> None:
+def test_an_redistribution_that_waits_for_a_message_that_waits_for_it_is_a_deadlock() -> None:
     plan, shape = Plan.parse("pp=2,tp=2,mb=2,stages=1-1"), stack(2)
     # The first stage's second forward only after the first backward, which the second stage wants the other way.
     words = to_text(lower(plan, shape)[0]).split()
@@ -401,7 +401,7 @@ def test_a_sum_has_as_many_parts_as_the_activation_has_readers() -> None:
     cells = ((0, 1),)
     steps = (
         segment("", "x"),
-        exchange("x", "e", cells, backward="all_reduce"),
+        redistribution("x", "e", cells, backward="all_reduce"),
         segment("e", "y"),
         segment("e x y", "h1"),
     )

@@ -11,7 +11,7 @@ from phalanx.program.groups import group_of
 from phalanx.program.instructions import COLLECTIVES, from_text
 from phalanx.program.shape import ModelShape
 from tests.program.random_plans import cases, simple_shape
-from tests.program.tensor_shapes import exchange, tensor_cases
+from tests.program.tensor_shapes import redistribution, tensor_cases
 
 
 @pytest.mark.parametrize("plan, rank, word, group", [
@@ -33,8 +33,8 @@ def test_each_kind_of_collective_has_its_groups(plan: str, rank: int, word: str,
 
 TENSOR = ModelShape(
     3, (), (True,) * 3, (True,) * 3,
-    steps=((exchange("a", "b", ((0, 1), (2, 3)), "all_reduce"), exchange("b", "c", ((0, 1, 2, 3),), "", "all_reduce")),
-           (exchange("a", "b", (), "all_reduce"),), ()),
+    ops=((redistribution("a", "b", ((0, 1), (2, 3)), "all_reduce"), redistribution("b", "c", ((0, 1, 2, 3),), "", "all_reduce")),
+           (redistribution("a", "b", (), "all_reduce"),), ()),
     sums=(((0, 1), (2, 3)), (), ((0, 2), (1, 3))),
 )  # fmt: skip
 
@@ -56,7 +56,7 @@ TENSOR = ModelShape(
     ("dp=2,tp=4,zero=3,stages=3", 5, "G0.0/0", (1, 5)),
     ("dp=2,tp=2,stages=3", 1, "NORM", (0, 1, 2, 3)),
 ])  # fmt: skip
-def test_exchanges_run_over_a_cell_and_sums_over_the_replicas_of_a_cell(
+def test_redistributions_run_over_a_cell_and_sums_over_the_replicas_of_a_cell(
     plan: str, rank: int, word: str, group: tuple[int, ...]
 ) -> None:
     (instruction,) = from_text(word)

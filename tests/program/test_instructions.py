@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from phalanx.errors import PlanError
 from phalanx.program.instructions import (
     COMPUTE,
-    EXCHANGES,
-    LOCAL_EXCHANGES,
+    LOCAL_REDISTRIBUTIONS,
     RECEIVES,
+    REDISTRIBUTIONS,
     SENDS,
     Instruction,
     Op,
@@ -22,10 +22,15 @@ from phalanx.program.instructions import (
 number = st.integers(0, 99)
 half = st.sampled_from([None, 0, 1])
 slice = st.none() | number
-computes, exchanges = st.sampled_from(sorted(COMPUTE)), st.sampled_from(sorted(EXCHANGES | LOCAL_EXCHANGES))
+computes, redistributions = (
+    st.sampled_from(sorted(COMPUTE)),
+    st.sampled_from(sorted(REDISTRIBUTIONS | LOCAL_REDISTRIBUTIONS)),
+)
 instructions = (
     st.builds(Instruction, computes, number, number, st.none() | number, half=half, slice=slice)
-    | st.builds(Instruction, computes | exchanges, number, number, number, half=half, step=number, slice=slice)
+    | st.builds(
+        Instruction, computes | redistributions, number, number, number, half=half, op_index=number, slice=slice
+    )
     | st.builds(
         Instruction, st.sampled_from(sorted(SENDS | RECEIVES)), number, number, peer=number, half=half, slice=slice
     )
@@ -52,15 +57,15 @@ def test_the_lowered_view_names_blocks_buckets_and_ranks() -> None:
 
 
 def test_halves_and_steps_are_named_where_there_are_any() -> None:
-    first = Instruction(Op.F, 1, 0, 5, half=0, step=2)
-    assert to_text([first, Instruction(Op.CB, 1, 0, 5, half=1, step=3)]) == "F1.0a/5:2 CB1.0b/5:3"
+    first = Instruction(Op.F, 1, 0, 5, half=0, op_index=2)
+    assert to_text([first, Instruction(Op.CB, 1, 0, 5, half=1, op_index=3)]) == "F1.0a/5:2 CB1.0b/5:3"
     text = "I.0b RF1.0b<0 LF1.0b/5:1 A1.0b/5:2 CA1.0b/5:3 CF1.0/5:3 BW1.0/5:0 SF1.0b>2"
     assert to_text(from_text(text)) == text
 
 
 def test_slices_are_named_behind_their_micro_batch() -> None:
     assert str(Instruction(Op.F, 1, 0, slice=2)) == "F1.0.2"
-    assert str(Instruction(Op.F, 1, 0, 5, half=0, step=3, slice=2)) == "F1.0.2a/5:3"
+    assert str(Instruction(Op.F, 1, 0, 5, half=0, op_index=3, slice=2)) == "F1.0.2a/5:3"
     text = "RF1.0.2b<0 G1.0.2/5 F1.0.2/5 CF1.0.2/5:3 LB1.0.2/5:4 SF1.0.2>2 R1.0/5"
     assert to_text(from_text(text)) == text
 

@@ -11,7 +11,7 @@ from phalanx.program.compile import CompiledPlan, compile_forward, compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link, uniform
 from phalanx.program.instructions import Op
 from phalanx.program.memory import Sizes, live_bytes, resident_bytes
-from phalanx.program.shape import Backward, ModelShape, Step
+from phalanx.program.shape import Backward, BlockOp, ModelShape
 from phalanx.program.simulate import simulate
 from phalanx.program.values import Value
 from tests.program.random_plans import chain, simple_shape
@@ -64,7 +64,7 @@ def test_sizes_are_expressions_over_the_dims_of_a_micro_batch() -> None:
 def test_a_half_has_the_larger_part_of_the_samples() -> None:
     steps = ((segment("", "x"), segment("x", "h1")),)
     sized = tuple(tuple(replace(step, sizes=("batch * 10",)) for step in own) for own in steps)
-    shape = replace(simple_shape(1), steps=sized, inputs="batch")
+    shape = replace(simple_shape(1), ops=sized, inputs="batch")
     compiled, size = sizes_of("tp=2,overlap=halves,stages=1", shape, {"batch": 5})
     assert [size(value_of(compiled, f"activation(x).0{half}")) for half in "ab"] == [30, 30]
     assert size(value_of(compiled, "inputs().0b")) == 3
@@ -84,7 +84,7 @@ def test_micro_batches_may_be_cut_differently() -> None:
 
 
 def test_what_belongs_to_the_micro_batch_has_all_tokens() -> None:
-    shape = replace(chain(2, "tokens"), grains=grains(1, 2), whole_wires=frozenset(("h1",)))
+    shape = replace(chain(2, "tokens"), granularities=grains(1, 2), per_micro_batch=frozenset(("h1",)))
     compiled, size = sizes_of("slices=4,stages=2", shape, {"tokens": 16})
     assert size(value_of(compiled, "activation(h1).0")) == 16
 
@@ -111,7 +111,7 @@ def test_buckets_have_whole_gradients_and_sums_are_sharded_with_zero(zero: int, 
 
 
 def test_the_segments_of_a_block_share_its_gradients() -> None:
-    shape = replace(simple_shape(1), steps=((segment("", "x"), segment("x", "h1")),))
+    shape = replace(simple_shape(1), ops=((segment("", "x"), segment("x", "h1")),))
     compiled, size = sizes_of("stages=1", shape, {})
     assert [size(value_of(compiled, f"d_parameters(0/{step})")) for step in (0, 1)] == [1000, 1000]
 
@@ -149,12 +149,12 @@ def test_weight_gradients_that_come_later_keep_what_they_need() -> None:
 def test_memory_that_values_share_counts_once_until_the_last_of_them_goes() -> None:
     first, view, last = ("x",), ("v",), ("h1",)
     steps = (
-        Step("segment", (), first, 1, sizes=("10",), traced=Backward(first, (), (), (), first, saved_bw="0")),
-        Step("segment", first, view, 1, sizes=("10",), traced=Backward(
+        BlockOp("segment", (), first, 1, sizes=("10",), traced=Backward(first, (), (), (), first, saved_bw="0")),
+        BlockOp("segment", first, view, 1, sizes=("10",), traced=Backward(
             view, first, (), (), (), saved_bw="0", trains=False, same=(("v", "x"),), d_same=(("x", "v"),))),
-        Step("segment", view, last, 1, sizes=("4",), traced=Backward(last, view, view, view, last, saved_bw="0")),
+        BlockOp("segment", view, last, 1, sizes=("4",), traced=Backward(last, view, view, view, last, saved_bw="0")),
     )  # fmt: skip
-    found = live("stages=1", replace(simple_shape(1), steps=(steps,)))
+    found = live("stages=1", replace(simple_shape(1), ops=(steps,)))
     assert [found[f"F0.0/0:{step}"] for step in range(3)] == [10, 10, 14]
     # The gradient of v becomes that of x where it is.
     assert found["BW0.0/0:2"] == 4 + 10 + 1000 and found["BW0.0/0:1"] == 4 + 10 + 1000
@@ -246,6 +246,6 @@ def test_what_a_computation_needs_while_it_runs_comes_and_goes() -> None:
 def test_pairs_keep_no_more_activations_because_one_is_freed_as_the_other_grows() -> None:
     steps = tuple((segment(f"h{n}" if n else "", f"x{n}"), segment(f"x{n}", f"h{n + 1}")) for n in range(4))
     own = tuple(tuple(replace(step, traced=replace(step.bw, saved_bw="10000")) for step in block) for block in steps)
-    shape = replace(simple_shape(4), steps=own)
+    shape = replace(simple_shape(4), ops=own)
     held = [memory(Plan.parse(f"tp=2,mb=4,pairs={pairs},stages=4"), 0, shape)["activations"] for pairs in ("no", "yes")]
     assert held[1] <= held[0] + 2 * 10000  # of the blocks that both are at

@@ -14,7 +14,7 @@ from phalanx.plan.plan import Plan
 from phalanx.program.check_values import Broken, check_values
 from phalanx.program.compile import CompiledPlan, compile_plan
 from phalanx.program.instructions import Op
-from phalanx.program.shape import ModelShape, Step
+from phalanx.program.shape import BlockOp, ModelShape
 from phalanx.program.values import Row, Table
 from tests.program.random_plans import chain, simple_shape
 from tests.program.sliced_plans import encoder_decoder
@@ -45,8 +45,8 @@ class Mutation(NamedTuple):
 
 def attending(num_blocks: int) -> ModelShape:
     """Blocks that keep keys and values of earlier slices."""
-    steps = tuple((Step("segment", (f"h{n}",) if n else (), (f"h{n + 1}",), 1, pasts=1),) for n in range(num_blocks))
-    return replace(simple_shape(num_blocks), steps=steps)
+    steps = tuple((BlockOp("segment", (f"h{n}",) if n else (), (f"h{n + 1}",), 1, pasts=1),) for n in range(num_blocks))
+    return replace(simple_shape(num_blocks), ops=steps)
 
 
 PLANS = {

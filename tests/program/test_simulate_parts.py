@@ -1,5 +1,5 @@
-"""Simulated parts of micro-batches: exchanges travel beside computation until someone needs them, and slices cost what
-their tokens attend to."""
+"""Simulated parts of micro-batches: redistributions travel beside computation until someone needs them, and slices cost
+what their tokens attend to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.rules import OVERLAPS
 from phalanx.program.compile import compile_plan
 from phalanx.program.costs import Costs, Link, uniform
-from phalanx.program.instructions import COMPUTE, EXCHANGES, Instruction, Op
+from phalanx.program.instructions import COMPUTE, REDISTRIBUTIONS, Instruction, Op
 from phalanx.program.shape import ModelShape
 from phalanx.program.shares import Shares
 from phalanx.program.simulate import simulate
@@ -25,7 +25,7 @@ from phalanx.program.slice_costs import slice_cost_of, work_of
 from phalanx.program.timeline import Event, Timeline
 from tests.program.random_plans import by_hand, chain, simple_shape
 from tests.program.sliced_plans import Case, grains, sliced_cases, slicings
-from tests.program.tensor_shapes import exchange, segment, stack, tensor_cases
+from tests.program.tensor_shapes import redistribution, segment, stack, tensor_cases
 
 LAYERS = 6
 SHAPE = stack(LAYERS)
@@ -53,10 +53,10 @@ def span(event: Event) -> tuple[float, float]:
     return event.start, event.end
 
 
-# Exchanges.
+# Redistributions.
 
 
-def test_a_segment_takes_its_share_of_the_block_and_an_exchange_its_bytes_on_the_ring() -> None:
+def test_a_segment_takes_its_share_of_the_block_and_an_redistribution_its_bytes_on_the_ring() -> None:
     events = events_of(SHAPE, "F0.0/0:0 F0.0/0:2 CF0.0/0:3 F0.0/0:4 F0.0/0:6")
     assert [events[f"F0.0/0:{step}"].seconds for step in (0, 2, 4, 6)] == [0, 0.5, 0, 0.5]
     assert span(events["CF0.0/0:3"]) == (0.5, 1.5)  # 2 · ½ of 2 · 100 elements of 4 bytes at 800 a second
@@ -75,7 +75,7 @@ def test_the_gradient_of_an_input_travels_behind_the_weight_gradients() -> None:
     events = events_of(SHAPE, "BW0.0/0:8 B0.0/0:6 CB0.0/0:5 W0.0/0:6 BW0.0/0:4 B0.0/0:2")
     assert span(events["CB0.0/0:5"]) == (0.5, 1.5)
     assert span(events["W0.0/0:6"]) == (0.5, 1.0)
-    assert events["BW0.0/0:4"].start == 1.5  # the segment that wrote the wire
+    assert events["BW0.0/0:4"].start == 1.5  # the segment that wrote the activation
 
 
 def test_a_backward_waits_for_what_is_gathered_again_for_it() -> None:
@@ -85,17 +85,17 @@ def test_a_backward_waits_for_what_is_gathered_again_for_it() -> None:
     assert span(events["B0.0/0:6"]) == (1, 1.5)
 
 
-def test_what_an_exchange_does_alone_takes_no_time_and_sends_nothing() -> None:
-    steps = (segment("", "x", "1"), exchange("x", "s", ((0, 1),), "shard", "all_gather"), segment("s", "h1", "1"))
+def test_what_an_redistribution_does_alone_takes_no_time_and_sends_nothing() -> None:
+    steps = (segment("", "x", "1"), redistribution("x", "s", ((0, 1),), "shard", "all_gather"), segment("s", "h1", "1"))
     events = events_of(ModelShape(1, (), (True,), (True,), (steps,)), "F0.0/0:0 LF0.0/0:1 F0.0/0:2")
     assert span(events["LF0.0/0:1"]) == (0.5, 0.5) and events["LF0.0/0:1"].resource == "compute"
     assert events["F0.0/0:2"].start == 0.5
 
 
-def test_exchanges_of_exchanges_wait_for_each_other_and_messages_for_all_of_them() -> None:
+def test_redistributions_of_redistributions_wait_for_each_other_and_messages_for_all_of_them() -> None:
     cells = ((0, 1),)
-    first = exchange("a", "b", cells, "all_reduce", "all_reduce")
-    steps = (segment("", "a"), first, exchange("b", "c", cells), exchange("c", "h1", cells, "all_reduce"))
+    first = redistribution("a", "b", cells, "all_reduce", "all_reduce")
+    steps = (segment("", "a"), first, redistribution("b", "c", cells), redistribution("c", "h1", cells, "all_reduce"))
     shape = ModelShape(2, (), (True,) * 2, (True,) * 2, (steps, (segment("h1", "h2"),)))
     costs = replace(linked(shape, 800), message_link=Link(2.0))
     timeline = simulate(compile_plan(Plan.parse("pp=2,tp=2,stages=1-1"), shape), costs)
@@ -111,14 +111,16 @@ def test_exchanges_of_exchanges_wait_for_each_other_and_messages_for_all_of_them
 def test_oases_hides_communication_that_takes_about_as_long_as_computation(share: float) -> None:
     """Communication of `share` times the computation, both of default_checkpoint."""
     alone = overlapped("default_checkpoint", float("inf")).makespan
-    num_exchanges = sum(e.instruction.op in EXCHANGES for e in overlapped("default_checkpoint", 1).events) / 2
-    bytes_per_s = num_exchanges * 800 / (share * alone)
+    num_redistributions = (
+        sum(e.instruction.op in REDISTRIBUTIONS for e in overlapped("default_checkpoint", 1).events) / 2
+    )
+    bytes_per_s = num_redistributions * 800 / (share * alone)
     makespans = {overlap: overlapped(overlap, bytes_per_s).makespan for overlap in OVERLAPS}
     assert makespans["oases"] * 1.45 < makespans["default_checkpoint"]
     assert makespans["oases"] < min(makespans["optim_comm_checkpoint"], makespans["overlap_checkpoint"])
     assert makespans["halves"] < makespans["none"]
-    exchange = 800 / bytes_per_s
-    ideal = LAYERS * (max(1, 2 * exchange) + max(3, 2 * exchange))  # forward, backward
+    redistribution = 800 / bytes_per_s
+    ideal = LAYERS * (max(1, 2 * redistribution) + max(3, 2 * redistribution))  # forward, backward
     assert ideal <= makespans["oases"] < 1.1 * ideal
 
 
@@ -126,8 +128,10 @@ def test_oases_hides_communication_that_takes_about_as_long_as_computation(share
 def test_pairs_hide_what_a_forward_cannot_hide_by_itself(overlap: str) -> None:
     """As much communication as computation: halves alone wait for it in the forward, where it takes longer."""
     alone = overlapped(overlap, float("inf"), ",mb=6").makespan
-    exchanges = sum(e.seconds for e in overlapped(overlap, 800, ",mb=6").events if e.instruction.op in EXCHANGES) / 2
-    bytes_per_s = 800 * exchanges / alone
+    redistributions = (
+        sum(e.seconds for e in overlapped(overlap, 800, ",mb=6").events if e.instruction.op in REDISTRIBUTIONS) / 2
+    )
+    bytes_per_s = 800 * redistributions / alone
     single, paired = (overlapped(overlap, bytes_per_s, f",mb=6,pairs={pairs}").makespan for pairs in ("no", "yes"))
     assert paired < single
     assert alone / paired > 0.85
@@ -143,7 +147,7 @@ def test_what_is_computed_again_takes_as_long_as_the_forward(overlap: str) -> No
 def test_messages_of_halves_are_half_as_large() -> None:
     plan, plain = Plan.parse("pp=2,tp=2,overlap=halves,stages=1-1"), stack(2)
     steps = tuple(tuple(replace(step, sizes=("batch * 32",) * len(step.writes)) for step in own) for own in plain.steps)
-    shape = replace(plain, steps=steps)
+    shape = replace(plain, ops=steps)
     costs = replace(linked(shape, float("inf")), message_link=Link(0, 32.0))
     sends = [e for e in simulate(compile_plan(plan, shape), costs).events if e.instruction.op is Op.SEND_F]
     assert [e.seconds for e in sends] == [1.0] * 4
@@ -161,7 +165,7 @@ def test_every_program_of_steps_can_be_simulated_and_computes_all_it_should(case
         assert timeline.busy(rank) == pytest.approx(plan.mb * per_block * len(blocks))
 
 
-def test_pictures_show_halves_and_exchanges() -> None:
+def test_pictures_show_halves_and_redistributions() -> None:
     timeline = overlapped("oases", 1600)
     bars = bars_of(timeline)
     assert lanes_of(bars) == ("compute", "collectives")
@@ -169,7 +173,7 @@ def test_pictures_show_halves_and_exchanges() -> None:
     assert {bar.label for bar in bars if bar.lane == "compute"} == {"0a", "0b"}
     lines = [line.plain for line in chart(timeline, (0,), 400)]
     assert any("F0a" in line and "F0b" in line for line in lines) and "A forward again" in lines[-1]
-    assert "exchange back" in svg({"predicted": timeline})
+    assert "redistribution back" in svg({"predicted": timeline})
 
 
 def test_traces_tell_halves_apart() -> None:
@@ -190,8 +194,8 @@ def costs_of(shape: ModelShape, **fields: object) -> Costs:
 def sliced(text: str, num_whole: int = 0, **fields: object) -> Timeline:
     plan = Plan.parse(text)
     plain = simple_shape(sum(plan.stages))
-    wires = frozenset(f"h{n + 1}" for n in range(num_whole))
-    shape = replace(plain, grains=grains(num_whole, plain.num_blocks), whole_wires=wires)
+    activations = frozenset(f"h{n + 1}" for n in range(num_whole))
+    shape = replace(plain, granularities=grains(num_whole, plain.num_blocks), per_micro_batch=activations)
     return simulate(compile_plan(plan, shape), costs_of(shape, **fields))
 
 
@@ -261,15 +265,15 @@ def test_blocks_that_run_once_cost_what_they_do_for_the_whole_micro_batch() -> N
 
 def test_attention_grows_with_the_past_and_other_steps_do_not() -> None:
     steps = ((segment("", "a", "tokens * tokens"), segment("a", "h1", "tokens * 64")),)
-    own = shares("tp=2,slices=2", replace(simple_shape(1), steps=steps))
-    seconds = [own.seconds(Instruction(Op.F, 0, 0, 0, step=i, slice=j)) for j in (0, 1) for i in (0, 1)]
+    own = shares("tp=2,slices=2", replace(simple_shape(1), ops=steps))
+    seconds = [own.seconds(Instruction(Op.F, 0, 0, 0, op_index=i, slice=j)) for j in (0, 1) for i in (0, 1)]
     assert seconds == pytest.approx([1 / 8, 1 / 4, 3 / 8, 1 / 4])
 
 
-def test_an_exchange_sends_what_the_slice_has() -> None:
-    between = replace(exchange("x", "h1", ((0, 1),), "all_reduce"), elements="batch * tokens + source")
-    own = shares("tp=2,slices=3-1", replace(simple_shape(1), steps=((segment("", "x"), between),)))
-    elements = [own.elements(Instruction(Op.CF, 0, 0, 0, step=1, slice=j)) for j in (0, 1)]
+def test_an_redistribution_sends_what_the_slice_has() -> None:
+    between = replace(redistribution("x", "h1", ((0, 1),), "all_reduce"), elements="batch * tokens + source")
+    own = shares("tp=2,slices=3-1", replace(simple_shape(1), ops=((segment("", "x"), between),)))
+    elements = [own.elements(Instruction(Op.CF, 0, 0, 0, op_index=1, slice=j)) for j in (0, 1)]
     assert elements == [2 * 48 + 10, 2 * 16 + 10]
 
 
@@ -288,7 +292,7 @@ def test_what_belongs_to_the_micro_batch_travels_once_with_slice_0() -> None:
     steps = ((segment("", "h1"),), (segment("h1", "h2"),), (segment("h1 h2", "h3"),))
     sizes = ("source", "tokens", "0")
     sized = tuple((replace(own[0], sizes=(size,)),) for own, size in zip(steps, sizes, strict=True))
-    shape = replace(simple_shape(3), steps=sized, grains=grains(1, 3), whole_wires=frozenset(("h1",)))
+    shape = replace(simple_shape(3), ops=sized, granularities=grains(1, 3), per_micro_batch=frozenset(("h1",)))
     costs = costs_of(shape, message_link=Link(bytes_per_s=1.0))
     for stages, expected in (("2-1", [10 + 48, 16]), ("1-2", [10])):
         timeline = simulate(compile_plan(Plan.parse(f"pp=2,slices=3-1,stages={stages}"), shape), costs)

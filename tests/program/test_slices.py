@@ -31,7 +31,7 @@ counts = st.lists(st.integers(1, 6), min_size=1, max_size=6)
 def lowered(text: str, num_whole: int = 0) -> list[str]:
     plan = Plan.parse(text)
     shape = simple_shape(sum(plan.stages))
-    return [to_text(p) for p in lower(plan, replace(shape, grains=grains(num_whole, shape.num_blocks)))]
+    return [to_text(p) for p in lower(plan, replace(shape, granularities=grains(num_whole, shape.num_blocks)))]
 
 
 def most_open(program: Program) -> int:
@@ -74,7 +74,7 @@ def test_without_slices_grains_change_nothing_and_no_slice_is_named(case: Case, 
     plan, shape = case
     programs = lower(plan, shape)
     number = data.draw(st.integers(0, shape.num_blocks))
-    assert lower(plan, replace(shape, grains=grains(number, shape.num_blocks))) == programs
+    assert lower(plan, replace(shape, granularities=grains(number, shape.num_blocks))) == programs
     assert all(it.slice is None for program in programs for it in program)
 
 
@@ -203,7 +203,7 @@ def test_a_message_crosses_for_each_slice_and_half_or_once_where_blocks_run_once
 
 def test_blocks_that_run_once_come_before_those_that_run_per_slice() -> None:
     with pytest.raises(AssertionError, match="micro-batch blocks come before"):
-        replace(simple_shape(2), grains=("slice", "micro-batch"))
+        replace(simple_shape(2), granularities=("slice", "micro-batch"))
 
 
 def test_slicings_are_counted_for_the_micro_batches_there_are() -> None:

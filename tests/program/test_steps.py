@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 
 from phalanx.plan.plan import Plan
-from phalanx.program.block_steps import BlockSteps
+from phalanx.program.block_ops import BlockOps
 from phalanx.program.compile import compile_forward, compile_plan
-from phalanx.program.instructions import COMPUTE, EXCHANGES, Instruction, Op, Program, to_text
+from phalanx.program.instructions import COMPUTE, REDISTRIBUTIONS, Instruction, Op, Program, to_text
 from phalanx.program.lower import lower, lower_forward
 from phalanx.program.shape import ModelShape
-from tests.program.tensor_shapes import exchange, layer, segment, stack, tensor_cases
+from tests.program.tensor_shapes import layer, redistribution, segment, stack, tensor_cases
 
 Case = tuple[Plan, ModelShape]
 
@@ -27,9 +27,9 @@ def counts(program: Program, shape: ModelShape) -> tuple[Counter[str], Counter[s
     """The collectives of the forward and of the backward, by kind."""
     forward, backward = Counter[str](), Counter[str]()
     for it in program:
-        if it.op in EXCHANGES:
-            assert it.block is not None and it.step is not None
-            step = shape.steps_of(it.block)[it.step]
+        if it.op in REDISTRIBUTIONS:
+            assert it.block is not None and it.op_index is not None
+            step = shape.ops_of(it.block)[it.op_index]
             (forward if it.op is Op.CF else backward)[step.backward if it.op is Op.CB else step.forward] += 1
     return forward, backward
 
@@ -47,7 +47,7 @@ def test_a_layer_has_the_published_number_of_all_reduces(overlap: str, forward: 
     program = lowered(f"overlap={overlap},mb=2,stages=3", shape)
     layers = 3 * 2
     assert counts(program, shape) == ({"all_reduce": layers * forward}, {"all_reduce": layers * backward})
-    assert all((it.half is not None) == half for it in program if it.op in EXCHANGES)
+    assert all((it.half is not None) == half for it in program if it.op in REDISTRIBUTIONS)
 
 
 @pytest.mark.parametrize("overlap, save, gathers, scatters", [
@@ -80,10 +80,10 @@ def test_a_layer_is_lowered_as_stored() -> None:
     )
 
 
-def test_what_an_exchange_does_alone_is_an_instruction_of_its_own() -> None:
+def test_what_an_redistribution_does_alone_is_an_instruction_of_its_own() -> None:
     cells = ((0, 1),)
-    steps = (segment("", "x"), exchange("x", "s", cells, "shard", "all_gather"), segment("s", "y"),
-             exchange("y", "z", cells, "all_gather", "shard"), segment("z", "h1"))  # fmt: skip
+    steps = (segment("", "x"), redistribution("x", "s", cells, "shard", "all_gather"), segment("s", "y"),
+             redistribution("y", "z", cells, "all_gather", "shard"), segment("z", "h1"))  # fmt: skip
     shape = ModelShape(1, (), (True,), (True,), (steps,))
     assert to_text(lowered("stages=1", shape)) == (
         "COUNT I.0 F0.0/0:0 LF0.0/0:1 F0.0/0:2 CF0.0/0:3 F0.0/0:4 "
@@ -119,7 +119,7 @@ def test_halves_take_turns_at_collectives_across_layers() -> None:
 
 def test_a_gradient_that_comes_from_the_next_block_travels_behind_what_is_computed_again() -> None:
     cells = ((0, 1),)
-    steps = (segment("", "p"), exchange("p", "h1", cells, "reduce_scatter", "all_gather"))
+    steps = (segment("", "p"), redistribution("p", "h1", cells, "reduce_scatter", "all_gather"))
     shape = ModelShape(2, (), (True,) * 2, (True,) * 2, (steps, (segment("h1", "h2"),)))
     assert [str(it) for it in lowered("overlap=default_checkpoint,stages=2", shape) if it.block == 0] == [
         "F0.0/0:0", "CF0.0/0:1", "CB0.0/0:1", "A0.0/0:0", "CA0.0/0:1", "BW0.0/0:0",
@@ -128,24 +128,24 @@ def test_a_gradient_that_comes_from_the_next_block_travels_behind_what_is_comput
 
 def test_a_gather_is_kept_where_other_units_read_it_too() -> None:
     cells = ((0, 1),)
-    gather = exchange("h0", "g", cells, "all_gather", "reduce_scatter")
-    steps = (gather, segment("g", "p"), exchange("p", "a", cells, "all_reduce"), segment("a g", "h1"))
-    assert BlockSteps(steps, "unit", regathers=True).sent_again == ()
-    assert BlockSteps(steps, "", regathers=True).sent_again == (0,)
-    assert BlockSteps(steps, "", regathers=False).sent_again == ()
+    gather = redistribution("h0", "g", cells, "all_gather", "reduce_scatter")
+    steps = (gather, segment("g", "p"), redistribution("p", "a", cells, "all_reduce"), segment("a g", "h1"))
+    assert BlockOps(steps, "unit", regathers=True).sent_again == ()
+    assert BlockOps(steps, "", regathers=True).sent_again == (0,)
+    assert BlockOps(steps, "", regathers=False).sent_again == ()
 
 
-def test_the_backward_of_an_exchange_waits_for_readers_behind_exchanges_that_send_nothing() -> None:
+def test_the_backward_of_an_redistribution_waits_for_readers_behind_redistributions_that_send_nothing() -> None:
     cells = ((0, 1),)
     steps = (
-        exchange("h0", "g", cells, backward="all_reduce"),
-        exchange("g", "s", cells),
+        redistribution("h0", "g", cells, backward="all_reduce"),
+        redistribution("g", "s", cells),
         segment("s", "x"),
         segment("x", "y"),
-        exchange("g", "t", cells, backward="all_gather"),
+        redistribution("g", "t", cells, backward="all_gather"),
         segment("t y", "h1"),
     )
-    block = BlockSteps(steps)
+    block = BlockOps(steps)
     assert block.gradient_readers(0) == (2, 4) and block.first_reader(0) == 2 and block.first_reader(4) == 5
 
 
@@ -219,10 +219,10 @@ def test_the_gradient_of_an_input_is_sent_before_the_weight_gradients_of_its_seg
     for it, position in place.items():
         if it.op in (Op.W, Op.BW):
             assert it.block is not None
-            block = BlockSteps.of(plan, shape, it.block)
-            own = [i for i in block.moved_backward if block.first_reader(i) == (it.step or 0)]
-            sent = [Instruction(Op.CB, it.stage, it.micro_batch, it.block, half=it.half, step=i) for i in own]
-            assert all(place[exchange] < position for exchange in sent)
+            block = BlockOps.of(plan, shape, it.block)
+            own = [i for i in block.moved_backward if block.first_reader(i) == (it.op_index or 0)]
+            sent = [Instruction(Op.CB, it.stage, it.micro_batch, it.block, half=it.half, op_index=i) for i in own]
+            assert all(place[redistribution] < position for redistribution in sent)
             assert it.op is Op.W or not own
 
 
@@ -231,8 +231,8 @@ def test_the_gradient_of_an_input_is_sent_before_the_weight_gradients_of_its_seg
 def test_what_is_computed_again_is_all_or_nothing(case: Case) -> None:
     plan, shape = case
     program = lower(plan, shape)[0]
-    forwards = {(it.stage, it.micro_batch, it.half, it.block, it.step) for it in program if it.op is Op.F}
-    again = {(it.stage, it.micro_batch, it.half, it.block, it.step) for it in program if it.op is Op.A}
+    forwards = {(it.stage, it.micro_batch, it.half, it.block, it.op_index) for it in program if it.op is Op.F}
+    again = {(it.stage, it.micro_batch, it.half, it.block, it.op_index) for it in program if it.op is Op.A}
     assert again == (forwards if plan.again else set())
     assert sum(it.op in COMPUTE for it in program) >= 2 * len(forwards)
 
@@ -244,10 +244,10 @@ def test_a_block_of_one_step_names_none() -> None:
     compile_plan(Plan.parse("tp=2,overlap=default_checkpoint,stages=2"), shape)
 
 
-def test_a_gather_that_only_another_exchange_reads_is_not_done_again() -> None:
+def test_a_gather_that_only_another_redistribution_reads_is_not_done_again() -> None:
     cells = ((0, 1),)
-    gather = exchange("x", "g", cells, "all_gather", "reduce_scatter")
-    steps = (segment("", "x"), gather, exchange("g", "s", cells, "all_reduce"), segment("s", "h1"))
-    assert BlockSteps(steps, "", regathers=True).sent_again == ()
+    gather = redistribution("x", "g", cells, "all_gather", "reduce_scatter")
+    steps = (segment("", "x"), gather, redistribution("g", "s", cells, "all_reduce"), segment("s", "h1"))
+    assert BlockOps(steps, "", regathers=True).sent_again == ()
     shape = ModelShape(1, (), (True,), (True,), (steps,))
     assert "CA" not in to_text(lowered("sequence=yes,save=input,stages=1", shape))

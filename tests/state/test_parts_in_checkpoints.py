@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config import RunConfig
-from phalanx.engine.formation import Formation
+from phalanx.engine.layout import RankLayout
 from phalanx.params import state_shards
 from phalanx.params.flat import Piece
 from phalanx.params.optimizer import Optimizer, make_optimizer
@@ -80,7 +80,7 @@ def train(parameters: Parameters) -> Optimizer:
     return optimizer
 
 
-def parameters_from(formation: Formation, source: Checkpoint | Mapping[str, Tensor]) -> Parameters:
+def parameters_from(formation: RankLayout, source: Checkpoint | Mapping[str, Tensor]) -> Parameters:
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
         if isinstance(source, Checkpoint):
             return piece.read(source, f"{'master' if is_master else 'model'}/{name}")
@@ -104,7 +104,7 @@ def save(folder: Path, plan: Plan) -> Checkpoint:
     return checkpoint.open(path)
 
 
-def resumed(found: Checkpoint, formation: Formation) -> tuple[Parameters, Optimizer]:
+def resumed(found: Checkpoint, formation: RankLayout) -> tuple[Parameters, Optimizer]:
     parameters = parameters_from(formation, found)
     weights = parameters.trained
     optimizer = Optimizer(make_optimizer(weights, RunConfig()), weights, clip=None)

@@ -16,7 +16,7 @@ import phalanx
 from phalanx.cli.main import main
 from phalanx.engine.engine import Engine
 from phalanx.engine.gradients import Sum
-from phalanx.engine.totals import StepRun
+from phalanx.engine.reductions import StepRun
 from phalanx.errors import ConfigError, PlanError, VerifyError
 from phalanx.program.instructions import Op, Program
 from phalanx.verification.case import Case

@@ -226,7 +226,7 @@ def _block(name: str, before: str, kind: dict[str, Any]) -> BlockFacts:
         name,
         kind["template"],
         tuple(UnitFacts(unit, row["parameters"], row["flops"]) for unit, row in kind["units"].items()),
-        tuple(_tensor(absolute(wire), text) for wire, text in kind["crossing"].items()),
+        tuple(_tensor(absolute(activation), text) for activation, text in kind["crossing"].items()),
         kind["saved_bytes"],
         tuple(SharedFacts(absolute(shared), size) for shared, size in kind["shared"].items()),
     )

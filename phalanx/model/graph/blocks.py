@@ -1,7 +1,7 @@
 """A flat graph cut into blocks: the embedding, each layer, what lies between stacks, and the head with the loss.
 
 Values that depend on no parameter (positions, rotary tables, masks) are computed once per micro-batch by the
-*prologue*, on whichever rank needs them, instead of crossing cuts; what does cross are *wires*, and each gets its
+*prologue*, on whichever rank needs them, instead of crossing cuts; what does cross are *activations*, and each gets its
 gradient. Blocks that compute the same function share one *template*; a block is a template plus where its placeholders
 get their values.
 """
@@ -27,7 +27,7 @@ from phalanx.model.graph.units import LayerList, layer_of, unit_of
 class Port:
     """Where a placeholder gets its value.
 
-    A parameter, input, buffer or constant is read by its name; a wire comes from another block, a value from the
+    A parameter, input, buffer or constant is read by its name; an activation comes from another block, a value from the
     prologue; a size is an expression over the dynamic dims; dropout is the keys of a site.
     """
 
@@ -52,7 +52,7 @@ class Block:
     name: str
     template: str
     ports: tuple[Port, ...]
-    outputs: tuple[str, ...]  # wires
+    outputs: tuple[str, ...]  # activations
 
     def names(self, kind: str) -> tuple[str, ...]:
         return tuple(port.name for port in self.ports if port.kind == kind)
@@ -67,15 +67,15 @@ class Blocks:
     prologue: str
     prologue_ports: tuple[Port, ...]
     values: tuple[str, ...]  # names of the prologue's outputs
-    loss: str  # wire
+    loss: str  # activations
     count: str  # value
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def crossing(self, cut: int) -> tuple[str, ...]:
-        """The wires alive between block `cut` - 1 and block `cut`."""
-        made = [wire for block in self.blocks[:cut] for wire in block.outputs]
-        used = {wire for block in self.blocks[cut:] for wire in block.names("wire")}
-        return tuple(wire for wire in made if wire in used)
+        """The activations alive between block `cut` - 1 and block `cut`."""
+        made = [activation for block in self.blocks[:cut] for activation in block.outputs]
+        used = {activation for block in self.blocks[cut:] for activation in block.names("activation")}
+        return tuple(activation for activation in made if activation in used)
 
     def flops(self, dims: Mapping[str, int]) -> list[int]:
         """Forward floating-point operations of each block."""
@@ -109,7 +109,7 @@ class _Cutter:
         self.home = {node: run for run in self.runs for node in run.nodes}
         self.value_names: dict[fx.Node, str] = {}
         self.templates: dict[str, Template] = {}
-        self.wires: dict[fx.Node, str] = {}
+        self.activations: dict[fx.Node, str] = {}
 
     def cut(self) -> Blocks:
         assert self.flat.loss is not None and self.flat.count is not None
@@ -118,16 +118,16 @@ class _Cutter:
                 "the loss depends on no parameter, so there is nothing to train",
                 "return the loss of what the model computed",
             )
-        self._name_wires()
+        self._name_activations()
         blocks = tuple(self._block(run) for run in self.runs)
         count = self._value(self.flat.count)
         prologue, ports = self._prologue()
         return Blocks(
             blocks, self.templates, graphs.dump(prologue), ports, tuple(self.value_names.values()),
-            loss=self.wires[self.flat.loss], count=count, constants=self.flat.constants,
+            loss=self.activations[self.flat.loss], count=count, constants=self.flat.constants,
         )  # fmt: skip
 
-    def _name_wires(self) -> None:
+    def _name_activations(self) -> None:
         for run in self.runs:
             crossing = [
                 node
@@ -137,7 +137,7 @@ class _Cutter:
             for index, node in enumerate(crossing):
                 if not isinstance(node.meta.get("val"), torch.Tensor) and node is not self.flat.loss:
                     raise CaptureError(f"what leaves block '{run.name}' is not a tensor ({where(node)})")
-                self.wires[node] = f"{run.name}:{index}"
+                self.activations[node] = f"{run.name}:{index}"
 
     def _inside_layer(self, node: fx.Node) -> bool:
         return layer_of(node.meta.get("path", ""), self.layers) is not None
@@ -149,8 +149,8 @@ class _Cutter:
     def _port(self, node: fx.Node) -> Port:
         if node in self.flat.roles:
             return Port(*self.flat.roles[node])
-        if node in self.wires:
-            return Port("wire", self.wires[node])
+        if node in self.activations:
+            return Port("activation", self.activations[node])
         return Port("value", self._value(node))
 
     def _block(self, run: _Run) -> Block:
@@ -163,7 +163,7 @@ class _Cutter:
                     copies[source] = graph.placeholder(f"{port.kind}{len(ports)}")
                     ports.append(port)
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-        outputs = [node for node in run.nodes if node in self.wires]
+        outputs = [node for node in run.nodes if node in self.activations]
         graph.output(tuple(copies[node] for node in outputs))
         _placeholders_first(graph)
         text = graphs.dump(graph)
@@ -171,7 +171,7 @@ class _Cutter:
         key = graphs.fingerprint("\n".join([text, *widths]))
         if key not in self.templates:
             self.templates[key] = self._template(text, graph, {copy: node for node, copy in copies.items()})
-        return Block(run.name, key, tuple(ports), tuple(self.wires[node] for node in outputs))
+        return Block(run.name, key, tuple(ports), tuple(self.activations[node] for node in outputs))
 
     def _with_local_helpers(self, run: _Run) -> list[fx.Node]:
         """The run's nodes and, copied in, the parameter-free nodes inside layers that they use."""

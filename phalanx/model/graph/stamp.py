@@ -65,7 +65,7 @@ def stamp(blocks: Blocks, classes: dict[str, list[str]]) -> Blocks:
     result: list[Block] = []
     renamed: dict[str, str] = {}
     for block in blocks.blocks:
-        result.append(_rename_wires(block, renamed))
+        result.append(_rename_activations(block, renamed))
         path, _, index = block.name.rpartition(".")
         if path in classes and int(index) == prefix_length(classes[path]) - 1:
             added = _stamp_list(by_name, path, classes[path])
@@ -85,23 +85,24 @@ def _stamp_list(by_name: dict[str, Block], path: str, kinds: list[str]) -> list[
 
 
 def _move(block: Block, path: str, source: int, target: int) -> Block:
-    """The same template as another layer of the list: own parameters, buffers and sites, and wires one layer on."""
+    """The same template as another layer of the list: own parameters, buffers and sites, and activations one layer
+    on."""
     here, there = f"{path}.{source}", f"{path}.{target}"
     before, before_there = f"{path}.{source - 1}:", f"{path}.{target - 1}:"
 
     def move(port: Port) -> Port:
-        if port.kind == "wire":
+        if port.kind == "activation":
             return replace(port, name=port.name.replace(before, before_there)) if port.name.startswith(before) else port
         if port.name == here or port.name.startswith((here + ".", here + "#")):
             return replace(port, name=there + port.name[len(here) :])
         return port
 
-    outputs = tuple(wire.replace(f"{here}:", f"{there}:") for wire in block.outputs)
+    outputs = tuple(activation.replace(f"{here}:", f"{there}:") for activation in block.outputs)
     return replace(block, name=there, ports=tuple(move(port) for port in block.ports), outputs=outputs)
 
 
-def _rename_wires(block: Block, names: dict[str, str]) -> Block:
-    ports = tuple(replace(p, name=names.get(p.name, p.name)) if p.kind == "wire" else p for p in block.ports)
+def _rename_activations(block: Block, names: dict[str, str]) -> Block:
+    ports = tuple(replace(p, name=names.get(p.name, p.name)) if p.kind == "activation" else p for p in block.ports)
     return replace(block, ports=ports)
 
 
@@ -121,6 +122,6 @@ def _require_repetition(by_name: dict[str, Block], path: str, kinds: Sequence[st
     inner = {f"{path}.{i}" for i in range(1, len(kinds) - 1)}
     for block in by_name.values():
         if not block.name.startswith(path + "."):
-            for wire in block.names("wire"):
-                if wire.rpartition(":")[0] in inner:
-                    raise NotRepeating(f"{block.name} reads {wire}, from the middle of {path}")
+            for activation in block.names("activation"):
+                if activation.rpartition(":")[0] in inner:
+                    raise NotRepeating(f"{block.name} reads {activation}, from the middle of {path}")

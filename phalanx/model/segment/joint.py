@@ -165,7 +165,8 @@ def _separate(gradients: list[Tensor | None], is_parameter: Sequence[bool], othe
 
 
 def _as_function(graph: fx.Graph, arguments: Sequence[Any]) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
-    """The graph as a function of its tensor arguments; sizes are constants of this shape. Wires leave contiguous."""
+    """The graph as a function of its tensor arguments; sizes are constants of this shape. Activations leave
+    contiguous."""
     module = fx.GraphModule({}, graph)
 
     def function(tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -1,7 +1,8 @@
-"""From a placed graph to what one rank runs: segments, and the exchanges that join them.
+"""From a placed graph to what one rank runs: segments, and the redistributions that join them.
 
 Nodes whose ranks compute the same thing and nodes whose ranks compute different things never share a segment; nor do
-units of different degrees. Values that depend on no wire and no product are computed in every segment that uses them.
+units of different degrees. Values that depend on no activation and no product are computed in every segment that uses
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Wire:
+class Activation:
     """A value that passes between segments: a node's, after some moves."""
 
     node: fx.Node
@@ -35,24 +36,25 @@ class Wire:
 
 @dataclass
 class Segment:
-    """A local graph. `sources`: per placeholder the placeholder of the block's graph it stands for, or a wire."""
+    """A local graph. `sources`: per placeholder the placeholder of the block's graph it stands for, or an
+    activation."""
 
     degree: int
     is_heavy: bool
     unit: str = ""
     nodes: list[fx.Node] = field(default_factory=list)
     graph: fx.Graph = field(default_factory=fx.Graph)
-    sources: list[fx.Node | Wire] = field(default_factory=list)
-    outputs: list[Wire] = field(default_factory=list)
+    sources: list[fx.Node | Activation] = field(default_factory=list)
+    outputs: list[Activation] = field(default_factory=list)
     flops: float = 0.0  # of one rank, for the sizes of the outlines
 
 
 @dataclass(frozen=True)
 class Moved:
-    """An exchange between two wires of a block."""
+    """A redistribution between two activations of a block."""
 
-    source: Wire
-    target: Wire
+    source: Activation
+    target: Activation
     move: Move
 
 
@@ -69,17 +71,17 @@ class Localiser:
         self._home: dict[fx.Node, Segment] = {}
 
     def items(self) -> list[Item]:
-        """Segments and exchanges in an order in which they can run."""
+        """Segments and redistributions in an order in which they can run."""
         for node in self.walk.graph.nodes:
             if node.op == "call_function" and self._is_computed(node) and self._is_used(node):
                 self._assign(node)
         order = [self._segments[key] for key in sorted(self._segments)]
-        wires = self._wires_needed(order)
+        activations = self._activations_needed(order)
         for segment in order:
-            segment.outputs = [Wire(n) for n in segment.nodes if Wire(n) in wires]
+            segment.outputs = [Activation(n) for n in segment.nodes if Activation(n) in activations]
         for segment in order:
             _Builder(self, segment).build()
-        return self._with_moves(order, wires)
+        return self._with_moves(order, activations)
 
     def inner_index(self, degree: int) -> int:
         return self._index % degree
@@ -117,7 +119,7 @@ class Localiser:
                 continue
             known = self._level.get(source, 0)
             same = source in self._home and (self._home[source].degree, self._home[source].is_heavy) == (degree, heavy)
-            crosses = not same or self.wire(node, source).moves
+            crosses = not same or self.activation(node, source).moves
             level = max(level, known + (1 if crosses and source in self._level else 0))
         segment = self._segments.setdefault((level, degree, heavy), Segment(degree, heavy))
         segment.nodes.append(node)
@@ -131,20 +133,20 @@ class Localiser:
 
     # How values reach their users.
 
-    def wire(self, user: fx.Node, source: fx.Node) -> Wire:
+    def activation(self, user: fx.Node, source: fx.Node) -> Activation:
         """A source as a user needs it."""
         place = self.walk.places[source]
         if not isinstance(place, Placement):  # several tensors; their parts are what is moved
-            return Wire(source)
+            return Activation(source)
         wanted = self.walk.wants.get((user, source), place)
         is_output = user.op == "output"
         to = self.walk.degree(source if is_output else user)
         heavy = not is_output and _is_heavy(self.walk.places[user])
         if place.kind == "split" or (place.kind, wanted.kind) == ("partial", "partial"):
-            return Wire(source)
+            return Activation(source)
         kind = "whole" if wanted.kind == "split" else wanted.kind
         found = moves(self._value(source), place.kind, self.walk.degree(source), kind, to, heavy, self._tp)
-        return Wire(source, tuple(found))
+        return Activation(source, tuple(found))
 
     def _value(self, node: fx.Node) -> Value:
         value = node.meta["val"]
@@ -163,36 +165,36 @@ class Localiser:
         place = self.walk.places[source]
         return place.kind if isinstance(place, Placement) else ""
 
-    def _wires_needed(self, order: Sequence[Segment]) -> dict[Wire, None]:
+    def _activations_needed(self, order: Sequence[Segment]) -> dict[Activation, None]:
         """Everything that leaves a segment, with all moves on the way."""
-        found: dict[Wire, None] = {}
+        found: dict[Activation, None] = {}
         for segment in order:
             for node in segment.nodes:
                 for source in filter(self._is_computed, self.sources(node)):
-                    wire = self.wire(node, source)
-                    if wire.moves or self._home.get(source) is not segment:
-                        self._note(wire, found)
+                    activation = self.activation(node, source)
+                    if activation.moves or self._home.get(source) is not segment:
+                        self._note(activation, found)
         output = self.walk.graph.output_node()
         for source in output.all_input_nodes:
-            self._note(self.wire(output, source), found)
+            self._note(self.activation(output, source), found)
         return found
 
-    def _note(self, wire: Wire, found: dict[Wire, None]) -> None:
-        for length in range(len(wire.moves) + 1):
-            found.setdefault(Wire(wire.node, wire.moves[:length]))
+    def _note(self, activation: Activation, found: dict[Activation, None]) -> None:
+        for length in range(len(activation.moves) + 1):
+            found.setdefault(Activation(activation.node, activation.moves[:length]))
 
-    def _with_moves(self, order: Sequence[Segment], wires: dict[Wire, None]) -> list[Item]:
-        """Each exchange directly after what gives its source."""
-        incoming = [wire for wire in wires if wire.node.op == "placeholder"]
+    def _with_moves(self, order: Sequence[Segment], activations: dict[Activation, None]) -> list[Item]:
+        """Each redistribution directly after what gives its source."""
+        incoming = [activation for activation in activations if activation.node.op == "placeholder"]
         items: list[Item] = [*self._moves_of(incoming)]
         for segment in order:
             made = set(segment.nodes)
             items.append(segment)
-            items += self._moves_of([wire for wire in wires if wire.node in made])
+            items += self._moves_of([activation for activation in activations if activation.node in made])
         return items
 
-    def _moves_of(self, wires: Sequence[Wire]) -> list[Moved]:
-        return [Moved(Wire(w.node, w.moves[:-1]), w, w.moves[-1]) for w in wires if w.moves]
+    def _moves_of(self, activations: Sequence[Activation]) -> list[Moved]:
+        return [Moved(Activation(w.node, w.moves[:-1]), w, w.moves[-1]) for w in activations if w.moves]
 
 
 class _Builder:
@@ -210,7 +212,7 @@ class _Builder:
             self._user = node
             rewritten = self._owner.walk.rewritten.get(node)
             self._copies[node] = rewritten(self, rank) if rewritten is not None else self._copy(node)
-        self._graph.output(tuple(self._copies[wire.node] for wire in self._segment.outputs))
+        self._graph.output(tuple(self._copies[activation.node] for activation in self._segment.outputs))
         fuse_bias(self._graph)
         self._graph.eliminate_dead_code()
         self._drop_unused()
@@ -242,10 +244,10 @@ class _Builder:
         walk = self._owner.walk
         if not walk.live[source] or walk.is_weight(source):
             return self._helper(source)
-        wire = self._owner.wire(user, source)
-        if source in self._mine and not wire.moves:
+        activation = self._owner.activation(user, source)
+        if source in self._mine and not activation.moves:
             return self._copies[source]
-        return self._placeholder(wire, "wire")
+        return self._placeholder(activation, "activation")
 
     def _helper(self, source: fx.Node) -> fx.Node:
         """What is computed wherever it is used."""
@@ -256,7 +258,7 @@ class _Builder:
             self._copies[source] = self._graph.create_node(source.op, source.target, args, kwargs)
         return self._copies[source]
 
-    def _placeholder(self, key: fx.Node | Wire, kind: str) -> fx.Node:
+    def _placeholder(self, key: fx.Node | Activation, kind: str) -> fx.Node:
         if key not in self._copies:
             with _at_start(self._graph):
                 self._copies[key] = self._graph.placeholder(f"{kind}{len(self._segment.sources)}")

@@ -25,7 +25,7 @@ from phalanx.model.shard.shard import shard
 from phalanx.model.shard.sharded import LocalParameter, Part
 from phalanx.model.shard.work import work_of
 from phalanx.plan.plan import Plan
-from phalanx.program.shape import Step
+from phalanx.program.shape import BlockOp
 
 aten, own = torch.ops.aten, torch.ops.phalanx
 
@@ -90,7 +90,7 @@ class WeightSplit:
 
 @dataclass(frozen=True)
 class Collective:
-    """Exchanges of one kind in one direction, for one micro-batch. bytes: of one whole tensor."""
+    """Redistributions of one kind in one direction, for one micro-batch. bytes: of one whole tensor."""
 
     unit: str
     direction: str  # forward or backward
@@ -215,19 +215,19 @@ class _Reporter:
                     yield node, part
 
     def _collectives(self, number: int) -> Iterator[Collective]:
-        steps = self._ranks[0].steps[number]
+        ops = self._ranks[0].ops[number]
         for direction in ("forward", "backward"):
-            found = Counter(self._collective(step, direction) for step in steps if getattr(step, direction))
+            found = Counter(self._collective(op, direction) for op in ops if getattr(op, direction))
             # Among ranks that are alone nothing is sent.
             yield from (replace(each, count=count) for each, count in found.items() if each.ranks > 1)
 
-    def _collective(self, step: Step, direction: str) -> Collective:
-        ranks, wires = max(len(cell) for cell in step.cells), self._work[0].wires
-        source, target = wires[step.reads[0]].nbytes, wires[step.writes[0]].nbytes
-        kind = getattr(step, direction)
+    def _collective(self, op: BlockOp, direction: str) -> Collective:
+        ranks, activations = max(len(cell) for cell in op.cells), self._work[0].activations
+        source, target = activations[op.reads[0]].nbytes, activations[op.writes[0]].nbytes
+        kind = getattr(op, direction)
         # What is gathered or scattered lies in equal parts, perhaps padded.
         size = source if kind == "all_reduce" else ranks * min(source, target)
-        return Collective(step.unit, direction, kind, ranks, size)
+        return Collective(op.unit, direction, kind, ranks, size)
 
     def _whole(self) -> Iterator[tuple[str, str, int]]:
         """Products that the rules could not split, that they do not know, and heads that several ranks have."""

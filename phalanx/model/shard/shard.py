@@ -1,7 +1,7 @@
 """Splits a captured model between the ranks of a tensor-parallel group: `shard` gives one rank's view of it.
 
-Every block's graph is placed by the rules of its operators and cut into segments and exchanges. All ranks find the same
-places, so nobody has to be told; only the ranges differ.
+Every block's graph is placed by the rules of its operators and cut into segments and redistributions. All ranks find
+the same places, so nobody has to be told; only the ranges differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx.errors import PlanError
 from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks, Port, Template
-from phalanx.model.shard.localise import Item, Localiser, Moved, Segment, Wire
+from phalanx.model.shard.localise import Activation, Item, Localiser, Moved, Segment
 from phalanx.model.shard.outlines import Dims, Outlines
 from phalanx.model.shard.placement import TOKENS, WHOLE
 from phalanx.model.shard.rules import RULES, TooFewHeads, otherwise
@@ -27,15 +27,15 @@ from phalanx.model.shard.sharded import (
     FORWARD,
     LOCAL_BACKWARD,
     LOCAL_FORWARD,
-    Exchange,
     LocalParameter,
     Part,
+    Redistribution,
     Sharded,
 )
 from phalanx.model.shard.walk import Choices, Setting, Walk, place_all
 from phalanx.model.shard.weights import Cut, Use, cut_of, local_parameter
 from phalanx.plan.plan import Plan
-from phalanx.program.shape import Step
+from phalanx.program.shape import BlockOp
 
 
 def shard(captured: Captured, plan: Plan, tp_index: int, dtype: torch.dtype) -> Sharded:
@@ -66,7 +66,7 @@ class _Sharder:
         self.outlines = Outlines(captured, dtype)
         self.torn: set[str] = set()
         self._placed: dict[tuple[object, ...], _Placed] = {}
-        self._wire_degrees: dict[str, int] = {}
+        self._activation_degrees: dict[str, int] = {}
         self._segments: list[Block] = []
         self._templates: dict[str, Template] = {}
         self._cuts: dict[str, Cut] = {}
@@ -78,7 +78,7 @@ class _Sharder:
 
     def run(self) -> Sharded | None:
         parts: list[tuple[Part, ...]] = []
-        steps: list[tuple[Step, ...]] = []
+        ops: list[tuple[BlockOp, ...]] = []
         layer = 0
         for block, graph in self.outlines.blocks():
             units = self._units(block)
@@ -87,7 +87,7 @@ class _Sharder:
             placed = self._place(block, graph, degrees)
             assembled = _Assembly(self, block, placed)
             parts.append(tuple(assembled.parts))
-            steps.append(tuple(assembled.steps))
+            ops.append(tuple(assembled.ops))
             self._note_weights(block, placed)
             self._note_outputs(block, placed)
             self._note_whole(block, placed)
@@ -95,7 +95,7 @@ class _Sharder:
             return None
         return Sharded(
             replace(self.captured.blocks, blocks=tuple(self._segments), templates=self._templates),
-            tuple(parts), tuple(steps), self._parameters(), tuple(self._replicated),
+            tuple(parts), tuple(ops), self._parameters(), tuple(self._replicated),
         )  # fmt: skip
 
     def add_segment(self, block: Block, template: Template) -> int:
@@ -118,9 +118,9 @@ class _Sharder:
     def _place(self, block: Block, graph: fx.Graph, degrees: Mapping[str, int]) -> _Placed:
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         incoming = {
-            node: self._wire_degrees[port.name]
+            node: self._activation_degrees[port.name]
             for node, port in zip(placeholders, block.ports, strict=True)
-            if port.kind == "wire"
+            if port.kind == "activation"
         }
         kept = tuple(p.name in self._whole for p in block.ports if p.kind == "parameter")
         key = (graph, *degrees.values(), *incoming.values(), *kept)
@@ -147,10 +147,10 @@ class _Sharder:
         for node in graph.nodes:  # products of weights that must stay whole
             if any(s in ports and ports[s].name in self._whole for s in node.all_input_nodes):
                 choices.whole[node] = "blocks that share a weight need it differently"
-        wires = {n: TOKENS if sequence and self.dims.has_tokens(n.meta["val"].shape) else WHOLE for n in incoming}
+        activations = {n: TOKENS if sequence and self.dims.has_tokens(n.meta["val"].shape) else WHOLE for n in incoming}
         setting = Setting(degree, sequence, self.dims.has_tokens, self.plan.replicate)
         try:
-            return place_all(graph, RULES, otherwise, wires, setting, choices)
+            return place_all(graph, RULES, otherwise, activations, setting, choices)
         except TooFewHeads as found:
             raise PlanError(
                 f"plan: {block.name} attends with {found.heads} heads, which {found.ranks} ranks cannot split",
@@ -159,9 +159,11 @@ class _Sharder:
             ) from None
 
     def _note_outputs(self, block: Block, placed: _Placed) -> None:
-        """A wire stays with the degree of the unit that made it, which need not be the block's last."""
+        """An activation stays with the degree of the unit that made it, which need not be the block's last."""
         made: Any = placed.walk.graph.output_node().args[0]
-        self._wire_degrees |= {wire: placed.walk.degree(node) for wire, node in zip(block.outputs, made, strict=True)}
+        self._activation_degrees |= {
+            activation: placed.walk.degree(node) for activation, node in zip(block.outputs, made, strict=True)
+        }
 
     def _note_weights(self, block: Block, placed: _Placed) -> None:
         for node, port in zip(placed.placeholders, block.ports, strict=True):
@@ -191,48 +193,48 @@ class _Sharder:
 
 
 class _Assembly:
-    """One block's steps, with the names of its own wires and parameters."""
+    """One block's ops, with the names of its own activations and parameters."""
 
     def __init__(self, sharder: _Sharder, block: Block, placed: _Placed) -> None:
         self._sharder, self._block, self._placed = sharder, block, placed
-        self._names: dict[Wire, str] = {}
+        self._names: dict[Activation, str] = {}
         self._ports = dict(zip(placed.placeholders, block.ports, strict=True))
         self._name_outputs()
         self.parts: list[Part] = []
-        self.steps: list[Step] = []
+        self.ops: list[BlockOp] = []
         for item in placed.items:
             if isinstance(item, Segment):
                 self._segment(item)
             else:
-                self._exchange(item)
+                self._redistribute(item)
 
     def _name_outputs(self) -> None:
-        """A wire that leaves the block has the name that other blocks know it by."""
+        """An activation that leaves the block has the name that other blocks know it by."""
         owner = Localiser(self._placed.walk, self._sharder.dims, self._sharder.plan.tp, self._sharder.index)
         output = self._placed.walk.graph.output_node()
         for node, name in zip(output.args[0], self._block.outputs, strict=True):  # pyright: ignore
-            self._names[owner.wire(output, node)] = name
+            self._names[owner.activation(output, node)] = name
 
-    def _name(self, wire: Wire) -> str:
-        if wire.node.op == "placeholder" and not wire.moves:
-            return self._ports[wire.node].name
-        return self._names.setdefault(wire, f"{self._block.name}/{len(self._names)}")
+    def _name(self, activation: Activation) -> str:
+        if activation.node.op == "placeholder" and not activation.moves:
+            return self._ports[activation.node].name
+        return self._names.setdefault(activation, f"{self._block.name}/{len(self._names)}")
 
     def _segment(self, segment: Segment) -> None:
         ports = tuple(
-            Port("wire", self._name(source)) if isinstance(source, Wire) else self._ports[source]
+            Port("activation", self._name(source)) if isinstance(source, Activation) else self._ports[source]
             for source in segment.sources
         )
-        outputs = tuple(self._name(wire) for wire in segment.outputs)
+        outputs = tuple(self._name(activation) for activation in segment.outputs)
         text = graphs.dump(segment.graph)
-        widths = [self._local_shape(source) for source in segment.sources if not isinstance(source, Wire)]
+        widths = [self._local_shape(source) for source in segment.sources if not isinstance(source, Activation)]
         key = graphs.fingerprint("\n".join([text, *map(str, widths)]))
         units = tuple(segment.unit if node.op == "call_function" else "" for node in segment.graph.nodes)
         name = f"{self._block.name}/{len(self.parts)}"
         number = self._sharder.add_segment(Block(name, key, ports, outputs), Template(text, units, {}))
         self.parts.append(Part(segment=number, degree=segment.degree))
-        reads = tuple(port.name for port in ports if port.kind == "wire")
-        self.steps.append(Step("segment", reads, outputs, segment.degree, segment.unit, flops=self._flops(segment)))
+        reads = tuple(port.name for port in ports if port.kind == "activation")
+        self.ops.append(BlockOp("segment", reads, outputs, segment.degree, segment.unit, flops=self._flops(segment)))
 
     def _local_shape(self, source: fx.Node) -> tuple[int, ...]:
         if self._ports[source].kind != "parameter":
@@ -249,18 +251,18 @@ class _Assembly:
         total = sum(blocks_flops(blocks, template, self._sharder.dims))
         return f"({everything})*{round(segment.flops / total * 10**9)}/{10**9}" if total else "0"
 
-    def _exchange(self, moved: Moved) -> None:
+    def _redistribute(self, moved: Moved) -> None:
         move, dims = moved.move, self._sharder.dims
         value = moved.source.node.meta["val"]
         source, target = self._name(moved.source), self._name(moved.target)
-        is_tokens = move.dim == 1 and move.kind in ("scatter", "gather", "join", "part")
+        is_tokens = move.dim == 1 and move.kind in ("reduce_scatter", "all_gather", "unshard", "shard")
         size = dims.name(value.shape[1]) if is_tokens else ""
-        exchange = Exchange(move.kind, source, target, move.cells, move.dim, size, move.factor)
-        self.parts.append(Part(exchange=exchange, degree=move.degree))
+        redistribution = Redistribution(move.kind, source, target, move.cells, move.dim, size, move.factor)
+        self.parts.append(Part(redistribution=redistribution, degree=move.degree))
         differentiable = value.is_floating_point()
-        self.steps.append(
-            Step(
-                "exchange", (source,), (target,), move.degree, moved.source.node.meta["unit"],
+        self.ops.append(
+            BlockOp(
+                "redistribution", (source,), (target,), move.degree, moved.source.node.meta["unit"],
                 forward=(FORWARD | LOCAL_FORWARD).get(move.kind, ""),
                 backward=(BACKWARD | LOCAL_BACKWARD).get(move.kind, "") if differentiable else "",
                 cells=move.cells, elements=self._elements(moved),
@@ -273,7 +275,7 @@ class _Assembly:
         shape = moved.source.node.meta["val"].shape
         count = max((len(cell) for cell in move.cells), default=1)
         factors = [dims.name(size) for size in shape]
-        if move.kind in ("scatter", "gather", "join", "part") and move.dim == 1:
+        if move.kind in ("reduce_scatter", "all_gather", "unshard", "shard") and move.dim == 1:
             factors[1] = f"(({factors[1]}+{count - 1})//{count}*{count})"  # padded to equal parts
         if move.kind == "stack":
             factors.append(str(count))

@@ -1,8 +1,8 @@
-"""A model as one rank of a tensor-parallel group sees it: local segments, the exchanges that join them, and what of
-every parameter lies here. `shard.py` makes it; the runtime runs it.
+"""A model as one rank of a tensor-parallel group sees it: local segments, the redistributions that join them, and what
+of every parameter lies here. `shard.py` makes it; the runtime runs it.
 
-Also which exchanges bring a value from how it lies to how it is needed, within a unit and between units. Every exchange
-is a pair: what happens to the value in the forward and to its gradient in the backward.
+Also which redistributions bring a value from how it lies to how it is needed, within a unit and between units. Every
+redistribution is a pair: what happens to the value in the forward and to its gradient in the backward.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from phalanx.expressions import evaluate
 from phalanx.model.graph.blocks import Blocks
-from phalanx.program.shape import Partition, Step
+from phalanx.program.shape import BlockOp, Partition
 from phalanx.state.local import Local
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """A wire re-placed into another one. `cells`: the tp indices that take part, as a partition of all of them.
+class Redistribution:
+    """An activation re-placed into another one. `cells`: the tp indices that take part, as a partition of all of them.
 
     kind                forward                                   backward
     sum                 all-reduce                                the same gradient
@@ -42,12 +42,12 @@ class Exchange:
     factor: float = 1.0
 
     def shape_after(self, before: Sequence[int], dims: Mapping[str, int]) -> tuple[int, ...]:
-        """What it makes of the shape of a wire."""
+        """What it makes of the shape of an activation."""
         shape, count = list(before), max((len(cell) for cell in self.cells), default=1)
         match self.kind:
-            case "scatter" | "part":
+            case "reduce_scatter" | "shard":
                 shape[self.dim] = -(-shape[self.dim] // count)
-            case "gather" | "join":
+            case "all_gather" | "unshard":
                 shape[self.dim] = evaluate(self.size, dims) if self.size else shape[self.dim] * count
             case "stack":
                 shape = [count, *shape]
@@ -58,10 +58,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Part:
-    """A step of a block as the runtime sees it: a segment (a number into `Sharded.blocks.blocks`) or an exchange."""
+    """An op of a block as the runtime sees it: a segment (a number into `Sharded.blocks.blocks`) or a
+    redistribution."""
 
     segment: int | None = None
-    exchange: Exchange | None = None
+    redistribution: Redistribution | None = None
     degree: int = 1
 
 
@@ -90,26 +91,26 @@ class LocalParameter:
 
 @dataclass(frozen=True)
 class Sharded:
-    """blocks: every segment is one of its blocks. parts[b]: the steps of the model's block b, like `steps[b]`."""
+    """blocks: every segment is one of its blocks. parts[b]: the ops of the model's block b, like `ops[b]`."""
 
     blocks: Blocks
     parts: tuple[tuple[Part, ...], ...]
-    steps: tuple[tuple[Step, ...], ...]
+    ops: tuple[tuple[BlockOp, ...], ...]
     parameters: Mapping[str, LocalParameter]
     replicated: tuple[str, ...]  # what no rule could split, in words, for the user
 
 
-FORWARD = {"sum": "all_reduce", "scatter": "reduce_scatter", "gather": "all_gather", "join": "all_gather",
+FORWARD = {"all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter", "all_gather": "all_gather", "unshard": "all_gather",
            "stack": "all_gather"}  # fmt: skip
 # What a rank does alone: takes its own part, or multiplies.
-LOCAL_FORWARD = {"part": "shard"}
-LOCAL_BACKWARD = {"join": "shard", "stack": "shard", "scale": "scale"}
-BACKWARD = {"spread": "all_reduce", "scatter": "all_gather", "gather": "reduce_scatter", "part": "all_gather"}
+LOCAL_FORWARD = {"shard": "shard"}
+LOCAL_BACKWARD = {"unshard": "shard", "stack": "shard", "scale": "scale"}
+BACKWARD = {"identity": "all_reduce", "reduce_scatter": "all_gather", "all_gather": "reduce_scatter", "shard": "all_gather"}
 
 
 @dataclass(frozen=True)
 class Move:
-    """One exchange of a value. Along dim 0 it moves samples, along dim 1 tokens."""
+    """One redistribution of a value. Along dim 0 it moves samples, along dim 1 tokens."""
 
     kind: str
     cells: Partition
@@ -148,20 +149,20 @@ def moves(value: Value, kind: str, degree: int, wanted: str, to: int, heavy: boo
         return
     if kind == "partial":
         early = value.has_tokens and (wanted == "tokens" or heavy) and degree == to
-        yield Move("scatter" if early else "sum", inner_cells(tp, degree), degree, dim=int(early))
+        yield Move("reduce_scatter" if early else "all_reduce", inner_cells(tp, degree), degree, dim=int(early))
         kind = "tokens" if early else "whole"
     if degree != to:
         if kind == "tokens":
-            yield Move("join", inner_cells(tp, degree), degree, dim=1)
+            yield Move("unshard", inner_cells(tp, degree), degree, dim=1)
             kind = "whole"
         yield from _between(value, degree, to, tp)
     cells = inner_cells(tp, to)
     if kind == "whole" and wanted == "tokens":
-        yield Move("part", cells, to, dim=1)
+        yield Move("shard", cells, to, dim=1)
     elif kind == "tokens" and wanted == "whole":
-        yield Move("gather" if heavy else "join", cells, to, dim=1)
+        yield Move("all_gather" if heavy else "unshard", cells, to, dim=1)
     elif kind == "whole" and heavy and value.differentiable:
-        yield Move("spread", cells, to)
+        yield Move("identity", cells, to)
 
 
 def _between(value: Value, degree: int, to: int, tp: int) -> Iterator[Move]:
@@ -172,9 +173,9 @@ def _between(value: Value, degree: int, to: int, tp: int) -> Iterator[Move]:
         yield from _between(value, tp, to, tp)
     elif not value.has_batch:  # the same for all samples: only its gradient depends on whose they are
         yield (
-            Move("spread", between_cells(tp, small, large), to)
+            Move("identity", between_cells(tp, small, large), to)
             if to < degree
             else Move("scale", (), to, factor=degree / to)
         )
     else:
-        yield Move("join" if to > degree else "part", between_cells(tp, small, large), to, dim=0)
+        yield Move("unshard" if to > degree else "shard", between_cells(tp, small, large), to, dim=0)

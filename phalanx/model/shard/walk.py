@@ -52,11 +52,11 @@ class Walk:
         graph: fx.Graph,
         rules: Mapping[Any, Rule],
         otherwise: Rule,
-        wires: Mapping[fx.Node, Placement],
+        activations: Mapping[fx.Node, Placement],
         setting: Setting,
         choices: Choices,
     ) -> None:
-        self.graph, self.setting, self.choices, self._wires = graph, setting, choices, wires
+        self.graph, self.setting, self.choices, self._activations = graph, setting, choices, activations
         self._rules, self._otherwise = rules, otherwise
         self.live = _depends_on_data(graph)
         self.places: dict[fx.Node, Any] = {}
@@ -67,7 +67,7 @@ class Walk:
     def run(self) -> None:
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                self.places[node] = self._wires.get(node, WHOLE)
+                self.places[node] = self._activations.get(node, WHOLE)
             elif node.op == "call_function":
                 self.places[node] = self._place(node)
 
@@ -188,10 +188,10 @@ def _moved(view: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _depends_on_data(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Whether a value depends on a wire or a parameter; all others are computed wherever they are used."""
+    """Whether a value depends on an activation or a parameter; all others are computed wherever they are used."""
     live: dict[fx.Node, bool] = {}
     for node in graph.nodes:
-        own = node.op == "placeholder" and node.name.startswith(("wire", "parameter"))
+        own = node.op == "placeholder" and node.name.startswith(("activation", "parameter"))
         live[node] = own or any(live[source] for source in node.all_input_nodes)
     return live
 
@@ -206,13 +206,13 @@ def place_all(
     graph: fx.Graph,
     rules: Mapping[Any, Rule],
     otherwise: Rule,
-    wires: Mapping[fx.Node, Placement],
+    activations: Mapping[fx.Node, Placement],
     setting: Setting,
     choices: Choices,
 ) -> Walk:
     """Places a graph, again and again until nothing conflicts."""
     for _ in range(1000):
-        walk = Walk(graph, rules, otherwise, wires, setting, choices)
+        walk = Walk(graph, rules, otherwise, activations, setting, choices)
         try:
             walk.run()
             _settle_outputs(walk)

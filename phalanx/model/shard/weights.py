@@ -48,7 +48,7 @@ def cut_of(walk: Walk, parameter: fx.Node, items: Sequence[Item]) -> Cut:
 
 def _by_tokens(walk: Walk, segment: Segment, parameter: fx.Node) -> bool:
     """Whether it meets values of which each rank has some tokens. Other values of the segment do not matter: what they
-    need of it, if anything, an exchange brings them."""
+    need of it, if anything, a redistribution brings them."""
     reached, mine = {parameter}, set(segment.nodes)
     for node in walk.graph.nodes:
         from_it = any(source in reached and (node, source) not in walk.wants for source in node.all_input_nodes)

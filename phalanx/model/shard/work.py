@@ -21,11 +21,12 @@ from phalanx.model.graph.blocks import Block
 from phalanx.model.graph.graphs import flops
 from phalanx.model.interpret import Values, without_contents
 from phalanx.model.shard.canonical import annotate
-from phalanx.model.shard.sharded import Exchange, Part, Sharded
+from phalanx.model.shard.sharded import Part, Redistribution, Sharded
 
 
 class LocalTensors:
-    """The tensors of one rank, without contents: gives segments their arguments and carries wires over exchanges.
+    """The tensors of one rank, without contents: gives segments their arguments and carries activations over
+    redistributions.
 
     dims: of the whole micro-batch; a unit of smaller degree sees its part of the samples.
     """
@@ -35,15 +36,16 @@ class LocalTensors:
     ) -> None:
         self._captured, self._sharded, self._tp, self._dtype, self._dims = captured, sharded, tp, dtype, dims
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.wires: dict[str, Tensor] = {}
-        self._values: dict[int, Values] = {}  # by degree; wires are the same in all
+        self.activations: dict[str, Tensor] = {}
+        self._values: dict[int, Values] = {}  # by degree; activations are the same in all
 
     def parts(self) -> Iterator[tuple[int, Part]]:
-        """The parts of all blocks in order; wires of exchanges are moved, those of segments are left to the caller."""
+        """The parts of all blocks in order; activations of redistributions are moved, those of segments are left to the
+        caller."""
         for number, parts in enumerate(self._sharded.parts):
             for part in parts:
-                if part.exchange is not None:
-                    self._move(part.exchange, self._dims_of(part.degree))
+                if part.redistribution is not None:
+                    self._move(part.redistribution, self._dims_of(part.degree))
                 yield number, part
 
     def segment(self, part: Part) -> Block:
@@ -56,17 +58,19 @@ class LocalTensors:
             shapes = {name: parameter.local.local_shape for name, parameter in self._sharded.parameters.items()}
             dims = self._dims_of(degree)
             found = without_contents(self._captured, self._sharded.blocks, shapes, self._dtype, dims, self.mode)
-            found.tables["wire"] = self.wires
+            found.tables["activation"] = self.activations
             self._values[degree] = found
         return self._values[degree]
 
     def _dims_of(self, degree: int) -> dict[str, int]:
         return {**self._dims, "batch": self._dims["batch"] * degree // self._tp}
 
-    def _move(self, exchange: Exchange, dims: Mapping[str, int]) -> None:
-        source = self.wires[exchange.source]
+    def _move(self, redistribution: Redistribution, dims: Mapping[str, int]) -> None:
+        source = self.activations[redistribution.source]
         with self.mode:
-            self.wires[exchange.target] = torch.empty(exchange.shape_after(source.shape, dims), dtype=source.dtype)
+            self.activations[redistribution.target] = torch.empty(
+                redistribution.shape_after(source.shape, dims), dtype=source.dtype
+            )
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Work:
 @dataclass(frozen=True)
 class RankWork:
     blocks: tuple[Work, ...]
-    wires: Mapping[str, Tensor]  # without contents
+    activations: Mapping[str, Tensor]  # without contents
 
 
 _Counted = tuple[Work, tuple[Tensor, ...]]
@@ -107,7 +111,7 @@ def work_of(
         work, outputs = counted[key]
         values.put_alike(segment, outputs, tensors.mode)
         found[number] = Work(found[number].flops + work.flops, found[number].attention + work.attention)
-    return RankWork(tuple(found), tensors.wires)
+    return RankWork(tuple(found), tensors.activations)
 
 
 def _count(graph: fx.Graph, arguments: list[Tensor | int]) -> _Counted:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.program.block_steps import BlockSteps
+from phalanx.program.block_ops import BlockOps
 from phalanx.program.instructions import Op
 
-Piece = tuple[Op, int]  # what is done with which step of a block
+Piece = tuple[Op, int]  # what is done with which op of a block
 
 
-def done_again(block: BlockSteps, portion: Sequence[int]) -> list[Piece]:
+def done_again(block: BlockOps, portion: Sequence[int]) -> list[Piece]:
     """Before the backward of a portion: its forward, in forward order, where the plan computes anything again."""
     return [(block.again_as(i), i) for i in portion if i in block.done_again] if block.again else []
 
 
-def gathered_again(block: BlockSteps, segment: int) -> list[Piece]:
+def gathered_again(block: BlockOps, segment: int) -> list[Piece]:
     """Before the B of a segment, where only collectives are done again: those whose last reader it is."""
     if block.again:
         return []

@@ -13,7 +13,7 @@ from phalanx.program.passes.insert import insert
 from phalanx.program.shape import ModelShape
 
 ADDS_TO_GRADIENTS = frozenset((Op.W, Op.BW))
-_NOWHERE: dict[str, None] = {"slice": None, "half": None, "step": None}  # a bucket belongs to the whole micro-batch
+_NOWHERE: dict[str, None] = {"slice": None, "half": None, "op_index": None}  # a bucket belongs to the whole micro-batch
 
 
 def add_reductions(program: Program, shape: ModelShape, buckets: Collection[int], *, per_micro_batch: bool) -> Program:

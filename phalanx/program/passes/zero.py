@@ -1,7 +1,7 @@
 """ZeRO 3: a bucket's parameters are gathered before they are used, and live until their last use.
 
 What the next block needs is gathered before the current one starts, so that the transfer hides behind it. A block's use
-lasts over all its steps and halves, and where halves are interleaved it may begin before that of the one before ends.
+lasts over all its ops and halves, and where halves are interleaved it may begin before that of the one before ends.
 """
 
 from __future__ import annotations
@@ -71,4 +71,4 @@ def _uses(program: Program, shape: ModelShape, split: bool) -> list[Use]:
 
 
 def _for_each(op: Op, compute: Instruction, buckets: Iterable[int]) -> list[Instruction]:
-    return [replace(compute, op=op, block=bucket, half=None, step=None) for bucket in buckets]
+    return [replace(compute, op=op, block=bucket, half=None, op_index=None) for bucket in buckets]

@@ -1,4 +1,4 @@
-"""Ranks of one process that exchange tensors in lockstep: every rank starts its collective, then all of them wait."""
+"""Ranks of one process that send tensors in lockstep: every rank starts its collective, then all of them wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.redistribute import Arriving, Mover
-from phalanx.model.shard.sharded import BACKWARD, FORWARD, LOCAL_BACKWARD, LOCAL_FORWARD, Exchange, Move
+from phalanx.model.shard.sharded import BACKWARD, FORWARD, LOCAL_BACKWARD, LOCAL_FORWARD, Move, Redistribution
 from phalanx.program.shape import Partition
 
 
@@ -68,13 +68,13 @@ def carry_back(moves: Sequence[Move], gradients: list[Tensor], dims: dict[str, i
 
 def _one(move: Move, values: list[Tensor], dims: dict[str, int], way: str) -> list[Tensor]:
     movers = _movers(move.cells, len(values))
-    size = "tokens" if move.dim == 1 and move.kind in ("scatter", "gather", "join", "part") else ""
-    exchange = Exchange(move.kind, "source", "target", move.cells, move.dim, size, move.factor)
+    size = "tokens" if move.dim == 1 and move.kind in ("reduce_scatter", "all_gather", "unshard", "shard") else ""
+    redistribution = Redistribution(move.kind, "source", "target", move.cells, move.dim, size, move.factor)
     happens = {"forward": FORWARD | LOCAL_FORWARD, "backward": BACKWARD | LOCAL_BACKWARD}[way]
     if move.kind not in happens:
         return values
     carry = {"forward": Mover.forward, "backward": Mover.backward}[way]
-    found: list[Any] = [carry(mover, exchange, dims)(value) for mover, value in zip(movers, values, strict=True)]
+    found: list[Any] = [carry(mover, redistribution, dims)(value) for mover, value in zip(movers, values, strict=True)]
     return [one.wait("") if isinstance(one, Arriving) else one for one in found]
 
 

@@ -127,12 +127,12 @@ def test_cells_divide_all_ranks_and_join_parts_in_the_order_of_their_samples(tp:
 @pytest.mark.parametrize(
     ("kind", "wanted", "heavy", "sequence", "expected"),
     [
-        ("partial", "whole", False, False, ["sum"]),
-        ("partial", "tokens", False, True, ["scatter"]),
-        ("whole", "whole", True, False, ["spread"]),
-        ("tokens", "whole", True, True, ["gather"]),
-        ("tokens", "whole", False, True, ["join"]),
-        ("whole", "tokens", False, True, ["part"]),
+        ("partial", "whole", False, False, ["all_reduce"]),
+        ("partial", "tokens", False, True, ["reduce_scatter"]),
+        ("whole", "whole", True, False, ["identity"]),
+        ("tokens", "whole", True, True, ["all_gather"]),
+        ("tokens", "whole", False, True, ["unshard"]),
+        ("whole", "tokens", False, True, ["shard"]),
         ("whole", "whole", False, False, []),
         ("stacked", "whole", False, False, ["stack"]),
     ],

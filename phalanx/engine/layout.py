@@ -22,7 +22,7 @@ from phalanx.program.shape import ModelShape, Partition
 
 
 @dataclass(frozen=True)
-class Formation:
+class RankLayout:
     """shape: of the program. facts: about the state of the model. sharded: the model as this rank's tensor-parallel
     group splits it, where the plan has one."""
 
@@ -49,7 +49,7 @@ class Formation:
         return self.mesh.coordinates(self.rank)[2]
 
     @property
-    def speaks(self) -> bool:
+    def is_tp_leader(self) -> bool:
         """Whether this rank counts what every rank of its tensor-parallel group knows alike, such as the loss."""
         return self.tp_index == 0
 
@@ -106,11 +106,11 @@ class Formation:
         return tuple(self.mesh.at_stage(rank, pp_index) for pp_index in holders(self.plan, self.shape, bucket))
 
 
-class Connections:
+class ProcessGroups:
     """The groups and channels of a formation. They are all made here, on every rank in the same order: two ranks that
     waited for each other's next group would wait for ever."""
 
-    def __init__(self, formation: Formation, links: Links) -> None:
+    def __init__(self, formation: RankLayout, links: Links) -> None:
         mesh, me = formation.mesh, formation.rank
         plan = formation.plan
 
@@ -129,9 +129,9 @@ class Connections:
             cells: tuple(join(purpose, groups) for purpose, groups in _summing(formation, cells).items())
             for cells in dict.fromkeys([(), *formation.shape.sums])
         }
-        self._exchanges = {
+        self._redistributions = {
             cells: join("tp", [formation.cell(cells, rank) for rank in mesh.world])
-            for cells in _exchanged(formation.sharded)
+            for cells in _redistributed(formation.sharded)
         }
         self._ties = {
             bucket: join(f"tie{bucket}", [formation.tie_ranks(bucket, rank) for rank in mesh.world])
@@ -144,9 +144,9 @@ class Connections:
     def channel(self, source: int, destination: int, direction: Direction) -> Channel:
         return self._channels[source, destination, direction]
 
-    def exchange_group(self, cells: Partition) -> Group:
-        """The ranks with which this one carries out an exchange."""
-        return self._exchanges[cells]
+    def redistribution_group(self, cells: Partition) -> Group:
+        """The ranks with which this one carries out a redistribution."""
+        return self._redistributions[cells]
 
     def reduction(self, bucket: int, sharded: bool) -> Reduction:
         zero, replicas = self._sums[self._shape.cells(bucket)]
@@ -157,13 +157,13 @@ class Connections:
         return len(self.replicas.ranks) == 1 and bucket not in self._ties and not self._shape.cells(bucket)
 
 
-def _exchanged(sharded: Sharded | None) -> list[Partition]:
-    """Every partition that some exchange runs over, in an order that all ranks agree on."""
+def _redistributed(sharded: Sharded | None) -> list[Partition]:
+    """Every partition that some redistribution runs over, in an order that all ranks agree on."""
     parts = [part for block in sharded.parts for part in block] if sharded else []
-    return list(dict.fromkeys(part.exchange.cells for part in parts if part.exchange is not None))
+    return list(dict.fromkeys(part.redistribution.cells for part in parts if part.redistribution is not None))
 
 
-def _summing(formation: Formation, cells: Partition) -> dict[str, list[tuple[int, ...]]]:
+def _summing(formation: RankLayout, cells: Partition) -> dict[str, list[tuple[int, ...]]]:
     """The groups of all ranks over which gradients are summed one after the other: with ZeRO they are scattered first,
     so that only a shard travels further."""
     mesh = formation.mesh
@@ -176,7 +176,7 @@ def _summing(formation: Formation, cells: Partition) -> dict[str, list[tuple[int
     return {"reduce": across(mesh.dp_group), "replicas": []}
 
 
-def _channels(formation: Formation, links: Links) -> dict[Flow, Channel]:
+def _channels(formation: RankLayout, links: Links) -> dict[Flow, Channel]:
     """One for each way between neighbours, forwards and gradients apart: on none of them does anything overtake."""
     plan, mesh, me = formation.plan, formation.mesh, formation.rank
     ways: dict[Flow, None] = {}

@@ -42,17 +42,17 @@ class StepRun:
     position: int = 0
 
 
-class Totals:
+class GlobalReductions:
     """owned: the pieces that this rank, of all that hold them, answers for. counts: whether what this rank counts about
-    its part of the batch is added up, once per part. speaks: whether its loss is, which all ranks of a tensor-parallel
-    group know."""
+    its part of the batch is added up, once per part. is_tp_leader: whether its loss is, which all ranks of a
+    tensor-parallel group know."""
 
     def __init__(
         self, optimizer: Optimizer, replicas: Group, world: Group, owned: Collection[str],
-        *, counts: bool = True, speaks: bool = True, loss_scale: LossScale | None = None,
+        *, counts: bool = True, is_tp_leader: bool = True, loss_scale: LossScale | None = None,
     ) -> None:  # fmt: skip
         self._optimizer, self._owned, self._counts = optimizer, set(owned), counts
-        self._replicas, self._world, self._speaks, self._loss_scale = replicas, world, speaks, loss_scale
+        self._replicas, self._world, self._is_tp_leader, self._loss_scale = replicas, world, is_tp_leader, loss_scale
 
     def count(self, step: StepRun) -> Arriving:
         items = total_items(step.inputs.values())
@@ -66,7 +66,7 @@ class Totals:
         step.items, step.gradients = items, gradients
         owned = {name: gradient for name, gradient in gradients.items() if name in self._owned}
         square = self._optimizer.squared_norm(owned, items)
-        loss = total_loss(losses if self._speaks else (), items)
+        loss = total_loss(losses if self._is_tp_leader else (), items)
         counts = [float(step.stop()), *(count if self._counts else 0.0 for count in step.counts)]
         # Filled there, not copied there: a copy from ordinary memory would wait for the whole backward.
         sums = torch.stack([square, loss, *(torch.full_like(loss, count) for count in counts)])

@@ -1,4 +1,4 @@
-"""From blocks to their steps: segments and the collectives between them, for each half of a micro-batch.
+"""From blocks to their ops: segments and the collectives between them, for each half of a micro-batch.
 
 Halves take turns at collectives, across blocks: while one's collective travels the other computes. So do, where a plan
 wants it, the backward of a micro-batch and the forward of the next. The collective of an input's gradient stands before
@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from phalanx.plan.plan import Plan
-from phalanx.program.block_steps import BlockSteps
-from phalanx.program.instructions import EXCHANGES, Instruction, Op, Program
+from phalanx.program.block_ops import BlockOps
+from phalanx.program.instructions import REDISTRIBUTIONS, Instruction, Op, Program
 from phalanx.program.passes.again import Piece, done_again, gathered_again
 from phalanx.program.shape import ModelShape
 
@@ -21,13 +21,13 @@ Run = list[Instruction]  # what a half does before it is another's turn
 Runs = list[Run]
 
 
-def to_steps(program: Program, shape: ModelShape, plan: Plan) -> Program:
-    """Replaces each computation of a block by those of its steps."""
+def to_ops(program: Program, shape: ModelShape, plan: Plan) -> Program:
+    """Replaces each computation of a block by those of its ops."""
     halves = range(plan.halves) if plan.halves > 1 else (None,)
-    blocks = [BlockSteps.of(plan, shape, block) for block in range(shape.num_blocks)]
+    blocks = [BlockOps.of(plan, shape, block) for block in range(shape.num_blocks)]
     lowered: list[Instruction] = []
     visits = groupby(program, key=lambda it: replace(it, block=None))
-    runs = [list(_runs([it for whole in visit for it in _steps_of(whole, blocks)])) for _, visit in visits]
+    runs = [list(_runs([it for whole in visit for it in _ops_of(whole, blocks)])) for _, visit in visits]
     for beside in _beside(runs, plan.pairs):
         for turn in _turns(beside):
             lowered += [replace(it, half=half) for half in halves for run in turn for it in run]
@@ -50,14 +50,14 @@ def _turns(beside: Sequence[Runs]) -> Iterator[list[Run]]:
         yield [run for own, (begin, end) in zip(beside, bounds) for run in own[begin:end]]
 
 
-def _steps_of(whole: Instruction, blocks: Sequence[BlockSteps]) -> Iterator[Instruction]:
+def _ops_of(whole: Instruction, blocks: Sequence[BlockOps]) -> Iterator[Instruction]:
     assert whole.block is not None
     block = blocks[whole.block]
-    for op, step in _pieces(whole.op, block):
-        yield replace(whole, op=op, step=step if block.numbered else None)
+    for op, op_index in _pieces(whole.op, block):
+        yield replace(whole, op=op, op_index=op_index if block.numbered else None)
 
 
-def _pieces(op: Op, block: BlockSteps) -> list[Piece]:
+def _pieces(op: Op, block: BlockOps) -> list[Piece]:
     if op is Op.F:
         return [(block.forward(i), i) for i in sorted(block.segments + block.moved_forward)]
     if op is Op.W:
@@ -65,7 +65,7 @@ def _pieces(op: Op, block: BlockSteps) -> list[Piece]:
     return list(_backward(op, block))
 
 
-def _backward(op: Op, block: BlockSteps) -> Iterator[Piece]:
+def _backward(op: Op, block: BlockOps) -> Iterator[Piece]:
     moved = [(i, block.first_reader(i)) for i in reversed(block.moved_backward)]
     # Complete when the block's backward begins, so these travel behind what is computed again.
     yield from ((block.backward(i), i) for i, reader in moved if reader is None)
@@ -91,7 +91,9 @@ def _runs(instructions: Sequence[Instruction]) -> Iterator[Run]:
     """
     run: Run = []
     for it in instructions:
-        is_next = it.op not in EXCHANGES and it.op is not Op.W and any(other.op in EXCHANGES for other in run)
+        is_next = (
+            it.op not in REDISTRIBUTIONS and it.op is not Op.W and any(other.op in REDISTRIBUTIONS for other in run)
+        )
         if run and (is_next or len({other.block for other in (*run, it)}) > 2):
             yield run
             run = []
