@@ -28,9 +28,8 @@ $(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
 $(VENV)/triton: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ "triton==3.9.0; sys_platform == 'linux'"
 
-demo: $(STAMP) ## train a small language model on Python's standard library; the result is in runs/demo
-	rm -rf runs/demo
-	$(BIN)/phalanx train --model phalanx-demo --data stdlib --steps 250 --seq-len 128 --batch-size 8 --lr 2e-3 --warmup-steps 10 --out runs/demo
+demo: $(STAMP) ## train a small language model on Python's standard library, or go on where that was stopped; see runs/demo
+	$(BIN)/phalanx train --model phalanx-demo --data stdlib --steps 250 --seq-len 128 --batch-size 8 --lr 2e-3 --warmup-steps 10 --resume auto --out runs/demo
 
 check: $(STAMP) ## for the inner loop: lint, types and the tests that need no other process, side by side
 	$(MAKE) --no-print-directory --jobs 2 --output-sync lint light

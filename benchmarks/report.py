@@ -42,7 +42,7 @@ def publish(
     if chosen.out:
         write(Path(chosen.out), name, setting, results)
     if chosen.plot and not plot.draw(chosen.plot, panels):
-        print(f"{chosen.plot} was not drawn: matplotlib is not installed (the extra `plots`)", file=sys.stderr)
+        print(f"{chosen.plot} was not drawn: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
 
 
 def machine() -> dict[str, Any]:

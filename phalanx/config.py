@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.plan import fields as plan_fields
 from phalanx.plan.plan import Plan
+from phalanx.spellings import said_here
 
 OptionValue = bool | int | float | str | tuple[float, ...] | None
 
@@ -32,6 +33,7 @@ ACTS_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "betas": ("optimizer", ("adamw",)),
     "eps": ("optimizer", ("adamw",)),
     "min_lr_ratio": ("lr_schedule", ("cosine", "linear")),
+    "lr_steps": ("lr_schedule", ("cosine", "linear")),
     "master_weights": ("dtype", ("bfloat16", "float16")),
 }
 
@@ -49,6 +51,9 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     model: str = _option("Model", "phalanx-demo", "zoo name, HuggingFace folder or cached hub id", min_length=1)
+    init: Literal["auto", "fresh"] = _option(
+        "Model", "auto", "first weights: auto takes those stored with the model where there are some; fresh never"
+    )
     task: str | None = _option("Model", None, "what the model learns, e.g. causal-lm (default: from the model)")
     tiny: bool = _option("Model", False, "shrink the model to test size, same structure")
     model_options: dict[str, OptionValue] = _option(
@@ -84,6 +89,9 @@ class RunConfig(BaseModel):
     compile: Literal["auto", "off", "aot_eager", "inductor"] = _option("Training", "auto", "how segments are compiled")
     device: Literal["auto", "cpu", "cuda"] = _option("Training", "auto", "where to train")
     timeout: float = _option("Training", 600.0, "seconds a rank waits for another that lives and computes", gt=0)
+    silence: float = _option(
+        "Training", 15.0, "seconds without a sign of life in a step after which a rank counts as lost", gt=0
+    )
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
     clip: float | None = _option("Training", 1.0, "global gradient norm limit ('none': no clipping)", gt=0)
     max_nonfinite: int = _option(
@@ -101,6 +109,9 @@ class RunConfig(BaseModel):
     )
     warmup_steps: int = _option("Optimizer", 0, "steps in which the learning rate rises to its peak", ge=0)
     min_lr_ratio: float = _option("Optimizer", 0.1, "final over peak learning rate (cosine, linear)", ge=0, le=1)
+    lr_steps: int | None = _option(
+        "Optimizer", None, "steps in which the learning rate falls to its final value (default: all of the run's)", ge=1
+    )
 
     out: str = _option("Run folder", "runs/run", "folder for log, checkpoints and the exported model", min_length=1)
     checkpoint_every: int = _option("Run folder", 0, "steps between checkpoints (0: only at the end)", ge=0)
@@ -254,6 +265,9 @@ def _check_together(config: RunConfig) -> None:
     if config.steps is not None and config.warmup_steps > config.steps:
         longer = f"option warmup_steps = {config.warmup_steps} is longer than the run, steps = {config.steps}"
         raise ConfigError(longer, f"choose warmup_steps between 0 and {config.steps}")
+    if config.lr_steps is not None and config.warmup_steps > config.lr_steps:
+        longer = f"option warmup_steps = {config.warmup_steps} is more than lr_steps = {config.lr_steps}"
+        raise ConfigError(longer, f"choose warmup_steps between 0 and {config.lr_steps}")
     if not config.data:
         raise ConfigError("option data is empty", "name a file or folder, or use 'stdlib' or 'synthetic'")
     if not all(0 <= beta < 1 for beta in config.betas):
@@ -323,7 +337,7 @@ def _explain_one(detail: ErrorDetails, options: Mapping[str, FieldInfo]) -> tupl
     """(what is wrong, what to do) for one of pydantic's findings."""
     name, *inner = (str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        return f"unknown option {name!r}", nearest(name, options)
+        return f"unknown option {name!r}", said_here(name, flags=False) or nearest(name, options)
     field = options[name]
     shown = f"option {'.'.join([name, *inner[:1]])} = {detail['input']!r}"
     if detail["type"] == "literal_error":

@@ -51,6 +51,10 @@ class LinkError(RankError):
     """This rank is sound, but what it waited for did not come: the cause usually lies with another rank."""
 
 
+class LateError(LinkError):
+    """This rank is sound and waited as long as it may; those that it leaves then only lose the connection."""
+
+
 class VerifyError(PhalanxError):
     """A verification could not be carried out (a failed comparison is a report, not an error)."""
 

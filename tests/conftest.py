@@ -78,7 +78,7 @@ def pool() -> Iterator[WorkerPool]:
     """Eight warm ranks, of which a test uses (and starts) as many as it needs, with `world` or by its plan."""
     from phalanx.launch.worker_pool import WorkerPool
 
-    with WorkerPool(8, threads_per_rank=1, device="cpu") as ranks:
+    with WorkerPool(8, threads_per_rank=1, device="cpu", silence=5.0) as ranks:
         yield ranks
 
 
@@ -87,7 +87,7 @@ def lent_ranks(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A training in this process gets its ranks from the pool instead of starting some; how many it asked for."""
     asked: list[int] = []
 
-    def lent(size: int, device: str) -> contextlib.AbstractContextManager[SimpleNamespace]:
+    def lent(size: int, device: str, silence: float) -> contextlib.AbstractContextManager[SimpleNamespace]:
         asked.append(size)
         return contextlib.nullcontext(SimpleNamespace(run=partial(pool.run, world=size)))
 

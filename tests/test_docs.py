@@ -1,7 +1,9 @@
 """What README, docs and examples say is true: commands parse and run, links and paths lead somewhere.
 
-A fenced block after a line `<!-- runs -->` is really run, page by page, in one folder per page; all other commands are
-parsed as the program would. `python tests/test_docs.py` renews the options table in the guide.
+A fenced block after a line `<!-- runs -->` is really run, page by page, in one folder per page, and what a block
+without a language right after it shows is compared with what was printed: line by line, `…` for what may be anything,
+numbers with a point to two per cent. All other commands are parsed as the program would. `python tests/test_docs.py`
+renews the options table in the guide and the picture in the README.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class Block:
     language: str
     text: str
     runs: bool
+    shows: str = ""  # what the block after it says is printed
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -48,9 +51,9 @@ def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     found: list[Block] = []
-    for match in re.finditer(r"^(<!-- runs -->\n)?```(\w*)\n(.*?)^```$", text, re.S | re.M):
+    for match in re.finditer(r"^(<!-- runs -->\n)?```(\w*)\n(.*?)^```$(?:\n```\n(.*?)^```$)?", text, re.S | re.M):
         line = text.count("\n", 0, match.start()) + 1
-        found.append(Block(page, line, match[2], match[3], runs=match[1] is not None))
+        found.append(Block(page, line, match[2], match[3], runs=match[1] is not None, shows=match[4] or ""))
     return found
 
 
@@ -68,7 +71,7 @@ def commands(block: Block) -> list[str]:
 def arguments(line: str) -> list[str] | None:
     """What `phalanx` is called with on this line; None if the line calls something else."""
     words = shlex.split(line, comments=True)
-    return words[1:] if words[0] == "phalanx" else None
+    return words[1:] if words[0] in ("phalanx", ".venv/bin/phalanx") else None
 
 
 PHALANX = [(block, line) for block in BASH for line in commands(block) if arguments(line) is not None]
@@ -196,8 +199,67 @@ def test_what_is_marked_as_running_runs(name: str, tmp_path: Path, monkeypatch: 
     marked = [block for block in blocks(ROOT / name) if block.runs]
     assert marked
     for block in marked:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
             run(block)
+        absent = missing(block.shows, said.getvalue())
+        assert not absent, f"{block}: not printed: {absent}"
+
+
+def missing(shown: str, said: str) -> str:
+    """The first line that is shown and was not printed in its place; `…` alone stands for any number of lines."""
+    left = iter(said.splitlines())
+    skips = False
+    for line in shown.splitlines():
+        if line.strip() == "…":
+            skips = True
+            continue
+        if skips and any(alike(line, printed) for printed in left):
+            skips = False
+        elif skips or not alike(line, next(left, "")):
+            return line
+    return "" if skips or not shown or next(left, None) is None else "the end, and more was printed"
+
+
+def alike(shown: str, printed: str) -> bool:
+    return same_words(shown.split(), printed.split())
+
+
+def same_words(shown: list[str], printed: list[str]) -> bool:
+    if not shown:
+        return not printed
+    if shown[0] == "…":
+        return any(same_words(shown[1:], printed[start:]) for start in range(len(printed) + 1))
+    if not printed or not (shown[0] == printed[0] or close(shown[0], printed[0])):
+        return False
+    return same_words(shown[1:], printed[1:])
+
+
+def close(shown: str, printed: str) -> bool:
+    """Two numbers with a point that differ by two per cent at most."""
+    one, other = (re.fullmatch(r"\(?(\d+\.\d+(?:e[+-]\d+)?)\)?", word) for word in (shown, printed))
+    return bool(one and other) and float(one[1]) == pytest.approx(float(other[1]), rel=0.02)
+
+
+def test_what_is_shown_is_compared_with_what_is_printed():
+    assert missing("a 1.50 b\n…\nend\n", "a 1.51 b\nx\ny\nend\n") == ""
+    assert missing("a … z\n", "a b c z\n") == "" and missing("a …\n", "a b c\n") == ""
+    assert missing("a … b … z\n", "a … b c d z\n") == "" and missing("a … b\n", "a b c\n") == "a … b"
+    assert missing("a 1.50 b\n", "a 1.60 b\n") == "a 1.50 b"
+    assert missing("a 15 b\n", "a 16 b\n") == "a 15 b"
+    assert missing("…\nend\n", "x\ny\n") == "end"
+    assert missing("a\n", "a\nb\n") == "the end, and more was printed"
+
+
+PICTURE = ["program", "--model", "meta-llama/Llama-3.2-1B", "--plan", "pp=4,mb=6,schedule=zb-h1", "--batch-size", "24"]
+
+
+def test_the_picture_in_the_readme_is_what_the_command_below_it_draws(tmp_path: Path):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f".venv/bin/phalanx {shlex.join(PICTURE)} --svg" in readme
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main([*PICTURE, "--svg", str(tmp_path / "step.svg")]) == 0
+    drawn, kept = ((folder / "step.svg").read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs"))
+    assert drawn == kept, "run python tests/test_docs.py to renew it"
 
 
 def test_every_mark_stands_before_a_block():
@@ -217,3 +279,4 @@ def test_every_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.M
 
 if __name__ == "__main__":
     GUIDE.write_text(OPTIONS.sub(lambda _: f"<!-- options -->\n{options_table()}<!-- /options -->", GUIDE.read_text()))
+    main([*PICTURE, "--svg", str(ROOT / "docs" / "step.svg")])

@@ -12,7 +12,7 @@ import phalanx
 ROOT = Path(phalanx.__file__).parent
 # From the bottom up: a room imports from lower rows only. A module outside these rooms is the package itself.
 ROWS = (
-    ("errors", "expressions", "records"),
+    ("errors", "expressions", "records", "spellings"),
     ("plan",),
     ("config", "model.facts", "tasks"),
     ("program", "data", "launch", "state"),
@@ -25,7 +25,7 @@ ROWS = (
     ("cli",),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
-WITHOUT_TORCH = ("errors", "expressions", "records", "plan", "config", "program", "model.facts")
+WITHOUT_TORCH = ("errors", "expressions", "records", "spellings", "plan", "config", "program", "model.facts")
 EXCEPTIONS = {
     ("model.facts.facts", "model.zoo.zoo_table"),  # names only, as plain data
     ("state.dcp", "model.weights.weights"),

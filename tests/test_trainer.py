@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import tasks
 from phalanx.config import RunConfig
-from phalanx.data import open_data
+from phalanx.data.batches import open_data
 from phalanx.errors import ConfigError
 from phalanx.model import reference
 from phalanx.model.zoo.zoo import resolve

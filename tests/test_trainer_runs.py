@@ -46,7 +46,7 @@ def test_a_resumed_run_repeats_the_losses_bit_for_bit(model: str, options: dict[
     # GPT-2 has dropout; 7 samples in batches of 4: every batch ends inside an epoch.
     options = {**options, "steps": 7, "lr": 1e-2, "checkpoint_every": 2, "warmup_steps": 2, "export": False}
     whole = short_run(model, "synthetic:7", tmp_path / "whole", **options)
-    with pytest.raises(PhalanxError, match=r"Crash\.on_step failed: RuntimeError: power cut"):
+    with pytest.raises(PhalanxError, match=r"Crash\.on_step failed at \S+:\d+: RuntimeError: power cut"):
         short_run(model, "synthetic:7", tmp_path / "cut", callbacks=[Crash(5)], **options)
     rest = short_run(model, "synthetic:7", tmp_path / "cut", resume="auto", **options)
     assert rest.losses == whole.losses[4:]
@@ -100,7 +100,7 @@ def test_the_header_says_what_was_derived_and_why(tmp_path: Path):
     header = records(tmp_path, "start")[0]["header"]
     assert header["steps"] == "4 (1.5 epochs of 10 samples in batches of 4)"
     assert header["plan"].startswith("mb=3: 3 × 1 to 2 of the 4 samples, schedule 1f1b")
-    assert header["weights"] == "initialised from seed 0"
+    assert header["weights"].startswith("FRESH, from seed 0: ")
     assert "decay 0.1 on 29 matrices of 29 tensors" in header["optimizer"]
     assert header["device"].startswith("cpu (")
 

@@ -1,4 +1,5 @@
-"""`phalanx inspect MODEL`: the model as planning sees it, one row for each block, and what training it takes.
+"""`phalanx inspect MODEL`: the model as planning sees it, one row for each block, and what training it takes; without a
+model, the names that are known.
 
 A zoo model is shown from the facts shipped with the package, without importing torch; anything else is captured first.
 What tensor parallelism makes of it (`--tp`) is shown by `inspect_tensor.py`, what slices take by `inspect_slices.py`.
@@ -16,7 +17,8 @@ from phalanx.cli import inspect_slices, inspect_tensor
 from phalanx.cli.models import DTYPES, PIPED_WIDTH, TOKENS, choose_dims, find_facts, run_name
 from phalanx.errors import ConfigError, nearest
 from phalanx.expressions import evaluate
-from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, runs
+from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, load, runs
+from phalanx.model.zoo import zoo_table
 from phalanx.observe.format import bytes_text, number_text
 
 if TYPE_CHECKING:
@@ -28,9 +30,16 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="zoo name, HuggingFace folder or cached hub id")],
-    batch: Annotated[int | None, typer.Option(min=1, help="samples (default: 1, or as few as the plan needs)")] = None,
-    tokens: Annotated[
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="zoo name, HuggingFace folder or cached hub id (default: list the zoo)", show_default=False
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="samples (default: 1, or as few as the plan needs)")
+    ] = None,
+    seq_len: Annotated[
         int | None, typer.Option(min=1, help=f"tokens per sample (default: {TOKENS}, or as many as the model takes)")
     ] = None,
     task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
@@ -54,11 +63,13 @@ def inspect(
     --slices what parts of its sequences take."""
     if dtype not in DTYPES:
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    if model is None:
+        return _list_zoo()
     inspect_slices.require_slices(slices, stages, device, tp)
     plan = inspect_tensor.tensor_plan(tp, degrees, sequence, replicate)
-    batch = inspect_tensor.samples(plan, batch)
+    samples = inspect_tensor.samples(plan, batch_size)
     facts = find_facts(model, task, dtype, tiny, live)
-    dims = choose_dims(facts, batch, tokens)
+    dims = choose_dims(facts, samples, seq_len)
     measured = inspect_slices.find_slices(facts, model, task, tiny, dims, stages, device) if slices else None
     split = inspect_tensor.find_report(facts, model, task, tiny, plan, dims) if plan.tp > 1 else None
     if as_json:
@@ -71,6 +82,15 @@ def inspect(
         inspect_tensor.print_report(facts, dims, plan, split)
     else:
         _print(facts, dims)
+
+
+def _list_zoo() -> None:
+    """Every model that is known by name."""
+    found = [load(name) for name in zoo_table.names()]
+    width = max(len(facts.name) for facts in found if facts)
+    for facts in found:
+        if facts is not None:
+            typer.echo(f"{facts.name.ljust(width)}  {number_text(facts.num_parameters):>7}  {facts.task}")
 
 
 def totals(facts: ModelFacts, dims: Dims) -> dict[str, int]:

@@ -37,7 +37,7 @@ def samples(plan: Plan, batch: int | None) -> int:
         raise PlanError(
             f"plan: degrees={plan.shown.partition('degrees=')[2].partition(',')[0]} divides the samples between "
             f"{plan.multiple} groups of ranks, and there are {batch}",
-            f"use --batch {plan.multiple} or a multiple of it",
+            f"use --batch-size {plan.multiple} or a multiple of it",
         )
     return batch or plan.multiple
 

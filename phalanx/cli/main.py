@@ -7,6 +7,7 @@ everything that does inside their functions, so that help stays instant.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ import typer
 import phalanx
 from phalanx.cli import bench, env, inspect, lab, program, train, verify
 from phalanx.errors import PhalanxError
+from phalanx.spellings import said_here
 
 VERBS = (train, verify, inspect, program, lab, bench, env)
 
@@ -59,7 +61,13 @@ for verb in VERBS:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code is 0, 2 for a user's mistake, 130 for Ctrl-C, or what the verb returned."""
-    line = _debug_first(sys.argv[1:] if arguments is None else arguments)
+    code = _run(_debug_first(sys.argv[1:] if arguments is None else arguments))
+    if arguments is None and (join := sys.modules.get("phalanx.launch.join")) is not None:
+        join.leave(code)
+    return code
+
+
+def _run(line: list[str]) -> int:
     try:
         code = app(args=line, prog_name="phalanx", standalone_mode=False)
     except PhalanxError as error:
@@ -80,8 +88,15 @@ def _debug_first(arguments: Sequence[str]) -> list[str]:
 
 
 def _report_usage(error: Any) -> int:
+    if not (message := error.format_message()):
+        return 0  # nothing was asked for, and the help was shown
     command = error.ctx.command_path if error.ctx else "phalanx"
-    return _report(error.format_message(), f"{command} --help lists what there is")
+    hint = f"{command} --help lists what there is"
+    if option := getattr(error, "option_name", None):
+        hint = said_here(option, flags=True) or hint
+    elif "unexpected extra argument" in message and re.search(r"\(.*\w=", message):
+        hint = 'a plan is one word, without spaces (--plan pp=2,mb=4), or in quotes (--plan "pp=2, mb=4")'
+    return _report(message, hint)
 
 
 def _report(message: str, hint: str) -> int:

@@ -52,19 +52,20 @@ def capture_model(model: str, task: str | None, dtype: str, tiny: bool) -> tuple
     return spec, capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=getattr(torch, dtype))
 
 
-def choose_dims(facts: ModelFacts, batch: int, tokens: int | None) -> dict[str, int]:
+def choose_dims(facts: ModelFacts, batch_size: int, seq_len: int | None) -> dict[str, int]:
     """The dims to show the model at; source and target of an encoder–decoder are equally long."""
-    if tokens is not None and "tokens" not in facts.dims:
+    if seq_len is not None and "tokens" not in facts.dims:
         raise ConfigError(
-            f"option tokens = {tokens} does nothing: the inputs of {facts.name!r} have a fixed size", "leave tokens out"
+            f"option seq_len = {seq_len} does nothing: the inputs of {facts.name!r} have a fixed size",
+            "leave seq_len out",
         )
-    if tokens is not None and facts.max_tokens is not None and tokens > facts.max_tokens:
+    if seq_len is not None and facts.max_tokens is not None and seq_len > facts.max_tokens:
         raise ConfigError(
-            f"option tokens = {tokens} is more than {facts.name!r} has positions for",
-            f"choose tokens between 1 and {facts.max_tokens}",
+            f"option seq_len = {seq_len} is more than {facts.name!r} has positions for",
+            f"choose seq_len between 1 and {facts.max_tokens}",
         )
-    length = tokens or min(TOKENS, facts.max_tokens or TOKENS)
-    return {dim: batch if dim == "batch" else length for dim in facts.dims}
+    length = seq_len or min(TOKENS, facts.max_tokens or TOKENS)
+    return {dim: batch_size if dim == "batch" else length for dim in facts.dims}
 
 
 def run_name(run: Sequence[BlockFacts]) -> str:

@@ -38,8 +38,8 @@ def program(
         ),
     ] = "",
     ranks: Annotated[int | None, typer.Option(min=1, help="ranks there are (default: what the plan needs)")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="samples of the global batch")] = 8,
-    tokens: Annotated[
+    batch_size: Annotated[int, typer.Option(min=1, help="samples of the global batch")] = 8,
+    seq_len: Annotated[
         int | None, typer.Option(min=1, help=f"tokens per sample (default: {TOKENS}, or as many as the model takes)")
     ] = None,
     task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
@@ -74,7 +74,8 @@ def program(
         with patiently(f"reading and describing the graph of {facts.name}"):
             return describe(capture_model(model, task, facts.dtype, tiny)[1], chosen, facts.dtype)
 
-    prediction = predict(facts, plan_text(plan), ranks, batch, choose_dims(facts, batch, tokens), device, describe)
+    dims = choose_dims(facts, batch_size, seq_len)
+    prediction = predict(facts, plan_text(plan), ranks, batch_size, dims, device, describe)
     if lowered or values:
         typer.echo("\n".join(_values(prediction) if values else _lowered(prediction)))
         return

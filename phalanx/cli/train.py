@@ -36,6 +36,9 @@ def train(**options: Any) -> None:
     else:
         config = RunConfig.create(**given)
 
+    from phalanx.training.early import require_usable
+
+    require_usable(config.model, config.data, config.eval_data, config)
     from phalanx.training.trainer import Trainer
 
     Trainer.from_config(config).fit()

@@ -25,8 +25,8 @@ def verify(
     tiny: Annotated[bool, typer.Option("--tiny", help="Shrink the model to test size, keeping its structure.")] = False,
     dtype: Annotated[str, typer.Option(help="float64 (tolerance 1e-9) or float32 (1e-5).")] = "float64",
     steps: Annotated[int, typer.Option(help="Steps to compare; they alternate between two shapes.")] = 2,
-    batch: Annotated[int | None, typer.Option(help="Samples of the first step; default: enough.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens per sample of the first step.")] = 24,
+    batch_size: Annotated[int | None, typer.Option(help="Samples of the first step; default: enough.")] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sample of the first step.")] = 24,
     dropout: Annotated[float | None, typer.Option(help="Set every dropout of the model; default: its own.")] = None,
     padding: Annotated[bool, typer.Option("--padding", help="Samples of different lengths, padded.")] = False,
     documents: Annotated[bool, typer.Option("--documents", help="Several packed documents per sample.")] = False,
@@ -43,7 +43,7 @@ def verify(
 
     with _could_not_be_carried_out():
         report = run(
-            model, plan, tiny=tiny, dtype=dtype, steps=steps, batch=batch, tokens=tokens, dropout=dropout,
+            model, plan, tiny=tiny, dtype=dtype, steps=steps, batch=batch_size, tokens=seq_len, dropout=dropout,
             padding=padding, documents=documents, task=task, compile=compile, device=device, seed=seed,
         )  # fmt: skip
     typer.echo(json.dumps(report.to_dict(), default=str) if as_json else str(report))

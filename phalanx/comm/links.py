@@ -21,7 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.pending import Pending, Sockets, cause, is_lost_connection, open_sockets, opened_since, shut
+from phalanx.comm.pending import (
+    NEVER,
+    Deadline,
+    Pending,
+    Sockets,
+    cause,
+    is_lost_connection,
+    open_sockets,
+    opened_since,
+    shut,
+)
 from phalanx.errors import LinkError
 from phalanx.launch.abort import Late, within
 from phalanx.launch.context import RankContext
@@ -53,6 +63,7 @@ class Links:
         self._pending: set[Pending] = set()
         self._sockets: Sockets = {}
         self._lock = threading.Lock()
+        self.deadline = Deadline(timeout, self._let_go)
         context.abort.listen(self._let_go)
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> Group:
@@ -95,6 +106,7 @@ class Links:
         """Leave in good order. Everything that was started must have been awaited."""
         assert not self._pending, f"{len(self._pending)} operations were never awaited"
         self.context.abort.forget(self._let_go)
+        self.deadline.close()
         if self.device.type == "cuda":
             for backend in self._backends():
                 backend.shutdown()
@@ -104,6 +116,7 @@ class Links:
     def abort(self) -> None:
         """Leave at once. Buffers of unfinished operations must not be used again."""
         self.context.abort.forget(self._let_go)
+        self.deadline.close()
         self._let_go()
         time.sleep(0.05)  # operations that now fail still touch their group
         for backend in self._backends():
@@ -137,7 +150,7 @@ class Links:
         traffic.calls += 1
         traffic.bytes += tensors[0].nbytes
         pending = Pending(
-            self.context, work, tensors, timeout=self.timeout, subject=kind, partners=partners, finish=finish,
+            self.context, work, tensors, deadline=self.deadline, subject=kind, partners=partners, finish=finish,
             ended=self._pending.discard,
         )  # fmt: skip
         self._pending.add(pending)
@@ -153,7 +166,7 @@ class Links:
         def make() -> Any:
             if self.device.type == "cuda":
                 return _make_nccl(store, index, ranks, name, self.timeout, self.device, one_way)
-            return _make_gloo(store, index, len(ranks), self.timeout, self.context.address)
+            return _make_gloo(store, index, len(ranks), self.context.address)
 
         before, began, seconds = open_sockets(), time.monotonic(), self.timeout.total_seconds()
         try:
@@ -260,7 +273,7 @@ class Group:
 
     def _nothing(self) -> Pending:
         links = self._links
-        return Pending(links.context, None, (), timeout=links.timeout, subject="nothing", partners=self._partners)
+        return Pending(links.context, None, (), deadline=links.deadline, subject="nothing", partners=self._partners)
 
 
 class Channel:
@@ -283,13 +296,13 @@ def _named(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
-def _make_gloo(store: Any, index: int, size: int, timeout: timedelta, address: str) -> Any:
+def _make_gloo(store: Any, index: int, size: int, address: str) -> Any:
     """A gloo communicator that listens on `address`."""
     if not address:
-        return dist.ProcessGroupGloo(store, index, size, timeout)
+        return dist.ProcessGroupGloo(store, index, size, NEVER)
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name it otherwise
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timeout
+    options._timeout = NEVER
     return dist.ProcessGroupGloo(store, index, size, options)
 
 

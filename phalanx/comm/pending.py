@@ -2,6 +2,7 @@
 
 A wait blocks in the backend; it knows what it waits for and from whom, ends at a deadline, and lets go when the abort
 event is set. Between CPU ranks only shutting gloo's sockets makes a blocked wait let go, so they are found here, too.
+gloo's own deadlines go by the time of day, in which this process may have been stopped; they are not used.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import re
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,12 +20,45 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from phalanx.errors import LinkError
+from phalanx.errors import LateError, LinkError
+from phalanx.launch.status_board import RunningClock
 
 if TYPE_CHECKING:
     from phalanx.launch.context import RankContext
 
 Sockets = dict[int, int]  # file descriptor → inode, which tells a descriptor from a later one of the same number
+
+
+NEVER = timedelta(days=365)
+
+
+class Deadline:
+    """Makes the wait of one thread let go when it takes longer than `seconds` in which this process ran."""
+
+    def __init__(self, seconds: float, let_go: Callable[[], None]) -> None:
+        self.seconds, self.missed_by, self._let_go = seconds, None, let_go
+        self._waiting: Pending | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="phalanx-deadline", daemon=True)
+        self._thread.start()
+
+    def begin(self, pending: Pending | None) -> None:
+        """None: the wait is over. Called for every message, so it must cost nothing."""
+        self._waiting = pending
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        clock, seen, since = RunningClock(), None, 0.0
+        while not self._ended.wait(min(0.25, self.seconds / 10)):
+            now, waiting = clock.read(), self._waiting
+            if waiting is None or waiting is not seen:
+                seen, since = waiting, now
+            elif now - since > self.seconds:
+                self.missed_by = waiting
+                self._let_go()
+                return
 
 
 class Pending:
@@ -35,13 +70,13 @@ class Pending:
         work: Any,
         tensors: tuple[Tensor, ...],
         *,
-        timeout: timedelta,
+        deadline: Deadline,
         subject: str,
         partners: str,
         finish: Callable[[], None] | None = None,
         ended: Callable[[Pending], None] | None = None,
     ) -> None:
-        self._context, self._work, self._timeout = context, work, timeout
+        self._context, self._work, self._deadline = context, work, deadline
         self._tensors, self._on_cuda = tensors, any(tensor.is_cuda for tensor in tensors)
         self._subject, self._partners, self._finish, self._ended = subject, partners, finish, ended
 
@@ -55,9 +90,12 @@ class Pending:
             if self._on_cuda:
                 work.wait()  # orders streams, does not block; a timeout here would make the host wait
             else:
-                work.wait(self._timeout)
+                self._deadline.begin(self)
+                work.wait(NEVER)
         except RuntimeError as error:
             raise self._explained(what, time.monotonic() - began, error) from error
+        finally:
+            self._deadline.begin(None)
         if self._context.abort.reason is not None:
             raise LinkError(f"{self._context.name} stopped at {what or self._subject}: {self._context.abort.reason}")
         if self._finish is not None:
@@ -74,8 +112,9 @@ class Pending:
         name, subject = self._context.name, what or self._subject
         if self._context.abort.reason is not None:
             return LinkError(f"{name} stopped waiting for {subject}: {self._context.abort.reason}")
-        if seconds >= 0.95 * self._timeout.total_seconds():
-            return LinkError(
+        # NCCL has a deadline of its own.
+        if self._deadline.missed_by is self or (self._on_cuda and seconds >= 0.95 * self._deadline.seconds):
+            return LateError(
                 f"{name} waited {seconds:.0f} s for {subject} {self._partners}",
                 "find out what the other side did in the meantime; a slow one needs a longer timeout",
             )

@@ -7,6 +7,7 @@ user chose, and counts it. What becomes of records is the business of others.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import sysconfig
@@ -217,8 +218,11 @@ def existing(item: str) -> Path:
         reason = "does not exist"
     except OSError as error:
         reason = f"cannot be read ({error.strerror or error})"
+    close = difflib.get_close_matches(item, NAMED, cutoff=0.7)
+    meant = f"did you mean {close[0]!r}? " if close else ""
     raise DataError(
-        f"data {item!r} {reason}", f"give a file or folder that exists, or a named source: {nearest(item, NAMED)}"
+        f"data {item!r} {reason} (seen from {Path.cwd()})",
+        f"{meant}Give a file or folder that exists, or one of the named sources {', '.join(NAMED)}",
     )
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,7 @@ from phalanx.data.sources import BrokenData, Record, Source, warn_skipped
 from phalanx.data.stream import GrowingStream, Piece, build_stream
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
-from phalanx.tasks.base import BrokenRecord, RecordTask, Sample, WindowTask
+from phalanx.tasks.base import BrokenRecord, RecordRemark, RecordTask, Sample, WindowTask
 
 _FORMAT = 1
 # Texts are tokenised together until they hold this many characters, which keeps fast tokenizers busy.
@@ -68,14 +71,31 @@ def _record_samples(
             "load the dataset without streaming, or write it to a JSONL file",
         )
     samples: list[Sample] = []
-    for record in records:
-        try:
-            fields = _fields(record, task, request.text_key)
-            samples.append(task.encode(fields, tokenizer, request.config, request.tokens))
-        except BrokenRecord as error:
-            broken.report(record.place, str(error))
+    with _collected_remarks() as remarks:
+        for record in records:
+            try:
+                fields = _fields(record, task, request.text_key)
+                samples.append(task.encode(fields, tokenizer, request.config, request.tokens))
+            except BrokenRecord as error:
+                broken.report(record.place, str(error))
+    for remark, count in remarks.items():
+        warnings.warn(f"{count} of the {len(samples)} records of {source.name} {remark}", stacklevel=2)
     warn_skipped(broken.skipped, source.name)
     return RecordSamples(samples, lambda sample: sample, request, source.name)
+
+
+@contextmanager
+def _collected_remarks() -> Iterator[Counter[str]]:
+    """Remarks on records, counted instead of shown one by one."""
+    remarks: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", RecordRemark)
+        yield remarks
+    for warning in said:
+        if issubclass(warning.category, RecordRemark):
+            remarks[str(warning.message)] += 1
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _fields(record: Record, task: RecordTask, text_key: str) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.data import Batches
+from phalanx.data.batches import Batches
 from phalanx.engine.engine import Engine
 from phalanx.engine.inputs import Feeder, Inputs
 from phalanx.engine.layout import ProcessGroups, RankLayout

@@ -1,14 +1,18 @@
 """The abort event of one rank: set once when the job cannot go on, so that everything that waits lets go.
 
-A rank's heartbeat shows the supervisor that it lives and sets the event when the board says that the job is over.
+A rank's heartbeat shows the supervisor that it lives and sets the event when the board says that the job is over. While
+the heart does not beat, where the rank's threads stand is written to a file (`StackFile`).
 Calls that nothing can make let go are made on a thread of their own (`within`), which is abandoned.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.launch.status_board import StatusBoard, StatusSlot
@@ -52,24 +56,56 @@ class AbortEvent:
         return self._is_set.wait(seconds)
 
 
+class StackFile:
+    """Holds where the threads of this process stand if `beat` has not been called for `seconds`, else nothing.
+
+    It is written by a thread that needs no lock of Python's, so a call that keeps all threads waiting shows in it.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self._seconds, self._file = seconds, path.open("ab")
+
+    def beat(self) -> None:
+        if os.fstat(self._file.fileno()).st_size:
+            os.ftruncate(self._file.fileno(), 0)
+        faulthandler.dump_traceback_later(self._seconds, repeat=True, file=self._file)
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+
+
+def read_stack(path: Path, num_lines: int = 12) -> list[str]:
+    """Where the main thread stood when its process wrote the file, the innermost call first."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return []
+    # The newest thread comes first, so the main one is the last of the last time it was written.
+    return [line.strip() for line in text.rpartition("hread 0x")[2].splitlines()[1:] if line.strip()][:num_lines]
+
+
 @contextmanager
-def heartbeat(board: StatusBoard, slot: StatusSlot, abort: AbortEvent) -> Iterator[None]:
+def heartbeat(board: StatusBoard, slot: StatusSlot, abort: AbortEvent, stack: StackFile) -> Iterator[None]:
     """Within it a thread shows signs of life and listens for the abort flag."""
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
             slot.beat()
+            stack.beat()
             if board.aborted:
                 abort.set("another rank failed")
 
     thread = threading.Thread(target=beat, name="phalanx-heartbeat", daemon=True)
+    stack.beat()
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
+        stack.close()
 
 
 class Late(Exception):

@@ -7,15 +7,18 @@ a rank that fails tells them why before it leaves.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 import re
+import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +27,7 @@ from typing import Any
 from phalanx.errors import ConfigError, PhalanxError, RankError
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.monitor import Monitor, Notice
-from phalanx.launch.status_board import StatusBoard
+from phalanx.launch.status_board import SILENCE, StatusBoard
 from phalanx.launch.store import JobStore, host_store, share_secret
 
 _MEET_SECONDS = 120.0
@@ -73,13 +76,15 @@ def run_joined(
     target: Callable[..., Any],
     *arguments: Any,
     on_event: Callable[[str, Any], None] | None = None,
+    silence: float = SILENCE,
 ) -> Any:
     """`target(context, *arguments)` on this rank, among others that do the same.
 
     When a rank fails, all end within seconds; rank 0 raises the error that names it, the others leave with exit code 1.
+    A rank that shows no sign of life for `silence` seconds of a step counts as lost.
     """
     context = dataclasses.replace(context, on_event=on_event)
-    with Monitor(context) as monitor:
+    with _at_once_after_an_error(), Monitor(context, silence) as monitor:
         try:
             result = target(context, *arguments)
         except Exception as error:
@@ -92,6 +97,35 @@ def run_joined(
         if context.rank == 0 and not monitor.wait_for_all():
             raise _as_error(monitor.heard())
         return result
+
+
+def leave(code: int) -> None:
+    """End this process at once, with this exit code, if its job failed; else do nothing.
+
+    Links that were given up, taken apart with the interpreter, would wait for what is still on its way.
+    """
+    if not _job_failed:
+        return
+    for output in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            output.flush()
+    os._exit(code)
+
+
+_job_failed = False
+
+
+@contextlib.contextmanager
+def _at_once_after_an_error() -> Iterator[None]:
+    """After an error within it, the process does not take itself apart when it ends."""
+    global _job_failed
+    try:
+        yield
+    except BaseException as error:
+        _job_failed = True
+        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", None)
+        atexit.register(leave, code if isinstance(code, int) else 1)
+        raise
 
 
 def _closing(context: RankContext, notice: Notice, error: Exception) -> BaseException:

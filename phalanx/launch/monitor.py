@@ -1,7 +1,8 @@
 """How ranks without a supervisor notice each other's failure: signs of life and one notice, both in the store.
 
 Every rank shows what it does once a second and watches its left neighbour. The first notice of a failure is the one
-that counts; who reads it sets its abort event, and leaves the process if the main thread does not.
+that counts; who reads it sets its abort event, and leaves the process if the main thread does not. On a slow link signs
+of life come late; silence is therefore counted in looks (RunningClock), which then come late as well.
 """
 
 from __future__ import annotations
@@ -9,24 +10,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from phalanx.errors import LinkError, PhalanxError
-from phalanx.launch.abort import Late, within
+from phalanx.launch.abort import Late, StackFile, read_stack, within
 from phalanx.launch.context import RankContext
-from phalanx.launch.status_board import SilenceWatch, StatusView
+from phalanx.launch.status_board import LONG_SILENCE, SILENCE, RunningClock, SilenceWatch, StatusView
 from phalanx.launch.store import ForgedValue, JobStore
 from phalanx.records import read_record
 
 _TICK_SECONDS = 1.0
-_STORE_SECONDS = 5.0  # after which a store that does not answer is taken for gone
-_SEARCH_SECONDS = 9.0  # for the others to find out who was lost: longer than a neighbour may be silent in a step
+_STORE_SECONDS = 5.0  # for the store to answer who is about to leave
+_SUSPECT_SECONDS = 5.0  # that a neighbour may be silent once a rank has lost a connection
+_SEARCH_SECONDS = 9.0  # for the others to find out who was lost: longer than that
 _LEAVE_SECONDS = 8.0  # for the main thread to come back after the abort event was set
 
 
@@ -40,14 +45,31 @@ class Notice:
     lost: bool = False
 
 
+@dataclass(frozen=True)
+class Life:
+    """A rank's sign of life: what it does, and where the file is that says where its threads stand."""
+
+    view: StatusView
+    host: str
+    stack: str
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Life:
+        record = json.loads(text)
+        return cls(StatusView(**record["view"]), record["host"], record["stack"])
+
+
 class Monitor:
     """Runs beside one rank's job, in a `with` statement."""
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, silence: float = SILENCE) -> None:
         # A connection of its own: the main thread's may be busy with a long wait.
         self._context = context
         self._store: JobStore = context.store.clone()
-        self._left, self._silence = (context.rank - 1) % context.world, SilenceWatch()
+        self._left, self._silence = (context.rank - 1) % context.world, SilenceWatch(RunningClock(), silence)
+        descriptor, self._stack_path = tempfile.mkstemp(prefix="phalanx-stack-")
+        os.close(descriptor)
+        self._stack = StackFile(Path(self._stack_path), 0.75 * silence)
         self._notice: Notice | None = None
         self._finished = False
         self._ended = threading.Event()
@@ -61,6 +83,8 @@ class Monitor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join(_STORE_SECONDS + 1.0)
+        self._stack.close()
+        Path(self._stack_path).unlink(missing_ok=True)
 
     def finish(self) -> None:
         """This rank has done its part; its silence from now on means nothing."""
@@ -84,6 +108,7 @@ class Monitor:
     def tell(self, error: Exception) -> Notice:
         """Tell the others why this rank cannot go on, unless one told first; the notice that counts."""
         if isinstance(error, LinkError):
+            self._safely(lambda: self._store.set("search", "yes"))
             self._context.abort.wait(_SEARCH_SECONDS)
         notice = self._post(_notice(self._context, error))
         self._linger(self._context.world - notice.lost)
@@ -112,7 +137,7 @@ class Monitor:
     def _run(self) -> None:
         while not self._ended.wait(_TICK_SECONDS):
             try:
-                notice = within(_STORE_SECONDS, self._look)
+                notice = within(LONG_SILENCE, self._look)
             except (Late, RuntimeError):
                 notice = Notice(0, "the store of this job does not answer: rank 0 or its launcher is gone", lost=True)
             if notice is not None and not self._ended.is_set():
@@ -124,16 +149,26 @@ class Monitor:
             self._show_life()
         if told := self._read("notice"):
             return read_record(Notice, told)
-        life = self._read(f"life/{self._left}") if self._left != self._context.rank else None
-        if life is None:
+        shown = self._read(f"life/{self._left}") if self._left != self._context.rank else None
+        if shown is None:
             return None
-        view = read_record(StatusView, life)
-        seconds = self._silence.silent_for(view)
-        if seconds is None or view.phase == "finished":
+        life = read_record(Life, shown)
+        suspect = _SUSPECT_SECONDS if self._store.check(["search"]) else None
+        seconds = self._silence.silent_for(life.view, suspect=suspect)
+        if seconds is None or life.view.phase == "finished":
             return None
+        return self._post(Notice(self._left, self._found_silent(life, seconds), lost=True))
+
+    def _found_silent(self, life: Life, seconds: float) -> str:
+        view, here = life.view, self._context.slot.read()
         name = f"rank {self._left} ({view.place})" if view.place else f"rank {self._left}"
+        # Signs of life are a moment old: where the others are by then shows how far it may have come since.
         message = f"{name} stopped answering for {seconds:.0f} s {view.where()}"
-        return self._post(Notice(self._left, message, lost=True))
+        message += f" (seen from {self._context.name} {here.where()})"
+        if life.host != socket.gethostname():
+            return f"{message}\n  if it still runs, {life.stack} on {life.host} says where its threads stand"
+        lines = read_stack(Path(life.stack))
+        return "\n    ".join([f"{message}\n  where it stands, the innermost call first:", *lines]) if lines else message
 
     def _num_reports(self, kind: str) -> int:
         return sum(self._read(f"{kind}/{rank}") is not None for rank in range(self._context.world))
@@ -147,7 +182,9 @@ class Monitor:
 
     def _show_life(self) -> None:
         self._context.slot.beat()
-        self._store.set(f"life/{self._context.rank}", json.dumps(dataclasses.asdict(self._context.slot.read())))
+        self._stack.beat()
+        life = Life(self._context.slot.read(), socket.gethostname(), self._stack_path)
+        self._store.set(f"life/{self._context.rank}", json.dumps(dataclasses.asdict(life)))
 
     def _leave(self, notice: Notice) -> None:
         self._notice = notice
@@ -157,6 +194,7 @@ class Monitor:
         if self._context.rank == 0 or (notice.rank == 0 and notice.lost):
             sys.stderr.write(f"error: {notice.message}\n" + (f"  → {notice.hint}\n" if notice.hint else ""))
             sys.stderr.flush()
+        Path(self._stack_path).unlink(missing_ok=True)
         os._exit(1)
 
     def _safely(self, call: Callable[[], Any]) -> Any:

@@ -6,16 +6,18 @@ It knows nothing of jobs; worker_pool.py does.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import RankError
-from phalanx.launch.server import Deliver, Ended, Fork, Forked
+from phalanx.launch.server import Ended, Fork, Forked
 from phalanx.launch.wire import Wire
 
 _START_SECONDS = 120.0
@@ -30,14 +32,39 @@ class Process:
     wire: Wire
     log: Path | None
     code: int | None = None
+    handle: int | None = None  # of the process itself, where the system has such: its number may come to mean another
+
+    def __post_init__(self) -> None:
+        if hasattr(os, "pidfd_open"):
+            with suppress(ProcessLookupError):
+                self.handle = os.pidfd_open(self.pid)
 
     @property
     def stopped(self) -> bool:
         """Whether it was stopped by a signal (SIGSTOP) and can do nothing."""
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except OSError:
-            return False
+        return _state(self.pid) == "T"
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended, as far as can be seen from here: how it ended, its parent says."""
+        if self.code is not None or self.handle is None:
+            return self.code is not None
+        poll = select.poll()
+        poll.register(self.handle, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def send(self, number: int) -> None:
+        """Without the fork server, which may itself be stopped."""
+        with suppress(ProcessLookupError):
+            if self.code is None and self.handle is not None:
+                signal.pidfd_send_signal(self.handle, number)
+            elif self.code is None:
+                os.kill(self.pid, number)
+
+    def close(self) -> None:
+        self.wire.close()
+        if self.handle is not None:
+            os.close(self.handle)
 
     def last_output(self, num_lines: int = 20) -> list[str]:
         """What it wrote last, where that was not shown."""
@@ -102,28 +129,24 @@ class Processes:
     def deliver(self, number: int) -> None:
         """Send a signal to every rank."""
         for process in self.alive.values():
-            if process.code is None:
-                self.control.send(Deliver(process.pid, number))
+            process.send(number)
 
     def end(self) -> None:
         """Kill every rank and wait until they are gone."""
         deadline = time.monotonic() + 10.0
-        if not self.broken:
-            self.deliver(signal.SIGKILL)
-        while not self.broken and time.monotonic() < deadline:
-            self.note_ended()
-            if all(process.code is not None for process in self.alive.values()):
-                break
+        self.deliver(signal.SIGKILL)
+        while not all(process.gone for process in self.alive.values()) and time.monotonic() < deadline:
             time.sleep(0.002)
+            self.note_ended()
         for process in self.alive.values():
-            process.wire.close()
+            process.close()
         self.alive.clear()
 
     def close(self) -> None:
         """End the ranks and the server."""
-        if not self.broken:
-            self.end()
+        self.end()
         self.control.close()
+        self._server.send_signal(signal.SIGCONT)  # one that is stopped could not hear that it is no longer needed
         try:
             self._server.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -132,3 +155,31 @@ class Processes:
 
     def _log(self, rank: int) -> Path | None:
         return self._folder / f"rank-{rank}.log" if rank else None
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for what a process does, "" where it cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def memory_kills() -> dict[str, int]:
+    """How many processes the kernel has ended for lack of memory, in our control group and on the whole machine, as far
+    as it says so."""
+    found: dict[str, int] = {}
+    for place, file in (("control group", _memory_events), ("machine", lambda: Path("/proc/vmstat"))):
+        with suppress(OSError, KeyError, ValueError):
+            found[place] = int(dict(line.split() for line in file().read_text().splitlines())["oom_kill"])
+    return found
+
+
+def _memory_events() -> Path:
+    """The counters of this process's control group; of version 1 of them, where that is what there is."""
+    groups = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+    places = {controllers: path.lstrip("/") for _, controllers, path in groups}
+    root = Path("/sys/fs/cgroup")
+    if "memory" in places:
+        return root / "memory" / places["memory"] / "memory.oom_control"
+    return root / places.get("", "") / "memory.events"

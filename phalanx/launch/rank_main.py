@@ -15,9 +15,10 @@ from types import FrameType
 from typing import IO, Any
 
 from phalanx.errors import PhalanxError
-from phalanx.launch.abort import AbortEvent, heartbeat
+from phalanx.launch.abort import AbortEvent, StackFile, heartbeat
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.main_script import MainScript, unpickle
+from phalanx.launch.signals import stopping_signals
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.store import JobStore
 from phalanx.launch.wire import Wire
@@ -40,6 +41,10 @@ class Job:
     search_path: tuple[str, ...]  # for modules
     main: MainScript
     secret: bytes  # of this job in the store
+    silence: float  # seconds
+
+    def stack_file(self, rank: int) -> Path:
+        return self.folder / f"stack-{self.generation}-{rank}"
 
 
 @dataclass(frozen=True)
@@ -78,15 +83,15 @@ def serve(rank: int, wire: Wire) -> None:
             job, descriptors = wire.receive_with_descriptors(2)
         except (EOFError, ConnectionError):
             return
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, _leave)
+        for number in stopping_signals():
+            signal.signal(number, _leave)
         with open(descriptors[0], "rb") as task, open(descriptors[1], "wb") as result:
             outcome = _outcome(job, rank, wire, task, result)
         wire.send(outcome)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _outcome(job: Job, rank: int, wire: Wire, task: IO[bytes], result: IO[bytes]) -> Done | Left | Failed:
@@ -112,7 +117,8 @@ def _run(job: Job, rank: int, wire: Wire, task: IO[bytes]) -> Any:
     _adopt(job)
     torch.set_num_threads(job.threads)
     board, abort = StatusBoard.open(job.folder / "board", job.num_slots), AbortEvent()
-    with heartbeat(board, board.slots[rank], abort):
+    stack = StackFile(job.stack_file(rank), 0.75 * job.silence)
+    with heartbeat(board, board.slots[rank], abort, stack):
         target, arguments = unpickle(task, job.main)
         store = JobStore(dist.TCPStore("127.0.0.1", job.port, is_master=False), job.secret, f"job{job.generation}")
         context = RankContext(

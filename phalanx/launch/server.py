@@ -1,8 +1,7 @@
 """The fork server: a process that has imported what ranks need and becomes a rank in milliseconds when asked.
 
 It does not import the user's main module; a rank does (main_script.py), where it is given something defined there. It
-reports who ended and how, delivers signals (it alone knows whether a number still is its child), and ends its children
-when whoever started it is gone.
+reports who ended and how, and ends its children when whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -33,14 +32,6 @@ class Fork:
 class Forked:
     rank: int
     pid: int
-
-
-@dataclass(frozen=True)
-class Deliver:
-    """Send a signal to a child, if it still is one."""
-
-    pid: int
-    signal: int
 
 
 @dataclass(frozen=True)
@@ -84,10 +75,6 @@ def main(descriptor: int, preload: tuple[str, ...]) -> None:
 
 def _obey(control: Wire, children: set[int]) -> None:
     message, descriptors = control.receive_with_descriptors(1)
-    if isinstance(message, Deliver):
-        if message.pid in children:
-            os.kill(message.pid, message.signal)
-        return
     assert isinstance(message, Fork)
     parent = os.getpid()
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop, to a rank and to a process that supervises ranks.
+"""Ctrl-C, SIGTERM and SIGHUP as a request to stop, to a rank and to a process that supervises ranks.
 
 A rank's first signal lets the step finish and be saved, the second means it. A supervisor only notes signals and passes
 them on: saying what will happen is the ranks' business.
@@ -10,11 +10,23 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NOT_SAVED = "once more: stopping at once; the steps since the newest checkpoint are lost"
+
+
+def stopping_signals() -> list[signal.Signals]:
+    """Those that ask a run to stop. A SIGHUP that is ignored (nohup) asks for nothing."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
+
+
+def say(number: int, text: str) -> None:
+    """From within a handler, which may run in the middle of a print and so must not print itself."""
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, f"\n{signal.Signals(number).name}: {text}\n".encode())
 
 
 class StopRequest:
@@ -24,17 +36,21 @@ class StopRequest:
 
 
 @contextmanager
-def stop_request(say: bool = True) -> Iterator[StopRequest]:
-    """Within it the first signal is noted and, with `say`, answered; a second one acts as it would have without us."""
+def stop_request(speaks: bool = True) -> Iterator[StopRequest]:
+    """Within it the first signal is noted and, if it `speaks`, answered; a second one acts as it would without us."""
     request = StopRequest()
     before: dict[signal.Signals, Any] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
-        request.signal = signal.Signals(number)
+        if request.signal is None:
+            request.signal = signal.Signals(number)
+            if speaks:
+                say(number, "finishing this step and saving; once more stops at once")
+            return
         _restore(before)
-        # A handler may run in the middle of a print, so it must not print itself.
-        if say:
-            os.write(2, f"\n{request.signal.name}: finishing this step and saving; once more stops at once\n".encode())
+        if speaks:
+            say(number, _NOT_SAVED)
+        signal.raise_signal(number)
 
     with _handled_by(note, before):
         yield request
@@ -46,10 +62,17 @@ class StopSignal:
     def __init__(self) -> None:
         self.signals: list[int] = []
 
+    def require_patience(self) -> None:
+        """A second signal means it."""
+        if len(self.signals) > 1:
+            number = self.signals[-1]
+            say(number, _NOT_SAVED)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
 
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """Within it SIGINT and SIGTERM are noted instead of acting."""
+    """Within it these signals are noted instead of acting."""
     stop = StopSignal()
     with _handled_by(lambda number, frame: stop.signals.append(number), {}):
         yield stop
@@ -62,7 +85,7 @@ def _handled_by(handler: Any, before: dict[signal.Signals, Any]) -> Iterator[Non
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before.update({number: signal.signal(number, handler) for number in _SIGNALS})
+    before.update({number: signal.signal(number, handler) for number in stopping_signals()})
     try:
         yield
     finally:

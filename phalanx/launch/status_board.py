@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# How long a rank may show no sign of life, by what it is doing. Capture, compilation and saving run long calls that
+# Seconds a rank may show no sign of life: in a step (the option `silence`), and at least in phases with long calls that
 # keep every Python thread of the rank waiting.
-SILENCE_ALLOWED = {
-    "start": 60.0, "capture": 60.0, "compile": 60.0, "step": 5.0, "evaluate": 5.0, "save": 60.0, "finished": 60.0,
-}  # fmt: skip
-SILENCE_ALLOWED_WHEN_STOPPED = 5.0
+SILENCE = 15.0
+LONG_SILENCE = 60.0
+PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "finished")
+_QUICK_PHASES = ("step", "evaluate")
+_LONGEST_LOOK = 2.0
 
 _HEADER = 64
 _SLOT = 256
@@ -77,8 +78,8 @@ class StatusSlot:
         self.beat()
 
     def enter(self, phase: str) -> None:
-        """Begin a phase: one of SILENCE_ALLOWED's."""
-        assert phase in SILENCE_ALLOWED, phase
+        """Begin one of PHASES."""
+        assert phase in PHASES, phase
         self._memory[self._phase] = phase.encode().ljust(16, b"\0")
         self.at("")
 
@@ -161,18 +162,36 @@ class BoardWatch:
         pass
 
 
+class RunningClock:
+    """Seconds in which this process ran and looked.
+
+    Whoever looks every moment and finds that long has passed was itself stopped, starved or kept waiting; what others
+    did meanwhile was not seen, and so does not count.
+    """
+
+    def __init__(self) -> None:
+        self._seconds, self._looked = 0.0, time.monotonic()
+
+    def read(self) -> float:
+        now = time.monotonic()
+        self._seconds += min(now - self._looked, _LONGEST_LOOK)
+        self._looked = now
+        return self._seconds
+
+
 class SilenceWatch:
     """Notices when a counter that should move has not moved for as long as its phase allows."""
 
-    def __init__(self) -> None:
-        self._beat, self._since = -1, time.monotonic()
+    def __init__(self, clock: RunningClock, silence: float = SILENCE) -> None:
+        self._clock, self._silence = clock, silence
+        self._beat, self._since = -1, clock.read()
 
-    def silent_for(self, view: StatusView, *, stopped: bool = False) -> float | None:
-        """Seconds of silence, if they are more than the phase allows."""
-        now = time.monotonic()
+    def silent_for(self, view: StatusView, *, suspect: float | None = None) -> float | None:
+        """Seconds of silence, if they are more than the phase allows; or, where there is reason to suspect that the
+        rank is lost, more than `suspect`."""
+        now = self._clock.read()
         if view.beat != self._beat:
             self._beat, self._since = view.beat, now
-        allowed = SILENCE_ALLOWED.get(view.phase, SILENCE_ALLOWED["start"])
-        allowed = min(allowed, SILENCE_ALLOWED_WHEN_STOPPED) if stopped else allowed
+        allowed = self._silence if view.phase in _QUICK_PHASES else max(self._silence, LONG_SILENCE)
         silence = now - self._since
-        return silence if silence > allowed else None
+        return silence if silence > min(allowed, suspect or allowed) else None

@@ -10,16 +10,17 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import LinkError, PhalanxError, RankError
-from phalanx.launch.processes import Processes
-from phalanx.launch.rank_main import Done, Event, Failed, Left
-from phalanx.launch.status_board import SilenceWatch, StatusBoard, StatusView
+from phalanx.errors import LateError, LinkError, PhalanxError, RankError
+from phalanx.launch.abort import read_stack
+from phalanx.launch.processes import Process, Processes, memory_kills
+from phalanx.launch.rank_main import Done, Event, Failed, Job, Left
+from phalanx.launch.status_board import RunningClock, SilenceWatch, StatusBoard, StatusView
 
+_GONE_SECONDS = 5.0  # for the fork server to say how a process ended
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
 _FOLLOW_SECONDS = 10.0  # for ranks to follow one that left because of a signal; saving does not count
 
@@ -34,6 +35,7 @@ class Trouble:
     hint: str = ""
     failed: Failed | None = None
     output: Sequence[str] = ()  # the last lines it wrote that nobody has seen
+    stack: Sequence[str] = ()  # where its main thread stands
 
     @property
     def is_consequence(self) -> bool:
@@ -41,11 +43,13 @@ class Trouble:
 
 
 class Watch:
-    """Over the first `world` ranks."""
+    """Over the ranks of one job."""
 
-    def __init__(self, processes: Processes, board: StatusBoard, world: int) -> None:
-        self._processes, self._board, self._world = processes, board, world
-        self._silence = [SilenceWatch() for _ in range(world)]
+    def __init__(self, processes: Processes, board: StatusBoard, job: Job) -> None:
+        self._processes, self._board, self._job, self._world = processes, board, job, job.world
+        self._clock = RunningClock()
+        self._silence = [SilenceWatch(self._clock, job.silence) for _ in range(job.world)]
+        self._memory_kills = memory_kills()
         self._done: set[int] = set()
         self._left: dict[int, Left] = {}
         self._troubles: dict[int, Trouble] = {}
@@ -75,9 +79,12 @@ class Watch:
         for rank in self._expected():
             process, view = self._processes.alive[rank], self._view(rank)
             if process.code is not None:
-                self._add(_died(rank, view, process.code, self._output(rank)))
-            elif (seconds := self._silence[rank].silent_for(view, stopped=process.stopped)) is not None:
-                self._add(_stalled(rank, view, seconds, self._output(rank)))
+                self._add(_died(rank, view, process.code, self._output(rank), self._memory_kills))
+                continue
+            suspect = _GONE_SECONDS if process.gone else self._job.silence if process.stopped else None
+            if (seconds := self._silence[rank].silent_for(view, suspect=suspect)) is not None:
+                stack = read_stack(self._job.stack_file(rank))
+                self._add(_stalled(process, view, seconds, self._output(rank), stack))
 
     def over(self) -> bool:
         """Whether nothing more is to be expected."""
@@ -85,8 +92,8 @@ class Watch:
         if self._left and not self._troubles and any(self._view(rank).phase == "save" for rank in expected):
             self._deadline = None
         elif self._left and self._deadline is None:
-            self._deadline = time.monotonic() + _FOLLOW_SECONDS
-        return not expected or (self._deadline is not None and time.monotonic() > self._deadline)
+            self._deadline = self._clock.read() + _FOLLOW_SECONDS
+        return not expected or (self._deadline is not None and self._clock.read() > self._deadline)
 
     def conclude(self) -> None:
         """Raise what the job ended with, if that is not success."""
@@ -100,7 +107,7 @@ class Watch:
         if not self._troubles:
             # Where the others were when it happened; what they show later is how they ended.
             self._views = {rank: self._view(rank) for rank in range(self._world)}
-            self._deadline = time.monotonic() + _LAST_WORDS_SECONDS
+            self._deadline = self._clock.read() + _LAST_WORDS_SECONDS
             self._board.abort()
         self._troubles[trouble.rank] = trouble
 
@@ -115,18 +122,38 @@ class Watch:
         return self._processes.alive[rank].last_output()
 
 
-def _died(rank: int, view: StatusView, code: int, output: Sequence[str]) -> Trouble:
+def _died(rank: int, view: StatusView, code: int, output: Sequence[str], kills_before: Mapping[str, int]) -> Trouble:
     """A rank whose process ended in the middle of a job."""
     if code >= 0:
         return Trouble(rank, view, f"left with exit code {code}", output=output)
     name = signal.Signals(-code).name
-    hint = "the kernel does that when memory runs out (dmesg says so)" if name == "SIGKILL" else ""
+    hint = _who_kills(kills_before, memory_kills()) if name == "SIGKILL" else ""
     return Trouble(rank, view, f"was killed by signal {name}", hint, output=output)
 
 
-def _stalled(rank: int, view: StatusView, seconds: float, output: Sequence[str]) -> Trouble:
-    hint = "it was stopped, or a call keeps all its threads waiting"
-    return Trouble(rank, view, f"stopped answering for {seconds:.0f} s", hint, output=output)
+def _who_kills(before: Mapping[str, int], now: Mapping[str, int]) -> str:
+    """What the kernel's counters say of a process that was killed."""
+    less = "give the ranks more memory, or them less to keep: more micro-batches (mb), recompute=yes, zero=1"
+    if now.get("control group", 0) > before.get("control group", 0):
+        return f"memory ran out: the kernel counts a kill for it in this job's control group; {less}"
+    if now.get("machine", 0) > before.get("machine", 0):
+        return f"memory may have run out: the kernel ended a process of this machine for it (dmesg says which); {less}"
+    if now:
+        return "not for lack of memory, by the kernel's count of such kills: a person, a scheduler or a program sent it"
+    return "the kernel does not say here whether memory ran out (dmesg may); a person or a scheduler may have sent it"
+
+
+def _stalled(
+    process: Process, view: StatusView, seconds: float, output: Sequence[str], stack: Sequence[str]
+) -> Trouble:
+    cause = f"stopped answering for {seconds:.0f} s"
+    if process.gone:
+        cause, hint = "ended", "how is not known: the process that starts ranks is stopped and does not say"
+    elif process.stopped:
+        hint = f"its process was stopped by a signal (kill -CONT {process.pid} would have let it go on)"
+    else:
+        hint = "a call keeps all its threads waiting, or the machine is overloaded; a larger silence waits longer"
+    return Trouble(process.rank, view, cause, hint, output=output, stack=stack)
 
 
 def _verdict(troubles: Sequence[Trouble], views: Mapping[int, StatusView]) -> PhalanxError:
@@ -138,8 +165,10 @@ def _verdict(troubles: Sequence[Trouble], views: Mapping[int, StatusView]) -> Ph
         assert first.failed is not None
         if first.failed.error is not None and not isinstance(first.failed.error, RankError):
             return _users_mistake(first, first.failed)
-    # Whoever was silent did not fail because of others; a consequence counts only where nothing else is known.
-    return _rank_error((silent or spoken or troubles)[0], views)
+    # Whoever was silent did not fail because of others; a consequence counts only where nothing else is known, and the
+    # first of those is who waited too long, since that made the others lose their connections.
+    late = [trouble for trouble in troubles if trouble.failed and isinstance(trouble.failed.error, LateError)]
+    return _rank_error((silent or spoken or late or troubles)[0], views)
 
 
 def _users_mistake(trouble: Trouble, failed: Failed) -> PhalanxError:
@@ -170,6 +199,8 @@ def _rank_error(trouble: Trouble, views: Mapping[int, StatusView]) -> RankError:
         lines += [f"  meanwhile {other}" for other in others]
     elif trouble.output:
         lines += [f"  the last it wrote (rank {trouble.rank}):", *(f"    {line}" for line in trouble.output)]
+    if trouble.stack:
+        lines += ["  where it stands, the innermost call first:", *(f"    {line}" for line in trouble.stack)]
     if trouble.failed is not None and _debug():
         lines.append(trouble.failed.traceback.rstrip())
     return RankError("\n".join(lines), hint)

@@ -12,7 +12,6 @@ import os
 import pickle
 import selectors
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from phalanx.launch.main_script import MainScript, explained_pickling, refuse_wh
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
 from phalanx.launch.signals import StopSignal, stop_signal
-from phalanx.launch.status_board import StatusBoard
+from phalanx.launch.status_board import SILENCE, StatusBoard
 from phalanx.launch.store import host_store, new_secret
 from phalanx.launch.watch import Watch
 
@@ -37,7 +36,8 @@ PRELOAD = ("torch", "phalanx.comm.links", "phalanx.training.trainer")
 class WorkerPool:
     """`size` local ranks, started when the first job needs them. Use it in a `with` statement.
 
-    `device` is auto, cpu or cuda; `environment` adds variables to those of a rank, which has this process's.
+    `device` is auto, cpu or cuda; `environment` adds variables to those of a rank, which has this process's. A rank
+    that shows no sign of life for `silence` seconds of a step counts as lost.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class WorkerPool:
         device: str = "auto",
         environment: Callable[[int], Mapping[str, str]] | None = None,
         preload: tuple[str, ...] = PRELOAD,
+        silence: float = SILENCE,
     ) -> None:
         assert size >= 1, size
-        self.size, self._device, self._preload = size, device, preload
+        self.size, self._device, self._preload, self._silence = size, device, preload, silence
         self._threads = threads_per_rank or max(1, _num_cores() // size)
         self._environment = environment or (lambda rank: {})
         self._generation = 0
@@ -82,8 +83,8 @@ class WorkerPool:
     ) -> list[Any]:
         """`target(context, *arguments)` on the first `world` ranks; what each returned, by rank.
 
-        Ctrl-C and SIGTERM are passed on to the ranks once; if they leave because of it, so does this function, with
-        KeyboardInterrupt or SystemExit. A second Ctrl-C ends them at once.
+        Ctrl-C, SIGTERM and SIGHUP are passed on to the ranks once; if they leave because of it, so does this function,
+        with KeyboardInterrupt or SystemExit. A second one ends them at once.
         """
         world = self.size if world is None else world
         assert 1 <= world <= self.size, (world, self.size)
@@ -96,7 +97,7 @@ class WorkerPool:
                 self._processes.start(world)
                 job = self._post(world, (target, arguments), results)
                 with stop_signal() as stop:
-                    self._follow(job, Watch(self._processes, self._board, world), on_event, stop)
+                    self._follow(job, Watch(self._processes, self._board, job), on_event, stop)
                 return [_read(file) for file in results]
             except BaseException:
                 # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
@@ -109,7 +110,7 @@ class WorkerPool:
         here = dict(os.environ)
         job = Job(
             self._generation, world, self._device, self._folder, self.size, self._store.port, self._threads, here,
-            os.getcwd(), tuple(sys.path), MainScript.of_this_process(), new_secret(),
+            os.getcwd(), tuple(sys.path), MainScript.of_this_process(), new_secret(), self._silence,
         )  # fmt: skip
         # The task and the results go through open files that have no name: nobody else can put a pickle there.
         path = self._folder / "task"
@@ -140,8 +141,7 @@ class WorkerPool:
                 if stop.signals and not forwarded:
                     forwarded = stop.signals[0]
                     self._processes.deliver(forwarded)
-                if len(stop.signals) > 1:
-                    raise _leaving(stop.signals[-1])
+                stop.require_patience()
         watch.conclude()
 
 
@@ -149,10 +149,6 @@ def _read(file: IO[bytes]) -> Any:
     """What a rank has written."""
     file.seek(0)
     return pickle.load(file)
-
-
-def _leaving(number: int) -> BaseException:
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _num_cores() -> int:

@@ -9,6 +9,7 @@ business of `trace.py`.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from html import escape
 from math import floor, log10
@@ -114,7 +115,8 @@ def write_png(timelines: Mapping[str, Timeline], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "option png needs matplotlib, which is not installed", "pip install 'phalanx[plots]', or use --svg"
+            "option png needs matplotlib, which is not installed",
+            f"{sys.executable} -m pip install matplotlib, or use --svg",
         ) from error
     heights = [0.6 + 0.4 * len(timeline.ranks) for timeline in timelines.values()]
     figure = Figure(figsize=(13, sum(heights) + 0.6), layout="constrained")

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -46,7 +46,7 @@ class Progress(Protocol):
 
 def make_progress(mode: str, json: bool = False, log_every: int = 10, stream: TextIO | None = None) -> Progress:
     """The display for the options progress, json_output and log_every; "auto" is live on a terminal, else plain."""
-    out: TextIO = sys.stdout if stream is None else stream
+    out = cast(TextIO, LastingStream(sys.stdout if stream is None else stream))
     if json:
         return JsonProgress(out)
     if mode == "auto":
@@ -55,6 +55,36 @@ def make_progress(mode: str, json: bool = False, log_every: int = 10, stream: Te
         return LiveProgress(out)
     assert mode in ("plain", "off"), mode
     return PlainProgress(out, log_every) if mode == "plain" else SilentProgress()
+
+
+class LastingStream:
+    """A stream whose reader may leave: a terminal that is closed or a pipe that nobody reads ends the display, and not
+    the run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._let_go()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _let_go(self) -> None:
+        """What is still in the stream's buffer, and what others write there, goes nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
 
 
 class SilentProgress:

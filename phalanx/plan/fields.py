@@ -207,6 +207,8 @@ def read(text: str) -> Fields:
         name, separator, value = word.partition("=")
         if not separator:
             raise PlanError(f"plan: '{word}' is not name=value", f"write for example {EXAMPLE}")
+        if "=" in value:
+            raise PlanError(f"plan: '{word}' holds several fields", f"put commas between them: {EXAMPLE}")
         if name in seen:
             raise PlanError(f"plan: '{name}' is given twice", "write each field once")
         seen.add(name)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from phalanx.errors import ConfigError
 from phalanx.records import Malformed, read_record
 
 if TYPE_CHECKING:
@@ -86,6 +87,15 @@ def find(folder: Path) -> list[Path]:
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
     return next(iter(find(folder)), None)
+
+
+def refuse_used(run: Path) -> None:
+    """A run that begins may not write among the checkpoints of another."""
+    if there := candidates(run / "checkpoints"):
+        raise ConfigError(
+            f"the run folder {run} already holds checkpoints, the newest {there[0].name}",
+            "continue it with resume=auto (--resume auto), or choose another folder (--out)",
+        )
 
 
 def begin(folder: Path, step: int) -> Path:

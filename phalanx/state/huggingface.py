@@ -15,7 +15,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,16 +47,18 @@ def export(
 
     `model` says names, ties and class, and may be on the meta device. `config` is what to write where it differs from
     the model's own, `base_folder` the folder that training began with, whose generation settings are kept. A plain
-    module gets a weights file alone.
+    module, and one whose layers were exchanged for others, gets a weights file alone, by its own names.
     """
     folder = Path(folder)
+    is_huggingface = isinstance(model, PreTrainedModel) and not changed_tensors(model)
     _require_replaceable(folder)
     partial = folder.parent / f".{folder.name}.writing"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        dtype = _write_weights(partial, model, tensors, shard_bytes)
-        if isinstance(model, PreTrainedModel):
+        dtype = _write_weights(partial, model, tensors, shard_bytes, is_huggingface)
+        if is_huggingface:
+            assert isinstance(model, PreTrainedModel)
             _write_settings(partial, model, config or model.config, dtype, base_folder)
         if tokenizer is not None:
             save = tokenizer.save_pretrained if hasattr(tokenizer, "save_pretrained") else tokenizer.save
@@ -69,7 +71,21 @@ def export(
     return folder
 
 
-def _write_weights(folder: Path, model: nn.Module, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> str:
+def changed_tensors(model: PreTrainedModel) -> list[str]:
+    """Names that the model has and its class, made from its configuration, has not, or in another shape; and the other
+    way round. `from_pretrained` would not find its values."""
+    try:
+        with torch.device("meta"):
+            usual = type(model)(copy.deepcopy(model.config))
+    except Exception:  # a class may need more than a configuration, or values that meta tensors do not have
+        return []
+    ours, theirs = ({name: t.shape for name, t in m.state_dict().items()} for m in (model, usual))
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def _write_weights(
+    folder: Path, model: nn.Module, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int, is_huggingface: bool
+) -> str:
     """Writes every tensor and returns the dtype of the first parameter, which is the model's."""
     renamed = _names_to_keep(model)
     buffers = _buffers(model)
@@ -90,7 +106,7 @@ def _write_weights(folder: Path, model: nn.Module, tensors: Iterable[tuple[str, 
             yield kept, tensor
         assert set(renamed) <= seen, f"parameters never came: {sorted(set(renamed) - seen)}"
 
-    names = DiskNames(model, shapes) if isinstance(model, PreTrainedModel) else None
+    names = DiskNames(cast(PreTrainedModel, model), shapes) if is_huggingface else None
     room = header_room(names.stored if names else shapes)
     with ShardWriter(folder, shard_bytes, metadata={"format": "pt"}, header_bytes=room) as writer:
         for key, tensor in names.convert(stream()) if names else stream():

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.state import checkpoint
-from phalanx.state.folders import candidates
+from phalanx.state.folders import refuse_used
 from phalanx.state.rendezvous import Meeting
 
 # Changing one of these would change what comes next. The plan, the device and all that is shown or saved may change,
@@ -24,7 +24,7 @@ from phalanx.state.rendezvous import Meeting
 TRAJECTORY = (
     "task", "tiny", "model_options", "dropout", "freeze", "documents", "shuffle", "seq_len", "batch_size", "dtype",
     "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay",
-    "lr_schedule", "warmup_steps", "min_lr_ratio",
+    "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps",
 )  # fmt: skip
 
 
@@ -83,17 +83,12 @@ def checkpoint_to_resume(
             return checkpoint.open_together(Path(resume).expanduser(), meeting)
         if resume == "auto":
             return checkpoint.open_newest(folder, meeting, say)
-        there = candidates(folder)
+        refuse_used(folder.parent)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoints in {folder} cannot be read: {error.strerror or error}",
             "make the folder accessible; to train from the beginning, choose another run folder (--out)",
         ) from None
-    if there:
-        raise ConfigError(
-            f"the run folder {folder.parent} already holds checkpoints, the newest {there[0].name}",
-            "continue it with resume=auto (--resume auto), or choose another folder (--out)",
-        )
     return None
 
 
@@ -116,8 +111,8 @@ def restore(found: checkpoint.Checkpoint, fresh: Snapshot) -> Snapshot:
         changed = [(name, old.name, new.name) for name, old, new in marks if old.digest != new.digest]
     if changed:
         raise ConfigError(
-            f"the run cannot go on from {found.path} exactly, because options changed:\n  "
-            + "\n  ".join(f"{name}: was {old!r}, now {new!r}" for name, old, new in changed),
+            f"the run cannot go on from {found.path} exactly, because something changed:\n  "
+            + "\n  ".join(_change_text(*change) for change in changed),
             "set them back; or train on from the exported model as a new run (--model EXPORT --out OTHER)",
         )
     if stored.step > fresh.total_steps:
@@ -129,8 +124,15 @@ def restore(found: checkpoint.Checkpoint, fresh: Snapshot) -> Snapshot:
     return replace(stored, config=fresh.config, total_steps=fresh.total_steps, model=fresh.model, data=fresh.data)
 
 
+def _change_text(name: str, old: Any, new: Any) -> str:
+    if old != new:
+        return f"{name}: was {old!r}, now {new!r}"
+    what = "its first sample is another" if name == "data" else "its parameters have other names or shapes"
+    return f"{name}: still called {old!r}, but {what} than then"
+
+
 def resumed_text(found: checkpoint.Checkpoint, total_steps: int) -> str:
-    """Where a resumed run comes from; and that its learning rate now follows another length, if that is so."""
+    """Where a resumed run comes from, and that it was to have another length, if that is so."""
     before = found.state["total_steps"]
     text = f"from {found.path}, after step {found.step}"
     return text if before == total_steps else f"{text}; the run was to have {before} steps then"

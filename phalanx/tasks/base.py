@@ -48,6 +48,10 @@ class Windows:
     starts: Tensor | None = None  # [rows, tokens] bool: a document begins here; None when boundaries don't matter
 
 
+class RecordRemark(UserWarning):
+    """What should be known about a record that is learned from: the end of a sentence about some records."""
+
+
 class BrokenRecord(Exception):
     """A record that a task cannot learn from; the message is the reason, without the place."""
 

@@ -6,6 +6,7 @@ with the tokenizer's own chat template where it has one, else with a plain one, 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,6 +18,7 @@ from phalanx.tasks.base import (
     Batch,
     BrokenRecord,
     Input,
+    RecordRemark,
     RecordTask,
     Sample,
     Windows,
@@ -39,7 +41,7 @@ Message = Mapping[str, str]
 def encode_conversation(messages: Any, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Token ids and labels of one conversation."""
     turns = _checked(messages)
-    pieces = list(_templated(turns, tokenizer) if tokenizer.has_chat_template else _plain(turns))
+    pieces = _templated(turns, tokenizer) if tokenizer.has_chat_template else list(_plain(turns))
     ids: list[int] = []
     labels: list[int] = []
     # Encoded piece by piece: where a turn begins is where generation begins, so no token may span it.
@@ -72,17 +74,36 @@ def _plain(turns: Sequence[Message]) -> Iterator[tuple[str, bool]]:
             yield f"{turn['role']}: {turn['content']}\n", False
 
 
-def _templated(turns: Sequence[Message], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    done = ""
+def _templated(turns: Sequence[Message], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """Each turn of the assistant as the template writes it when it is the last; a template that later writes it
+    otherwise (leaves its thoughts out, say) leaves only the last turn to learn."""
+    pieces: list[tuple[str, bool]] = []
+    done, last, rewritten = "", [], False
     for number, turn in enumerate(turns):
-        if turn["role"] == "assistant":
-            prompt = tokenizer.apply_chat_template(turns[:number], generate=True)
-            spoken = tokenizer.apply_chat_template(turns[: number + 1], generate=False)
-            if not (prompt.startswith(done) and spoken.startswith(prompt)):
-                raise BrokenRecord(f"the tokenizer's chat template rewrites earlier turns at turn {number}")
-            yield prompt[len(done) :], False
-            yield spoken[len(prompt) :], True
-            done = spoken
+        if turn["role"] != "assistant":
+            continue
+        prompt = _write(turns[:number], tokenizer, generate=True)
+        spoken = _write(turns[: number + 1], tokenizer, generate=False)
+        if not spoken.startswith(prompt):
+            raise BrokenRecord(f"the tokenizer's chat template does not begin turn {number} as it asks for one")
+        rewritten = rewritten or not prompt.startswith(done)
+        last = [(prompt, False), (spoken[len(prompt) :], True)]
+        pieces += [(prompt[len(done) :], False), last[1]]
+        done = spoken
+    if rewritten:
+        remark = "have earlier turns that the tokenizer's chat template rewrites: only their last is learned"
+        warnings.warn(remark, RecordRemark, stacklevel=2)
+    return last if rewritten else pieces
+
+
+def _write(turns: Sequence[Message], tokenizer: Tokenizer, *, generate: bool) -> str:
+    try:
+        return tokenizer.apply_chat_template(turns, generate=generate)
+    except Exception as error:  # templates are programs, and refuse in ways of their own
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise BrokenRecord(
+            f"the tokenizer's chat template refuses these turns ({roles}): {str(error).strip() or type(error).__name__}"
+        ) from error
 
 
 class CausalLM(WindowTask, RecordTask):
@@ -126,6 +147,8 @@ class CausalLM(WindowTask, RecordTask):
 
     def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> Sample:
         ids, labels = encode_conversation(record.get("messages"), tokenizer)
+        if len(ids) > tokens:
+            warnings.warn(f"are longer than {tokens} tokens and cut off there (seq_len)", RecordRemark, stacklevel=2)
         ids, labels = ids[:tokens], labels[:tokens]
         if all(label == IGNORE for label in labels[1:]):
             raise BrokenRecord(f"no assistant turn begins within {tokens} tokens, so there is nothing to learn")

@@ -38,7 +38,7 @@ from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
 from phalanx.params.flat import Piece
 from phalanx.params.gather_full import gather_full
-from phalanx.params.lr_schedule import lr_factor
+from phalanx.params.lr_schedule import change_text, learning_rate
 from phalanx.state.folders import replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import export
@@ -76,7 +76,8 @@ class Loop:
     def fit(self) -> Summary:
         """Trains to the end, from the beginning or from a checkpoint.
 
-        Ctrl-C and SIGTERM end the run after the current step, saved, with KeyboardInterrupt and SystemExit(143).
+        Ctrl-C, SIGTERM and SIGHUP end the run after the current step, saved, with KeyboardInterrupt or SystemExit (143,
+        129).
         """
         config = self.config
         with contextlib.ExitStack() as stack:
@@ -96,7 +97,7 @@ class Loop:
             stack.callback(_settle, saver)
             self._emit("on_start")
             reporter.start(rows)
-            with stop_request(say=self._is_rank0) as stop:
+            with stop_request(is_tp_leader=self._is_rank0) as stop:
                 self._train(reporter, saver, stop)
             return self._end(reporter, saver, stop)
 
@@ -149,11 +150,7 @@ class Loop:
         return step == self.run.total_steps or bool(every and step % every == 0)
 
     def _lr(self, step: int) -> float:
-        config = self.config
-        return config.lr * lr_factor(
-            step, total=self.run.total_steps, warmup=config.warmup_steps, shape=config.lr_schedule,
-            min_ratio=config.min_lr_ratio,
-        )  # fmt: skip
+        return learning_rate(self.config, step, self.run.total_steps)
 
     def _step(self, batch: Batch, first: int, step: int, stop: StopRequest) -> Outcome:
         run = self.run
@@ -261,7 +258,7 @@ class Loop:
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
             self.snapshot, self._resumed = restore(found, self.snapshot), found.path
-        weights, origin = open_weights(job.model, run.spec, config.seed)
+        weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
 
         def read(name: str, is_master: bool, piece: Piece) -> Tensor:
             if found is None:
@@ -276,7 +273,9 @@ class Loop:
             )  # fmt: skip
             if found is not None:
                 self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
-                origin = resumed_text(found, run.total_steps)
+                before = found.state["total_steps"]
+                changed = change_text(config, found.step, before, run.total_steps)
+                origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
         return header(run, config, self.session, origin)
 
     @contextlib.contextmanager

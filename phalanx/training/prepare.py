@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from phalanx import tasks
 from phalanx.config import RunConfig, cache_folder, parse_steps
-from phalanx.data import Batches, Tokenizer, load_tokenizer, needs_tokenizer, open_data, sample_length
+from phalanx.data.batches import Batches, needs_tokenizer, open_data, sample_length
 from phalanx.data.own import is_own_dataset, shown
-from phalanx.data.tokenizer import has_tokenizer
+from phalanx.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from phalanx.engine.inputs import require_inputs
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.context import RankContext
@@ -35,6 +38,7 @@ from phalanx.plan import fields
 from phalanx.plan.complete import complete, needed_ranks, require_evaluation
 from phalanx.plan.plan import Plan
 from phalanx.state.dcp import DcpWeights, is_dcp
+from phalanx.state.huggingface import changed_tensors
 from phalanx.state.snapshot import Mark, digest
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
@@ -108,6 +112,8 @@ def prepare(
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
     plan, reasons = complete(config.plan, world=context.world, batch_size=config.batch_size, costs=costs)
     captured = _without_coupling(spec, captured, batches, plan, config.batch_size)
+    if config.export and context.rank == 0:
+        _warn_of_changed_layers(model)
     if eval_batches is not None:
         require_evaluation(plan, eval_length(config, eval_batches))
     return Prepared(
@@ -179,21 +185,38 @@ def eval_length(config: RunConfig, batches: Batches) -> int:
     return min(config.eval_samples, batches.num_samples or config.eval_samples)
 
 
-def open_weights(model: Model, spec: ModelSpec, seed: int) -> tuple[Weights, str]:
+def open_weights(model: Model, spec: ModelSpec, seed: int, init: str = "auto") -> tuple[Weights, str]:
     """Where the initial values come from, and that in words."""
     if isinstance(model, nn.Module):
         return ModuleWeights(model), "the module's own values"
     seeded = SeededWeights(record(lambda: build(spec)), seed)
     folder = spec.folder
-    if folder is not None and is_dcp(folder):
+    if init == "fresh" or folder is None or not _has_weights(folder):
+        return seeded, f"FRESH, from seed {seed}: {_why_fresh(model, spec, init)}"
+    if is_dcp(folder):
         return DcpWeights(folder, build(spec, device="meta")), f"from {folder} (torch.distributed.checkpoint)"
-    if folder is None or not any((*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*.bin"))):
-        return seeded, f"initialised from seed {seed}"
     stored = SafetensorsWeights(folder, build(spec, device="meta"), missing_from=seeded)
     said = f"from {folder}"
     if stored.missing:
         said += f"; {len(stored.missing)} that it lacks from seed {seed}: {', '.join(stored.missing[:3])}"
     return stored, said
+
+
+def _has_weights(folder: Path) -> bool:
+    return is_dcp(folder) or any((*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*.bin")))
+
+
+def _why_fresh(model: Model, spec: ModelSpec, init: str) -> str:
+    """Nobody should take a model that knows nothing for one that was trained."""
+    if init == "fresh":
+        return "as asked for (init=fresh)"
+    if spec.folder is not None:
+        return f"{spec.folder} holds none"
+    if not isinstance(model, str | Path):
+        return "a configuration or factory has none"
+    if spec.name.endswith("-tiny"):
+        return "a shrunken model has none"
+    return f"none of {spec.name!r} are on this machine (hf download {spec.name} fetches them where the hub has them)"
 
 
 def load_buffers(captured: Captured, weights: Weights | None, device: torch.device) -> dict[str, Tensor]:
@@ -234,12 +257,24 @@ def _tokenizer(
     wanted = config.tokenizer is not None or (spec.folder is not None and has_tokenizer(spec.folder))
     if not needed and not wanted:
         return spec, None
+    if needed and config.tokenizer is None and spec.folder is not None and not has_tokenizer(spec.folder):
+        _require_no_weights(spec.folder, config.init)
     size = vocab_size(spec.config)
     if config.tiny:
         tokenizer = load_tokenizer(config.tokenizer, spec.folder, sys.maxsize)
         assert spec.config is not None
         return replace(spec, config=override(spec.config, {"vocab_size": max(size, tokenizer.vocab_size)})), tokenizer
     return spec, load_tokenizer(config.tokenizer, spec.folder, size)
+
+
+def _require_no_weights(folder: Path, init: str) -> None:
+    """Weights that were trained on other tokens would be taught nonsense."""
+    if init != "fresh" and _has_weights(folder):
+        raise DataError(
+            f"{folder} holds weights, but not the tokenizer that they were trained with",
+            "put its files (tokenizer.json, tokenizer_config.json …) there, or name their folder with tokenizer=FOLDER "
+            "(--tokenizer); tokenizer=bytes only for a model of bytes",
+        )
 
 
 def _without_coupling(spec: ModelSpec, captured: Captured, batches: Batches, plan: Plan, batch_size: int) -> Captured:
@@ -273,6 +308,17 @@ def _proof(
         require_inputs(captured, batch)
         _refuse_rounding(batch, dtype)
     return prove(spec, task, captured, samples, capture_for_check)
+
+
+def _warn_of_changed_layers(model: Model) -> None:
+    """Before the run, not after it."""
+    if isinstance(model, PreTrainedModel) and (changed := changed_tensors(model)):
+        warnings.warn(
+            f"the layers of this {type(model).__name__} are not those of its configuration ({changed[0]} and "
+            f"{len(changed) - 1} other tensors), so from_pretrained could not load it: the export will be a weights "
+            "file for load_state_dict, without config.json",
+            stacklevel=2,
+        )
 
 
 def _contents(batch: Mapping[str, Tensor]) -> str:

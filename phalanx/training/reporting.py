@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,11 +66,19 @@ class Callbacks:
             try:
                 method(*arguments)
             except Exception as error:
-                name = f"{type(callback).__name__}.{hook}"
+                name = f"callback {type(callback).__name__}.{hook}"
                 raise PhalanxError(
-                    f"callback {name} failed: {type(error).__name__}: {error}",
-                    "mend the callback; --debug or PHALANX_DEBUG=1 shows its traceback",
+                    f"{name} failed at {_where(error)}: {type(error).__name__}: {error}",
+                    "mend the callback; resume=auto goes on from the newest checkpoint, where there is one",
                 ) from error
+
+
+def _where(error: Exception) -> str:
+    """The user's line: the innermost outside installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    found = (own or frames)[-1]
+    return f"{os.path.relpath(found.filename)}:{found.lineno}"
 
 
 def _check(callback: Any) -> None:
@@ -285,6 +294,7 @@ def plan_text(plan: Plan, batch_size: int) -> str:
 def _optimizer_text(run: Prepared, config: RunConfig, session: Session) -> str:
     optimizer, trained = session.state.optimizer.inner, run.trainable
     end = "" if config.lr_schedule == "constant" else f" to {config.min_lr_ratio:.0%}"
+    end += f" at step {config.lr_steps}" if config.lr_steps else ""
     warmup = f" after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
     parts = [
         type(optimizer).__name__ + (" (fused)" if optimizer.defaults.get("fused") else ""),

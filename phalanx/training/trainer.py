@@ -20,6 +20,7 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
+from phalanx.training.early import require_usable
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, unpack
 from phalanx.training.loop import Loop
 from phalanx.training.prepare import Collate, choose_num_ranks
@@ -71,6 +72,7 @@ class Trainer:
         Ctrl-C and SIGTERM end the run after the current step, saved, with KeyboardInterrupt and SystemExit(143).
         """
         refuse_while_loading("Trainer.fit")
+        require_usable(self.job.model, self.job.data, self.job.eval_data, self.config)
         try:
             summary = self._fit()
         except (KeyboardInterrupt, SystemExit):
@@ -88,12 +90,12 @@ class Trainer:
         device = self.config.device
         context = join(device, folder=self.folder)
         if context is not None:
-            return run_joined(context, self._fit_here)
+            return run_joined(context, self._fit_here, silence=self.config.silence)
         refuse_second_run(self.folder)
         ranks = choose_num_ranks(self.config)
         if ranks == 1:
             return self._fit_here(RankContext.alone(local_device(device, 0)))
-        with WorkerPool(ranks, device=device) as pool, pack(self.job) as payload:
+        with WorkerPool(ranks, device=device, silence=self.config.silence) as pool, pack(self.job) as payload:
             return pool.run(fit_on_rank, payload, on_event=lambda hook, given: self._on_event(hook, *given))[0]
 
     def _fit_here(self, context: RankContext) -> Summary:

@@ -16,6 +16,7 @@ import pytest
 from phalanx.cli import inspect, models
 from phalanx.cli.main import main
 from phalanx.model.facts.facts import load
+from phalanx.model.zoo import zoo_table
 
 LLAMA_70B = "meta-llama/Llama-3.3-70B-Instruct"
 
@@ -61,7 +62,7 @@ def test_a_tied_parameter_is_counted_once_and_named(capsys: pytest.CaptureFixtur
 
 
 def test_json_holds_every_block_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    data = _data(capsys, "gpt2", "--batch", "4", "--tokens", "256")
+    data = _data(capsys, "gpt2", "--batch-size", "4", "--seq-len", "256")
     assert (data["model"], data["task"], data["dtype"]) == ("gpt2", "causal-lm", "bfloat16")
     assert data["dims"] == {"batch": 4, "tokens": 256}
     assert [block["name"] for block in data["blocks"]][::13] == ["embedding", "head"]
@@ -79,8 +80,8 @@ def test_json_holds_every_block_and_adds_up(capsys: pytest.CaptureFixture[str]) 
 def test_tokens_default_to_what_the_model_can_take(capsys: pytest.CaptureFixture[str]) -> None:
     assert _data(capsys, "gpt2")["dims"]["tokens"] == 1024
     assert _data(capsys, "meta-llama/Llama-3.2-1B")["dims"]["tokens"] == 2048
-    assert _data(capsys, "t5-small", "--tokens", "512")["dims"] == {"batch": 1, "source": 512, "tokens": 512}
-    assert _data(capsys, "vit-base", "--batch", "2")["dims"] == {"batch": 2}
+    assert _data(capsys, "t5-small", "--seq-len", "512")["dims"] == {"batch": 1, "source": 512, "tokens": 512}
+    assert _data(capsys, "vit-base", "--batch-size", "2")["dims"] == {"batch": 2}
 
 
 def test_memory_follows_the_precision() -> None:
@@ -107,12 +108,11 @@ def test_blocks_of_different_lists_are_named_in_full() -> None:
     [
         (["gtp2"], "unknown model 'gtp2'", "hf download"),
         (["gpt2", "--dtype", "bf16"], "option dtype = 'bf16' is not one of bfloat16, float32, float64", "bfloat16"),
-        (["gpt2", "--tokens", "1025"], "tokens = 1025 is more than 'gpt2' has positions for", "between 1 and 1024"),
-        (["vit-base", "--tokens", "8"], "tokens = 8 does nothing: the inputs of 'google/vit", "leave tokens out"),
+        (["gpt2", "--seq-len", "1025"], "seq_len = 1025 is more than 'gpt2' has positions for", "between 1 and 1024"),
+        (["vit-base", "--seq-len", "8"], "seq_len = 8 does nothing: the inputs of 'google/vit", "leave seq_len out"),
         (["gpt2", "--task", "causal"], "unknown task 'causal'; did you mean 'causal-lm'", ""),
         (["gpt2", "--task", "masked-lm"], "'gpt2' (model type 'gpt2') cannot be trained for 'masked-lm'", "choose one"),
-        (["gpt2", "--batch", "0"], "--batch", "phalanx inspect --help"),
-        ([], "Missing argument ", "phalanx inspect --help"),
+        (["gpt2", "--batch-size", "0"], "--batch-size", "phalanx inspect --help"),
     ],
 )
 def test_a_mistake_is_named_with_the_next_step(
@@ -154,7 +154,7 @@ def test_a_model_that_is_not_shipped_is_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PHALANX_CACHE", str(tmp_path))
-    data = _data(capsys, "phalanx-demo", "--tiny", "--dtype", "float32", "--tokens", "16")
+    data = _data(capsys, "phalanx-demo", "--tiny", "--dtype", "float32", "--seq-len", "16")
     assert (data["model"], data["dtype"], data["notes"]) == ("phalanx-demo-tiny", "float32", [])
     names = [block["name"] for block in data["blocks"]]
     assert names == ["embedding", *[f"model.layers.{i}" for i in range(4)], "head"]
@@ -195,3 +195,10 @@ def test_a_70b_model_is_captured_within_20_seconds_and_3_gib(tmp_path: Path) -> 
 @pytest.mark.long
 def test_live_shows_what_is_shipped(capsys: pytest.CaptureFixture[str]) -> None:
     assert _data(capsys, "phalanx-demo", "--live") == _data(capsys, "phalanx-demo")
+
+
+def test_without_a_model_the_zoo_is_listed(capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown] == zoo_table.names()
+    assert "gpt2 124.4M causal-lm" in [" ".join(line.split()) for line in shown]

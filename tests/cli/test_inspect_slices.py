@@ -31,7 +31,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_a_tiny_model_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--tiny", "--slices", "--stages", "3", "--tokens", "32", "--dtype", "float32", "--device", "cpu"]
+    options = ["--tiny", "--slices", "--stages", "3", "--seq-len", "32", "--dtype", "float32", "--device", "cpu"]
     assert main(["inspect", "gpt2", *options, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)["slices"]
     assert (data["block"], data["device"], data["tokens"], data["stages"]) == ("transformer.h.0", "cpu", 32, 3)
@@ -86,5 +86,5 @@ def test_a_model_without_tokens_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = error_of(capsys, "google-bert/bert-base-cased", "--slices", "--tiny", "--tokens", "32")
+    shown = error_of(capsys, "google-bert/bert-base-cased", "--slices", "--tiny", "--seq-len", "32")
     assert "slices need causal attention" in shown

@@ -15,7 +15,7 @@ from phalanx.cli import inspect, inspect_tensor
 from phalanx.cli.main import main
 from phalanx.cli.models import patiently
 
-GPT2 = ("inspect", "gpt2", "--tiny", "--dtype", "float32", "--tokens", "16")
+GPT2 = ("inspect", "gpt2", "--tiny", "--dtype", "float32", "--seq-len", "16")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,7 +56,7 @@ def test_what_ranks_do_alike_is_listed_once_with_the_reason(capsys: pytest.Captu
 
 
 def test_json_holds_the_report_beside_the_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GPT2, "--tp", "2", "--batch", "3", "--json"]) == 0
+    assert main([*GPT2, "--tp", "2", "--batch-size", "3", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     tensor = data["tensor"]
     assert data["dims"] == {"batch": 3, "tokens": 16} and tensor["plan"] == "tp=2"
@@ -76,7 +76,7 @@ def test_json_holds_the_report_beside_the_blocks(capsys: pytest.CaptureFixture[s
         (("--tp", "4", "--degrees", "3"), "degree 3 for all layers, which does not divide tp=4", "use 1, 2 or 4"),
         (("--tp", "2", "--degrees", "2:2:2"), "is for 3 units, and layer 0 of the model has 2", "2 degrees"),
         (("--tp", "2", "--degrees", "x"), "'x' is not the degrees of a layer", "4:4*2+2:1*6"),
-        (("--tp", "2", "--degrees", "1", "--batch", "3"), "between 2 groups of ranks, and there are 3", "--batch 2"),
+        (("--tp=2", "--degrees=1", "--batch-size=3"), "between 2 groups of ranks, and there are 3", "--batch-size 2"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused(

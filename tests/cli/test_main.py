@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,10 @@ import typer
 
 import phalanx
 from phalanx.cli.main import VERBS, app, main
-from phalanx.errors import DataError, PhalanxError
+from phalanx.config import RunConfig
+from phalanx.errors import ConfigError, DataError, PhalanxError
+from phalanx.plan import fields
+from phalanx.spellings import SAID_HERE, said_here
 
 
 @pytest.fixture
@@ -79,6 +83,15 @@ def test_the_environment_can_ask_for_the_traceback(failing_verb: None, monkeypat
         (["train", "--batchsize", "3"], "--batch-size", "phalanx train --help"),
         (["train", "--seq-len"], "--seq-len", "--help"),
         (["train", "surplus"], "surplus", "phalanx train --help"),
+        (["train", "--plan", "pp=2,", "mb=4"], "mb=4", "a plan is one word, without spaces (--plan pp=2,mb=4)"),
+        (["train", "--learning-rate", "1"], "--learning-rate", "here it is --lr"),
+        (["train", "--bf16"], "--bf16", "here it is --dtype bfloat16"),
+        (["train", "--gradient-checkpointing"], "--gradient-checkpointing", "here it is --plan recompute=yes"),
+        (["train", "--output-dir", "x"], "--output-dir", "here it is --out"),
+        (["train", "--per_device_train_batch_size", "8"], "batch_size", "here it is --batch-size (the global batch"),
+        (["train", "--gradient-accumulation-steps", "4"], "--gradient", "here it is --plan mb=N; --batch-size stays"),
+        (["program", "--model", "gpt2", "--tokens", "8"], "--tokens", "here it is --seq-len"),
+        (["verify", "--model", "gpt2", "--batch", "8"], "--batch", "here it is --batch-size"),
     ],
 )
 def test_a_mistyped_line_names_the_mistake_and_the_help(
@@ -88,6 +101,36 @@ def test_a_mistyped_line_names_the_mistake_and_the_help(
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: ") and message in first
     assert second.startswith("  → ") and hint in second
+
+
+def test_the_command_alone_is_its_help(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 0
+    shown = capsys.readouterr()
+    assert "Commands" in shown.out and shown.err == ""
+
+
+def test_what_others_call_an_option_leads_to_one_that_exists():
+    flags = {"--" + name.replace("_", "-") for name in RunConfig.model_fields}
+    for name in SAID_HERE:
+        assert name not in RunConfig.model_fields, f"{name} is an option of ours"
+        words = said_here(name, flags=True)
+        assert words is not None and set(re.findall(r"--[a-z-]+", words)) <= flags | {"--json"}, words
+        for plan in re.findall(r"--plan (\w+=\w+)", words):
+            fields.read(plan.replace("=N", "=2"))
+
+
+def test_python_gets_the_same_hint_in_its_own_spelling():
+    with pytest.raises(ConfigError, match="unknown option 'per_device_train_batch_size'") as caught:
+        RunConfig.create(per_device_train_batch_size=3)
+    assert caught.value.hint.startswith("here it is batch_size (the global batch: ")
+
+
+def test_one_thing_has_one_name_in_all_verbs():
+    group = typer.main.get_command(app)
+    for verb in ("train", "verify", "inspect", "program"):
+        options = {word for option in group.commands[verb].params for word in option.opts}  # type: ignore[attr-defined]
+        assert {"--batch-size", "--seq-len", "--dtype", "--task"} <= options, verb
+        assert not {"--batch", "--tokens"} & options, verb
 
 
 def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ from phalanx.program.instructions import from_text
 from phalanx.program.predict import predict
 from phalanx.program.timeline import Timeline
 
-GPT2 = ("program", "--model", "gpt2", "--tokens", "256")
+GPT2 = ("program", "--model", "gpt2", "--seq-len", "256")
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -155,7 +155,7 @@ def test_the_plan_may_stand_in_a_file(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_slices_are_refused_where_tokens_see_later_ones(capsys: pytest.CaptureFixture[str]):
-    assert main(["program", "--model", "bert-base-cased", "--plan", "pp=2,mb=2,slices=4", "--batch", "2"]) == 2
+    assert main(["program", "--model", "bert-base-cased", "--plan", "pp=2,mb=2,slices=4", "--batch-size", "2"]) == 2
     error = capsys.readouterr().err
     assert "slices need causal attention, and in a model for masked-lm tokens see later ones" in error
 

@@ -9,7 +9,7 @@ from phalanx.cli.main import main
 
 def test_it_shows_all_ranks_of_a_stage_and_one_pipeline_for_all(capsys: pytest.CaptureFixture[str]) -> None:
     plan = "pp=2,dp=2,tp=2,mb=2"
-    assert main(["program", "--model", "gpt2", "--tiny", "--batch", "8", "--plan", plan]) == 0
+    assert main(["program", "--model", "gpt2", "--tiny", "--batch-size", "8", "--plan", plan]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     table = next(number for number, line in enumerate(lines) if line.startswith("stage"))
     assert [line.split()[1] for line in lines[table + 1 : table + 3]] == ["0–3", "4–7"]

@@ -17,7 +17,7 @@ from phalanx.cli.program_report import redistribution_seconds
 from phalanx.program.instructions import Instruction, Op, from_text
 from phalanx.program.timeline import COMPUTE, Event, Timeline
 
-GPT2 = ("program", "--model", "gpt2", "--tiny", "--dtype", "float32", "--tokens", "64", "--batch", "8")
+GPT2 = ("program", "--model", "gpt2", "--tiny", "--dtype", "float32", "--seq-len", "64", "--batch-size", "8")
 LAYER = 2  # a block in the middle
 
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx import tasks
-from phalanx.data import ByteTokenizer, open_data
+from phalanx.data.batches import open_data
+from phalanx.data.tokenizer import ByteTokenizer
 
 CONFIG = SimpleNamespace(
     vocab_size=300,

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from phalanx import tasks
-from phalanx.data import needs_tokenizer, open_data, sample_length
+from phalanx.data.batches import needs_tokenizer, open_data, sample_length
 from phalanx.errors import ConfigError, DataError
 from phalanx.tasks.base import IGNORE
 from phalanx.tasks.vocabulary import num_token_ids

@@ -71,7 +71,7 @@ def test_no_rank_computes_with_what_another_has_not_sent_yet(measured: Path) -> 
 
 
 def test_it_lies_beside_the_prediction(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--model", "gpt2", "--tokens", "16", "--batch", "4", "--plan", PLAN, "--measured", str(measured))
+    arguments = ("--model", "gpt2", "--seq-len", "16", "--batch-size", "4", "--plan", PLAN, "--measured", str(measured))
     assert main(["program", *arguments]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^predicted: step .*bubble", text, re.M) and re.search(r"^measured: step .*bubble", text, re.M)

@@ -3,11 +3,15 @@ and goes on from the last checkpoint as if nothing had happened."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -231,6 +235,37 @@ class Command:
         return out, err
 
 
+@pytest.mark.parametrize("plan", [PIPELINE, "mb=1"])
+def test_a_terminal_that_is_closed_lets_the_step_finish_and_saves_it(plan: str, tmp_path: Path):
+    ours, theirs = pty.openpty()
+    given = {**SHORT, **OPTIONS, "model": "gpt2", "data": DATA, "plan": plan, "steps": ENDLESS, "out": tmp_path / "run"}
+    given |= {"progress": "rich", "checkpoint_every": 0}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if not isinstance(value, bool)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "train", *flags, "--tiny", "--no-export"], cwd=ROOT, stdin=theirs,
+        stdout=theirs, stderr=theirs, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=get_a_terminal,
+    )  # fmt: skip
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    log, deadline = tmp_path / "run" / "log-rank0.jsonl", time.monotonic() + 120
+    while not (log.exists() and '"step": 3,' in log.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        with contextlib.suppress(BlockingIOError):
+            os.read(ours, 65536)  # a terminal that nobody reads holds its writers up
+        time.sleep(0.05)
+    os.close(ours)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    (stopped,) = records(tmp_path / "run", "stop")
+    assert stopped["signal"] == "SIGHUP" and require_intact(tmp_path / "run") == stopped["step"] >= 3
+
+
+def get_a_terminal() -> None:
+    """Standard input becomes the terminal of this process's session, whose end it hears of, also under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -257,7 +292,7 @@ def test_the_command_tells_of_a_killed_rank_in_one_sentence_and_goes_on_until_it
     assert not any(is_alive(pid) for pid in pids.values())
     assert err.splitlines() == [
         f"error: rank 1 (stage 1) was killed by signal SIGKILL in step {seen.step} at {seen.instruction}",
-        "  → the kernel does that when memory runs out (dmesg says so)",
+        "  → not for lack of memory, by the kernel's count of such kills: a person, a scheduler or a program sent it",
     ]
     require_intact(out)
 

@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import RankError
+from phalanx.launch.processes import memory_kills
 from phalanx.launch.worker_pool import WorkerPool
 from tests.launch import jobs
+from tests.launch.test_worker_pool import main_thread_only, signal_when_under_way
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(3, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as pool:
+    with WorkerPool(3, threads_per_rank=1, device="cpu", preload=jobs.LIGHT, silence=5.0) as pool:
         yield pool
 
 
@@ -79,7 +81,96 @@ def test_a_lost_rank_is_named_and_the_others_end(pool: WorkerPool, tmp_path: Pat
     if number == signal.SIGSEGV:
         assert "Fatal Python error: Segmentation fault" in message
     if number == signal.SIGKILL:
-        assert "memory" in caught.value.hint
+        assert caught.value.hint.startswith("not for lack of memory, by the kernel's count")
+    if number == signal.SIGSTOP:
+        assert caught.value.hint.startswith("its process was stopped by a signal (kill -CONT ")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "hint"),
+    [
+        ({"control group": 2, "machine": 5}, {"control group": 3, "machine": 6}, "memory ran out: the kernel counts"),
+        ({"control group": 2, "machine": 5}, {"control group": 2, "machine": 6}, "memory may have run out: the kernel"),
+        ({"machine": 5}, {"machine": 5}, "not for lack of memory"),
+        ({}, {}, "the kernel does not say here whether memory ran out"),
+    ],
+)
+def test_a_kill_is_called_lack_of_memory_only_where_the_kernel_counted_one(
+    before: dict[str, int], after: dict[str, int], hint: str, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+):
+    counts = iter((before, after))
+    monkeypatch.setattr("phalanx.launch.watch.memory_kills", lambda: next(counts))
+    with pytest.raises(RankError, match="was killed by signal SIGKILL") as caught:
+        pool.run(jobs.kills_itself, world=1)
+    assert caught.value.hint.startswith(hint)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts them")
+def test_the_kernel_says_how_many_processes_it_ended_for_lack_of_memory():
+    assert memory_kills()["machine"] >= 0
+
+
+def test_a_silent_rank_is_told_with_where_it_stands(tmp_path: Path):
+    with (
+        WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT, silence=1.5) as pool,
+        pytest.raises(RankError) as caught,
+    ):
+        pool.run(jobs.keeps_all_threads_waiting, 1)
+    first, second, *stack = caught.value.message.splitlines()
+    assert first == "rank 1 stopped answering for 2 s in step 4"
+    assert second == "  where it stands, the innermost call first:"
+    assert "in keeps_all_threads_waiting" in stack[0] and "a larger silence waits longer" in caught.value.hint
+
+
+SUSPENDED = """
+from phalanx.launch.processes import memory_kills
+from phalanx.launch.worker_pool import WorkerPool
+from tests.launch import jobs
+from tests.launch.test_worker_pool import main_thread_only, signal_when_under_way
+with WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT, silence=1.0) as pool:
+    pool.run(jobs.describe)
+    print(*pool.pids.values(), pool._processes._server.pid, flush=True)
+    print(pool.run(jobs.steps, {folder!r}, 100), flush=True)
+"""
+
+
+def test_a_job_that_is_suspended_and_continued_lives(tmp_path: Path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED.format(folder=str(tmp_path))], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert parent.stdout is not None
+    pids = [parent.pid, *map(int, parent.stdout.readline().split())]
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
+    for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(seconds)
+    out, _ = parent.communicate(timeout=60)
+    assert (parent.returncode, out) == (0, "[100, 100]\n")
+
+
+@main_thread_only
+def test_signals_reach_ranks_whose_fork_server_is_stopped(tmp_path: Path):
+    with WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as pool:
+        pool.run(jobs.describe)
+        pids, server = list(pool.pids.values()), pool._processes._server.pid
+        os.kill(server, signal.SIGSTOP)
+        sender = signal_when_under_way(tmp_path, 2, signal.SIGTERM)
+        assert pool.run(jobs.waits_for_signal, str(tmp_path), 0) == ["SIGTERM", "SIGTERM"]
+        sender.join()
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert not any(alive(pid) for pid in [*pids, server])
+
+
+def test_a_rank_that_ends_while_the_fork_server_is_stopped_is_named(tmp_path: Path):
+    with WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as pool:
+        pool.run(jobs.describe)
+        os.kill(pool._processes._server.pid, signal.SIGSTOP)
+        with pytest.raises(RankError, match="rank 1 ended during start") as caught:
+            pool.run(jobs.leaves_by_exit)
+    assert "the process that starts ranks is stopped" in caught.value.hint
 
 
 def test_an_exception_is_told_with_its_place_and_the_last_output(pool: WorkerPool):

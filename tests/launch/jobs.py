@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -170,6 +171,47 @@ def forever(context: RankContext, folder: str, how: str) -> None:
                 sent.wait()
 
 
+def steps(context: RankContext, folder: str, count: int) -> int:
+    """In lockstep, some milliseconds each; a wait that takes longer than four seconds is too long."""
+    with Links(context, timeout=4.0) as links:
+        group = links.group(tuple(range(context.world)))
+        context.slot.enter("step")
+        for step in range(1, count + 1):
+            context.slot.at_step(step)
+            group.all_reduce(torch.ones(1000)).wait("NORM")
+            time.sleep(0.01)
+            if step == 3:
+                open(os.path.join(folder, f"rank-{context.rank}"), "w").close()
+    return count
+
+
+def sends_much(context: RankContext, num_bytes: int, culprit: int) -> float:
+    """One all-reduce, in the middle of which a rank fails; the seconds that it took."""
+    with Links(context, timeout=100) as links:
+        group = links.group(tuple(range(context.world)))
+        context.slot.enter("step")
+        context.slot.at_step(1)
+        began = time.monotonic()
+        pending = group.all_reduce(torch.ones(num_bytes // 4))
+        if context.rank == culprit:
+            time.sleep(3)
+            print(f"fails at {time.monotonic()}", flush=True)
+            raise ValueError("enough")
+        pending.wait("NORM")
+    return time.monotonic() - began
+
+
+def keeps_all_threads_waiting(context: RankContext, culprit: int) -> None:
+    with Links(context, timeout=60) as links:
+        group = links.group(tuple(range(context.world)))
+        context.slot.enter("step")
+        context.slot.at_step(4)
+        if context.rank == culprit:
+            time.sleep(1.5)  # joined ranks show what they do once a second
+            ctypes.PyDLL(None).sleep(60)  # without letting go of Python's lock
+        group.all_reduce(torch.ones(10)).wait("NORM")
+
+
 def one_raises(context: RankContext, culprit: int) -> None:
     context.slot.set_place(f"stage {context.rank}")
     with Links(context, timeout=60) as links:
@@ -196,6 +238,10 @@ def leaves_by_exit(context: RankContext) -> None:
     time.sleep(30)
 
 
+def kills_itself(context: RankContext) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def unpicklable(context: RankContext) -> Any:
     return lambda: None
 
@@ -208,7 +254,7 @@ def emits(context: RankContext, count: int) -> None:
 def waits_for_signal(context: RankContext, folder: str, code: int) -> str:
     """Stops as a trainer does: notes the signal, then leaves or returns."""
     came = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: came.append(number))
     open(os.path.join(folder, f"rank-{context.rank}"), "w").close()
     while not came:

@@ -7,7 +7,7 @@ import os
 import sys
 
 from phalanx.errors import PhalanxError
-from phalanx.launch.join import join, run_joined
+from phalanx.launch.join import join, leave, run_joined
 from tests.launch import jobs
 
 
@@ -19,10 +19,10 @@ def main(name: str, *arguments: str) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     values = [json.loads(argument) for argument in arguments]
     try:
-        result = run_joined(context, getattr(jobs, name), *values)
+        result = run_joined(context, getattr(jobs, name), *values, silence=float(os.environ.get("SILENCE", "15")))
     except PhalanxError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        leave(2)
     sys.stdout.write(json.dumps([context.rank, context.node, result]) + "\n")
     return 0
 

@@ -104,5 +104,30 @@ def test_without_a_supervisor_a_lost_rank_is_named_by_rank_0(number: signal.Sign
             process.communicate(timeout=10)
 
 
+def test_joined_ranks_that_are_suspended_and_continued_live(tmp_path: Path):
+    job = {**SLURM, "SLURM_JOB_ID": f"{os.getpid()}7", "SILENCE": "1.5"}
+    ranks = start(job, 2, "steps", str(tmp_path), 100)
+    wait_until_under_way(tmp_path, 2)
+    for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
+        for process in ranks:
+            process.send_signal(number)
+        time.sleep(seconds)
+    outputs = [process.communicate(timeout=60) for process in ranks]
+    assert [json.loads(out)[2] for out, _ in outputs] == [100, 100], outputs
+
+
+def test_without_a_supervisor_a_silent_rank_is_told_with_where_it_stands():
+    job = {**SLURM, "SLURM_JOB_ID": f"{os.getpid()}8", "SILENCE": "3"}
+    ranks = start(job, 2, "keeps_all_threads_waiting", 1)
+    try:
+        _, err = ranks[0].communicate(timeout=40)
+        assert "error: rank 1 stopped answering for" in err and "(seen from rank 0 in step 4)" in err, err
+        assert "where it stands, the innermost call first:" in err and "in keeps_all_threads_waiting" in err, err
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate(timeout=10)
+
+
 def test_without_a_launcher_nothing_is_joined():
     assert join("cpu", variables={"PATH": "/bin"}) is None

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.abort import AbortEvent, heartbeat
-from phalanx.launch.status_board import SILENCE_ALLOWED, SilenceWatch, StatusBoard
+from phalanx.launch.abort import AbortEvent, StackFile, heartbeat, read_stack
+from phalanx.launch.status_board import LONG_SILENCE, PHASES, RunningClock, SilenceWatch, StatusBoard
 
 
 def test_what_one_process_writes_another_reads(tmp_path: Path):
@@ -61,40 +61,83 @@ def test_writing_the_instruction_costs_at_most_two_microseconds():
     assert min(cost() for _ in range(20)) < 2e-6
 
 
-def test_silence_is_reported_only_beyond_what_the_phase_allows(monkeypatch: pytest.MonkeyPatch):
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    board = StatusBoard.private(1)
-    board.reset()
-    slot, watch = board.slots[0], SilenceWatch()
-    for phase, allowed in SILENCE_ALLOWED.items():
-        slot.enter(phase)
-        slot.beat()
-        assert watch.silent_for(slot.read()) is None
-        now += allowed - 0.1
-        assert watch.silent_for(slot.read()) is None
-        now += 0.2
-        assert watch.silent_for(slot.read()) == pytest.approx(allowed + 0.1)
+class Looks:
+    """Time that passes for one who looks at a rank five times a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, phase: str, silence: float) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        board = StatusBoard.private(1)
+        board.reset()
+        self.slot = board.slots[0]
+        self.slot.enter(phase)
+        self._watch = SilenceWatch(RunningClock(), silence)
+        assert self.once() is None
+
+    def once(self, suspect: float | None = None) -> float | None:
+        return self._watch.silent_for(self.slot.read(), suspect=suspect)
+
+    def until_silent(self, suspect: float | None = None) -> float:
+        """Seconds until the rank counts as lost."""
+        began = self.now
+        while (seconds := self.once(suspect)) is None:
+            self.now += 0.2
+            assert self.now - began < 1000
+        assert seconds == pytest.approx(self.now - began)
+        return self.now - began
 
 
-def test_a_stopped_process_gets_no_more_time_in_any_phase(monkeypatch: pytest.MonkeyPatch):
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    board = StatusBoard.private(1)
-    board.reset()
-    board.slots[0].enter("compile")
-    watch = SilenceWatch()
-    assert watch.silent_for(board.slots[0].read(), stopped=True) is None
-    now += 5.1
-    assert watch.silent_for(board.slots[0].read(), stopped=True) is not None
-    assert watch.silent_for(board.slots[0].read(), stopped=False) is None
+@pytest.mark.parametrize("silence", [3.0, 90.0])
+@pytest.mark.parametrize("phase", PHASES)
+def test_silence_is_reported_only_beyond_what_the_phase_allows(
+    phase: str, silence: float, monkeypatch: pytest.MonkeyPatch
+):
+    allowed = silence if phase in ("step", "evaluate") else max(silence, LONG_SILENCE)
+    assert Looks(monkeypatch, phase, silence).until_silent() == pytest.approx(allowed, abs=0.3)
 
 
-def test_the_heartbeat_moves_the_counter_and_rings_when_the_job_is_over():
+def test_a_suspect_gets_no_more_time_in_any_phase(monkeypatch: pytest.MonkeyPatch):
+    assert Looks(monkeypatch, "compile", 20.0).until_silent(suspect=5.0) == pytest.approx(5.0, abs=0.3)
+
+
+def test_time_in_which_nobody_could_look_is_not_silence(monkeypatch: pytest.MonkeyPatch):
+    looks = Looks(monkeypatch, "step", silence=5.0)
+    looks.now += 3600  # the one who looks was stopped, and the rank with it
+    assert looks.once() is None
+    looks.slot.beat()
+    assert looks.until_silent() == pytest.approx(5.0, abs=0.3)
+
+
+def test_where_signs_of_life_take_long_so_does_silence(monkeypatch: pytest.MonkeyPatch):
+    looks = Looks(monkeypatch, "step", silence=15.0)
+    for _ in range(100):  # each look takes 9 s on a slow link, and every second one brings no news
+        looks.now += 9
+        assert looks.once() is None
+        looks.now += 9
+        looks.slot.beat()
+        assert looks.once() is None
+
+
+def test_a_rank_whose_heart_stops_leaves_where_it_stands(tmp_path: Path):
+    file = StackFile(tmp_path / "stack", 0.2)
+    file.beat()
+    assert read_stack(tmp_path / "stack") == []
+    time.sleep(0.5)
+    assert any(
+        "test_a_rank_whose_heart_stops_leaves_where_it_stands" in line for line in read_stack(tmp_path / "stack")
+    )
+    file.beat()
+    assert read_stack(tmp_path / "stack") == []
+    file.close()
+    time.sleep(0.3)
+    assert read_stack(tmp_path / "stack") == [] and read_stack(tmp_path / "none") == []
+
+
+def test_the_heartbeat_moves_the_counter_and_rings_when_the_job_is_over(tmp_path: Path):
     board, abort = StatusBoard.private(1), AbortEvent()
     board.reset()
     first = board.slots[0].read().beat
-    with heartbeat(board, board.slots[0], abort):
+    with heartbeat(board, board.slots[0], abort, StackFile(tmp_path / "stack", 60.0)):
         assert not abort.wait(0.6)
         assert board.slots[0].read().beat > first
         board.abort()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError, RankError
+from phalanx.launch.signals import stop_request
 from phalanx.launch.worker_pool import WorkerPool
 from tests.launch import jobs
 
@@ -129,10 +130,38 @@ def test_ranks_that_handle_the_signal_themselves_return_their_results(pool: Work
     sender.join()
 
 
+@pytest.fixture
+def hang_up() -> Iterator[Any]:
+    """Sets what a hang-up does here until the test is over."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda does: signal.signal(signal.SIGHUP, does)
+    signal.signal(signal.SIGHUP, before)
+
+
 @main_thread_only
-def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(pool: WorkerPool, tmp_path: Path):
+def test_a_hang_up_is_passed_on_as_well(pool: WorkerPool, hang_up: Any, tmp_path: Path):
+    hang_up(signal.SIG_DFL)
+    sender = signal_when_under_way(tmp_path, 2, signal.SIGHUP)
+    assert pool.run(jobs.waits_for_signal, str(tmp_path), 0, world=2) == ["SIGHUP", "SIGHUP"]
+    sender.join()
+
+
+@main_thread_only
+def test_a_hang_up_that_nohup_has_ignored_stays_so(hang_up: Any):
+    hang_up(signal.SIG_IGN)
+    with stop_request() as request:
+        signal.raise_signal(signal.SIGHUP)
+    assert request.signal is None
+
+
+@main_thread_only
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen_and_says_what_is_lost(
+    pool: WorkerPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     sender = signal_when_under_way(tmp_path, 2, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         pool.run(jobs.ignores_signals, str(tmp_path), world=2)
     sender.join()
     assert pool.pids == {}
+    lost = "SIGINT: once more: stopping at once; the steps since the newest checkpoint are lost"
+    assert capfd.readouterr().err.strip() == lost

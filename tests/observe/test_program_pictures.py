@@ -139,7 +139,7 @@ def test_a_png_needs_matplotlib_and_says_how_to_get_it(tmp_path: Path, monkeypat
     with pytest.raises(ConfigError) as error:
         write_png({"predicted": simulated(TWO)}, tmp_path / "step.png")
     assert error.value.message == "option png needs matplotlib, which is not installed"
-    assert error.value.hint == "pip install 'phalanx[plots]', or use --svg"
+    assert error.value.hint == f"{sys.executable} -m pip install matplotlib, or use --svg"
 
 
 def test_the_png_is_a_picture(tmp_path: Path):

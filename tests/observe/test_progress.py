@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from typing import Any
 
 import pytest
@@ -168,3 +169,14 @@ def test_the_end_says_what_was_measured_and_what_was_predicted() -> None:
     assert [line.split("  ", 1)[1].strip() for line in stream.getvalue().splitlines()] == [
         "258ms, predicted 251ms", "3.0 GiB", "2.5",
     ]  # fmt: skip
+
+
+def test_a_reader_that_leaves_ends_the_display_and_not_the_run():
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        progress = make_progress("plain", log_every=1, stream=stream)
+        progress.message("heard")
+        assert os.read(reading, 100) == b"heard\n"
+        os.close(reading)
+        for _ in range(3):
+            progress.message("into the void")

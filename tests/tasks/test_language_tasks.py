@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx import tasks
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.errors import ConfigError, DataError
-from phalanx.tasks.base import IGNORE, BrokenRecord, Windows, random_starts
+from phalanx.tasks.base import IGNORE, BrokenRecord, RecordRemark, Windows, random_starts
 from phalanx.tasks.masked_lm import hide
 
 CONFIG = SimpleNamespace(vocab_size=300, pad_token_id=None)
@@ -155,10 +156,51 @@ def test_the_tokenizers_own_chat_template_is_used():
     assert bytes(label for label in sample["labels"] if label != IGNORE) == b"yo[/]"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
+class Thoughtful(Templated):
+    """Leaves the thoughts of all turns but the last out, as Qwen3's does."""
+
+    def apply_chat_template(self, messages, *, generate):
+        kept = [{**m, "content": re.sub("<think>.*</think>", "", m["content"])} for m in messages[:-1]]
+        return super().apply_chat_template([*kept, messages[-1]], generate=generate)
+
+
+class Strict(Templated):
+    """Knows two roles, as Gemma's does."""
+
+    def apply_chat_template(self, messages, *, generate):
+        if any(m["role"] == "system" for m in messages):
+            raise ValueError("System role not supported")
+        return super().apply_chat_template(messages, generate=generate)
+
+
+def test_of_turns_that_the_template_rewrites_later_only_the_last_is_learned_and_that_is_said():
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>x</think>b"}]
+    with pytest.warns(RecordRemark, match="chat template rewrites: only their last is learned") as said:
+        sample = tasks.get("causal-lm").encode({"messages": turn * 3}, Thoughtful(), CONFIG, 200)
+    assert len(said) == 1
+    before = "[user]a[/][assistant]b[/]" * 2 + "[user]a[/][assistant]"
+    assert bytes(sample["input_ids"]).decode() == before + "<think>x</think>b[/]"
+    assert bytes(label for label in sample["labels"] if label != IGNORE) == b"<think>x</think>b[/]"
+
+
+def test_a_template_that_refuses_a_role_is_quoted():
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    messages.append({"role": "assistant", "content": "b"})
+    with pytest.raises(BrokenRecord, match=r"refuses these turns \(system, user\): System role not supported"):
+        tasks.get("causal-lm").encode({"messages": messages}, Strict(), CONFIG, 100)
+
+
+def test_a_template_that_does_not_begin_as_it_asks_is_refused():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
-    with pytest.raises(BrokenRecord, match="chat template rewrites earlier turns at turn"):
+    with pytest.raises(BrokenRecord, match="chat template does not begin turn 1 as it asks for one"):
         tasks.get("causal-lm").encode({"messages": messages}, Forgetful(), CONFIG, 100)
+
+
+def test_a_conversation_that_is_cut_is_remarked_on():
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "long" * 20}]
+    with pytest.warns(RecordRemark, match=r"are longer than 40 tokens and cut off there \(seq_len\)"):
+        sample = tasks.get("causal-lm").encode({"messages": messages}, ByteTokenizer(), CONFIG, 40)
+    assert len(sample["input_ids"]) == 40
 
 
 @pytest.mark.parametrize(

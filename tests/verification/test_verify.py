@@ -240,7 +240,7 @@ def test_both_steps_have_samples_that_the_plan_can_divide(
 
 
 def test_more_tokens_than_the_model_takes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--model", "gpt2", "--tiny", "--tokens", "500"]) == 2
+    assert main(["verify", "--model", "gpt2", "--tiny", "--seq-len", "500"]) == 2
     message = capsys.readouterr().err
     assert "500 tokens is longer than the model takes" in message and "set tokens to 128 or less" in message
 

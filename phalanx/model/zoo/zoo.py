@@ -15,8 +15,6 @@ from typing import Literal
 
 import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -26,6 +24,7 @@ from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.configure import override, set_dropout, stop_layer_drop
 from phalanx.model.zoo.configure import tiny as shrink
 from phalanx.model.zoo.meta import parameters_on_meta, require_real_buffers, twin
+from phalanx.model.zoo.names import cached_folder, require_found
 
 # Task → the auto class that builds it and transformers' table of model type → class name. The order is the order of
 # preference for a configuration that does not name its own class.
@@ -136,37 +135,21 @@ def with_config(spec: ModelSpec) -> ModelSpec:
 
 
 def _find(model: str | Path) -> tuple[str, PretrainedConfig, Path | None, str | None]:
-    """Name, configuration, folder and usual task of a model given as text: a folder, else the zoo, else the cache."""
+    """Name, configuration, folder and usual task of a model given as text: a folder, else the zoo, else the cache.
+
+    A zoo name is a hub id as well: where that is in the cache, its files are used.
+    """
+    require_found(model)
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
         return path.resolve().name, _read_config(path), path, None
-    entry = zoo_table.lookup(model) if isinstance(model, str) else None
-    if entry is not None:
-        fields = copy.deepcopy(dict(entry.fields))
-        return entry.name, AutoConfig.for_model(entry.model_type, **fields), None, entry.task
-    if path.is_dir():
-        raise ModelError(
-            f"folder {str(model)!r} holds no config.json, so it is not a HuggingFace model folder",
-            hint="give the folder that save_pretrained wrote (config.json, *.safetensors)",
-        )
-    if path.is_file():
-        raise ModelError(f"{str(model)!r} is a file, not a model folder", hint=f"give the folder: {str(path.parent)!r}")
-    cached = _cached_folder(str(model))
+    entry = zoo_table.lookup(str(model))
+    cached = (cached_folder(entry.name) if entry else None) or cached_folder(str(model))
     if cached is not None:
-        return str(model), _read_config(cached), cached, None
-    raise ModelError(
-        f"unknown model {str(model)!r}: neither a zoo name, nor a folder, nor a hub id in the local cache; "
-        f"{nearest(str(model), zoo_table.names())}",
-        hint="download a hub model beforehand (hf download NAME); nothing is fetched while training",
-    )
-
-
-def _cached_folder(name: str) -> Path | None:
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+        return entry.name if entry else str(model), _read_config(cached), cached, entry.task if entry else None
+    assert entry is not None, "it was found"
+    fields = copy.deepcopy(dict(entry.fields))
+    return entry.name, AutoConfig.for_model(entry.model_type, **fields), None, entry.task
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

@@ -1,0 +1,98 @@
+"""What is found wrong with a run within a second: before torch is imported, ranks are started or anything is prepared.
+
+Only files are looked at, and of weights only their headers; whether all of it fits together is found out in `prepare`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from phalanx.config import RunConfig
+from phalanx.data.sources import NAMED, existing
+from phalanx.errors import ConfigError, ModelError, PhalanxError
+from phalanx.launch.join import find_place
+from phalanx.model.zoo.names import require_found
+from phalanx.state.folders import refuse_used
+
+_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+
+def require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> None:
+    """What is given as objects is left to those who know it. Of ranks that a launcher started, the first
+    is_tp_leader."""
+    try:
+        _require_usable(model, data, eval_data, config)
+    except PhalanxError:
+        place = find_place(os.environ)
+        if place is not None and place.rank > 0:
+            raise SystemExit(1) from None
+        raise
+
+
+def _require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> None:
+    _require_out(Path(config.out).expanduser(), config.resume)
+    for source in (data, eval_data) if isinstance(model, str | Path) else ():
+        for item in _paths(source):
+            if item.partition(":")[0] not in NAMED:
+                existing(item)
+    if isinstance(model, str | Path):
+        require_found(model)
+        for file in _weight_files(Path(model).expanduser()) if config.init != "fresh" else ():
+            _require_whole(file)
+
+
+def _require_out(out: Path, resume: str) -> None:
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        what = "is a file" if there == out else f"lies below {there}, which is a file"
+        raise ConfigError(f"option out = '{out}' {what}", "name a folder for the run: one that is there, or a new one")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"option out = '{out}': nothing can be written in {there}", "name another folder (--out)")
+    if (out / "config.json").is_file():
+        raise ConfigError(f"option out = '{out}' is the folder of a model", "name another folder for the run (--out)")
+    if resume == "never":
+        refuse_used(out)
+
+
+def _paths(source: Any) -> list[str]:
+    """Data that is given by name."""
+    items = [source] if isinstance(source, str | Path) else source
+    if not isinstance(items, list | tuple):
+        return []
+    return [str(item) for item in cast(Sequence[Any], items) if isinstance(item, str | Path)]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Files of weights that are there; what an index names and is not there is missed by who reads it."""
+    try:
+        names = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    except FileNotFoundError:
+        names = [_WEIGHTS]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"{folder / _INDEX} is not an index of weights: {error!r}", "copy or download it again"
+        ) from None
+    if absent := sorted({name for name in names if not (folder / name).is_file()} - {_WEIGHTS}):
+        raise ModelError(f"{folder / _INDEX} names {absent[0]}, which is not there", "copy or download it")
+    return [folder / name for name in sorted(set(names)) if (folder / name).is_file()]
+
+
+def _require_whole(file: Path) -> None:
+    """A safetensors file begins with the length of its header, and the header says where the last tensor ends."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        header_size = int.from_bytes(opened.read(8), "little")
+        try:
+            header = json.loads(opened.read(min(header_size, size)))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"{file} is damaged: it is not safetensors", "copy or download it again") from None
+    whole = 8 + header_size + max(ends, default=0)
+    if size != whole:
+        raise ModelError(
+            f"{file} is damaged: it has {size:,} bytes, and its header speaks of {whole:,}", "copy or download it again"
+        )
