@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
-from phalanx.data import Batches
+from phalanx.data.batches import Batches
 from phalanx.engine.compiled import Compiled, Functions
 from phalanx.engine.engine import Engine, Watch
 from phalanx.engine.evaluation import Evaluator
