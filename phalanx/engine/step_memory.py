@@ -13,7 +13,7 @@ from phalanx.engine.compiled import Compiled
 from phalanx.engine.gradients import wide
 from phalanx.engine.reductions import StepRun
 from phalanx.engine.step import Step
-from phalanx.model.segment.segments import Segment, total_bytes
+from phalanx.model.segment.segments import Segment
 from phalanx.params.rank_state import State
 from phalanx.program.costs import BucketCosts
 from phalanx.program.instructions import COMPUTE, Instruction, Op
@@ -39,7 +39,7 @@ class _Sizes:
         self._parts, self._inputs = step.engine.parts, dict(run.inputs)
         self._footprints: dict[int, dict[Op, int]] = {}
         first = self._parts.tracer(next(iter(self._inputs.values()))).shape(self._parts.shape)
-        self._of_buckets = Sizes(self._parts.plan, {}, lambda dims: first, bucket_costs(compiled))
+        self._of_buckets = Sizes(self._parts.plan, {}, first, bucket_costs(compiled))
 
     def __call__(self, value: Value) -> int:
         if value.kind in RESIDENT:
@@ -54,8 +54,8 @@ class _Sizes:
         shape = self._parts.tracer(inputs, value.slice or 0).shape(self._parts.shape)
         if value.kind in ("activation", "gradient"):
             return int(shape.sizes[value.what])
-        block, step = map(int, value.what.split(":"))
-        return int(getattr(shape.ops_of(block)[step].bw, value.kind) or 0)
+        block, op = map(int, value.what.split(":"))
+        return int(getattr(shape.ops_of(block)[op].bw, value.kind) or 0)
 
     def working(self, it: Instruction) -> int:
         if it.op not in COMPUTE:
@@ -78,12 +78,10 @@ def bucket_costs(compiled: Compiled) -> list[BucketCosts]:
 
 
 def _footprint(segment: Segment) -> dict[Op, int]:
-    """Without the gradients of outputs, which are values of the table."""
-    found, given = segment.footprint(), total_bytes(segment.joint.tangents)
-    return {
-        Op.F: found.forward, Op.A: found.forward, Op.B: found.backward - given, Op.W: found.weight,
-        Op.BW: found.together - given,
-    }  # fmt: skip
+    """At most, beside the values of the table."""
+    found = segment.working()
+    needs = {Op.F: found.forward, Op.A: found.forward, Op.B: found.backward, Op.W: found.weight, Op.BW: found.together}
+    return {op: max(sizes, default=0) for op, sizes in needs.items()}
 
 
 def _stored(tensors: Iterable[Tensor]) -> int:

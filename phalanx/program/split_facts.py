@@ -202,9 +202,9 @@ class _Relative:
         return self._before + value[1:] if isinstance(value, str) and value.startswith("<") else value
 
 
-_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Backward)}
-_DEFAULTS = {name: list[Any]() if value in (MISSING, ()) else value for name, value in _DEFAULTS.items()}
-_DEFAULTS["working"] = ()
+_DEFAULTS: dict[str, Any] = {
+    f.name: list[Any]() if f.default in (MISSING, ()) else f.default for f in fields(Backward)
+} | {"working": ()}  # fmt: skip
 
 
 class _Reader:
@@ -245,11 +245,11 @@ class _Reader:
     @staticmethod
     def _op(row: Mapping[str, Any], names: _Relative, buckets: Sequence[int], kind: str) -> BlockOp:
         plain = {n: _tuples(v) for n, v in row.items() if n not in ("eager", "compiled", "buckets", "reads", "writes")}
-        names = {name: names.absolute(row.get(name, ())) for name in ("reads", "writes")}
+        plain |= {name: names.absolute(row.get(name, ())) for name in ("reads", "writes")}
         if "eager" not in row:
-            return BlockOp(**names, **plain)
+            return BlockOp(**plain)
         traced = _DEFAULTS | row["eager"] | (row["compiled"] if kind == "compiled" else {})
         working = tuple(traced.pop("working"))
         backward = Backward(**{name: names.absolute(value) for name, value in traced.items()})
         used = tuple(buckets[int(place)] for place in row["buckets"])
-        return BlockOp(**names, **plain, buckets=used, traced=backward, working=working)
+        return BlockOp(**plain, buckets=used, traced=backward, working=working)

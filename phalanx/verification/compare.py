@@ -121,10 +121,13 @@ def _losses(step: int, ours: Sequence[float], plain: float, scale: Scale) -> Row
     return Row(step, "loss", errors[worst], "loss", 1, worst if len(set(ours)) > 1 else None)
 
 
-def _zero_for_none(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+def _zero_for_none(
+    ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """No gradient is a zero gradient."""
     either = {**plain, **ours}
-    return tuple({n: side.get(n, torch.zeros_like(t)) for n, t in either.items()} for side in (ours, plain))
+    mine, theirs = ({n: side.get(n, torch.zeros_like(t)) for n, t in either.items()} for side in (ours, plain))
+    return mine, theirs
 
 
 def _tensors(

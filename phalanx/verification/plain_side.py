@@ -58,7 +58,7 @@ def run_plain(case: Case, start: Start, attention_sites: tuple[str, ...]) -> Pla
         optimizer.step()
         optimizer.zero_grad()
         done.steps.append(Step([loss], gradients, _parameters(model)))
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     done.optimizer = {
         f"{slot}/{names[p]}": value.detach().clone()
         for p, state in optimizer.state.items()

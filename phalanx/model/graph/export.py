@@ -275,7 +275,7 @@ def _no_fixed_sizes() -> Iterator[None]:
             "architecture",
         )
 
-    torch.SymInt.__index__ = torch.SymInt.__int__ = index
+    torch.SymInt.__index__ = torch.SymInt.__int__ = index  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:

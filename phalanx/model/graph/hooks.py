@@ -166,6 +166,7 @@ def _read(module: nn.Module, mask: Any, dtype: torch.dtype) -> tuple[_Meaning, T
     meaning = _Meaning() if mask is None else getattr(mask, "_meaning", None)
     if meaning is not None:
         return meaning, None
+    assert mask is not None
     _refuse_documents(module, "with a mask of its own")
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.finfo(dtype).min)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sympy import sympify
@@ -149,7 +149,9 @@ class _Rewriter:
         position = _ELEMENTWISE.get(node.target)
         if position is not None and _reduction(node, position) == _MEAN:
             args = (*node.args[:position], *[None] * (position - len(node.args)), _SUM, *node.args[position + 1 :])
-            total = self._call(node.target, *args, **{k: v for k, v in node.kwargs.items() if k != "reduction"})
+            total = self._call(
+                cast(Any, node.target), *args, **{k: v for k, v in node.kwargs.items() if k != "reduction"}
+            )
             return _Term(1.0, total, node.args[1].meta["val"].numel())  # pyright: ignore
         if node.target is aten.mean.default:
             return _Term(1.0, self._call(aten.sum.default, node.args[0]), node.args[0].meta["val"].numel())  # pyright: ignore
@@ -163,10 +165,10 @@ class _Rewriter:
         ignore, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
         if targets.meta["val"].is_floating_point():
             value = logits.meta["val"]
-            total = self._call(node.target, logits, targets, weight, _SUM, ignore, smoothing)
+            total = self._call(cast(Any, node.target), logits, targets, weight, _SUM, ignore, smoothing)
             return _Term(1.0, total, value.numel() // value.shape[1] if value.dim() > 1 else 1)
         if weight is not None:
-            total = self._call(node.target, logits, targets, weight, _SUM, ignore, smoothing)
+            total = self._call(cast(Any, node.target), logits, targets, weight, _SUM, ignore, smoothing)
             return _Term(1.0, total, self._weights_of(targets, weight, ignore, node))
         logits, targets = self._in_rows(logits, targets)
         logits = _before_widening(self.graph, logits)
@@ -189,15 +191,15 @@ class _Rewriter:
         if given.get("reduction", _MEAN) != _MEAN:
             raise _Unknown(f"the loss is an nll_loss that is no mean ({where(node)})")
         targets, weight, ignore = given["target"], given.get("weight"), given.get("ignore_index", -100)
-        total = self._call(node.target, given["input"], targets, weight, _SUM, ignore)
+        total = self._call(cast(Any, node.target), given["input"], targets, weight, _SUM, ignore)
         counted = self._valid(targets, ignore) if weight is None else self._weights_of(targets, weight, ignore, node)
         return _Term(1.0, total, counted)
 
     def _valid(self, targets: fx.Node, ignore: int) -> fx.Node:
         count = self._call(aten.sum.default, self._call(aten.ne.Scalar, targets, ignore))
-        source = targets
+        source: Any = targets
         while source.target in _REARRANGED:
-            source = source.args[0]  # pyright: ignore[reportAssignmentType]
+            source = source.args[0]
         kind, name = self.flat.roles.get(source, ("", ""))
         self._labels[count] = (name, ignore) if kind == "input" else NOT_KNOWN
         return count

@@ -15,7 +15,7 @@ from torch import fx
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks, Port, Template
 from phalanx.model.shard.sharded import Chained, Part
-from phalanx.program.shape import Step
+from phalanx.program.shape import BlockOp
 
 
 def unsplit(blocks: Blocks, by_unit: Collection[int] = ()) -> Chained:
@@ -32,14 +32,14 @@ def unsplit(blocks: Blocks, by_unit: Collection[int] = ()) -> Chained:
     return Chained(
         replace(blocks, blocks=segments, templates=templates),
         tuple(tuple(Part(segment=next(numbers)) for _ in chain) for chain in chains),
-        tuple(tuple(_step(segment, templates[segment.template]) for segment in chain) for chain in chains),
+        tuple(tuple(_op(segment, templates[segment.template]) for segment in chain) for chain in chains),
     )
 
 
-def _step(segment: Block, template: Template) -> Step:
+def _op(segment: Block, template: Template) -> BlockOp:
     unit = next(iter(template.flops), "") if len(template.flops) == 1 else ""
     flops = "+".join(f"({text})" for text in template.flops.values()) or "0"
-    return Step("segment", segment.names("activation"), segment.outputs, degree=1, unit=unit, flops=flops)
+    return BlockOp("segment", segment.names("activation"), segment.outputs, degree=1, unit=unit, flops=flops)
 
 
 @dataclass(frozen=True)

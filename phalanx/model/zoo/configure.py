@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
@@ -242,7 +242,7 @@ def _shape(config: PretrainedConfig) -> dict[str, object]:
         shape["query_pre_attn_scalar"] = head_dim
     if isinstance(getattr(config, "qk_rope_head_dim", None), int):
         shape |= _latent(config)
-        head_dim = shape["head_dim"]
+        head_dim = int(cast(int, shape["head_dim"]))
     if rope := _shortened_rope(config, head_dim):
         shape["rope_parameters"] = rope
     for name in _RELATIVE_TO_HIDDEN:
