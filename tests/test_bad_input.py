@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.cli.main import main
-from phalanx.engine import rank
 from phalanx.engine.engine import Engine
 from phalanx.engine.out_of_memory import step_needs
 from phalanx.errors import CheckpointError, ConfigError, DataError, ModelError, PhalanxError, PlanError
 from phalanx.model import capture
+from phalanx.params import rank_state
 from phalanx.plan.plan import Plan
 from phalanx.state import checkpoint
 from tests.run_helpers import padded_samples, short_run
@@ -116,7 +116,7 @@ def test_a_model_that_does_not_fit_says_so(tmp_path: Path, monkeypatch: pytest.M
     def make_optimizer(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(rank, "make_optimizer", make_optimizer)
+    monkeypatch.setattr(rank_state, "make_optimizer", make_optimizer)
     with pytest.raises(PhalanxError, match="the model's parameters in float32 do not fit in the memory of cpu") as info:
         short_run(MODEL, DATA, tmp_path)
     assert info.value.hint == "use dtype=bfloat16; or use a smaller model"

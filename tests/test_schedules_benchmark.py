@@ -14,13 +14,13 @@ from phalanx.plan.plan import Plan
 from phalanx.program.compile import compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link
 from phalanx.program.instructions import RECEIVES, SENDS
-from phalanx.program.shape import ModelShape, Step
+from phalanx.program.shape import BlockOp, ModelShape
 from phalanx.program.simulate import simulate
 from phalanx.program.timeline import Timeline
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = 8
-STEPS = [Step("segment", (f"h{n}",) if n else (), (f"h{n + 1}",), 1, sizes=("50*batch",)) for n in range(BLOCKS)]
+STEPS = [BlockOp("segment", (f"h{n}",) if n else (), (f"h{n + 1}",), 1, sizes=("50*batch",)) for n in range(BLOCKS)]
 SHAPE = ModelShape(BLOCKS, (), (True,) * BLOCKS, (True,) * BLOCKS, tuple((step,) for step in STEPS))
 DIMS = {"batch": 1}
 ELEMENTS = (3, 1, 4, 1, 5, 9, 2, 6)

@@ -22,8 +22,7 @@ _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> None:
-    """What is given as objects is left to those who know it. Of ranks that a launcher started, the first
-    is_tp_leader."""
+    """What is given as objects is left to those who know it. Of ranks that a launcher started, the first speaks."""
     try:
         _require_usable(model, data, eval_data, config)
     except PhalanxError:

@@ -97,7 +97,7 @@ class Loop:
             stack.callback(_settle, saver)
             self._emit("on_start")
             reporter.start(rows)
-            with stop_request(is_tp_leader=self._is_rank0) as stop:
+            with stop_request(speaks=self._is_rank0) as stop:
                 self._train(reporter, saver, stop)
             return self._end(reporter, saver, stop)
 

@@ -46,9 +46,9 @@ def known(layer: ModelledTimes = LAYER, link: Link = FREE, ends: Ends = NOTHING)
 def described_as(split: Split) -> SplitFacts:
     """Blocks that send 100 bytes a token, keep 1000 and need 3000 in their backward."""
     shape = chain(BLOCKS, "100*batch*tokens", "1000*batch*tokens")
-    *others, last = [replace(step, working=("0", "0", "0", "3000*tokens")) for (step,) in shape.steps]
+    *others, last = [replace(step, working=("0", "0", "0", "3000*tokens")) for (step,) in shape.ops]
     steps = tuple((step,) for step in (*others, replace(last, sizes=("4",))))
-    shape = replace(shape, steps=steps)
+    shape = replace(shape, ops=steps)
     return SplitFacts(split, "float32", shape, shape, (10,) * BLOCKS, (10,) * BLOCKS)
 
 

@@ -90,7 +90,7 @@ def test_what_belongs_to_the_micro_batch_has_all_tokens() -> None:
 
 @pytest.mark.parametrize(("width", "wider"), [(2, 2), (4, 1), (8, 1)])
 def test_gradients_of_the_past_are_at_least_four_bytes_wide(width: int, wider: int) -> None:
-    steps = tuple((replace(own[0], pasts=1, past_bytes="whole_tokens * 10"),) for own in chain(2, "1").steps)
+    steps = tuple((replace(own[0], pasts=1, past_bytes="whole_tokens * 10"),) for own in chain(2, "1").ops)
     compiled = compile_plan(Plan.parse("slices=3-1,stages=2"), replace(chain(2, "1"), ops=steps))
     size = Sizes.of(compiled, costs_of(compiled.shape, dims={"tokens": 16}, element_bytes=width))
     assert size(value_of(compiled, "past(1:0).0")) == 160
@@ -234,7 +234,7 @@ def test_frozen_buckets_have_neither_gradients_nor_optimizer_state() -> None:
 def test_what_a_computation_needs_while_it_runs_comes_and_goes() -> None:
     plan, plain = Plan(pp=2, mb=4, stages=(1, 1)), chain(2, "0", saved="10000")
     assert "working" not in memory(plan, 0, plain)
-    steps = tuple((replace(own[0], working=("70", "0", "0", "tokens * 1000")),) for own in plain.steps)
+    steps = tuple((replace(own[0], working=("70", "0", "0", "tokens * 1000")),) for own in plain.ops)
     shape = replace(plain, ops=steps)
     held = memory(plan, 0, shape, dims={"tokens": 30})
     assert held["working"] == 30000 and held["activations"] == 20000

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.engine import inputs, totals
+from phalanx.engine import inputs, reductions
 from phalanx.engine.engine import Engine
 from phalanx.engine.gradients import BucketGradients, FlatSum, Reduced
-from phalanx.engine.rank import Rank
 from phalanx.engine.redistribute import Arriving, Mover
 from phalanx.engine.reductions import GlobalReductions, StepRun
 from phalanx.launch.context import RankContext
@@ -31,6 +30,7 @@ from phalanx.params.buckets import Bucket
 from phalanx.params.optimizer import Optimizer
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op, Program
+from phalanx.training.session import Session
 from phalanx.verification import rank_side
 from phalanx.verification.case import Case, Training
 
@@ -168,10 +168,10 @@ def _no_second_micro_batch(scene: Scene) -> None:
 
 
 def _same_part_for_all(scene: Scene) -> None:
-    def part(rank: Rank, first: int, samples: int) -> tuple[int, int]:
-        return first, inputs.split(samples, rank.plan.dp)[0]
+    def part(session: Session, first: int, samples: int) -> tuple[int, int]:
+        return first, inputs.split(samples, session.plan.dp)[0]
 
-    scene.patch.setattr(Rank, "part", part)
+    scene.patch.setattr(Session, "part", part)
 
 
 def _swapped_layers(scene: Scene) -> None:
@@ -188,7 +188,7 @@ def _swapped_layers(scene: Scene) -> None:
 
 def _local_mean(scene: Scene) -> None:
     def count(counting: GlobalReductions, step: StepRun) -> Arriving:
-        items = totals.total_items(step.inputs.values())
+        items = reductions.total_items(step.inputs.values())
         return Arriving(counting._replicas._nothing(), lambda: items)
 
     scene.patch.setattr(GlobalReductions, "count", count)

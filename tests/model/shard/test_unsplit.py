@@ -17,14 +17,14 @@ def test_blocks_that_are_not_cut_are_themselves(name: str) -> None:
     found = unsplit(blocks)
     assert found.blocks == blocks
     assert [len(chain) for chain in found.parts] == [1] * len(blocks.blocks)
-    assert [chain[0].writes for chain in found.steps] == [block.outputs for block in blocks.blocks]
+    assert [chain[0].writes for chain in found.ops] == [block.outputs for block in blocks.blocks]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_is_cut_into_one_segment_for_each_unit(name: str) -> None:
     blocks = captured.named(name).blocks
     found = unsplit(blocks, blocks.layers)
-    for number, (block, steps) in enumerate(zip(blocks.blocks, found.steps, strict=True)):
+    for number, (block, steps) in enumerate(zip(blocks.blocks, found.ops, strict=True)):
         units = blocks.units(block) if number in blocks.layers else ("",)
         assert tuple(step.unit for step in steps) == units
         made = [activation for step in steps for activation in step.writes]
