@@ -142,7 +142,7 @@ def test_bfloat16_keeps_float32_masters_of_which_the_parameters_are_copies(tmp_p
     options = short_config(tmp_path, dtype="bfloat16", steps=20, lr=1e-2, freeze=("*norm*",), **HALF)
     trainer = Trainer(LLAMA, "synthetic:4", options)
     result = trainer.fit()
-    parameters = trainer.loop.rank.parameters
+    parameters = trainer.loop.session.state.parameters
     masters, values = {name: weight.exact for name, weight in parameters.trained.items()}, parameters.values
     assert set(masters) == set(trainer.loop.run.trainable) < set(values)
     assert all(value.dtype == torch.bfloat16 for value in values.values())
@@ -163,9 +163,9 @@ def test_bfloat16_without_masters_keeps_everything_in_bfloat16(tmp_path: Path):
     options = short_config(tmp_path, dtype="bfloat16", master_weights=False, steps=10, lr=1e-2, **HALF)
     trainer = Trainer(LLAMA, "synthetic:4", options)
     result = trainer.fit()
-    rank = trainer.loop.rank
-    assert all(weight.exact is weight.copy for weight in rank.parameters.weights.values())
-    moments = [tensor for slot, _, tensor in rank.optimizer.tensors() if "exp_avg" in slot]
+    state = trainer.loop.session.state
+    assert all(weight.exact is weight.copy for weight in state.parameters.weights.values())
+    moments = [tensor for slot, _, tensor in state.optimizer.tensors() if "exp_avg" in slot]
     assert moments and all(t.dtype == torch.bfloat16 for t in moments)
     assert result.losses[-1] < result.losses[0]
 

@@ -172,7 +172,7 @@ class Poison:
         self.steps = steps
 
     def on_start(self, trainer: Trainer) -> None:
-        self.weight = trainer.loop.rank.parameters.values["model.norm.weight"]
+        self.weight = trainer.loop.session.state.parameters.values["model.norm.weight"]
 
     def on_step(self, record: dict[str, Any]) -> None:
         if record["step"] + 1 == self.steps[0]:
@@ -190,7 +190,7 @@ def test_a_step_with_non_finite_gradients_is_skipped_and_counted(optimizer: str,
     assert result.skipped == 2
     steps = records(tmp_path, "step")
     assert [bool(record.get("skipped")) for record in steps] == [False, True, True, False]
-    assert all(torch.isfinite(value).all() for value in trainer.loop.rank.parameters.values.values())
+    assert all(torch.isfinite(value).all() for value in trainer.loop.session.state.parameters.values.values())
     assert math.isfinite(result.loss)
 
 

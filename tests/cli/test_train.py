@@ -36,7 +36,12 @@ def test_without_options_the_defaults_are_trained(trained: list[RunConfig]):
     assert trained == [RunConfig()]
 
 
-def test_every_kind_of_option_reaches_the_config(trained: list[RunConfig]):
+def test_every_kind_of_option_reaches_the_config(
+    trained: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / name).write_text("some text")
     line = "train --model gpt2 --data a --data b --steps 3 --no-shuffle --tiny --betas 0.8 0.9 --lr 1e-3 --clip none"
     assert main([*line.split(), "--freeze", "embed*", "--json", "--resume", "auto"]) == 0
     expected = RunConfig(

@@ -86,7 +86,7 @@ def test_the_standard_library_is_a_corpus_on_any_machine(opened):
 
 def test_a_missing_path_is_refused_with_the_next_step(opened):
     with pytest.raises(
-        DataError, match=r"data '/no/such/place' does not exist(.|\n)*give a file or folder that exists"
+        DataError, match=r"data '/no/such/place' does not exist(.|\n)*Give a file or folder that exists"
     ):
         opened("/no/such/place")
     with pytest.raises(DataError, match="did you mean 'stdlib'"):

@@ -127,7 +127,7 @@ def on_rank(context: RankContext, name: str, overrides: dict[str, Any], plan: st
     from tests import captured
 
     case = captured.named(name, samples=samples, tokens=tokens, **overrides)
-    rank = case.rank(plan, context=context)
+    rank = case.session(plan, context=context)
     try:
         engine = rank.step.engine
         first, count = rank.part(0, samples)

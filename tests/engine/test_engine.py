@@ -67,7 +67,7 @@ def test_recomputation_changes_nothing_not_even_dropout(schedule: str) -> None:
 @pytest.mark.parametrize("plan", ["recompute=unit", "recompute=light", "recompute=light+unit+block+none"])
 def test_what_is_computed_again_may_differ_from_layer_to_layer(plan: str) -> None:
     case = captured.named(captured.GPT2)
-    captured.require_equal(case.step(case.rank(plan), (2, 1), "zb-h1"), case.plain())
+    captured.require_equal(case.step(case.session(plan), (2, 1), "zb-h1"), case.plain())
 
 
 @pytest.mark.parametrize("name", [captured.GPT2, captured.LLAMA])
@@ -81,11 +81,11 @@ def test_every_policy_keeps_less_than_the_one_before_it(name: str) -> None:
 def _kept_after_forward(name: str, plan: str) -> int:
     """Bytes of activations and of what segments saved, before the first backward."""
     case = captured.named(name)
-    rank = case.rank(plan)
+    rank = case.session(plan)
     case.step(rank, (3,))
     (linked,) = rank.step.engine._linked.values()
-    described = rank.step.engine.parts.tracer(case.micro_batches(rank, (3,))[0]).shape(rank.formation.shape)
-    sizes = Sizes(rank.plan, {}, lambda dims: described, ())
+    described = rank.step.engine.parts.tracer(case.micro_batches(rank, (3,))[0]).shape(rank.compiled.formation.shape)
+    sizes = Sizes(rank.plan, {}, described, ())
     backward = next(i for i, row in enumerate(linked.table.rows) if row.instruction.op in (Op.A, Op.BW))
     kinds = ("activation", "saved_b", "saved_bw")
     return live_bytes(linked.table, lambda value: sizes(value) if value.kind in kinds else 0)[backward - 1]
@@ -131,7 +131,7 @@ def test_a_weight_that_two_units_share_gets_both_gradients() -> None:
     assert {case.blocks.units(case.blocks.blocks[block]) for block in case.blocks.layers} == {
         ("attend", "feed-forward")
     }
-    captured.require_equal(case.step(case.rank("recompute=unit"), (2, 2)), case.plain())
+    captured.require_equal(case.step(case.session("recompute=unit"), (2, 2)), case.plain())
 
 
 def test_compiled_segments_give_the_same() -> None:

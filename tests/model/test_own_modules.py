@@ -452,12 +452,12 @@ def test_a_module_is_exact_or_refused(name: str, tmp_path: Any, monkeypatch: pyt
     case = _proven(module)
     spec = zoo.resolve(case.model)
     if wanted.whole:
-        captured.require_equal(case.step(case.rank(), [SAMPLES]), case.plain())
+        captured.require_equal(case.step(case.session(), [SAMPLES]), case.plain())
         with pytest.raises(PlanError, match=wanted.whole):
             separable.require_separable(spec, case.captured, case.batch, SAMPLES, "mb=2")
         return
     separable.require_separable(spec, case.captured, case.batch, SAMPLES, "mb=2")
-    captured.require_equal(case.step(case.rank(), [5, 3]), case.plain())
+    captured.require_equal(case.step(case.session(), [5, 3]), case.plain())
 
 
 def test_what_is_checked_takes_the_branches_of_a_whole_batch() -> None:
