@@ -179,7 +179,7 @@ def test_a_corrupt_checkpoint_is_refused_and_the_previous_one_offered(tmp_path: 
     content[-5] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tensors-00000\.safetensors is corrupt") as info:
-        short_run(MODEL, DATA, tmp_path, steps=3, resume="auto")
+        short_run(MODEL, DATA, tmp_path, steps=3, resume=str(newest))
     assert f"the newest good checkpoint is {previous}" in info.value.hint
     assert len(short_run(MODEL, DATA, tmp_path, steps=3, resume=str(previous), export=False).losses) == 2
 
@@ -226,7 +226,7 @@ OWN = {"batch_size": 2, "steps": 2, "progress": "off", "export": False}
         (Square(), [{"x": torch.ones(2)}], {"dropout": 0.1}, "dropout cannot be set on 'Square'"),
         (Square(), [{"x": torch.ones(2)}], {"freeze": ("*",)}, r"freeze = \['\*'\] leaves no parameter to train"),
         (Idle(), [{"x": torch.ones(2)}], {"freeze": ("weight",)}, "no trainable parameter takes part in the loss"),
-        (NoLoss(), [{"x": torch.ones(2)}], {}, "mean over items"),
+        (NoLoss(), [{"x": torch.ones(2)}, {"x": 2 * torch.ones(2)}], {"plan": "mb=2"}, "depend on each other"),
         (Square, [{"x": torch.ones(2)}], {"task": "causal-lm"}, "'Square' makes has no HuggingFace configuration"),
         (lambda: 3, [{"x": torch.ones(2)}], {}, "returned an object of type int"),
     ],

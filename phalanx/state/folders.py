@@ -238,8 +238,15 @@ def _age(path: Path) -> tuple[int, int]:
     try:
         written = read_record(Marker, (path / MARKER).read_bytes()).written
     except (Malformed, OSError):
-        written = 0
+        written = _touched(path)
     return written, 2 * (_step(path) or 0) + (not path.name.startswith("."))
+
+
+def _touched(path: Path) -> int:
+    try:
+        return path.lstat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _size_fault(path: Path, expected: _FileEntry) -> str | None:

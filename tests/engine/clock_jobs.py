@@ -30,5 +30,6 @@ def gather_from_another_machine(context: RankContext, ahead: float) -> Timeline 
         world.barrier().wait()
         for instruction in from_text("COUNT F0.0/0"):
             recorder.begin(instruction)
+            recorder.ready(instruction)
             recorder.end(instruction)
         return measured.gather(recorder.timeline(), context, world, timeout=20)

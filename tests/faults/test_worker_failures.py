@@ -160,7 +160,7 @@ def test_signals_reach_ranks_whose_fork_server_is_stopped(tmp_path: Path):
         assert pool.run(jobs.waits_for_signal, str(tmp_path), 0) == ["SIGTERM", "SIGTERM"]
         sender.join()
         began = time.monotonic()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert not any(alive(pid) for pid in [*pids, server])
 
 

@@ -134,7 +134,7 @@ def _nudged_tensor_part(scene: Scene) -> None:
 def _stale_shards(scene: Scene) -> None:
     ended: list[bool] = []
     scene.after_last_step(lambda _: ended.append(True))
-    scene.wrap(Bucket, "share", lambda original, bucket: None if ended else original(bucket))
+    scene.wrap(Bucket, "share", lambda original, *given: None if ended else original(*given))
 
 
 def _no_reduction(scene: Scene) -> None:
@@ -155,7 +155,7 @@ def _no_redistribute(scene: Scene) -> None:
     def backward(original: Any, mover: Mover, redistribution: Any, dims: Any) -> Callable[[Tensor], Any]:
         usual = original(mover, redistribution, dims)
         nothing = mover._group._nothing()
-        return (lambda value: Arriving(nothing, lambda: value)) if redistribution.kind == "spread" else usual
+        return (lambda value: Arriving(nothing, lambda: value)) if redistribution.kind == "identity" else usual
 
     scene.wrap(Mover, "backward", backward)
 
