@@ -64,7 +64,8 @@ def test_layers_that_attend_twice_need_three_degrees() -> None:
 
 
 def test_what_no_rule_splits_is_listed_by_its_weight_and_why() -> None:
-    assert split(captured.MIXTRAL, "tp=2").replicated[0].startswith("model.layers.0.mlp.gate.weight: aten.softmax.int along")
+    gate = split(captured.MIXTRAL, "tp=2").replicated[0]
+    assert gate.startswith("model.layers.0.mlp.gate.weight: aten.softmax.int along")
     assert split(BERT, "tp=2").replicated == ("cls.predictions.transform.dense.weight: a norm over a split dim",)
 
 
