@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -146,6 +147,16 @@ def own(model: nn.Module, **batch: Tensor) -> Case:
     spec = zoo.resolve(model)
     captured = capture(spec, infer_inputs(batch), dtype=DOUBLE, check=False, use_cache=False)
     return Case(captured, model, batch, batch)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In eval mode for a while: other tests share the model."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 def require_released(step: StepRun) -> None:

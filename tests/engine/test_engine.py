@@ -208,8 +208,7 @@ def test_without_totals_it_equals_the_model_in_eval_mode_and_keeps_nothing(name:
     pairs = zip(step.linked.table.values, step.values, strict=False)
     losses = [there for value, there in pairs if value.kind == "loss"]
     total = sum(losses) / items
-    case.model.eval()
-    with torch.no_grad(), reference.Widen():
+    with captured.evaluating(case.model), torch.no_grad(), reference.Widen():
         expected = reference.loss(case.model, case.raw)
     torch.testing.assert_close(total, expected, rtol=1e-11, atol=0)
     left = [str(v) for v, there in zip(step.linked.table.values, step.values, strict=False) if there is not None]

@@ -23,8 +23,7 @@ def case() -> captured.Case:
 @pytest.fixture(scope="module")
 def expected(case: captured.Case) -> list[float]:
     losses: list[float] = []
-    case.model.eval()
-    with torch.no_grad(), reference.Widen():
+    with captured.evaluating(case.model), torch.no_grad(), reference.Widen():
         for count in COUNTS:
             losses.append(reference.loss(case.model, {name: t[:count] for name, t in case.raw.items()}).item())
     return losses
