@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from tests.engine.redistribution_jobs import Sent
 
 from phalanx.launch.worker_pool import WorkerPool
 from tests import captured
 from tests.engine import redistribution_jobs
+from tests.engine.redistribution_jobs import Sent
 
 SAMPLES, TOKENS, WIDTH, BYTES = 4, 8, 64, 8
 WHOLE = SAMPLES * TOKENS * WIDTH * BYTES  # of what lies between attention and feed-forward
