@@ -9,10 +9,9 @@ sliding window. What was proven is remembered for as long as model, code and bat
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +26,7 @@ from phalanx.model.captured import Captured
 from phalanx.model.comparison import FAILURES, Comparison
 from phalanx.model.graph import stamp
 from phalanx.model.graph.units import find_layers
+from phalanx.model.reference import default_dtype
 from phalanx.model.zoo.configure import tiny
 from phalanx.model.zoo.meta import parameters_on_meta
 from phalanx.model.zoo.zoo import ModelSpec, build
@@ -210,22 +210,11 @@ def _compare(
 ) -> None:
     """In float64; in float32 where the module makes tensors that it cannot combine with those."""
     try:
-        with _by_default(torch.float64):
+        with default_dtype(torch.float64):
             comparison = Comparison(spec, task, capture(spec, inputs, torch.float64), torch.float64)
             comparison.try_out(batches[0])
     except (PhalanxError, *FAILURES):
         Comparison(spec, task, capture(spec, inputs, torch.float32), torch.float32).require(batches, times=2)
         return
-    with _by_default(torch.float64):
+    with default_dtype(torch.float64):
         comparison.require(batches, times=2)
-
-
-@contextlib.contextmanager
-def _by_default(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors that a module makes without saying of what dtype are of this one."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -7,9 +7,8 @@ differ most. The zoo is known to be fine, but for losses that are no means.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from phalanx.model import interpret
 from phalanx.model.captured import Captured
 from phalanx.model.graph.losses import NOT_KNOWN
 from phalanx.model.graph.normalise import widen, without_dropout
+from phalanx.model.reference import default_dtype
 from phalanx.model.zoo.zoo import ModelSpec, build
 
 aten = torch.ops.aten
@@ -185,23 +185,12 @@ def _computed(captured: Captured, parameters: Values, batch: Values) -> Computed
     blocks, dims = captured.blocks, captured.dims(dict(batch))
     unused = {name: torch.empty(0) for block in blocks.blocks for name in block.names("dropout")}
     leaves = {n: p.detach().requires_grad_(n in captured.trainable) for n, p in parameters.items()}
-    with _by_default(torch.float64):
+    with default_dtype(torch.float64):
         total, count = interpret.sum_and_count(blocks, leaves, captured.buffers, batch, dims, unused, change=_exact)
         if total.requires_grad:
             total.backward()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in leaves.items() if p.requires_grad}
     return Computed(float(total.detach()), float(count), gradients)
-
-
-@contextlib.contextmanager
-def _by_default(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors that a graph makes without saying of what dtype are of this one."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _exact(graph: fx.Graph) -> None:
