@@ -105,7 +105,7 @@ def test_without_a_supervisor_a_lost_rank_is_named_by_rank_0(number: signal.Sign
 
 
 def test_joined_ranks_that_are_suspended_and_continued_live(tmp_path: Path):
-    job = {**SLURM, "SLURM_JOB_ID": f"{os.getpid()}7", "SILENCE": "1.5"}
+    job = {**SLURM, "SLURM_JOB_ID": f"{os.getpid()}7", "SILENCE": "3"}
     ranks = start(job, 2, "steps", str(tmp_path), 100)
     wait_until_under_way(tmp_path, 2)
     for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
@@ -113,7 +113,8 @@ def test_joined_ranks_that_are_suspended_and_continued_live(tmp_path: Path):
             process.send_signal(number)
         time.sleep(seconds)
     outputs = [process.communicate(timeout=60) for process in ranks]
-    assert [json.loads(out)[2] for out, _ in outputs] == [100, 100], outputs
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert [json.loads(out)[2] for out, _ in outputs] == [100, 100]
 
 
 def test_without_a_supervisor_a_silent_rank_is_told_with_where_it_stands():
