@@ -88,6 +88,9 @@ class RunConfig(BaseModel):
     master_weights: bool = _option("Training", True, "keep float32 master weights when training in half precision")
     compile: Literal["auto", "off", "aot_eager", "inductor"] = _option("Training", "auto", "how segments are compiled")
     device: Literal["auto", "cpu", "cuda"] = _option("Training", "auto", "where to train")
+    memory: str | None = _option(
+        "Training", None, "most that a rank may hold, e.g. 16GiB; what needs more is refused (default: what is free)"
+    )
     timeout: float = _option("Training", 600.0, "seconds a rank waits for another that lives and computes", gt=0)
     silence: float = _option(
         "Training", 15.0, "seconds without a sign of life in a step after which a rank counts as lost", gt=0
@@ -218,6 +221,10 @@ class RunConfig(BaseModel):
             plan_fields.read(value)
         return value
 
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory is None else parse_bytes("memory", self.memory)
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         _check_together(self)
@@ -237,6 +244,18 @@ def parse_steps(text: str) -> tuple[int, int]:
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise ConfigError(f"option profile_steps = {text!r} is not of the form A:B with 1 ≤ A ≤ B", "write e.g. 10:12")
     return int(match[1]), int(match[2])
+
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)}
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """'16GiB' → 17179869184; GB are 10⁹ bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if not match or match[2] not in _UNITS or not float(match[1]):
+        raise ConfigError(f"option {option} = {text!r} is not an amount of memory", "write e.g. 16GiB, 500MiB or 16GB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def require_eval_data(config: RunConfig) -> None:
@@ -277,6 +296,8 @@ def _check_together(config: RunConfig) -> None:
         raise ConfigError(f"option optimizer = {config.optimizer!r} is unknown", suggestion)
     if config.profile_steps is not None:
         parse_steps(config.profile_steps)
+    if config.memory is not None:
+        parse_bytes("memory", config.memory)
 
 
 _OF_OTHERS = ("optimizer_options", "model_options")  # options whose value holds options of something else

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.cli.main import main
 from phalanx.engine.engine import Engine
-from phalanx.engine.out_of_memory import step_needs
 from phalanx.errors import CheckpointError, ConfigError, DataError, ModelError, PhalanxError, PlanError
 from phalanx.model import capture
-from phalanx.params import rank_state
-from phalanx.plan.plan import Plan
 from phalanx.state import checkpoint
 from tests.run_helpers import padded_samples, short_run
 
@@ -76,50 +73,6 @@ def test_a_broken_file_in_a_folder_is_named_or_skipped_as_chosen(tmp_path: Path)
     with pytest.warns(UserWarning, match=r"skipped 1 broken part.*broken\.txt"):
         result = short_run(MODEL, folder, tmp_path / "b", on_broken="skip", steps=1, export=False)
     assert len(result.losses) == 1
-
-
-def test_a_batch_that_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    errors = [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nmore"),
-        RuntimeError("alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
-    ]
-
-    def run(*arguments: Any) -> None:
-        raise errors.pop(0)
-
-    monkeypatch.setattr(Engine, "run", run)
-    message = r"a micro-batch of 2 samples \(batch_size 4, plan mb=2,schedule=gpipe\) does not fit in the memory of cpu"
-    with pytest.raises(PhalanxError, match=message) as info:
-        short_run(MODEL, DATA, tmp_path / "a", plan="mb=2,schedule=gpipe")
-    assert info.value.hint.split("; or ") == [
-        "cut the batch into more micro-batches (plan mb=4)",
-        "keep one micro-batch's activations at a time (plan schedule=1f1b)",
-        "keep less for the backward (plan recompute=light, or recompute=block for the least)",
-    ]
-    with pytest.raises(PhalanxError, match=r"of 1 sample \(.*plan mb=4,recompute=block\)") as info:
-        short_run(MODEL, DATA, tmp_path / "b", plan="mb=4,recompute=yes")
-    assert "shorter seq_len" in info.value.hint
-
-
-@pytest.mark.parametrize(("plan", "advised"), [
-    ("tp=2", "plan recompute=light, or recompute=block for the least"),
-    ("tp=2,overlap=halves,recompute=light", "plan recompute=block"),
-    ("recompute=block+none", "plan recompute=light, or recompute=block for the least"),
-    ("tp=2,overlap=oases", ""),
-])  # fmt: skip
-def test_what_is_kept_already_least_is_not_advised(plan: str, advised: str) -> None:
-    _, hints = step_needs(Plan.parse(plan), 1)
-    assert any(f"({advised})" in hint for hint in hints) if advised else not any("keep less" in hint for hint in hints)
-
-
-def test_a_model_that_does_not_fit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def make_optimizer(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(rank_state, "make_optimizer", make_optimizer)
-    with pytest.raises(PhalanxError, match="the model's parameters in float32 do not fit in the memory of cpu") as info:
-        short_run(MODEL, DATA, tmp_path)
-    assert info.value.hint == "use dtype=bfloat16; or use a smaller model"
 
 
 def test_an_error_that_is_not_about_memory_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

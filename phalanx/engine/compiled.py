@@ -68,6 +68,11 @@ class Compiled:
     def captured(self) -> Captured:
         return self.composed.captured
 
+    def part(self, first: int, samples: int) -> tuple[int, int]:
+        """Where this rank's part of a global batch of `samples` at stream position `first` begins, and its length."""
+        index, sizes = self.formation.dp_index, split(samples, self.plan.dp)
+        return first + sum(sizes[:index]), sizes[index]
+
     def home(self) -> dict[str, int]:
         """The bucket of each parameter."""
         return {name: bucket for bucket, names in enumerate(self.composed.buckets.names) for name in names}

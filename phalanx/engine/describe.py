@@ -27,8 +27,6 @@ from phalanx.expressions import Fit, evaluate
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import shipped_path, to_json
-from phalanx.model.graph.blocks import Block
-from phalanx.model.interpret import tensor_ports
 from phalanx.model.measure import measure
 from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment.compile import Compiler
@@ -117,7 +115,7 @@ class _Walk:
                 if part.segment is not None:
                     segments = [probe.traced.segments[part.segment] for probe in probes]
                     needs = self._working(name, [working(segment) for segment in segments])
-                    past = self._past(name, self._graph.segment(part), segments) if op.pasts else "0"
+                    past = self._expression(name, [int(own.past_bytes) for own in seen])
                     op = replace(op, working=needs, past_bytes=past)
                 chain.append(op)
             ops.append(tuple(chain))
@@ -182,16 +180,6 @@ class _Walk:
                 raise _not_fitted(block, self._fit)
             found.append(text)
         return tuple(found)
-
-    def _past(self, name: str, segment: Block, segments: Sequence[Segment]) -> str:
-        """Keys and values of all slices of a micro-batch."""
-        places = [i for i, port in enumerate(tensor_ports(segment)) if port.kind == "past"]
-        found: list[int] = []
-        for own, dims in zip(segments, self._fit.points, strict=True):
-            handles = [own.joint.inputs[place] for place in places]
-            kept = [node for handle in handles for node in next(iter(handle.users)).args[1:3]]
-            found.append(sum(n.meta["val"].nbytes for n in kept) // dims[TOKENS] * dims[WHOLE_TOKENS])  # pyright: ignore
-        return self._expression(name, found)
 
     def _expression(self, block: str, values: Sequence[int]) -> str:
         expression = self._polynomial(tuple(values))

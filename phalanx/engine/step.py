@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.engine import Engine
-from phalanx.engine.inputs import Feeder, num_samples, split
-from phalanx.engine.reductions import StepRun
+from phalanx.engine.inputs import Feeder, Inputs, num_samples, split
+from phalanx.engine.reductions import Place, StepRun
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Program
@@ -79,14 +79,18 @@ class Step:
         return Outcome.of(step)
 
     def begin(self, batch: Batch, first: int, lr: float) -> StepRun:
-        plan = self._plan
-        sizes = [half for size in split(num_samples(batch), plan.mb) for half in split(size, plan.halves)]
+        return StepRun(micro_batches(self.feeder, self._plan, batch, first), lr)
 
-        def edges(number: int, tokens: int) -> Sequence[int]:
-            return plan.slice_bounds(number // plan.halves, tokens)
 
-        parts = self.feeder(batch, first, sizes, edges if plan.slices else None)
-        return StepRun({divmod(number, plan.halves): part for number, part in enumerate(parts)}, lr)
+def micro_batches(feeder: Feeder, plan: Plan, batch: Batch, first: int) -> dict[Place, Inputs]:
+    """A rank's part of a batch as the plan cuts it."""
+    sizes = [half for size in split(num_samples(batch), plan.mb) for half in split(size, plan.halves)]
+
+    def edges(number: int, tokens: int) -> Sequence[int]:
+        return plan.slice_bounds(number // plan.halves, tokens)
+
+    parts = feeder(batch, first, sizes, edges if plan.slices else None)
+    return {divmod(number, plan.halves): part for number, part in enumerate(parts)}
 
 
 def training_flops(captured: Captured, batch: Batch, sizes: Sequence[int]) -> float:

@@ -23,6 +23,7 @@ from phalanx.model.interpret import tensor_ports
 from phalanx.model.segment.joint import Outline, storage
 from phalanx.model.segment.segments import Segment, total_bytes
 from phalanx.model.shard.sharded import Part
+from phalanx.model.slicing import TOKENS, WHOLE_TOKENS
 from phalanx.program.shape import Backward, BlockOp, ModelShape
 
 _RESIDENT = ("parameter", "buffer", "constant")
@@ -132,7 +133,17 @@ class _Walk:
         self._found.segments[part.segment] = functions
         looks = [_look(node, d) for node, d in zip(functions.joint.outputs, functions.joint.differentiable)]
         self._put(segment.outputs, looks)
-        return replace(op, **describe(segment, functions))  # pyright: ignore[reportArgumentType]
+        found = replace(op, **describe(segment, functions))  # pyright: ignore[reportArgumentType]
+        return replace(found, past_bytes=self._past_bytes(segment, functions, part.degree)) if op.pasts else found
+
+    def _past_bytes(self, segment: Block, functions: Segment, degree: int) -> str:
+        """Keys and values of all slices of a micro-batch."""
+        dims = self._inputs.dims(self._slice, degree)
+        places = [i for i, port in enumerate(tensor_ports(segment)) if port.kind == "past"]
+        handles = [functions.joint.inputs[place] for place in places]
+        kept = [node for handle in handles for node in next(iter(handle.users)).args[1:3]]
+        size = sum(node.meta["val"].nbytes for node in kept if isinstance(node, fx.Node))
+        return str(size // dims[TOKENS] * dims[WHOLE_TOKENS])
 
     def _put(self, activations: Sequence[str], looks: Sequence[Outline]) -> None:
         for activation, look in zip(activations, looks, strict=True):

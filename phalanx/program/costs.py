@@ -42,7 +42,8 @@ class BucketCosts:
 
     weight_bytes: int = 0
     gradient_bytes: int = 0
-    optimizer_bytes: int = 0
+    master_bytes: int = 0
+    moment_bytes: int = 0
     step_seconds: float = 0.0
 
 

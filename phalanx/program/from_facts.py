@@ -68,9 +68,9 @@ def bucket_costs(size: int, dtype: str, device: Device) -> BucketCosts:
     width = DTYPE_BYTES[dtype]
     wide = max(4, width)
     masters = wide if width < wide else 0
-    costs = BucketCosts(size * width, size * wide, size * (2 * wide + masters))
+    costs = BucketCosts(size * width, size * wide, size * masters, 2 * size * wide)
     # Everything is read, and all but the gradients is written.
-    moved = 2 * (costs.weight_bytes + costs.optimizer_bytes) + costs.gradient_bytes
+    moved = 2 * (costs.weight_bytes + costs.master_bytes + costs.moment_bytes) + costs.gradient_bytes
     return replace(costs, step_seconds=moved / device.memory_bytes_per_s)
 
 

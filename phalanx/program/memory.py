@@ -6,6 +6,7 @@ are evaluated for each part of the batch. What libraries keep for themselves is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,7 @@ COMPONENTS = {
     "activation": "activations", "loss": "activations", "saved_b": "activations", "saved_bw": "activations",
     "saved_w": "activations", "past": "activations", "d_past": "gradients of activations",
     "gradient": "gradients of activations", "inputs": "inputs", "d_parameters": "gradients", "reduced": "gradients",
-    "gathered": "gathered weights", "items": "inputs", "norm": "inputs",
+    "gathered": "gathered", "items": "inputs", "norm": "inputs",
 }  # fmt: skip
 
 
@@ -127,23 +128,48 @@ class Sizes:
 
 def live_bytes(table: Table, size: Callable[[Value], int]) -> list[int]:
     """Bytes of the values that exist after each row, each piece of memory once."""
-    users: dict[int, int] = {}
-    sizes: dict[int, int] = {}
     now, found = 0, list[int]()
-    for row in table.rows:
-        for i in row.writes:
-            memory = table.values[i].memory
-            if not users.get(memory):
-                sizes[memory] = size(table.values[i])
-                now += sizes[memory]
-            users[memory] = users.get(memory, 0) + 1
-        for i in row.frees:
-            memory = table.values[i].memory
-            users[memory] -= 1
-            if not users[memory]:
-                now -= sizes[memory]
+    for changes in _changes_in_order(table, size):
+        now += sum(size for _, size, _ in changes)
         found.append(now)
     return found
+
+
+def peak_in_order(table: Table, size: Callable[[Value], int], working: Callable[[Instruction], int]) -> dict[str, int]:
+    """Bytes by component when values that exist and what a computation needs beside them are most, as rows follow each
+    other."""
+    held: Counter[str] = Counter()
+    peak, most = dict[str, int](), -1
+    for row, changes in zip(table.rows, _changes_in_order(table, size), strict=True):
+        for component, change, taken in changes:
+            held[component] += change if taken else 0
+        held["working"] = working(row.instruction)
+        if held.total() > most:
+            peak, most = dict(held), held.total()
+        for component, change, taken in changes:
+            held[component] += 0 if taken else change
+    return peak
+
+
+def _changes_in_order(table: Table, size: Callable[[Value], int]) -> Iterator[list[tuple[str, int, bool]]]:
+    """Of each row the component, bytes more or less, and whether they are taken (else released)."""
+    users: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for row in table.rows:
+        found: list[tuple[str, int, bool]] = []
+        for i in row.writes:
+            value = table.values[i]
+            if not users.get(value.memory):
+                sizes[value.memory] = size(value)
+                found.append((COMPONENTS.get(value.kind, ""), sizes[value.memory], True))
+            users[value.memory] = users.get(value.memory, 0) + 1
+        for i in row.frees:
+            value = table.values[i]
+            users[value.memory] -= 1
+            if not users[value.memory]:
+                first = table.values[value.memory]
+                found.append((COMPONENTS.get(first.kind, ""), -sizes[value.memory], False))
+        yield found
 
 
 def resident_bytes(compiled: CompiledPlan, costs: Costs, rank: int) -> dict[str, int]:
@@ -156,8 +182,9 @@ def resident_bytes(compiled: CompiledPlan, costs: Costs, rank: int) -> dict[str,
     held = buckets_of(plan, shape, compiled.pp_index(rank))
     trained = [bucket for bucket in held if shape.trained[bucket]]
     return {
-        "weights": share(sum(costs.buckets[bucket].weight_bytes for bucket in held), 3),
-        "optimizer": share(sum(costs.buckets[bucket].optimizer_bytes for bucket in trained), 1),
+        "parameters": share(sum(costs.buckets[bucket].weight_bytes for bucket in held), 3),
+        "masters": share(sum(costs.buckets[bucket].master_bytes for bucket in trained), 1),
+        "moments": share(sum(costs.buckets[bucket].moment_bytes for bucket in trained), 1),
     }
 
 

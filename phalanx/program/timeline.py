@@ -49,8 +49,8 @@ class Event:
 class Timeline:
     """One step. `events` are in the order of the ranks, and of each rank's program.
 
-    memory: for each rank the bytes held at its peak by what holds them ("weights", "activations", …); a measured run,
-    which knows only the sum, has one entry. Empty: not known.
+    memory: for each rank the bytes held at its peak by what holds them ("parameters", "activations", …); a measured
+    run, which knows only the sum, has one entry. Empty: not known.
     """
 
     events: tuple[Event, ...]

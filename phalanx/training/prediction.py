@@ -13,13 +13,12 @@ from typing import Any
 
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.measured import Recorder, clock_ahead, recording
-from phalanx.engine.step_memory import bucket_costs, peak_bytes
+from phalanx.engine.memory import bucket_costs
 from phalanx.launch.context import RankContext
 from phalanx.program.from_steps import Moment, Report, costs_of, report
 from phalanx.program.instructions import Instruction
 from phalanx.program.simulate import simulate
 from phalanx.state.rendezvous import MissingRanks, StoreRendezvous
-from phalanx.tasks.base import Batch
 from phalanx.training.session import Session
 
 NUM_RECORDED = 2
@@ -57,23 +56,19 @@ class Predictor:
     def was_due(self) -> bool:
         return self._count >= NUM_STEPS
 
-    def fields(self, batch: Batch, first: int) -> dict[str, Any]:
+    def fields(self, memory: int) -> dict[str, Any]:
         """What a record says of it, and why of something it says nothing; on rank 0. Every rank must come here when it
-        is due, with its part of some batch."""
+        is due. memory: bytes that were predicted before the first step."""
         try:
             seconds = self.seconds()
         except MissingRanks as missing:  # nothing depends on it, and who failed will be said elsewhere
             return {"no_step_seconds": str(missing)}
         if seconds is None:
             return {}
-        compiled, step = self._session.compiled, self._session.step
         found: dict[str, Any] = {"predicted_step_seconds": seconds}
-        if compiled.device.type != "cuda":
+        if self._session.compiled.device.type != "cuda":
             return found | {"no_memory": "what a process holds in main memory is more than its tensors"}
-        if compiled.plan.slices:
-            return found | {"no_memory": "what slices keep of those before them is not known"}
-        run = step.begin(batch, first, lr=0.0)
-        return found | {"predicted_memory_bytes": peak_bytes(step, compiled, self._session.state, run)}
+        return found | {"predicted_memory_bytes": memory}
 
     def seconds(self) -> float | None:
         """What a step takes, from its beginning to that of the next; on rank 0."""

@@ -31,6 +31,7 @@ from phalanx.params.optimizer import decays
 from phalanx.plan.plan import Plan
 from phalanx.state.saving import StorageError
 from phalanx.state.snapshot import Snapshot
+from phalanx.training.budget import Fit
 from phalanx.training.prepare import Prepared
 from phalanx.training.session import Session
 
@@ -239,7 +240,7 @@ class Reporter:
             )
 
 
-def header(run: Prepared, config: RunConfig, session: Session, origin: str) -> dict[str, Any]:
+def header(run: Prepared, config: RunConfig, session: Session, origin: str, fit: Fit) -> dict[str, Any]:
     """What is trained, on what and how, with the reasons for whatever was derived."""
     counts = {name: math.prod(shape) for name, shape in run.captured.shapes.items()}
     trained = sum(counts[name] for name in run.trainable)
@@ -252,6 +253,7 @@ def header(run: Prepared, config: RunConfig, session: Session, origin: str) -> d
         "dtype": config.dtype + (" with float32 master weights" if session.compiled.formation.facts.masters else ""),
         "plan": plan_text(run.plan, config.batch_size),
         "optimizer": _optimizer_text(run, config, session),
+        "memory": fit.describe(),
         "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
     }
     if run.reasons.get("check"):

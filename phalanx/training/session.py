@@ -7,7 +7,7 @@ others; a session puts them together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from phalanx.engine.compiled import Compiled, Functions
 from phalanx.engine.engine import Engine, Watch
 from phalanx.engine.evaluation import Evaluator
 from phalanx.engine.gradients import BucketGradients
-from phalanx.engine.inputs import split
 from phalanx.engine.layout import ProcessGroups
 from phalanx.engine.link import Parts
 from phalanx.engine.redistribute import Mover
@@ -62,13 +61,21 @@ class Session:
         optimizer_class: type[Any] | None = None,
         watches: Iterable[Watch] = (),
         links: Links | None = None,
+        look: Callable[[Compiled, Callable[[Plan], Compiled]], None] | None = None,
     ) -> Session:
-        """links: of this context, to be used and left open; else it makes its own and closes them."""
+        """links: of this context, to be used and left open; else it makes its own and closes them. look: is shown what
+        is compiled, and how other plans would be, before anything is put on the device."""
         device = torch.device(context.device)
-        compiled = Compiled(
-            captured, config, plan, rank=context.rank, device=device, trainable=trainable, buffers=buffers,
-            optimizer_class=optimizer_class,
-        )  # fmt: skip
+
+        def compile(plan: Plan) -> Compiled:
+            return Compiled(
+                captured, config, plan, rank=context.rank, device=device, trainable=trainable, buffers=buffers,
+                optimizer_class=optimizer_class,
+            )  # fmt: skip
+
+        compiled = compile(plan)
+        if look is not None:
+            look(compiled, compile)
         if context.world > 1:
             context.slot.set_place(compiled.formation.place)
         own = links or Links(context, timeout=config.timeout)
@@ -82,8 +89,7 @@ class Session:
 
     def part(self, first: int, samples: int) -> tuple[int, int]:
         """Where this rank's part of a global batch of `samples` at stream position `first` begins, and its length."""
-        index, sizes = self.compiled.formation.dp_index, split(samples, self.plan.dp)
-        return first + sum(sizes[:index]), sizes[index]
+        return self.compiled.part(first, samples)
 
     def evaluate(self, batches: Batches, samples: int) -> float:
         """The mean loss over the first `samples` samples, in micro-batches of the size that training uses."""

@@ -52,7 +52,7 @@ def test_it_shows_the_plan_with_reasons_stages_the_step_and_memory(capsys: pytes
     assert any(line.startswith("predicted: step ") and "bubble" in line for line in lines)
     assert any(line.startswith("rank 1 ·") for line in lines)
     header = next(line.split() for line in lines if "peak" in line)
-    assert header[3:9] == ["peak", "weights", "optimizer", "gradients", "activations", "inputs"]
+    assert header[3:10] == ["peak", "parameters", "masters", "moments", "gradients", "activations", "inputs"]
 
 
 def test_it_is_plain_in_a_file_and_coloured_in_a_terminal(

@@ -67,7 +67,7 @@ def _memory(lines: list[str]) -> dict[str, float]:
 
 def test_a_rank_holds_about_half_of_a_split_model(capsys: pytest.CaptureFixture[str]) -> None:
     whole, half = _memory(shown(capsys, "tp=1")), _memory(shown(capsys, "tp=2"))
-    for part in ("weights", "optimizer", "peak"):
+    for part in ("parameters", "moments", "peak"):
         assert 0.45 < half[part] / whole[part] < 0.75, part
 
 

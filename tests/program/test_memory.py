@@ -17,7 +17,7 @@ from tests.program.random_plans import chain, simple_shape
 from tests.program.sliced_plans import grains
 from tests.program.tensor_shapes import segment
 
-BUCKET = BucketCosts(weight_bytes=1000, gradient_bytes=2000, optimizer_bytes=6000)
+BUCKET = BucketCosts(weight_bytes=1000, gradient_bytes=2000, master_bytes=2000, moment_bytes=4000)
 
 
 def costs_of(shape: ModelShape, /, **changes: object) -> Costs:
@@ -184,8 +184,8 @@ def test_zero_shards_optimizer_state_then_gradients_then_weights(
     zero: int, weights: int, gradients: int, optimizer: int, gathered: int
 ) -> None:
     held = memory(Plan(dp=2, zero=zero, stages=(4,)))
-    assert (held["weights"], held["gradients"], held["optimizer"]) == (weights, gradients, optimizer)
-    assert held.get("gathered weights", 0) == gathered
+    assert (held["parameters"], held["gradients"], held["masters"] + held["moments"]) == (weights, gradients, optimizer)
+    assert held.get("gathered", 0) == gathered
 
 
 def test_whole_gradients_stay_until_their_reduction_has_arrived() -> None:
@@ -194,8 +194,8 @@ def test_whole_gradients_stay_until_their_reduction_has_arrived() -> None:
 
 def test_shards_are_those_of_the_zero_group_and_round_up() -> None:
     plan, shape = Plan(dp=4, zero=3, zero_degree=2, stages=(1,)), simple_shape(1)
-    costs = replace(uniform(shape), buckets=(BucketCosts(7, 7, 7),))
-    assert resident_bytes(compile_plan(plan, shape), costs, 0) == {"weights": 4, "optimizer": 4}
+    costs = replace(uniform(shape), buckets=(BucketCosts(7, 7, 7, 14),))
+    assert resident_bytes(compile_plan(plan, shape), costs, 0) == {"parameters": 4, "masters": 4, "moments": 7}
 
 
 def test_activations_of_1f1b_are_as_many_micro_batches_as_stages_are_left() -> None:
@@ -228,7 +228,7 @@ def test_what_arrives_is_there_from_when_it_is_asked_for_and_what_is_sent_until_
 
 def test_frozen_buckets_have_neither_gradients_nor_optimizer_state() -> None:
     held = memory(Plan(stages=(2,)), shape=replace(simple_shape(2), trained=(False, True)))
-    assert (held["weights"], held["gradients"], held["optimizer"]) == (2000, 2000, 6000)
+    assert (held["parameters"], held["gradients"], held["masters"] + held["moments"]) == (2000, 2000, 6000)
 
 
 def test_what_a_computation_needs_while_it_runs_comes_and_goes() -> None:

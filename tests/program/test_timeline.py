@@ -25,7 +25,7 @@ STEP = Timeline(
         event(1, "RF1.0<0", 12, 13, "0→1 F"),
         event(1, "F1.0/1", 13, 18),
     ),
-    memory=({"weights": 5, "activations": 2}, {"weights": 6}),
+    memory=({"parameters": 5, "activations": 2}, {"parameters": 6}),
 )
 
 
@@ -68,7 +68,7 @@ def test_a_timeline_reads_back_from_its_json(events: list[Event], memory: list[d
         ("[]", "list indices"),
         ('{"format": "other"}', "its format is 'other'"),
         ('{"events": []}', "KeyError: 'format'"),
-        (Timeline(STEP.events, ({"weights": 1},)).to_json(), "its memory ends at rank 0"),
+        (Timeline(STEP.events, ({"parameters": 1},)).to_json(), "its memory ends at rank 0"),
         (STEP.to_json().replace("F0.0/0", "Q0"), "'Q0' is not an instruction"),
         (STEP.to_json().replace("F0.0/0", "F0.0 F0.1"), "too many values"),
         (STEP.to_json().replace(", 12.0", "").replace(", 12", ""), "not enough values"),

@@ -1,0 +1,115 @@
+"""What a rank holds at the moment of a step when it holds most, by what holds it.
+
+From what is compiled and the shapes of micro-batches alone, before anything lies on the device: state by its layout,
+values by the table of the program, and what computations need while they run. What libraries keep for themselves is
+not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.compiled import Compiled
+from phalanx.engine.gradients import wide
+from phalanx.engine.inputs import Inputs
+from phalanx.engine.reductions import Place
+from phalanx.model.segment.segments import Segment
+from phalanx.program.bind import bind
+from phalanx.program.costs import BucketCosts
+from phalanx.program.instructions import COMPUTE, Instruction, Op
+from phalanx.program.memory import Sizes, peak_in_order
+from phalanx.program.values import RESIDENT, Value
+
+
+def rank_memory(compiled: Compiled, inputs: Mapping[Place, Inputs]) -> dict[str, int]:
+    """Bytes by component, of a step on these micro-batches."""
+    sizes, formation = _Sizes(compiled, inputs), compiled.formation
+    table = bind(compiled.plan, sizes.shape, compiled.program, formation.pp_index)
+    held = resident_memory(compiled)
+    return {name: size for name, size in (held | peak_in_order(table, sizes, sizes.working)).items() if size}
+
+
+def resident_memory(compiled: Compiled) -> dict[str, int]:
+    """Held from step to step."""
+    layout, rank, compute = compiled.formation.state, compiled.rank, compiled.training.compute
+    facts, sharding = layout.facts, layout.sharding(compiled.rank)
+    found = {"parameters": 0, "masters": 0, "moments": 0}
+    for bucket in layout.buckets(rank).values():
+        for flat in filter(None, (bucket.trained, bucket.frozen)):
+            found["parameters"] += (flat.size if sharding.whole else flat.shard_size) * compiled.dtype.itemsize
+        if bucket.trained is not None and facts.masters:
+            found["masters"] += bucket.trained.shard_size * torch.float32.itemsize
+    for kept in layout.kept(rank):
+        elements = kept.piece.stop - kept.piece.start
+        if kept.facts.integer:
+            found["parameters"] += elements * getattr(torch, kept.facts.integer).itemsize
+        elif kept.facts.trained and kept.facts.bucket < facts.num_buckets:
+            for slot in facts.slots or ():
+                found["moments"] += (1 if slot.is_counter else elements) * getattr(torch, slot.dtype).itemsize
+    return found | {"buffers": _stored([*compute.buffers.values(), *compute.constants.values()])}
+
+
+class _Sizes:
+    """Bytes of values, and of what a computation needs beside them."""
+
+    def __init__(self, compiled: Compiled, inputs: Mapping[Place, Inputs]) -> None:
+        self._tracer, self._graph, self._inputs = compiled.training.tracer, compiled.graph, dict(inputs)
+        self._footprints: dict[int, dict[Op, int]] = {}
+        self._whole_shape = compiled.formation.shape
+        self.shape = self._tracer(next(iter(self._inputs.values()))).shape(self._whole_shape)
+        self._of_buckets = Sizes(compiled.plan, {}, self.shape, bucket_costs(compiled), compiled.dtype.itemsize)
+
+    def __call__(self, value: Value) -> int:
+        if value.kind in RESIDENT:
+            return 0
+        if value.kind in ("gathered", "d_parameters", "reduced"):
+            return self._of_buckets(value)
+        inputs = self._inputs.get((value.micro_batch or 0, value.half or 0))
+        if inputs is None or value.kind in ("loss", "items", "norm"):
+            return 0
+        if value.kind == "inputs":
+            return inputs.num_bytes
+        shape = self._tracer(inputs, value.slice or 0).shape(self._whole_shape)
+        if value.kind in ("activation", "gradient"):
+            return int(shape.sizes[value.what])
+        block, number = map(int, value.what.split(":"))
+        op = shape.ops_of(block)[number]
+        if value.kind in ("past", "d_past"):
+            width = self._of_buckets.element_bytes
+            return int(op.past_bytes) * (max(1, 4 // width) if value.kind == "d_past" else 1)
+        return int(getattr(op.bw, value.kind) or 0)
+
+    def working(self, it: Instruction) -> int:
+        if it.op not in COMPUTE:
+            return 0
+        traced = self._tracer(self._inputs[it.micro_batch or 0, it.half or 0], it.slice or 0)
+        number = self._graph.part(it).segment
+        assert number is not None
+        segment = traced.segments[number]
+        if id(segment) not in self._footprints:
+            self._footprints[id(segment)] = _footprint(segment)
+        return self._footprints[id(segment)][it.op]
+
+
+def bucket_costs(compiled: Compiled) -> list[BucketCosts]:
+    """Bytes of every bucket as it would lie on this rank."""
+    shapes, trained = compiled.composed.local_shapes(), compiled.formation.shape.trained
+    elements = [sum(math.prod(shapes[name]) for name in names) for names in compiled.composed.buckets.names]
+    width, added = compiled.dtype.itemsize, wide(compiled.dtype).itemsize
+    return [BucketCosts(n * width, n * added if learns else 0) for n, learns in zip(elements, trained, strict=True)]
+
+
+def _footprint(segment: Segment) -> dict[Op, int]:
+    """At most, beside the values of the table."""
+    found = segment.working()
+    needs = {Op.F: found.forward, Op.A: found.forward, Op.B: found.backward, Op.W: found.weight, Op.BW: found.together}
+    return {op: max(sizes, default=0) for op, sizes in needs.items()}
+
+
+def _stored(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory, each once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

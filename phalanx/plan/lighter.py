@@ -1,0 +1,78 @@
+"""Plans that need less memory than a given one on the same ranks: what could be changed, one or two things at a time.
+
+Which of them fit, and what they cost, is asked of whoever can predict it. Plain data, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from phalanx.errors import PlanError
+from phalanx.plan.complete import with_micro_batches
+from phalanx.plan.fields import POLICIES
+from phalanx.plan.plan import Plan
+from phalanx.plan.rules import divisors
+
+Change = dict[str, Any]
+
+
+class Needs(NamedTuple):
+    """What a step of a plan is predicted to take. memory: of the rank that holds most."""
+
+    memory: int
+    seconds: float
+
+
+class Lighter(NamedTuple):
+    change: str  # as plan text
+    plan: Plan
+    needs: Needs
+
+
+def lighter_plans(
+    plan: Plan, batch_size: int, budget: int, needs: Callable[[Plan], Needs], most: int = 3
+) -> tuple[list[Lighter], Lighter | None]:
+    """The cheapest plans that fit, quickest first; and of those that were tried the one that needs the least memory.
+
+    Where single changes give enough of them, no two are combined.
+    """
+    single = list(_changes(plan, batch_size))
+    tried = list(_predicted(plan, batch_size, single, needs))
+    if sum(own.needs.memory <= budget for own in tried) < most:
+        pairs = [one | other for one, other in combinations(single, 2) if not one.keys() & other.keys()]
+        tried += _predicted(plan, batch_size, pairs, needs)
+    fitting = sorted((own for own in tried if own.needs.memory <= budget), key=lambda own: own.needs.seconds)
+    return fitting[:most], min(tried, key=lambda own: own.needs.memory, default=None)
+
+
+def _predicted(plan: Plan, batch_size: int, changes: list[Change], needs: Callable[[Plan], Needs]) -> Iterator[Lighter]:
+    for change in changes:
+        try:
+            changed = dataclasses.replace(plan, **change)
+            with_micro_batches(changed, True, batch_size, {})
+            yield Lighter(_text(plan, changed), changed, needs(changed))
+        except PlanError:
+            continue  # such a plan may not be, for this model or batch
+
+
+def _text(plan: Plan, changed: Plan) -> str:
+    before = {entry.partition("=")[0]: entry for entry in plan.text.split(",")}
+    return ",".join(entry for entry in changed.text.split(",") if before.get(entry.partition("=")[0]) != entry)
+
+
+def _changes(plan: Plan, batch_size: int) -> Iterator[Change]:
+    """Each with less to keep than what the plan has."""
+    if len(plan.policies) == 1:
+        kept = POLICIES.index(plan.policies[0])
+        yield from ({"recompute": (policy,)} for policy in POLICIES[kept + 1 :])
+    else:
+        yield {"recompute": ("block",)}
+    part = batch_size // plan.dp
+    yield from ({"mb": mb} for mb in divisors(part) if mb > plan.mb)
+    if plan.dp > 1:
+        yield from ({"zero": zero} for zero in range(plan.zero + 1, 4))
+    if plan.schedule == "gpipe" and plan.mb > 1 and not plan.slices:
+        yield {"schedule": "1f1b"}

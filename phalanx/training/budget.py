@@ -1,0 +1,167 @@
+"""Will it fit? What a rank will hold, by its compiled plan, against what it may: before anything lies on the device.
+
+A plan that cannot fit is refused with what it needs and with the cheapest changes that would fit; running out of memory
+all the same is told in the same words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from phalanx.engine.compiled import Compiled
+from phalanx.engine.inputs import split
+from phalanx.engine.memory import bucket_costs, rank_memory
+from phalanx.engine.step import micro_batches
+from phalanx.errors import PhalanxError
+from phalanx.observe.format import bytes_text
+from phalanx.observe.metrics import peak_memory
+from phalanx.plan.lighter import Needs, lighter_plans
+from phalanx.plan.plan import Plan
+from phalanx.program.costs import Costs
+from phalanx.program.from_facts import Device, block_seconds
+from phalanx.program.simulate import simulate
+from phalanx.tasks.base import Batch
+
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_ASSUMED = Device()
+
+
+@dataclass(frozen=True)
+class Budget:
+    """bytes: what a rank may hold. source: why so many."""
+
+    bytes: int
+    source: str
+
+    @classmethod
+    def of(cls, given: int | None, device: torch.device) -> Budget | None:
+        """What was asked for; else what is free where it will lie, if that is known."""
+        if given is not None:
+            return cls(given, "as asked for (--memory)")
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            return cls(free, f"free of the {bytes_text(total)} of {torch.cuda.get_device_name(device)}")
+        free = _free_main_memory()
+        return None if free is None else cls(free, "free main memory")
+
+
+def limit_device(given: int | None, device: torch.device) -> None:
+    """Holds torch's allocator to a budget that was asked for."""
+    if given is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, given / total), device)
+
+
+class Fit:
+    """What a rank's plan needs on its part of a batch. compile: another plan, for this rank and model. batch: gives the
+    part of the first batch that a plan gives this rank, and its place in the stream."""
+
+    def __init__(
+        self, compiled: Compiled, compile: Callable[[Plan], Compiled], batch: Callable[[Compiled], tuple[Batch, int]],
+        batch_size: int,
+    ) -> None:  # fmt: skip
+        self.plan, self.device, self._batch_size = compiled.plan, compiled.device, batch_size
+        self._compile, self._batch = compile, batch
+        self._place = compiled.formation.place
+        self.components, self._seconds = self._predict(compiled)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.components.values())
+
+    def describe(self) -> str:
+        """What a rank will hold, the largest parts first."""
+        return f"{bytes_text(self.bytes)} of tensors at the peak: {_listed(self.components)}"
+
+    def require(self, budget: Budget | None) -> None:
+        """Refuses what cannot be."""
+        if budget is not None and self.bytes > budget.bytes:
+            raise PhalanxError(
+                f"plan {self.plan.shown} does not fit: {self._place} needs {bytes_text(self.bytes)} "
+                f"({_listed(self.components)}), and {bytes_text(budget.bytes)} are there ({budget.source})",
+                self.advice(budget.bytes),
+            )
+
+    def error(self, error: RuntimeError, what: str = "") -> PhalanxError:
+        """Memory ran out: what was tried, what was predicted of it, and what would need less."""
+        held = f", {bytes_text(peak_memory(self.device))} were held at most" if self.device.type == "cuda" else ""
+        return PhalanxError(
+            f"{what or self._micro_batch()} does not fit in the memory of {self.device}: {str(error).splitlines()[0]}; "
+            f"{bytes_text(self.bytes)} were predicted ({_listed(self.components)}){held}",
+            self.advice(self.bytes - 1),
+        )
+
+    def advice(self, budget: int) -> str:
+        """The cheapest changes after which the plan needs no more than so many bytes."""
+        fitting, least = lighter_plans(self.plan, self._batch_size, budget, self._needs)
+        if fitting:
+            changes = [
+                f"{own.change} ({bytes_text(own.needs.memory)}, {own.needs.seconds / self._seconds:.2f}× the step)"
+                for own in fitting
+            ]
+            return f"on an assumed device, these would fit: {'; '.join(changes)}"
+        smallest = f", the least {bytes_text(least.needs.memory)} by {least.change}" if least else ""
+        return f"no change of this plan would fit{smallest}: use more ranks, a shorter seq_len or a smaller model"
+
+    def _micro_batch(self) -> str:
+        part = -(-self._batch_size // self.plan.dp)
+        largest = split(part, self.plan.mb)[0]
+        samples = "1 sample" if largest == 1 else f"{largest} samples"
+        return f"a micro-batch of {samples} (batch_size {self._batch_size}, plan {self.plan.shown})"
+
+    def _needs(self, plan: Plan) -> Needs:
+        components, seconds = self._predict(self._compile(plan))
+        return Needs(sum(components.values()), seconds)
+
+    def _predict(self, compiled: Compiled) -> tuple[dict[str, int], float]:
+        batch, first = self._batch(compiled)
+        parts = micro_batches(compiled.training.feeder, compiled.plan, batch, first)
+        largest = next(iter(parts.values()))
+        dims = compiled.captured.dims({name: tensor[: largest.num_samples] for name, tensor in batch.items()})
+        forward = block_seconds(compiled.formation.shape, dims, _ASSUMED)
+        costs = Costs(
+            forward, forward, forward, tuple(bucket_costs(compiled)), _ASSUMED.link, _ASSUMED.link, dims=dims,
+            element_bytes=compiled.dtype.itemsize,
+        )  # fmt: skip
+        return rank_memory(compiled, parts), simulate(compiled.programs, costs).makespan
+
+
+def _listed(components: Mapping[str, int]) -> str:
+    largest = sorted(components.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {bytes_text(size)}" for name, size in largest)
+
+
+def _free_main_memory() -> int | None:
+    """As the kernel says, within the limit of this process's control group."""
+    if not _MEMINFO.exists():
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
+    if found is None:
+        return None
+    free = int(found[1]) * 1024
+    most, now = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
+    return free if most is None or now is None else min(free, max(0, most - now))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+# What libraries say that have no error class for it: the CPU's allocator, cuBLAS, cuDNN, NCCL, compiled kernels.
+_SIGNS = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory", "Cuda failure 2 ")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Compilers and libraries wrap what happened to them."""
+    if error is None:
+        return False
+    found = isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
+    return found or is_out_of_memory(error.__cause__)

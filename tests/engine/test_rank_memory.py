@@ -1,0 +1,58 @@
+"""The memory of a rank before anything lies on it: state as it will lie, values as they will live."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.engine.memory import rank_memory
+from phalanx.engine.step import micro_batches
+from phalanx.launch.context import RankContext
+from tests import captured
+
+STATE = ("parameters", "masters", "moments")
+
+
+def components(plan: str, **options: object) -> dict[str, int]:
+    case = captured.named(captured.GPT2, samples=6, tokens=64)
+    session = case.session(plan, **options)
+    compiled = session.compiled
+    try:
+        return rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, case.batch, 0))
+    finally:
+        session.close()
+
+
+def test_smaller_micro_batches_recomputation_and_slices_need_less() -> None:
+    whole = sum(components("").values())
+    assert sum(components("mb=3").values()) < whole
+    assert sum(components("recompute=light").values()) < whole
+    assert sum(components("recompute=block").values()) < sum(components("recompute=light").values())
+    sliced = components("slices=2")
+    assert sliced["activations"] > 0 and sum(sliced.values()) < 1.2 * whole
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_is_what_lies_there_after_a_step(dtype: str) -> None:
+    case = captured.named(captured.GPT2, samples=6, tokens=64)
+    session = case.session("", dtype=dtype)
+    session.step(case.batch, 0, 0.0).read()
+    compiled, state = session.compiled, session.state
+    found = rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, case.batch, 0))
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.tensors()}
+    assert sum(found.get(name, 0) for name in STATE) == sum(held.values())
+    assert ("masters" in found) == (dtype == "bfloat16")
+    session.close()
+
+
+def of_rank(context: RankContext, plan: str) -> tuple[int, int]:
+    """State as predicted, and as it lies there after a step."""
+    case = captured.named(captured.GPT2, samples=4, tokens=8)
+    session = case.session(plan, context=context)
+    first, count = session.part(0, 4)
+    batch = {name: tensor[first : first + count] for name, tensor in case.batch.items()}
+    session.step(batch, first, 0.0).read()
+    compiled, state = session.compiled, session.state
+    found = rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, batch, first))
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.tensors()}
+    session.close()
+    return sum(found.get(name, 0) for name in STATE), sum(held.values())
