@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phalanx.cli import inspect_slices, inspect_tensor
-from phalanx.cli.models import DTYPES, PIPED_WIDTH, TOKENS, choose_dims, find_facts, run_name
+from phalanx.cli.models import DTYPES, PIPED_WIDTH, TOKENS, choose_dims, describer, find_facts, run_name
+from phalanx.config import plan_text
 from phalanx.errors import ConfigError, nearest
 from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, load, runs
@@ -23,6 +25,10 @@ from phalanx.observe.format import bytes_text, number_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from phalanx.plan.plan import Plan
+    from phalanx.program.predict import Prediction
+    from phalanx.program.split_facts import SplitFacts
 
 
 def register(app: typer.Typer) -> None:
@@ -51,6 +57,10 @@ def inspect(
     degrees: Annotated[str | None, typer.Option(help="over how many of them each unit is split, as in a plan")] = None,
     sequence: Annotated[bool, typer.Option("--sequence", help="split activations between units by tokens")] = False,
     replicate: Annotated[bool, typer.Option("--replicate", help="allow fewer heads than ranks")] = False,
+    plan: Annotated[
+        str | None, typer.Option(help="show what each rank would hold under this plan, e.g. pp=2,dp=4,zero=1")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="with --plan: of a device, e.g. 80GiB; says what fits")] = None,
     slices: Annotated[bool, typer.Option("--slices", help="measure slices of a layer's tokens on this device")] = False,
     stages: Annotated[
         int | None, typer.Option(min=1, help=f"of the pipeline to cut slices for (default: {inspect_slices.STAGES})")
@@ -66,22 +76,68 @@ def inspect(
     if model is None:
         return _list_zoo()
     inspect_slices.require_slices(slices, stages, device, tp)
-    plan = inspect_tensor.tensor_plan(tp, degrees, sequence, replicate)
-    samples = inspect_tensor.samples(plan, batch_size)
+    if memory is not None and plan is None:
+        raise ConfigError(f"option memory = {memory!r} does nothing without a plan", "give --plan as well")
+    split_plan = inspect_tensor.tensor_plan(tp, degrees, sequence, replicate)
+    samples = inspect_tensor.samples(split_plan, batch_size)
     facts = find_facts(model, task, dtype, tiny, live)
     dims = choose_dims(facts, samples, seq_len)
     measured = inspect_slices.find_slices(facts, model, task, tiny, dims, stages, device) if slices else None
-    split = inspect_tensor.find_report(facts, model, task, tiny, plan, dims) if plan.tp > 1 else None
+    split = inspect_tensor.find_report(facts, model, task, tiny, split_plan, dims) if split_plan.tp > 1 else None
+    held = _Memory(facts, plan, dims, memory, describer(facts, model, task, tiny)) if plan is not None else None
     if as_json:
-        data = as_data(facts, dims) | ({"tensor": inspect_tensor.as_data(split, plan)} if split else {})
+        data = as_data(facts, dims) | ({"tensor": inspect_tensor.as_data(split, split_plan)} if split else {})
         data |= {"slices": inspect_slices.as_data(measured)} if measured else {}
+        data |= {"memory": held.as_data()} if held else {}
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
     elif measured:
         inspect_slices.print_slices(facts, dims, measured)
     elif split:
-        inspect_tensor.print_report(facts, dims, plan, split)
+        inspect_tensor.print_report(facts, dims, split_plan, split)
     else:
         _print(facts, dims)
+    if held and not as_json:
+        held.print()
+
+
+class _Memory:
+    """What ranks would hold under a plan, and whether that fits."""
+
+    def __init__(
+        self, facts: ModelFacts, plan: str, dims: dict[str, int], budget: str | None,
+        describe: Callable[[Plan], SplitFacts],
+    ) -> None:  # fmt: skip
+        self._facts, self._dims, self._budget, self._describe = facts, dims, budget, describe
+        self._prediction = self._predict(plan_text(plan))
+
+    def as_data(self) -> dict[str, Any]:
+        timeline = self._prediction.timeline
+        return {"plan": self._prediction.completed.plan.full_text, "ranks": timeline.memory, "fit": list(self._fit())}
+
+    def print(self) -> None:
+        from rich.console import Console
+
+        from phalanx.cli.memory_table import memory_table
+
+        console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, markup=False)
+        plan = self._prediction.completed.plan.shown
+        console.print(f"\nmemory of a rank under plan {plan}, batch {self._dims['batch']}")
+        console.print(memory_table(self._prediction))
+        for line in self._fit():
+            console.print(line)
+
+    def _fit(self) -> Iterator[str]:
+        from phalanx.cli.memory_table import fit_lines
+
+        if self._budget is not None:
+            batch = self._dims["batch"]
+            yield from fit_lines(self._prediction, self._budget, batch, lambda plan: self._predict(plan.full_text))
+
+    def _predict(self, plan: str) -> Prediction:
+        from phalanx.program.from_facts import Device
+        from phalanx.program.predict import predict
+
+        return predict(self._facts, plan, None, self._dims["batch"], self._dims, Device(), self._describe)
 
 
 def _list_zoo() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,8 @@ from phalanx.model.facts.facts import BlockFacts, ModelFacts, load
 if TYPE_CHECKING:
     from phalanx.model.captured import Captured
     from phalanx.model.zoo.zoo import ModelSpec
+    from phalanx.plan.plan import Plan
+    from phalanx.program.split_facts import SplitFacts
 
 TOKENS = 2048
 DTYPES = ("bfloat16", "float32", "float64")
@@ -50,6 +52,18 @@ def capture_model(model: str, task: str | None, dtype: str, tiny: bool) -> tuple
 
     spec = resolve(model, task=task, tiny=tiny)
     return spec, capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=getattr(torch, dtype))
+
+
+def describer(facts: ModelFacts, model: str, task: str | None, tiny: bool) -> Callable[[Plan], SplitFacts]:
+    """Reads from the model's graph what is not shipped about it under a plan."""
+
+    def describe(plan: Plan) -> SplitFacts:
+        from phalanx.engine.describe import describe
+
+        with patiently(f"reading and describing the graph of {facts.name}"):
+            return describe(capture_model(model, task, facts.dtype, tiny)[1], plan, facts.dtype)
+
+    return describe
 
 
 def choose_dims(facts: ModelFacts, batch_size: int, seq_len: int | None) -> dict[str, int]:

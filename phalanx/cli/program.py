@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli.models import DTYPES, TOKENS, capture_model, choose_dims, find_facts, patiently
-from phalanx.config import plan_text
+from phalanx.cli.models import DTYPES, TOKENS, choose_dims, describer, find_facts
+from phalanx.config import parse_bytes, plan_text
 from phalanx.errors import ConfigError, PlanError, nearest
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
     from phalanx.program.from_facts import Device
     from phalanx.program.predict import Prediction
-    from phalanx.program.split_facts import SplitFacts
     from phalanx.program.timeline import Timeline
 
 
@@ -51,6 +50,9 @@ def program(
     link_bytes: Annotated[
         float | None, typer.Option(help="bytes/s that a link between ranks is assumed to carry (default: 2.5e10)")
     ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="memory of a device, e.g. 80GiB: says whether the plan fits, and what would")
+    ] = None,
     lowered: Annotated[bool, typer.Option("--lowered", help="print the lowered programs, and nothing else")] = False,
     values: Annotated[
         bool, typer.Option("--values", help="print what every instruction reads, writes, adds to and frees")
@@ -63,18 +65,14 @@ def program(
     """Show what a plan makes every rank do: stages, instructions over time, bubble and memory."""
     if dtype not in DTYPES:
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    if memory is not None:
+        parse_bytes("memory", memory)
     from phalanx.program.predict import predict
 
     device = _device(device_flops, link_bytes)
     facts = find_facts(model, task, dtype, tiny, live=False)
 
-    def describe(chosen: Plan) -> SplitFacts:
-        from phalanx.engine.describe import describe
-
-        with patiently(f"reading and describing the graph of {facts.name}"):
-            return describe(capture_model(model, task, facts.dtype, tiny)[1], chosen, facts.dtype)
-
-    dims = choose_dims(facts, batch_size, seq_len)
+    dims, describe = choose_dims(facts, batch_size, seq_len), describer(facts, model, task, tiny)
     prediction = predict(facts, plan_text(plan), ranks, batch_size, dims, device, describe)
     if lowered or values:
         typer.echo("\n".join(_values(prediction) if values else _lowered(prediction)))
@@ -85,6 +83,13 @@ def program(
     from phalanx.cli.program_report import print_report
 
     print_report(facts, prediction, timelines, sys.stdout.isatty())
+    if memory is not None:
+        from phalanx.cli.memory_table import fit_lines
+
+        def again(plan: Plan) -> Prediction:
+            return predict(facts, plan.full_text, None, batch_size, dims, device, describe)
+
+        typer.echo("\n".join(["", *fit_lines(prediction, memory, batch_size, again)]))
     _write(timelines, svg=svg, png=png, trace=trace)
 
 

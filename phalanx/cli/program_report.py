@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from phalanx.cli.memory_table import pipeline_ranks
 from phalanx.cli.models import PIPED_WIDTH, run_name
 from phalanx.model.facts.facts import BlockFacts, ModelFacts, runs
 from phalanx.observe.format import bytes_text, number_text
@@ -56,8 +57,7 @@ def _assumption(device: Device, is_fused: bool) -> str:
 
 def _print_step(console: Console, name: str, timeline: Timeline, prediction: Prediction) -> None:
     mesh = Mesh.of(prediction.completed.plan)
-    # Replicas and tensor-parallel ranks do the same at the same time: the pipeline of rank 0 stands for all.
-    ranks = [rank for rank in mesh.column(0) if rank in timeline.ranks]
+    ranks = pipeline_ranks(prediction, timeline)
     console.print()
     first = f", the first of {mesh.tp} tensor-parallel ranks" if mesh.tp > 1 else ""
     same = f", one of {mesh.dp} equal replicas" if mesh.dp > 1 else ""

@@ -202,3 +202,14 @@ def test_without_a_model_the_zoo_is_listed(capsys: pytest.CaptureFixture[str]):
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown] == zoo_table.names()
     assert "gpt2 124.4M causal-lm" in [" ".join(line.split()) for line in shown]
+
+
+def test_with_a_plan_it_shows_what_ranks_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "gpt2", "--batch-size", "8", "--seq-len", "128", "--plan", "pp=2,zero=1,dp=2"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    header = next(i for i, line in enumerate(lines) if line[:3] == ["rank", "peak", "parameters"])
+    assert [line[0] for line in lines[header + 1 :]] == ["0", "2"]
+    data = _data(capsys, "gpt2", "--batch-size", "8", "--seq-len", "128", "--plan", "dp=2", "--memory", "80GiB")
+    (first, second), fit = data["memory"]["ranks"], data["memory"]["fit"]
+    assert first == second and first["moments"] == 2 * first["masters"] and fit[0].startswith("fits: ")
+    assert "does nothing without a plan" in _error(capsys, "gpt2", "--memory", "80GiB")

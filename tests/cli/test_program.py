@@ -192,3 +192,15 @@ def test_a_measured_file_that_does_not_fit_is_refused(
         file.write_bytes(content)
     error = refused(capsys, "--plan", "pp=1", "--measured", str(file))
     assert f"option measured = '{file}' {message}" in error and "→" in error
+
+
+def test_it_says_whether_a_plan_fits_and_what_would(capsys: pytest.CaptureFixture[str]):
+    assert shown(capsys, "--plan", "pp=2,mb=8", "--memory", "80GiB")[-1].startswith("fits: rank 0 holds ")
+    lines = shown(capsys, "--plan", "pp=2,mb=2,dp=2", "--memory", "1500MiB")
+    found = next(i for i, line in enumerate(lines) if line.startswith("does not fit: rank "))
+    assert lines[found].endswith("and 1.5 GiB are there")
+    assert all(line.endswith("× the step") and " would: " in line for line in lines[found + 1 :])
+    assert len(lines) > found + 1
+    lines = shown(capsys, "--plan", "pp=2,mb=8", "--memory", "1KiB")
+    assert lines[-1].startswith("  no change of this plan would; the least is ")
+    assert "option memory = 'much' is not an amount of memory" in refused(capsys, "--memory", "much")
