@@ -10,6 +10,9 @@ import hashlib
 import json
 import os
 import struct
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,8 +62,17 @@ def header_room(shapes: dict[str, tuple[int, ...]]) -> int:
     return len(json.dumps(entries)) + 1024
 
 
+_SPREAD_BYTES = 64 << 20  # a file has at least so much before another is written beside it
+_WRITERS = 4
+_QUEUED_BYTES = 1 << 30  # tensors that wait to be written
+
+
 class ShardWriter:
-    """Writes tensors into `<prefix>-00000.safetensors`, `<prefix>-00001…`, each of about `shard_bytes`."""
+    """Writes tensors into `<prefix>-00000.safetensors`, `<prefix>-00001…`, each of about `shard_bytes`.
+
+    Large ones go into several files at once, each written and its checksum computed by a thread of its own: neither
+    alone keeps up with a disk. Which tensor goes into which file depends on sizes alone.
+    """
 
     def __init__(
         self,
@@ -70,44 +82,87 @@ class ShardWriter:
         prefix: str = "tensors",
         metadata: dict[str, str] | None = None,
         header_bytes: int = HEADER_BYTES,
+        writers: int = _WRITERS,
     ) -> None:
-        self._folder = folder
-        self._shard_bytes = shard_bytes
-        self._prefix = prefix
+        self._folder, self._shard_bytes, self._prefix = folder, shard_bytes, prefix
         self._metadata = metadata or {}
         self._header_bytes = -(-header_bytes // 8) * 8
-        self._open: _OpenShard | None = None
-        self._done: list[WrittenFile] = []
+        self._lanes = [_Lane() for _ in range(writers)]
+        self._queued: deque[tuple[Future[None], int]] = deque()
+        self._num_files = 0
 
     def add(self, key: str, tensor: Tensor) -> str:
-        """Writes one tensor to disk and returns the name of its file."""
-        tensor = tensor.detach().to("cpu").contiguous()
-        if self._open is not None and not self._open.has_room(key, tensor, self._shard_bytes):
-            self._finish()
-        if self._open is None:
-            name = f"{self._prefix}-{len(self._done):05}.safetensors"
-            self._open = _OpenShard(self._folder / name, self._metadata, self._header_bytes)
-        self._open.write(key, tensor)
-        return self._open.path.name
+        """Takes one tensor to be written and returns the name of its file. The tensor may change afterwards."""
+        tensor = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        lane = self._lane()
+        if lane.shard is not None and not lane.shard.has_room(key, tensor, self._shard_bytes):
+            lane.finish()
+        if lane.shard is None:
+            lane.shard = self._open()
+        lane.shard.take(key, tensor)
+        self._queued.append((lane.run(lane.shard.write, tensor), tensor.nbytes))
+        while sum(size for _, size in self._queued) > _QUEUED_BYTES:
+            self._queued.popleft()[0].result()
+        return lane.shard.path.name
 
     def close(self) -> list[WrittenFile]:
-        """Finishes the last file; every file is on the disk, not just in its cache, when this returns."""
-        if self._open is not None:
-            self._finish()
-        return self._done
+        """Finishes the last files; every file is on the disk, not just in its cache, when this returns."""
+        for lane in self._lanes:
+            lane.finish()
+        for written, _ in self._queued:
+            written.result()
+        found = [file.result() for lane in self._lanes for file in lane.files]
+        return sorted(found, key=lambda file: file.name)
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Leaves no file open when writing failed; `close` is what finishes files."""
-        if self._open is not None:
-            self._open.file.close()
+        for lane in self._lanes:
+            lane.close()
 
-    def _finish(self) -> None:
-        assert self._open is not None
-        self._done.append(self._open.finish())
-        self._open = None
+    def _lane(self) -> _Lane:
+        """That with the least to write; a further one only once those in use have enough."""
+        used = [lane for lane in self._lanes if lane.num_bytes]
+        least = min(used, key=lambda lane: lane.num_bytes, default=self._lanes[0])
+        if least.num_bytes >= _SPREAD_BYTES and len(used) < len(self._lanes):
+            return self._lanes[len(used)]
+        return least
+
+    def _open(self) -> _OpenShard:
+        name = f"{self._prefix}-{self._num_files:05}.safetensors"
+        self._num_files += 1
+        return _OpenShard(self._folder / name, self._metadata, self._header_bytes)
+
+
+class _Lane:
+    """The files that one thread writes, one after the other."""
+
+    def __init__(self) -> None:
+        self.shard: _OpenShard | None = None
+        self.files: list[Future[WrittenFile]] = []
+        self.num_bytes = 0
+        self._thread: ThreadPoolExecutor | None = None
+
+    def run(self, write: Callable[[Tensor], None], tensor: Tensor) -> Future[None]:
+        self.num_bytes += tensor.nbytes
+        return self._executor().submit(write, tensor)
+
+    def finish(self) -> None:
+        if self.shard is not None:
+            self.files.append(self._executor().submit(self.shard.finish))
+        self.shard = None
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        if self.shard is not None:
+            self.shard.file.close()
+
+    def _executor(self) -> ThreadPoolExecutor:
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="tensor-file")
+        return self._thread
 
 
 class _OpenShard:
@@ -127,12 +182,15 @@ class _OpenShard:
         fits_header = self._entries_bytes + len(json.dumps(self._entry(key, tensor))) + 2 <= self._header_bytes
         return fits_header and self._data_bytes + tensor.nbytes <= shard_bytes
 
-    def write(self, key: str, tensor: Tensor) -> None:
+    def take(self, key: str, tensor: Tensor) -> None:
+        """Makes room for a tensor, which is to be written next."""
         assert key not in self._entries, f"{key} is written twice"
         entry = self._entry(key, tensor)
         self._entries |= entry
         self._entries_bytes += len(json.dumps(entry)) + 2
         self._data_bytes += tensor.nbytes
+
+    def write(self, tensor: Tensor) -> None:
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
         self._digest.update(data)
         self.file.write(data)
