@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -117,7 +117,9 @@ class RunConfig(BaseModel):
     )
 
     out: str = _option("Run folder", "runs/run", "folder for log, checkpoints and the exported model", min_length=1)
-    checkpoint_every: int = _option("Run folder", 0, "steps between checkpoints (0: only at the end)", ge=0)
+    checkpoint_every: Annotated[int, Field(ge=0)] | Literal["never"] = _option(
+        "Run folder", 0, "steps between checkpoints (0: only at the end; never: not even then)"
+    )
     keep_checkpoints: int = _option("Run folder", 2, "how many checkpoints to keep", ge=1)
     resume: str = _option("Run folder", "never", "never, auto (newest checkpoint in out) or a checkpoint", min_length=1)
     export: bool = _option("Run folder", True, "write the trained model as a HuggingFace folder at the end")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.config import RunConfig
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.observe.runlog import RunLog, read_log
 from phalanx.state import checkpoint, folders, huggingface, saving
@@ -222,3 +223,19 @@ def test_an_export_that_the_disk_refuses_points_to_the_checkpoint(tmp_path: Path
     assert not (tmp_path / "export").exists() and not (tmp_path / ".export.writing").exists()
     monkeypatch.undo()
     assert short_run(MODEL, DATA, tmp_path, resume="auto", **options).export
+
+
+def test_a_run_that_never_saves_still_exports(tmp_path: Path):
+    result = short_run("phalanx-demo", "synthetic:8", tmp_path, steps=2, checkpoint_every="never")
+    assert result.checkpoint is None and result.export is not None and (result.export / "model.safetensors").is_file()
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+    with pytest.raises(PhalanxError, match="the run wrote no checkpoint") as caught:
+        result.module()
+    assert str(result.export) in caught.value.hint
+
+
+def test_a_module_in_memory_needs_its_last_checkpoint(tmp_path: Path):
+    with pytest.raises(ConfigError, match="a module gets its trained values from the last checkpoint"):
+        short_run(torch.nn.Linear(2, 2), "synthetic:8", tmp_path, checkpoint_every="never")
+    with pytest.raises(ConfigError, match="checkpoint_every"):
+        RunConfig.create(checkpoint_every="sometimes")

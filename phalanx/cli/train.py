@@ -78,14 +78,16 @@ def _annotation(name: str, field: FieldInfo) -> Any:
 def metavar(kind: Any) -> str:
     """What stands for the value in the help: the choices, or the kind of value."""
     members = [member for member in get_args(kind) if member is not type(None)]
+    if get_origin(kind) is Annotated:
+        return metavar(members[0])
     if get_origin(kind) is Literal:
         return "|".join(members)
     if get_origin(kind) is dict:
         return "NAME=VALUE"
     if get_origin(kind) is tuple:
         return " ".join(metavar(member) for member in members if member is not Ellipsis)
-    if len(members) == 1:
-        return metavar(members[0])
+    if members:
+        return "|".join(metavar(member) for member in members)
     return {int: "INTEGER", float: "NUMBER", str: "TEXT"}[kind]
 
 

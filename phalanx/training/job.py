@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from phalanx.config import RunConfig
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.main_script import MainScript, explained_pickling, unpickle
 from phalanx.model.selfcheck import refuse_lost_hooks
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
@@ -148,7 +148,7 @@ class Summary:
     losses: tuple[float, ...]
     skipped: int
     folder: Path
-    checkpoint: Path
+    checkpoint: Path | None  # the newest; None where none was to be written
     export: Path | None
     spec: ModelSpec | None = field(repr=False)  # None where the model is the user's own module
 
@@ -165,6 +165,9 @@ class Result(Summary):
         if isinstance(self.model, nn.Module):
             return self.model
         assert self.spec is not None
+        if self.checkpoint is None:
+            where = f"load {self.export} with from_pretrained" if self.export else "set export or checkpoint_every"
+            raise PhalanxError("the run wrote no checkpoint (checkpoint_every = never)", where)
         module = build(self.spec, dtype=getattr(torch, self.config.dtype), dropout=self.config.dropout)
         config: Any = getattr(module, "config", None)
         if config is not None and self.spec.config is not None:

@@ -128,7 +128,8 @@ class Loop:
                 # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
                 # and leaving loses no step.
                 stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
-                if stopping or self._due(step, config.checkpoint_every):
+                every = config.checkpoint_every
+                if every != "never" and (stopping or self._due(step, every)):
                     self._save(saver, reporter)
                 if stopping or step == self.run.total_steps:
                     break
@@ -335,7 +336,6 @@ class Loop:
         reporter.finish(self.folder, exported)
         self.session.close()
         snapshot, saved = self.snapshot, saver.wait() or self._resumed
-        assert saved is not None, "the last step is always saved, and a run that had none left went on from it"
         return Summary(
             snapshot.step, snapshot.loss, snapshot.eval_loss, tuple(reporter.losses), snapshot.skipped, self.folder,
             saved, exported, None if isinstance(self.job.model, nn.Module) else self.run.spec,

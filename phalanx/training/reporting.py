@@ -196,9 +196,8 @@ class Reporter:
         step, total = self._snapshot.step, self._snapshot.total_steps
         name = by.name if by is not None else "a signal"
         self._log.write("stop", signal=name, step=step)
-        self._progress.message(
-            f"stopped by {name} after step {step} of {total}, saved in {saved}; go on with --resume auto"
-        )
+        kept = f"saved in {saved}; go on with --resume auto" if saved else "not saved (checkpoint_every = never)"
+        self._progress.message(f"stopped by {name} after step {step} of {total}, {kept}")
 
     def finish(self, folder: Path, exported: Path | None) -> None:
         snapshot = self._snapshot

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.config import RunConfig, require_eval_data
+from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
@@ -57,6 +58,11 @@ class Trainer:
             names["optimizer"] = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
         self.config = config.override(**names)
         require_eval_data(self.config)
+        if isinstance(model, nn.Module) and self.config.checkpoint_every == "never":
+            raise ConfigError(
+                "option checkpoint_every = never: a module gets its trained values from the last checkpoint",
+                "leave it out, or name the model instead of handing it over",
+            )
         self.job = Job(model, data, eval_data, self.config, collate, optimizer_class)
         self.folder = self.job.folder
         self._callbacks = Callbacks(callbacks)
@@ -80,7 +86,8 @@ class Trainer:
                 self._fill(saved)
             raise
         result = Result(**vars(summary), model=self.job.model, config=self.config)
-        self._fill(result.checkpoint)
+        if result.checkpoint is not None:
+            self._fill(result.checkpoint)
         if self.loop is None or self.loop.context.rank == 0:
             self._callbacks.call("on_end", result)
         return result
