@@ -13,6 +13,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +36,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is about: options, and what was given as objects, which stands before what the options name."""
+    """What a run is about: options, and what was given as objects, which stands before what the options name. began:
+    when it was asked for."""
 
     model: Model
     data: Any
@@ -43,6 +45,7 @@ class Job:
     config: RunConfig
     collate: Collate | None = None
     optimizer_class: type[Any] | None = None
+    began: float = field(default_factory=time.time, compare=False)
 
     @property
     def folder(self) -> Path:

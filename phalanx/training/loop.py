@@ -33,6 +33,7 @@ from phalanx.launch.store import forget_secrets
 from phalanx.model.separable import require_labels
 from phalanx.model.zoo.zoo import build
 from phalanx.observe.metrics import Meter, device_peak_flops
+from phalanx.observe.phases import Phases
 from phalanx.observe.progress import make_progress
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
@@ -73,6 +74,7 @@ class Loop:
         self.job, self.context, self._emit = job, context, emit
         self.config, self.folder = job.config, job.folder
         self._is_rank0 = context.rank == 0
+        self._phases = Phases(job.began)
         self._resumed: Path | None = None  # the checkpoint that the run went on from
         self._still_ours: Callable[[], None] = lambda: None  # on rank 0: whether the lock holds
 
@@ -114,10 +116,15 @@ class Loop:
             rehearse(session.step, session.evaluation, session.connected.world, *self._batch(1))
         predictor = Predictor(self.session, self.context, config.timeout)
         with contextlib.closing(StepProfiler(profiled, self.folder)) as profiler:
-            for step in range(self.snapshot.step + 1, self.run.total_steps + 1):
+            first_step = self.snapshot.step + 1
+            for step in range(first_step, self.run.total_steps + 1):
                 slot.at_step(step)
                 batch, first = self._batch(step)
-                with profiler.step(step), self._timeline(step), predictor.step(reporter.paused_seconds):
+                name = "first step" if step == first_step else "steps"
+                with (
+                    profiler.step(step), self._timeline(step), predictor.step(reporter.paused_seconds),
+                    self._phases.phase(name),
+                ):  # fmt: skip
                     outcome = self._step(batch, first, step, stop)
                 slot.enter("step")  # the first of them also compiled
                 eval_loss = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else None
@@ -135,7 +142,8 @@ class Loop:
                     break
                 self._tell_saved(saver, reporter)
             slot.enter("save")
-            self._save_at_last(saver, reporter, stop)
+            with self._phases.phase("checkpoint"):
+                self._save_at_last(saver, reporter, stop)
         if self._is_rank0 and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
 
@@ -193,7 +201,7 @@ class Loop:
 
     def _save(self, saver: AsyncSaver, reporter: Reporter) -> None:
         reporter.flush()
-        with reporter.paused(), self.context.slot.within("save"):
+        with reporter.paused(), self._phases.phase("checkpoint"), self.context.slot.within("save"):
             saver.wait()
             self._tell_saved(saver, reporter)
             self.snapshot.optimizer, self.snapshot.loss_scale = self.session.state.scalars()
@@ -255,7 +263,7 @@ class Loop:
             found = checkpoint_to_resume(config.resume, self.folder / "checkpoints", self._meeting, say)
         say(f"preparing {config.model}: data, graph, weights")
         self.context.slot.enter("capture")
-        with self._rank_0_first():
+        with self._phases.phase("prepare"), self._rank_0_first():
             run = self.run = prepare(job.model, job.data, job.eval_data, config, self.context, collate=job.collate)
         self.context.slot.enter("compile")
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
@@ -269,7 +277,7 @@ class Loop:
             return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
         limit_device(config.memory_bytes, run.device)
-        with self._memory_explained("the model's state"):
+        with self._phases.phase("weights"), self._memory_explained("the model's state"):
             self.session = Session.open(
                 run.captured, config, run.plan, context=self.context, trainable=run.trainable, read=read,
                 buffers=load_buffers(run.captured, weights, run.device), optimizer_class=job.optimizer_class,
@@ -332,8 +340,9 @@ class Loop:
             raise (
                 KeyboardInterrupt if stop.signal is signal.SIGINT else SystemExit(128 + (stop.signal or signal.SIGTERM))
             )
-        exported = self._export() if self.config.export else None
-        reporter.finish(self.folder, exported)
+        with self._phases.phase("export"):
+            exported = self._export() if self.config.export else None
+        reporter.finish(self.folder, exported, self._phases)
         self.session.close()
         snapshot, saved = self.snapshot, saver.wait() or self._resumed
         return Summary(

@@ -25,6 +25,7 @@ from phalanx.engine.inputs import split
 from phalanx.engine.step import Outcome
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.observe.metrics import Meter, peak_memory
+from phalanx.observe.phases import Phases
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
 from phalanx.params.optimizer import decays
@@ -199,14 +200,15 @@ class Reporter:
         kept = f"saved in {saved}; go on with --resume auto" if saved else "not saved (checkpoint_every = never)"
         self._progress.message(f"stopped by {name} after step {step} of {total}, {kept}")
 
-    def finish(self, folder: Path, exported: Path | None) -> None:
+    def finish(self, folder: Path, exported: Path | None, phases: Phases) -> None:
         snapshot = self._snapshot
         summary = {"loss": snapshot.loss, "eval_loss": snapshot.eval_loss, "skipped_steps": snapshot.skipped}
         measured = {name.replace("tokens", self._unit): value for name, value in self._meter.summary().items()}
         measured["memory_bytes"] = peak_memory(self._device)
         summary |= {**measured, **self.prediction, "run": str(folder), "export": exported and str(exported)}
         summary = {name: value for name, value in summary.items() if value is not None}
-        self._log.write("finish", **summary)
+        self._log.write("finish", **summary, phases=phases.seconds)
+        summary["phases"] = phases.describe()
         self._progress.finish(summary)
 
     def _record(

@@ -6,6 +6,7 @@ started them and this process is one. What a rank does is in `loop.py`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Trainer:
         optimizer_class: type[Any] | None = None,
         collate: Collate | None = None,
         eval_data: Any = None,
+        began: float | None = None,
     ) -> None:
         config = config or RunConfig()
         eval_data = eval_data if eval_data is not None else (config.eval_data or None)
@@ -63,14 +65,14 @@ class Trainer:
                 "option checkpoint_every = never: a module gets its trained values from the last checkpoint",
                 "leave it out, or name the model instead of handing it over",
             )
-        self.job = Job(model, data, eval_data, self.config, collate, optimizer_class)
+        self.job = Job(model, data, eval_data, self.config, collate, optimizer_class, began or time.time())
         self.folder = self.job.folder
         self._callbacks = Callbacks(callbacks)
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> Trainer:
-        """A run that is all in its options, as the command line's are."""
-        return cls(config.model, config.data, config)
+    def from_config(cls, config: RunConfig, began: float | None = None) -> Trainer:
+        """A run that is all in its options, as the command line's are. began: when it was asked for (default: now)."""
+        return cls(config.model, config.data, config, began=began)
 
     def fit(self) -> Result:
         """Trains to the end, from the beginning or from a checkpoint.
