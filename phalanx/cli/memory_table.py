@@ -46,7 +46,7 @@ def fit_lines(
 ) -> Iterator[str]:
     """Whether every rank stays within the budget. predict: another plan of the same model, batch and device."""
     budget, needs = parse_bytes("memory", memory), _needs(prediction)
-    fullest = max(prediction.timeline.ranks, key=prediction.timeline.peak_memory)
+    fullest = max(prediction.timeline.ranks, key=lambda rank: prediction.timeline.peak_memory(rank) or 0)
     held = f"rank {fullest} holds {bytes_text(needs.memory)} at its peak"
     if needs.memory <= budget:
         yield f"fits: {held}, and {bytes_text(budget)} are there; libraries and the allocator take some beside it"
@@ -64,4 +64,4 @@ def fit_lines(
 
 def _needs(prediction: Prediction) -> Needs:
     timeline = prediction.timeline
-    return Needs(max(map(timeline.peak_memory, timeline.ranks)), timeline.makespan)
+    return Needs(max(timeline.peak_memory(rank) or 0 for rank in timeline.ranks), timeline.makespan)

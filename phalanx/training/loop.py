@@ -67,7 +67,7 @@ class Loop:
 
     run: Prepared
     session: Session
-    fit: Fit
+    memory: Fit
     snapshot: Snapshot
 
     def __init__(self, job: Job, context: RankContext, emit: Emit) -> None:
@@ -102,7 +102,7 @@ class Loop:
             stack.callback(_settle, saver)
             self._emit("on_start")
             reporter.start(rows)
-            log.write("memory", predicted_bytes=self.fit.bytes, components=self.fit.components)
+            log.write("memory", predicted_bytes=self.memory.bytes, components=self.memory.components)
             with stop_request(speaks=self._is_rank0) as stop:
                 self._train(reporter, saver, stop)
             return self._end(reporter, saver, stop)
@@ -131,7 +131,7 @@ class Loop:
                 reporter.step(self._facts(step, eval_loss), outcome)
                 if predictor.is_due:
                     with reporter.paused():
-                        reporter.predicted(**predictor.fields(self.fit.bytes))
+                        reporter.predicted(**predictor.fields(self.memory.bytes))
                 # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
                 # and leaving loses no step.
                 stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
@@ -288,7 +288,7 @@ class Loop:
                 before = found.state["total_steps"]
                 changed = change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
-        return header(run, config, self.session, origin, self.fit)
+        return header(run, config, self.session, origin, self.memory)
 
     def _require_fit(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> None:
         """Nothing is put on a device that cannot hold it."""
@@ -297,8 +297,8 @@ class Loop:
         def first_batch(of: Compiled) -> tuple[Batch, int]:
             return batches.batch(*of.part(0, size)), of.part(0, size)[0]
 
-        self.fit = Fit(compiled, compile, first_batch, size)
-        self.fit.require(Budget.of(self.config.memory_bytes, self.run.device))
+        self.memory = Fit(compiled, compile, first_batch, size)
+        self.memory.require(Budget.of(self.config.memory_bytes, self.run.device))
 
     @contextlib.contextmanager
     def _memory_explained(self, what: str = "") -> Iterator[None]:
@@ -307,7 +307,7 @@ class Loop:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise self.fit.error(error, what) from error
+            raise self.memory.error(error, what) from error
 
     @contextlib.contextmanager
     def _rank_0_first(self) -> Iterator[None]:

@@ -7,14 +7,15 @@ import pytest
 from phalanx.engine.memory import rank_memory
 from phalanx.engine.step import micro_batches
 from phalanx.launch.context import RankContext
+from phalanx.launch.worker_pool import WorkerPool
 from tests import captured
 
 STATE = ("parameters", "masters", "moments")
 
 
-def components(plan: str, **options: object) -> dict[str, int]:
+def components(plan: str) -> dict[str, int]:
     case = captured.named(captured.GPT2, samples=6, tokens=64)
-    session = case.session(plan, **options)
+    session = case.session(plan)
     compiled = session.compiled
     try:
         return rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, case.batch, 0))
@@ -56,3 +57,9 @@ def of_rank(context: RankContext, plan: str) -> tuple[int, int]:
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.tensors()}
     session.close()
     return sum(found.get(name, 0) for name in STATE), sum(held.values())
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2"])
+def test_state_of_every_rank_is_what_lies_there(plan: str, pool: WorkerPool) -> None:
+    found = pool.run(of_rank, plan, world=2)
+    assert all(predicted == held for predicted, held in found)
