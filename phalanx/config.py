@@ -104,6 +104,9 @@ class RunConfig(BaseModel):
     betas: tuple[float, float] = _option("Optimizer", (0.9, 0.95), "decay rates of AdamW's moments (adamw only)")
     eps: float = _option("Optimizer", 1e-8, "term that keeps AdamW's denominator above zero (adamw only)", gt=0)
     weight_decay: float = _option("Optimizer", 0.1, "decay of matrices; vectors are never decayed", ge=0)
+    groups: tuple[str, ...] = _option(
+        "Optimizer", (), "parameters updated in another way: PATTERN:lr=0.1,decay=0 or PATTERN:freeze (repeatable)"
+    )
     lr_schedule: Literal["cosine", "linear", "constant"] = _option(
         "Optimizer", "cosine", "shape of the learning rate after warm-up"
     )
@@ -191,7 +194,7 @@ class RunConfig(BaseModel):
             return None
         return str(value) if isinstance(value, Path) else value
 
-    @field_validator("data", "eval_data", "freeze", mode="before")
+    @field_validator("data", "eval_data", "freeze", "groups", mode="before")
     @classmethod
     def _one_is_enough(cls, value: Any) -> Any:
         if isinstance(value, str | Path):

@@ -27,6 +27,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch.main_script import MainScript, explained_pickling, unpickle
 from phalanx.model.selfcheck import refuse_lost_hooks
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
+from phalanx.params.groups import ParameterGroup
 from phalanx.state import checkpoint
 from phalanx.training.prepare import Collate
 
@@ -43,6 +44,7 @@ class Job:
     config: RunConfig
     collate: Collate | None = None
     optimizer_class: type[Any] | None = None
+    groups: tuple[ParameterGroup, ...] = ()
 
     @property
     def folder(self) -> Path:

@@ -18,6 +18,7 @@ from phalanx.launch.join import join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
+from phalanx.params.groups import ParameterGroup
 from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
 from phalanx.training.early import require_usable
@@ -30,7 +31,8 @@ from phalanx.training.reporting import Callbacks
 class Trainer:
     """A run: `model` is a name, folder, configuration, factory or module; `data` anything that can be opened as data.
 
-    `config` holds every other option; what is given here as an object stands before what it names. A module in memory
+    `config` holds every other option; what is given here as an object stands before what it names (`groups`: before
+    those that it has as text). A module in memory
     gets its trained values when the run is over. `callbacks` may have the methods in `reporting.HOOKS`; they are called
     in this process. With one rank they find the run's state in `loop`, with several it lives elsewhere.
     """
@@ -47,6 +49,7 @@ class Trainer:
         optimizer_class: type[Any] | None = None,
         collate: Collate | None = None,
         eval_data: Any = None,
+        groups: Sequence[ParameterGroup] = (),
     ) -> None:
         config = config or RunConfig()
         eval_data = eval_data if eval_data is not None else (config.eval_data or None)
@@ -57,7 +60,7 @@ class Trainer:
             names["optimizer"] = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
         self.config = config.override(**names)
         require_eval_data(self.config)
-        self.job = Job(model, data, eval_data, self.config, collate, optimizer_class)
+        self.job = Job(model, data, eval_data, self.config, collate, optimizer_class, tuple(groups))
         self.folder = self.job.folder
         self._callbacks = Callbacks(callbacks)
 
@@ -126,13 +129,14 @@ def train(
     optimizer_class: type[Any] | None = None,
     collate: Collate | None = None,
     eval_data: Any = None,
+    groups: Sequence[ParameterGroup] = (),
     **options: Any,
 ) -> Result:
     """Trains `model` on `data`; `options` are those of RunConfig. The same as `Trainer(…).fit()` in one call."""
     refuse_while_loading("phalanx.train")
     trainer = Trainer(
         model, data, RunConfig.create(**options),
-        callbacks=callbacks, optimizer_class=optimizer_class, collate=collate, eval_data=eval_data,
+        callbacks=callbacks, optimizer_class=optimizer_class, collate=collate, eval_data=eval_data, groups=groups,
     )  # fmt: skip
     return trainer.fit()
 
