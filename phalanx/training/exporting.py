@@ -17,15 +17,18 @@ from phalanx.state.huggingface import export
 from phalanx.training.session import Session
 
 
-def whole_parameters(session: Session, context: RankContext) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter on rank 0, one at a time; the other ranks must exhaust it too, and get nothing."""
+def whole_parameters(session: Session, context: RankContext, name: str = "whole") -> Iterator[tuple[str, Tensor]]:
+    """Every parameter on rank 0, one at a time; the other ranks must exhaust it too, and get nothing. name: another one
+    each time."""
     state = session.state
-    return gather_full(state.layout.all_parameters(), state.values(), context, torch.device(context.device))
+    return gather_full(state.layout.all_parameters(), state.values(), context, torch.device(context.device), name)
 
 
-def export_model(session: Session, context: RankContext, spec: ModelSpec, folder: Path, tokenizer: Any = None) -> Path:
+def export_model(
+    session: Session, context: RankContext, spec: ModelSpec, folder: Path, tokenizer: Any = None, name: str = "whole"
+) -> Path:
     """Rank 0 writes; the others hand it what they hold, one tensor at a time."""
-    tensors = whole_parameters(session, context)
+    tensors = whole_parameters(session, context, name)
     if context.rank > 0:
         for _ in tensors:
             raise AssertionError("only rank 0 gets tensors")

@@ -246,7 +246,7 @@ class OwnSession:
         """The whole model on the CPU of rank 0, as `load_state_dict` of the module takes it; empty on other ranks,
         which must call it too."""
         captured = self._session.compiled.captured
-        found = {name: tensor.cpu().clone() for name, tensor in whole_parameters(self._session, self._context)}
+        found = {name: tensor.cpu().clone() for name, tensor in self._whole()}
         if not self.is_main:
             return {}
         found |= {alias: found[name] for alias, name in captured.aliases.items()}
@@ -255,7 +255,9 @@ class OwnSession:
     @torch.no_grad()
     def export(self, folder: Path | str) -> Path:
         """The trained model as a HuggingFace folder; of a module of the user's own its weights."""
-        return export_model(self._session, self._context, self._opened.spec, Path(folder).expanduser())
+        return export_model(
+            self._session, self._context, self._opened.spec, Path(folder).expanduser(), name=self._next_name()
+        )
 
     # Where it runs.
 
@@ -353,12 +355,18 @@ class OwnSession:
             return False
         return any(id(tensor) in self._ids for group in optimizer.param_groups for tensor in group["params"])
 
-    def _meeting(self) -> Meeting:
-        """All ranks count alike, so that the keys of one save never meet another's."""
-        context = self._context
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        return whole_parameters(self._session, self._context, self._next_name())
+
+    def _next_name(self) -> str:
+        """All ranks count alike, so that what they do together never meets what they did before."""
         self._num_meetings += 1
+        return f"own/{self._context.generation}/{self._num_meetings}"
+
+    def _meeting(self) -> Meeting:
+        context = self._context
         rendezvous = StoreRendezvous(context.store, context.rank) if context.world > 1 else LocalRendezvous()
-        return Meeting(context.rank, context.world, rendezvous, key=f"own/{self._num_meetings}")
+        return Meeting(context.rank, context.world, rendezvous, key=self._next_name())
 
 
 def _keys(name: str) -> set[str]:
