@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from phalanx.plan.complete import needed_ranks
 from phalanx.plan.plan import Plan
 from phalanx.spellings import said_here
 from phalanx.tasks.base import Batch, Task
-from phalanx.tasks.custom import Custom, infer_inputs
+from phalanx.tasks.custom import Custom, infer_inputs, with_dims
 from phalanx.training.outputs import Scope
 from phalanx.training.own_batch import TARGET, BatchForm
 from phalanx.training.own_session import Opened, OwnSession
@@ -62,6 +62,7 @@ def open(
     outputs: Scope = "whole",
     optimizer: str | type[torch.optim.Optimizer] | None = None,
     groups: Sequence[ParameterGroup | str] = (),
+    dims: Mapping[str, Sequence[str | int]] | None = None,
     **options: Any,
 ) -> OwnSession:
     """`model` under `plan`, for a loop of your own.
@@ -71,7 +72,9 @@ def open(
     'outer' if you compute it from what `session(inputs)` returns, `outputs` being those of the whole batch on every
     rank or those of this rank's replica.
     optimizer: its name or class, for `session.step()`; None for one that you make of `session.parameters()`.
-    groups: parameters with a learning rate or decay of their own, or frozen. options: those of RunConfig in `OPTIONS`.
+    groups: parameters with a learning rate or decay of their own, or frozen. dims: of inputs whose length differs
+    between batches or is cut into slices, what each dim is, such as ("batch", "tokens"). options: those of RunConfig in
+    `OPTIONS`.
     """
     refuse_while_loading("phalanx.open")
     config, optimizer_class = _config(plan, optimizer, options)
@@ -88,7 +91,7 @@ def open(
     try:
         session = open_on(
             context, model, config, example, loss, outputs, has_optimizer=optimizer is not None, leave=leave,
-            optimizer_class=optimizer_class, groups=groups,
+            optimizer_class=optimizer_class, groups=groups, dims=dims,
         )  # fmt: skip
     except BaseException as error:
         leave(error)
@@ -108,6 +111,7 @@ def open_on(
     has_optimizer: bool = False,
     optimizer_class: type[Any] | None = None,
     groups: Sequence[ParameterGroup | str] = (),
+    dims: Mapping[str, Sequence[str | int]] | None = None,
     leave: Callable[[BaseException | None], None] | None = None,
 ) -> OwnSession:
     """On a rank that is there."""
@@ -117,7 +121,7 @@ def open_on(
     elif outputs != "whole":
         raise ConfigError(f"outputs = {outputs!r} does nothing without loss='outer'", "leave outputs out")
     spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
-    ended, task, form, batch, ends = _ended(spec, config, example, loss)
+    ended, task, form, batch, ends = _ended(spec, config, example, loss, dims or {})
     config = config.override(batch_size=num_samples(batch))
     require_fit(config, context.world)
     named = [group if isinstance(group, ParameterGroup) else ParameterGroup.read(group) for group in groups]
@@ -140,7 +144,11 @@ def open_on(
 
 
 def _ended(
-    spec: ModelSpec, config: RunConfig, example: Any, loss: Loss | Literal["outer"] | None
+    spec: ModelSpec,
+    config: RunConfig,
+    example: Any,
+    loss: Loss | Literal["outer"] | None,
+    dims: Mapping[str, Sequence[str | int]],
 ) -> tuple[ModelSpec, Task, BatchForm, Batch, Ends | None]:
     """The model that returns its loss, as what it is read, its batches by name, and where its outputs leave."""
     module = build(spec, device="meta", dropout=config.dropout)
@@ -149,7 +157,7 @@ def _ended(
         shifts = spec.task in ("text-to-text", "speech-to-text")
         form = BatchForm(arguments, config=spec.config if shifts else None)
         batch = form(example)
-        return spec, _task(spec, batch), form, batch, None
+        return spec, _task(spec, batch, dims), form, batch, None
     leaves, function = loss == OUTER, loss if callable(loss) else None
     if not leaves and function is None:
         raise ConfigError(f"loss = {loss!r} is not a function", "give a function of the output and labels, or 'outer'")
@@ -158,7 +166,7 @@ def _ended(
     read = {**batch, ROWS: torch.arange(num_samples(batch))} if leaves else batch
     ends = Ends(module, tuple(read), function)
     ended = replace(spec, task="custom", factory=lambda: ends(_made(spec, config)), folder=None)
-    return ended, Custom(infer_inputs(read)), form, read, ends if leaves else None
+    return ended, Custom(with_dims(infer_inputs(read), dims)), form, read, ends if leaves else None
 
 
 def _with_forwards_first(config: RunConfig) -> RunConfig:
@@ -177,14 +185,14 @@ def _made(spec: ModelSpec, config: RunConfig) -> nn.Module:
     return spec.factory() if spec.factory is not None else build(spec, dropout=config.dropout)
 
 
-def _task(spec: ModelSpec, batch: Batch) -> Task:
+def _task(spec: ModelSpec, batch: Batch, dims: Mapping[str, Sequence[str | int]]) -> Task:
     """The one that the model is for where the batch holds its inputs, which may then differ in length."""
-    if spec.task != "custom":
+    if spec.task != "custom" and not dims:
         known = tasks.get(spec.task)
         inputs = known.inputs(spec.config, padding="attention_mask" in batch, documents="document_ids" in batch)
         if {each.name for each in inputs} == set(batch):
             return known
-    return Custom(infer_inputs(batch))
+    return Custom(with_dims(infer_inputs(batch), dims))
 
 
 def _config(
