@@ -13,7 +13,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError, DataError
+from phalanx.errors import CaptureError, ConfigError, DataError
 from phalanx.model.ops.leave import ROWS, leave
 
 Inputs = Mapping[str, Tensor]
@@ -51,7 +51,7 @@ class Ends:
                 f"loss {type(loss).__name__} has parameters of its own, which would not be trained",
                 "make it a part of the model, which then returns the loss itself",
             )
-        wanted = second_arguments(loss) if loss is not None else ()
+        wanted = (second_arguments(loss) if loss is not None else None) or ()
         known = arguments_of(model.forward)
         self.takes = tuple(name for name in names if name not in wanted and (known is None or name in known))
         self._require(set(names) - set(self.takes), wanted, known)
@@ -96,7 +96,7 @@ def _require_rows(name: str, number: int, output: Any, rows: Tensor) -> None:
     fits = isinstance(output, Tensor) and output.is_floating_point() and output.dim() > 0
     if not fits or output.shape[0] != rows.shape[0]:
         what = f"of shape {list(output.shape)} and {output.dtype}" if isinstance(output, Tensor) else str(type(output))
-        raise ConfigError(
+        raise CaptureError(
             f"output {number} of {name} cannot leave: it is {what}",
             "every output must be a floating-point tensor whose first dim is the sample; or give a loss function, "
             "which is read together with the model (loss=…)",
@@ -112,10 +112,16 @@ def arguments_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
     return tuple(each.name for each in parameters if each.kind in _NAMED)
 
 
-def second_arguments(loss: Callable[..., Any]) -> tuple[str, ...]:
-    """What a loss function takes besides the model's output."""
+def second_arguments(loss: Callable[..., Any]) -> tuple[str, ...] | None:
+    """What a loss function takes besides the model's output; None for anything."""
     function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
-        return tuple(arguments_of(function) or ())[1:]
+        names = arguments_of(function)
     except (TypeError, ValueError):  # a builtin without a signature
-        return ()
+        return None
+    if names is not None and len(names) < 2:
+        raise ConfigError(
+            f"the loss function takes {', '.join(names) or 'no arguments by name'} and nothing besides",
+            "give a function of the model's output and of what a batch holds for the loss, such as labels",
+        )
+    return None if names is None else names[1:]

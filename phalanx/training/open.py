@@ -7,9 +7,11 @@ session then does is in `own_session.py`.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -20,7 +22,7 @@ from phalanx.config import RunConfig
 from phalanx.data.given import given_batches
 from phalanx.engine.inputs import num_samples
 from phalanx.engine.out_of_memory import explain_out_of_memory, model_needs
-from phalanx.errors import ConfigError, PhalanxError, PlanError, nearest
+from phalanx.errors import ConfigError, LinkError, PhalanxError, PlanError, nearest
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.join import Joined, join
 from phalanx.launch.main_script import refuse_while_loading
@@ -84,7 +86,7 @@ def open(
         if needed > 1:
             raise ConfigError(
                 f"plan {config.plan} needs {needed} ranks, and this process was started alone",
-                f"start the script with torchrun --nproc-per-node {needed} SCRIPT",
+                f"start the script with phalanx launch --ranks {needed} SCRIPT, or with torchrun",
             )
     context = joined or RankContext.alone(local_device(config.device, 0))
     leave = _enter(context, config.silence) if joined else _nobody
@@ -161,7 +163,7 @@ def _ended(
     leaves, function = loss == OUTER, loss if callable(loss) else None
     if not leaves and function is None:
         raise ConfigError(f"loss = {loss!r} is not a function", "give a function of the output and labels, or 'outer'")
-    form = BatchForm(arguments, None if function is None else next(iter(second_arguments(function)), TARGET))
+    form = BatchForm(arguments, None if function is None else next(iter(second_arguments(function) or ()), TARGET))
     batch = form(example)
     read = {**batch, ROWS: torch.arange(num_samples(batch))} if leaves else batch
     ends = Ends(module, tuple(read), function)
@@ -229,7 +231,16 @@ def _enter(context: RankContext, silence: float) -> Callable[[BaseException | No
 
 
 def _close_at_exit(session: OwnSession) -> None:
-    """A script that ends without closing its session has ended its part; after an error the others are told."""
+    """A script that ends without closing its session has ended its part; after an error the others are told. Of a link
+    that was lost nothing is shown: who was lost is said at the end."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        if not isinstance(error, LinkError) or os.environ.get("PHALANX_DEBUG", "0") not in ("", "0"):
+            before(kind, error, at)
+
+    if session.world > 1:
+        sys.excepthook = show
 
     def close() -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

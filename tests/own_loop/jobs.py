@@ -72,7 +72,7 @@ def contrastive(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     """One that compares the samples of a batch with each other, so that no parts of it have a loss of their own."""
     logits, hidden = outputs
     like = F.normalize(hidden, dim=-1) @ F.normalize(hidden, dim=-1).T
-    return F.cross_entropy(5 * like, torch.arange(len(like)).roll(1)) + F.cross_entropy(logits, target)
+    return F.cross_entropy(5 * like, torch.arange(like.shape[0]).roll(1)) + F.cross_entropy(logits, target)
 
 
 @dataclass(frozen=True)
@@ -175,3 +175,21 @@ def saved_and_loaded(context: RankContext, plan: str, other: str, folder: Path) 
     losses.append(session.forward_backward(numbers(2)))
     optimizer.step()
     return finished(session, losses)
+
+
+def adafactor(context: RankContext, plan: str, steps: int = 3) -> Trained:
+    """An optimizer that looks at matrices as a whole."""
+    session = opened(context, net(), plan, numbers(0), loss=both)
+    optimizer = torch.optim.Adafactor(session.parameters(), lr=LR)
+    losses: list[Any] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(session.forward_backward(numbers(step)))
+        optimizer.step()
+    return finished(session, losses)
+
+
+def two_forwards(context: RankContext, plan: str) -> None:
+    session = opened(context, net(), plan, numbers(0)[0], loss="outer")
+    session(numbers(0)[0])
+    session(numbers(1)[0])

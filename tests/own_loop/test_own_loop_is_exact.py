@@ -128,6 +128,20 @@ def test_parameter_groups_and_a_loss_function_with_the_sessions_own_optimizer(
     require_equal(run(pool, world, jobs.own_step, plan, kind), *plain_groups(kind))
 
 
+def test_an_optimizer_of_whole_matrices_is_exact_where_they_are_whole(pool: WorkerPool) -> None:
+    model = net()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=LR)
+    losses: list[float] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x, target = numbers(step)
+        loss = both(model(x), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    require_equal(run(pool, 2, jobs.adafactor, "pp=2,mb=2"), losses, model)
+
+
 def plain_outer(loss: Any, steps: int = 3, replicas: int = 1) -> tuple[list[float], nn.Module]:
     """replicas: whose losses, each of its own samples, are averaged."""
     model = net()
