@@ -61,6 +61,10 @@ class RunConfig(BaseModel):
     )
     dropout: float | None = _option("Model", None, "override every dropout probability of the model", ge=0, lt=1)
     freeze: tuple[str, ...] = _option("Model", (), "glob pattern of parameter names that are not trained (repeatable)")
+    lora: str | None = _option(
+        "Model", None, "train adapters instead of the model: r=16, also alpha=32, dropout=0.05, targets=q_proj+v_proj"
+    )
+    merge_lora: bool = _option("Model", False, "export the model with its adapters merged in, not the adapters alone")
 
     data: tuple[str, ...] = _option("Data", ("stdlib",), "file, folder, 'stdlib' or 'synthetic' (repeatable)")
     eval_data: tuple[str, ...] = _option("Data", (), "data to evaluate on (repeatable)")
@@ -271,6 +275,8 @@ def _check_together(config: RunConfig) -> None:
     if config.lr_steps is not None and config.warmup_steps > config.lr_steps:
         longer = f"option warmup_steps = {config.warmup_steps} is more than lr_steps = {config.lr_steps}"
         raise ConfigError(longer, f"choose warmup_steps between 0 and {config.lr_steps}")
+    if config.merge_lora and config.lora is None:
+        raise ConfigError("option merge_lora = True does nothing without lora", "leave it out, or set lora")
     if not config.data:
         raise ConfigError("option data is empty", "name a file or folder, or use 'stdlib' or 'synthetic'")
     if not all(0 <= beta < 1 for beta in config.betas):

@@ -23,9 +23,9 @@ from phalanx.state.rendezvous import Meeting
 # Changing one of these would change what comes next. The plan, the device and all that is shown or saved may change,
 # and so may the number of steps; model and data are recognised by what they are, not by what they are called.
 TRAJECTORY = (
-    "task", "tiny", "model_options", "dropout", "freeze", "documents", "shuffle", "seq_len", "batch_size", "dtype",
-    "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay", "groups",
-    "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps",
+    "task", "tiny", "model_options", "dropout", "freeze", "lora", "documents", "shuffle", "seq_len", "batch_size",
+    "dtype", "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay",
+    "groups", "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps",
 )  # fmt: skip
 
 

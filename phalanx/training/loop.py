@@ -312,7 +312,8 @@ class Loop:
         run, folder = self.run, self.folder / "export"
         exported = None
         if self.config.export:
-            exported = export_model(self.session, self.context, run.spec, folder, run.tokenizer)
+            merges = self.config.merge_lora
+            exported = export_model(self.session, self.context, run.spec, folder, run.tokenizer, merges=merges)
         reporter.finish(self.folder, exported)
         self.session.close()
         snapshot, saved = self.snapshot, saver.wait() or self._resumed

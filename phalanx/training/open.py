@@ -29,7 +29,7 @@ from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.status_board import BoardWatch
 from phalanx.model.attach import Ends, arguments_of, second_arguments
 from phalanx.model.ops.leave import ROWS
-from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
+from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.params.flat import Piece
 from phalanx.params.groups import ParameterGroup
 from phalanx.plan import fields
@@ -41,13 +41,13 @@ from phalanx.tasks.custom import Custom, infer_inputs, with_dims
 from phalanx.training.outputs import Scope
 from phalanx.training.own_batch import TARGET, BatchForm
 from phalanx.training.own_session import Opened, OwnSession
-from phalanx.training.prepare import load_buffers, open_weights, read_model, require_fit
+from phalanx.training.prepare import find_model, load_buffers, open_weights, read_model, require_fit
 from phalanx.training.session import Session
 
 # The others are about data, the length of a run, its folder and what it shows, which are the loop's own business.
 OPTIONS = (
-    "task", "tiny", "model_options", "init", "dropout", "freeze", "dtype", "master_weights", "compile", "device",
-    "timeout", "silence", "seed", "lr", "betas", "eps", "weight_decay", "optimizer_options",
+    "task", "tiny", "model_options", "init", "dropout", "freeze", "lora", "merge_lora", "dtype", "master_weights",
+    "compile", "device", "timeout", "silence", "seed", "lr", "betas", "eps", "weight_decay", "optimizer_options",
 )  # fmt: skip
 
 OUTER, _FORWARDS = "outer", "schedule=gpipe"
@@ -122,7 +122,7 @@ def open_on(
         config = _with_forwards_first(config)
     elif outputs != "whole":
         raise ConfigError(f"outputs = {outputs!r} does nothing without loss='outer'", "leave outputs out")
-    spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
+    spec = find_model(model, config)
     ended, task, form, batch, ends = _ended(spec, config, example, loss, dims or {})
     config = config.override(batch_size=num_samples(batch))
     require_fit(config, context.world)
@@ -141,7 +141,7 @@ def open_on(
             buffers=load_buffers(read.captured, weights, device), optimizer_class=optimizer_class, groups=read.groups,
             watches=[BoardWatch(context.slot)] if context.world > 1 else [],
         )  # fmt: skip
-    opened = Opened(spec, task, form, context, has_optimizer, leave or _nobody, ends, outputs)
+    opened = Opened(spec, task, form, context, has_optimizer, leave or _nobody, ends, outputs, merges=config.merge_lora)
     return OwnSession(session, opened)
 
 
@@ -184,7 +184,7 @@ def _with_forwards_first(config: RunConfig) -> RunConfig:
 
 def _made(spec: ModelSpec, config: RunConfig) -> nn.Module:
     """The module that the user built, or one of a named model."""
-    return spec.factory() if spec.factory is not None else build(spec, dropout=config.dropout)
+    return spec.factory() if spec.factory is not None else build(replace(spec, lora=None), dropout=config.dropout)
 
 
 def _task(spec: ModelSpec, batch: Batch, dims: Mapping[str, Sequence[str | int]]) -> Task:

@@ -54,6 +54,7 @@ class Opened:
     leave: Callable[[BaseException | None], None]
     ends: Ends | None = None  # where outputs leave
     scope: Scope = "whole"
+    merges: bool = False  # whether an export has adapters merged in
 
 
 class OwnSession:
@@ -256,7 +257,12 @@ class OwnSession:
     def export(self, folder: Path | str) -> Path:
         """The trained model as a HuggingFace folder; of a module of the user's own its weights."""
         return export_model(
-            self._session, self._context, self._opened.spec, Path(folder).expanduser(), name=self._next_name()
+            self._session,
+            self._context,
+            self._opened.spec,
+            Path(folder).expanduser(),
+            name=self._next_name(),
+            merges=self._opened.merges,
         )
 
     # Where it runs.

@@ -27,6 +27,7 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.launch.context import RankContext
 from phalanx.model.capture import capture, capture_for_check
 from phalanx.model.captured import Captured
+from phalanx.model.lora import AdaptedWeights, Lora, is_adapter
 from phalanx.model.selfcheck import num_samples, prove
 from phalanx.model.separable import NUM_CANDIDATES, require_separable
 from phalanx.model.weights.init_recipe import record
@@ -89,7 +90,7 @@ def prepare(
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan."""
     device, dtype = torch.device(context.device), getattr(torch, config.dtype)
     require_fit(config, context.world)
-    spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
+    spec = find_model(model, config)
     task = _task(spec, data, collate)
     spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
     tokens = sample_length(config.seq_len, task, spec.config)
@@ -117,6 +118,11 @@ def prepare(
     )  # fmt: skip
 
 
+def find_model(model: Model, config: RunConfig) -> ModelSpec:
+    spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
+    return spec if config.lora is None else replace(spec, lora=Lora.read(config.lora))
+
+
 @dataclass(frozen=True)
 class ReadModel:
     """A model as a graph, what of it is trained, and the plan. `reasons` as in `Prepared`."""
@@ -139,7 +145,8 @@ def read_model(
     checked = _proof(spec, task, captured, batches, config.batch_size, dtype) if context.rank == 0 else ""
     wanted = [*groups, *map(ParameterGroup.read, config.groups)]
     found = group_parameters(wanted, captured.shapes, captured.aliases, dtype)
-    trainable = choose_trainable(captured.trainable, captured.shapes, captured.aliases, config.freeze, found.frozen)
+    frozen = {*found.frozen, *(name for name in captured.shapes if spec.lora is not None and not is_adapter(name))}
+    trainable = choose_trainable(captured.trainable, captured.shapes, captured.aliases, config.freeze, frozen)
     if not set(trainable) & set(captured.blocks.parameters()):
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
@@ -213,6 +220,10 @@ def eval_length(config: RunConfig, batches: Batches) -> int:
 
 def open_weights(model: Model, spec: ModelSpec, seed: int, init: str = "auto") -> tuple[Weights, str]:
     """Where the initial values come from, and that in words."""
+    if spec.lora is not None:
+        shapes = {name: tuple(p.shape) for name, p in build(spec, device="meta").named_parameters()}
+        base, said = open_weights(model, replace(spec, lora=None), seed, init)
+        return AdaptedWeights(base, shapes, seed), f"{said}; adapters from seed {seed}"
     if isinstance(model, nn.Module):
         return ModuleWeights(model), "the module's own values"
     seeded = SeededWeights(record(lambda: build(spec)), seed)

@@ -112,7 +112,7 @@ class Trainer:
     def _fill(self, saved: Path) -> None:
         """The user's own module gets the trained values."""
         if isinstance(self.job.model, nn.Module):
-            fill(self.job.model, saved)
+            fill(self.job.model, saved, self.config.lora)
 
 
 def fit_on_rank(context: RankContext, payload: JobPayload) -> Summary:

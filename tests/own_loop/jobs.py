@@ -193,3 +193,20 @@ def two_forwards(context: RankContext, plan: str) -> None:
     session = opened(context, net(), plan, numbers(0)[0], loss="outer")
     session(numbers(0)[0])
     session(numbers(1)[0])
+
+
+def lora(context: RankContext, plan: str, kind: str, folder: Path | None = None, steps: int = 3) -> list[Trained]:
+    """Adapters alone, from large gradients; how it began and how it ended."""
+    model = llama() if kind == "llama" else net()
+    example, loss = (words(0), None) if kind == "llama" else (numbers(0), both)
+    session = opened(context, model, plan, example, loss=loss, lora="r=2,alpha=8")
+    begun = Trained([], session.state_dict())
+    optimizer = torch.optim.SGD(session.parameters(), lr=1.0)
+    losses: list[Any] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(session.forward_backward(words(step) if kind == "llama" else numbers(step)))
+        optimizer.step()
+    if folder is not None:
+        session.export(folder)
+    return [begun, finished(session, losses)]
