@@ -12,17 +12,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.config import RunConfig
     from phalanx.errors import PhalanxError
+    from phalanx.params.groups import ParameterGroup
     from phalanx.plan.plan import Plan
+    from phalanx.training.open import open
     from phalanx.training.trainer import Trainer, train
     from phalanx.verification.verify import verify
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "PhalanxError", "RunConfig", "Trainer", "__version__", "train", "verify"]
+__all__ = [
+    "ParameterGroup", "Plan", "PhalanxError", "RunConfig", "Trainer", "__version__", "open", "train", "verify",
+]  # fmt: skip
 
 _HOMES = {
     "train": "phalanx.training.trainer",
     "Trainer": "phalanx.training.trainer",
+    "open": "phalanx.training.open",
+    "ParameterGroup": "phalanx.params.groups",
     "RunConfig": "phalanx.config",
     "Plan": "phalanx.plan.plan",
     "verify": "phalanx.verification.verify",

@@ -61,6 +61,10 @@ class RunConfig(BaseModel):
     )
     dropout: float | None = _option("Model", None, "override every dropout probability of the model", ge=0, lt=1)
     freeze: tuple[str, ...] = _option("Model", (), "glob pattern of parameter names that are not trained (repeatable)")
+    lora: str | None = _option(
+        "Model", None, "train adapters instead of the model: r=16, also alpha=32, dropout=0.05, targets=q_proj+v_proj"
+    )
+    merge_lora: bool = _option("Model", False, "export the model with its adapters merged in, not the adapters alone")
 
     data: tuple[str, ...] = _option("Data", ("stdlib",), "file, folder, 'stdlib' or 'synthetic' (repeatable)")
     eval_data: tuple[str, ...] = _option("Data", (), "data to evaluate on (repeatable)")
@@ -107,6 +111,9 @@ class RunConfig(BaseModel):
     betas: tuple[float, float] = _option("Optimizer", (0.9, 0.95), "decay rates of AdamW's moments (adamw only)")
     eps: float = _option("Optimizer", 1e-8, "term that keeps AdamW's denominator above zero (adamw only)", gt=0)
     weight_decay: float = _option("Optimizer", 0.1, "decay of matrices; vectors are never decayed", ge=0)
+    groups: tuple[str, ...] = _option(
+        "Optimizer", (), "parameters updated in another way: PATTERN:lr=0.1,decay=0 or PATTERN:freeze (repeatable)"
+    )
     lr_schedule: Literal["cosine", "linear", "constant"] = _option(
         "Optimizer", "cosine", "shape of the learning rate after warm-up"
     )
@@ -196,7 +203,7 @@ class RunConfig(BaseModel):
             return None
         return str(value) if isinstance(value, Path) else value
 
-    @field_validator("data", "eval_data", "freeze", mode="before")
+    @field_validator("data", "eval_data", "freeze", "groups", mode="before")
     @classmethod
     def _one_is_enough(cls, value: Any) -> Any:
         if isinstance(value, str | Path):
@@ -289,6 +296,8 @@ def _check_together(config: RunConfig) -> None:
     if config.lr_steps is not None and config.warmup_steps > config.lr_steps:
         longer = f"option warmup_steps = {config.warmup_steps} is more than lr_steps = {config.lr_steps}"
         raise ConfigError(longer, f"choose warmup_steps between 0 and {config.lr_steps}")
+    if config.merge_lora and config.lora is None:
+        raise ConfigError("option merge_lora = True does nothing without lora", "leave it out, or set lora")
     if not config.data:
         raise ConfigError("option data is empty", "name a file or folder, or use 'stdlib' or 'synthetic'")
     if not all(0 <= beta < 1 for beta in config.betas):

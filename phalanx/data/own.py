@@ -57,11 +57,9 @@ class OwnSamples(Samples):
         columns = self._collate([self._dataset[index] for index in indices])
         if not isinstance(columns, Mapping):
             raise DataError(f"collate returned a {type(columns).__name__}", "return a dict of tensors by input name")
-        batch = as_batch(columns)
-        expected = {wanted.name for wanted in self._request.task.inputs(self._request.config)}
-        if "decoder_input_ids" in expected - set(batch) and "labels" in batch:
-            batch["decoder_input_ids"] = shift_right(batch["labels"], self._request.config)
-        return batch
+        batch, config = as_batch(columns), self._request.config
+        expected = {wanted.name for wanted in self._request.task.inputs(config)}
+        return with_decoder_inputs(batch, config) if "decoder_input_ids" in expected else batch
 
     def _check(self, batch: Batch) -> None:
         task, name = self._request.task, type(self._dataset).__name__
@@ -81,6 +79,13 @@ class OwnSamples(Samples):
                     f"task {task.name} takes {wanted[key].dtype} of shape [{', '.join(map(str, wanted[key].dims))}]",
                     "convert it in the dataset or in collate",
                 )
+
+
+def with_decoder_inputs(batch: Batch, config: Any) -> Batch:
+    """What a decoder is given follows from the labels, where they are all there is."""
+    if "labels" not in batch or "decoder_input_ids" in batch:
+        return batch
+    return {**batch, "decoder_input_ids": shift_right(batch["labels"], config)}
 
 
 def _stack(samples: list[Any]) -> Mapping[str, Any]:

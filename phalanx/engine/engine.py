@@ -65,8 +65,9 @@ class Engine:
         self.parts = replace(self.parts, stand_in=functions)
         self._linked.clear()
 
-    def run(self, program: Program, step: StepRun, until: Op | None = None) -> None:
-        """Runs the instructions in order, to the end or to the first of a kind; a later call goes on from there."""
+    def run(self, program: Program, step: StepRun, until: Op | int | None = None) -> None:
+        """Runs the instructions in order, to the end, to a place or to the first of a kind; a later call goes on from
+        there."""
         if step.linked is None:
             step.linked = self.linked(program, step.inputs)
             step.values = step.linked.fresh(self._extras)
@@ -74,9 +75,24 @@ class Engine:
                 warm_up(step.linked, self.parts.compute, self._warm)
             step.linked.calls.clear()  # they hold this step's micro-batches
         rows = step.linked.rows
-        end = len(rows) if until is None else next(i for i, row in enumerate(rows) if row.instruction.op is until)
+        end = len(rows) if until is None else until
+        if isinstance(end, Op):
+            end = next(i for i, row in enumerate(rows) if row.instruction.op is end)
         with torch.no_grad():
             self._run(step, end)
+
+    def enter(self, step: StepRun, linked: Linked, position: int) -> None:
+        """Begins a run in the middle of a program whose first part was run before, perhaps several times."""
+        step.linked, step.values, step.position = linked, linked.fresh(self._extras), position
+
+    def abandon(self, step: StepRun) -> None:
+        """What is left of a run is not run; what it would have freed is."""
+        for _, _, _, frees, releases in step.linked.rows[step.position :]:
+            for place, release in releases:
+                release(step.values[place])
+            for place in frees:
+                step.values[place] = None
+        step.position = len(step.linked.rows)
 
     def _run(self, step: StepRun, end: int) -> None:
         values, watches = step.values, self.watches

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from phalanx.data.batches import Batches
 from phalanx.engine.engine import Engine
-from phalanx.engine.inputs import Feeder, Inputs
+from phalanx.engine.inputs import Feeder, Inputs, num_samples, split
 from phalanx.engine.layout import ProcessGroups, RankLayout
 from phalanx.engine.reductions import StepRun, total_items, total_loss
 from phalanx.program.compile import compile_forward
 from phalanx.program.instructions import Program
+from phalanx.tasks.base import Batch
 
 
 class Evaluator:
@@ -49,6 +50,13 @@ class Evaluator:
         self._connections.world.all_reduce(sums).wait("the evaluation's loss")
         loss, items = sums.tolist()
         return loss / items if items else float("nan")
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, first: int) -> None:
+        """This rank's part of the samples, for what the model does besides computing a loss."""
+        parts = self._feeder(batch, first, split(num_samples(batch), self._formation.plan.mb))
+        self._forward(parts, ())
+        self.engine.settle()
 
     def _part(self, number: int, batches: Batches, start: int, samples: int) -> Inputs:
         count, plan = min(self._size, samples - start), self._formation.plan

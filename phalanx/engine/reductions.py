@@ -27,13 +27,14 @@ class StepRun:
     """One run of a program: its micro-batches, the values while it runs, and what it found."""
 
     inputs: dict[Place, Inputs]  # those that no instruction has taken yet
-    lr: float
+    lr: float | None  # None: as it stands in the optimizer
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of this rank's pieces, once NORM has run
     items: Tensor | None = None  # of the global batch
     norm: Tensor | None = None
     loss: Tensor | None = None  # per item
     losses: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch, summed over its parts that ran here
     updated: Tensor | None = None
+    unscaled: bool = False  # whether the gradients are free of the scale of the loss by now
     stop: Callable[[], bool] = lambda: False  # whether this rank is asked to stop; all do if one is
     counts: tuple[float, ...] = ()  # about this rank's part of the batch
     counted: tuple[Tensor, ...] = ()  # how many ranks are asked to stop; and counts over all parts
@@ -64,8 +65,7 @@ class GlobalReductions:
 
     def norm(self, step: StepRun, items: Tensor, losses: Sequence[Tensor], gradients: dict[str, Tensor]) -> Tensor:
         step.items, step.gradients = items, gradients
-        owned = {name: gradient for name, gradient in gradients.items() if name in self._owned}
-        square = self._optimizer.squared_norm(owned, items)
+        square = self._squared_norm(gradients, items)
         loss = total_loss(losses if self._is_tp_leader else (), items)
         counts = [float(step.stop()), *(count if self._counts else 0.0 for count in step.counts)]
         # Filled there, not copied there: a copy from ordinary memory would wait for the whole backward.
@@ -76,9 +76,20 @@ class GlobalReductions:
             step.norm = step.norm / self._loss_scale.value
         return step.norm
 
+    def _squared_norm(self, gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """As far as this rank answers for them."""
+        owned = {name: gradient for name, gradient in gradients.items() if name in self._owned}
+        return self._optimizer.squared_norm(owned, like)
+
+    def norm_of(self, gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """The norm of the gradients of all ranks, as one vector."""
+        square = self._squared_norm(gradients, like)
+        self._world.all_reduce(square).wait("the gradients' norm")
+        return square.sqrt()
+
     def step(self, step: StepRun) -> None:
         assert step.norm is not None and step.loss is not None, "NORM comes before STEP"
-        scale = None if self._loss_scale is None else self._loss_scale.value
+        scale = None if self._loss_scale is None or step.unscaled else self._loss_scale.value
         finite = step.norm.isfinite() & step.loss.isfinite()
         self._optimizer.step(step.gradients, step.lr, step.norm, finite, scale)
         if self._loss_scale is not None:

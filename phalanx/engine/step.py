@@ -6,7 +6,7 @@ Nothing here reads a result from the device; `Outcome.read` does, whenever the c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from phalanx.engine.reductions import Place, StepRun
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Program
+from phalanx.program.parts import end_of_gradients
 from phalanx.tasks.base import Batch
 
 
@@ -78,7 +79,22 @@ class Step:
         self.engine.run(self.program, step)
         return Outcome.of(step)
 
-    def begin(self, batch: Batch, first: int, lr: float) -> StepRun:
+    def backward(self, batch: Batch, first: int) -> StepRun:
+        """The part of the program that makes gradients; they are there until the run is abandoned."""
+        run = self.begin(batch, first, lr=None)
+        self.engine.run(self.program, run, until=end_of_gradients(self.program))
+        return run
+
+    def update(self, before: StepRun, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
+        """The part that updates, by these gradients; whether it did. before: a run of the other part, abandoned or
+        not. norm: a number that is finite if all gradients are."""
+        run = StepRun({}, lr=None, gradients=dict(gradients), norm=norm, loss=before.loss, unscaled=True)
+        self.engine.enter(run, before.linked, end_of_gradients(self.program))
+        self.engine.run(self.program, run)
+        assert run.updated is not None
+        return run.updated
+
+    def begin(self, batch: Batch, first: int, lr: float | None) -> StepRun:
         return StepRun(micro_batches(self.feeder, self._plan, batch, first), lr)
 
 

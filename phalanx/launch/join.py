@@ -18,10 +18,11 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from phalanx.errors import ConfigError, PhalanxError, RankError
@@ -84,19 +85,37 @@ def run_joined(
     A rank that shows no sign of life for `silence` seconds of a step counts as lost.
     """
     context = dataclasses.replace(context, on_event=on_event)
-    with _at_once_after_an_error(), Monitor(context, silence) as monitor:
+    with Joined(context, silence):
+        return target(context, *arguments)
+
+
+class Joined:
+    """This rank among others that do the same, for as long as it is entered."""
+
+    def __init__(self, context: RankContext, silence: float = SILENCE) -> None:
+        self._context, self._monitor = context, Monitor(context, silence)
+
+    def __enter__(self) -> Joined:
+        self._monitor.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            result = target(context, *arguments)
-        except Exception as error:
-            notice = monitor.tell(error)
-            raise _closing(context, notice, error) from error
-        except BaseException:
-            monitor.finish()  # Ctrl-C or SIGTERM: the launcher sends it to all
+            self._part(error)
+        except BaseException as closing:
+            _end_at_once(closing)
             raise
-        monitor.finish()
-        if context.rank == 0 and not monitor.wait_for_all():
-            raise _as_error(monitor.heard())
-        return result
+        finally:
+            self._monitor.__exit__(kind, error, at)
+
+    def _part(self, error: BaseException | None) -> None:
+        if isinstance(error, Exception):
+            raise _closing(self._context, self._monitor.tell(error), error) from error
+        self._monitor.finish()
+        if error is not None:
+            raise error  # Ctrl-C or SIGTERM: the launcher sends it to all
+        if self._context.rank == 0 and not self._monitor.wait_for_all():
+            raise _as_error(self._monitor.heard())
 
 
 def leave(code: int) -> None:
@@ -115,17 +134,12 @@ def leave(code: int) -> None:
 _job_failed = False
 
 
-@contextlib.contextmanager
-def _at_once_after_an_error() -> Iterator[None]:
-    """After an error within it, the process does not take itself apart when it ends."""
+def _end_at_once(error: BaseException) -> None:
+    """The process does not take itself apart when it ends."""
     global _job_failed
-    try:
-        yield
-    except BaseException as error:
-        _job_failed = True
-        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", None)
-        atexit.register(leave, code if isinstance(code, int) else 1)
-        raise
+    _job_failed = True
+    code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", None)
+    atexit.register(leave, code if isinstance(code, int) else 1)
 
 
 def _closing(context: RankContext, notice: Notice, error: Exception) -> BaseException:

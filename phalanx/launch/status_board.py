@@ -18,7 +18,7 @@ from pathlib import Path
 # keep every Python thread of the rank waiting.
 SILENCE = 15.0
 LONG_SILENCE = 60.0
-PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "finished")
+PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "loop", "finished")
 _QUICK_PHASES = ("step", "evaluate")
 _LONGEST_LOOK = 2.0
 

@@ -139,6 +139,7 @@ def _cache_path(spec: ModelSpec, inputs: tuple[Input, ...], dtype: torch.dtype, 
         repr(inputs),
         str(dtype),
         dropout,
+        repr(spec.lora),
         our_code(),
     ]
     return cache_folder() / "captures" / f"{graphs.fingerprint(json.dumps(identity))}.json"

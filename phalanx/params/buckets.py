@@ -126,6 +126,13 @@ class Bucket:
         self._lent.clear()
         return [place.name for flat in self.buffers if flat.full is None for place in flat.layout.places]
 
+    def fill(self, read: Read) -> None:
+        """Other values for all that is kept here, but for tables of integers."""
+        for flat in self.buffers:
+            masters = flat.fill(read, flat is self.trained and self.masters is not None)
+            if masters is not None and self.masters is not None:
+                self.masters.copy_(masters)
+
     def weights(self) -> Iterator[tuple[Piece, Tensor, Tensor]]:
         """Each piece that this rank updates: the tensor to update, and the values the model computes with."""
         if self.trained is None:

@@ -36,11 +36,13 @@ class _ToRoot:
 
 
 def gather_full(
-    layout: Layout, pieces: Iterable[tuple[StateShard, Tensor]], context: RankContext, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
+    layout: Layout, pieces: Iterable[tuple[StateShard, Tensor]], context: RankContext, device: torch.device,
+    name: str = "whole",
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Every tensor by its name on rank 0; the other ranks must exhaust it too, and get nothing.
 
-    layout: what all ranks hold, which each of them works out for itself; pieces: what this one does.
+    layout: what all ranks hold, which each of them works out for itself; pieces: what this one does. name: of the links
+    between them, another one each time.
     """
     held = list(pieces)
     assert [shard for shard, _ in held] == list(layout[context.rank]), (
@@ -50,6 +52,6 @@ def gather_full(
         yield from ((shard.name, data.view(shard.shape)) for shard, data in held)
         return
     local = {shard.name: data for shard, data in held}
-    with Links(context, timeout=_TIMEOUT, name="whole") as links:
+    with Links(context, timeout=_TIMEOUT, name=name) as links:
         to_root = _ToRoot(links, context.rank, context.world)
         yield from gather_tensors(layout, local, rank=context.rank, transport=to_root, device=device)

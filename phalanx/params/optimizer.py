@@ -17,18 +17,17 @@ from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.errors import CheckpointError, ConfigError, nearest
+from phalanx.params.element_wise import KNOWN, is_element_wise
 from phalanx.params.flat import Piece
+from phalanx.params.groups import Groups
 from phalanx.params.parameters import Weight
 from phalanx.params.state_facts import Slot
 from phalanx.params.streams import Streams
 from phalanx.state.local import Local
 
-_ELEMENT_WISE = (
-    torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
-    torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
-)  # fmt: skip
 _NAMED: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 _GROUP = "group."
+_LR_SCALE = "lr_scale"  # of a group: what the run's learning rate is multiplied by
 _PLAIN = bool | int | float | str | None
 _NUM_STREAMS = 2  # more of them gain nothing
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping equals it
@@ -53,20 +52,26 @@ class Optimizer:
         self._streams = Streams(device, _NUM_STREAMS if divisible and device.type == "cuda" else 1)
 
     def step(
-        self, gradients: Mapping[str, Tensor], lr: float, norm: Tensor, finite: Tensor, loss_scale: Tensor | None = None
-    ) -> None:
+        self, gradients: Mapping[str, Tensor], lr: float | None, norm: Tensor, finite: Tensor,
+        loss_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """One update. A weight without a gradient is left alone; if not all is finite, nothing changes.
 
-        norm: of the gradients of all ranks, before clipping. loss_scale: what gradients are still multiplied by.
+        lr: None where each group has its own. norm: of the gradients of all ranks, before clipping. loss_scale: what
+        gradients are still multiplied by.
         """
-        for group in self.inner.param_groups:
-            group["lr"] = lr
+        for group in self.inner.param_groups if lr is not None else ():
+            group["lr"] = lr * group.get(_LR_SCALE, 1.0)
         factor = self._divisor(norm, loss_scale)
         if self._skips_on_device:
             self._update_on_device(gradients, factor, finite)
         elif bool(finite):
             _divide(gradients, factor)
             self._update(gradients)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Rounds what was updated into the copies that the model computes with."""
         if self._copied:
             torch._foreach_copy_(self._copies, self._copied)
 
@@ -167,9 +172,11 @@ def _home(slot: str, weight: Tensor, group: Mapping[str, Any]) -> torch.device:
 
 
 def make_optimizer(
-    weights: Mapping[str, Weight], config: RunConfig, optimizer_class: type[Any] | None = None
-) -> torch.optim.Optimizer:
+    weights: Mapping[str, Weight], config: RunConfig, optimizer_class: type[Any] | None = None,
+    groups: Groups | None = None,
+) -> torch.optim.Optimizer:  # fmt: skip
     """The optimizer of the run, for these pieces. `optimizer_class` stands before the one that `config` names."""
+    groups = groups or Groups()
     chosen = _chosen(config, optimizer_class)
     if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer {chosen!r} is not a torch optimizer", "give a subclass of torch.optim.Optimizer")
@@ -178,16 +185,22 @@ def make_optimizer(
             f"optimizer {chosen.__name__} evaluates the loss several times per step, which a program cannot do",
             "choose an optimizer whose step needs no closure",
         )
-    _require_element_wise(chosen, weights)
     options = _arguments(chosen, config)
+    require_element_wise(chosen, weights, options)
     decayed = _takes(chosen, "weight_decay")
+    for group in groups.settings if not decayed else ():
+        if group.decay is not None:
+            raise ConfigError(
+                f"{group.shown}: decay = {group.decay:g} does nothing: {chosen.__name__} does not decay weights",
+                "leave decay out, or choose another optimizer",
+            )
     if not decayed and config.weight_decay != RunConfig.model_fields["weight_decay"].default:
         raise ConfigError(
             f"option weight_decay = {config.weight_decay} does nothing: {chosen.__name__} does not decay weights",
             "leave weight_decay out, or choose another optimizer",
         )
     try:
-        return chosen(_groups(weights, config.weight_decay if decayed else None), **options)
+        return chosen(_groups(weights, config, decayed, groups), **options)
     except (TypeError, ValueError, RuntimeError) as error:
         own = ("params", "weight_decay", *_own_options(chosen, config))
         allowed = [name for name in inspect.signature(chosen).parameters if name not in own]
@@ -202,7 +215,7 @@ def optimizer_slots(
 ) -> tuple[Slot, ...] | None:
     """What the optimizer of the run keeps for each parameter of this dtype, found by updating a small one; None for one
     that is not known to keep as much for each of its elements."""
-    if _chosen(config, optimizer_class) not in _ELEMENT_WISE:
+    if _chosen(config, optimizer_class) not in KNOWN:
         return None
     value = torch.ones(2, 2, dtype=dtype, device=device)
     weights = {"probe": Weight(Piece.whole("probe", Local((2, 2))), value, value, trained=True)}
@@ -224,23 +237,41 @@ def _chosen(config: RunConfig, optimizer_class: type[Any] | None) -> Any:
     return optimizer_class or _NAMED.get(config.optimizer) or _import(config.optimizer)
 
 
-def _groups(weights: Mapping[str, Weight], weight_decay: float | None) -> list[dict[str, Any]]:
+def _groups(weights: Mapping[str, Weight], config: RunConfig, decayed: bool, groups: Groups) -> list[dict[str, Any]]:
     """The same groups on every rank, even where one of them has nothing in it."""
-    if weight_decay is None:
-        return [{"params": [weight.exact for weight in weights.values()]}]
-    return [
-        {"params": [w.exact for w in weights.values() if decays(w.piece.shape)], "weight_decay": weight_decay},
-        {"params": [w.exact for w in weights.values() if not decays(w.piece.shape)], "weight_decay": 0.0},
-    ]
+    found: list[dict[str, Any]] = []
+    for number, group in ((None, None), *enumerate(groups.settings)):
+        if group is not None and group.freeze:
+            continue
+        mine = [weight for name, weight in weights.items() if groups.number.get(name) == number]
+        own = {} if group is None or group.lr == 1.0 else {_LR_SCALE: group.lr, "lr": config.lr * group.lr}
+        if not decayed:
+            found.append({"params": [w.exact for w in mine], **own})
+        elif group is not None and group.decay is not None:
+            found.append({"params": [w.exact for w in mine], "weight_decay": group.decay, **own})
+        else:
+            found += [
+                {
+                    "params": [w.exact for w in mine if decays(w.piece.shape)],
+                    "weight_decay": config.weight_decay,
+                    **own,
+                },
+                {"params": [w.exact for w in mine if not decays(w.piece.shape)], "weight_decay": 0.0, **own},
+            ]
+    return found
 
 
-def _require_element_wise(chosen: type[Any], weights: Mapping[str, Weight]) -> None:
-    """A rank that holds part of a tensor can only update it if no element's update depends on the others."""
-    if chosen in _ELEMENT_WISE or all(w.piece.is_whole and w.piece.local.is_whole for w in weights.values()):
+def require_element_wise(kind: type[Any], weights: Mapping[str, Weight], arguments: Mapping[str, Any]) -> None:
+    """A rank that holds part of a tensor can only update it if no element's update depends on the others. arguments:
+    what the optimizer is made with."""
+    if all(w.piece.is_whole and w.piece.local.is_whole for w in weights.values()):
         return
-    known = ", ".join(sorted(kind.__name__ for kind in _ELEMENT_WISE))
+    device = next(iter(weights.values())).exact.device
+    if is_element_wise(kind, lambda tensors: kind(tensors, **arguments), device):
+        return
+    known = ", ".join(sorted(kind.__name__ for kind in KNOWN))
     raise ConfigError(
-        f"optimizer {chosen.__name__} is not known to update each element by itself, but the plan splits tensors",
+        f"optimizer {kind.__name__} does not update each element by itself, but the plan splits tensors",
         f"use zero=0 and tp=1, or one of torch's {known}",
     )
 

@@ -89,6 +89,17 @@ class Parameters:
     def share(self, index: int, zero: Group) -> None:
         self._buckets[index].share(zero)
 
+    def share_all(self, zero: Group) -> None:
+        """Where ranks keep whole parameters and update a shard of each: after an update outside of a program."""
+        for index in self._buckets:
+            self.share(index, zero)
+
+    def fill(self, read: Read) -> None:
+        """Other values for everything that is kept, one parameter at a time."""
+        self.settle()
+        for bucket in self._buckets.values():
+            bucket.fill(read)
+
     def ready(self, indices: Iterable[int]) -> None:
         """Waits until the parameters of these buckets have arrived."""
         for index in indices:
@@ -130,11 +141,13 @@ def _read_table(piece: Piece, read: Read, dtype: torch.dtype) -> Tensor:
 
 
 def choose_trainable(
-    trainable: Sequence[str], names: Iterable[str], aliases: Mapping[str, str], freeze: Sequence[str]
-) -> tuple[str, ...]:
-    """The parameters that require gradients and match none of the `freeze` patterns; a tied one matches by any name."""
+    trainable: Sequence[str], names: Iterable[str], aliases: Mapping[str, str], freeze: Sequence[str],
+    also_frozen: Collection[str] = (),
+) -> tuple[str, ...]:  # fmt: skip
+    """The parameters that require gradients and match none of the `freeze` patterns; a tied one matches by any name.
+    also_frozen: those that a parameter group freezes."""
     known = [*names, *aliases]
-    frozen: set[str] = set()
+    frozen: set[str] = set(also_frozen)
     for pattern in freeze:
         matches = fnmatch.filter(known, pattern)
         if not matches:
@@ -143,6 +156,7 @@ def choose_trainable(
     left = tuple(name for name in trainable if name not in frozen)
     if not left:
         reason = f"option freeze = {list(freeze)} leaves" if freeze and trainable else "the model has"
+        reason = "what parameter groups freeze leaves" if also_frozen else reason
         raise ConfigError(f"{reason} no parameter to train", "let at least one parameter require gradients")
     return left
 

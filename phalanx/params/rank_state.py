@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.config import RunConfig
 from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
+from phalanx.params.groups import Groups
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.loss_scale import LossScale
 from phalanx.params.optimizer import Optimizer, make_optimizer
@@ -31,12 +32,12 @@ class State:
 
     def __init__(
         self, layout: StateLayout, rank: int, read: Read, config: RunConfig, device: torch.device,
-        optimizer_class: type[Any] | None = None,
+        optimizer_class: type[Any] | None = None, groups: Groups | None = None,
     ) -> None:  # fmt: skip
         self.layout, self._rank = layout, rank
         self.parameters = load_parameters(layout, rank, read, device=device)
         weights = self.parameters.trained
-        self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class), weights, config.clip)
+        self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class, groups), weights, config.clip)
         self.loss_scale = LossScale(device) if config.dtype == "float16" else None
 
     def shards(self) -> Iterator[Filled]:

@@ -93,6 +93,16 @@ class _Lives:
             row = self._rows[position]
             self._rows[position] = row._replace(waits=(*row.waits, number))
 
+    def _let_go(self, key: Key) -> None:
+        """What was gathered and read by nobody, as parameters of a block that learns nothing are for its backward, is
+        gone before it is gathered again."""
+        before = self._live.get(key)
+        if key[0] == "gathered" and before is not None and before in self._pending:
+            del self._pending[before]
+            self._last[before] = len(self._rows) - 1
+            row = self._rows[-1]
+            self._rows[-1] = row._replace(waits=(*row.waits, before))
+
     def _is_new(self, number: int) -> bool:
         """Whether it is not one of those that outlive a step."""
         return self._values[number].kind not in RESIDENT
@@ -112,6 +122,7 @@ class _Lives:
         if key[0] in RESIDENT:  # written where it is
             number = self.add(key)
         else:
+            self._let_go(key)
             number = self._live[key] = self._new(key, size, memory)
             self._row.writes.append(number)
             if key[0] == "gradient":

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.config import RunConfig
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.state import checkpoint
 from phalanx.state.folders import refuse_used
@@ -22,9 +23,9 @@ from phalanx.state.rendezvous import Meeting
 # Changing one of these would change what comes next. The plan, the device and all that is shown or saved may change,
 # and so may the number of steps; model and data are recognised by what they are, not by what they are called.
 TRAJECTORY = (
-    "task", "tiny", "model_options", "dropout", "freeze", "documents", "shuffle", "seq_len", "batch_size", "dtype",
-    "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay",
-    "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps",
+    "task", "tiny", "model_options", "dropout", "freeze", "lora", "documents", "shuffle", "seq_len", "batch_size",
+    "dtype", "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay",
+    "groups", "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps",
 )  # fmt: skip
 
 
@@ -100,10 +101,11 @@ def restore(found: checkpoint.Checkpoint, fresh: Snapshot) -> Snapshot:
         raise CheckpointError(
             f"the checkpoint {found.path} was not written by a training run: {error!r}", "give another one"
         ) from None
+    usual = RunConfig().model_dump(mode="json")  # what an option was before there was one
     changed = [
-        (name, stored.config.get(name), fresh.config[name])
+        (name, stored.config.get(name, usual[name]), fresh.config[name])
         for name in TRAJECTORY
-        if stored.config.get(name) != fresh.config[name]
+        if stored.config.get(name, usual[name]) != fresh.config[name]
     ]
     if not changed:
         # Only then do differing marks mean another model or other data, not another view of the same.

@@ -6,6 +6,7 @@ It is made from a first batch instead of a name, and knows no text; the loss is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -51,3 +52,23 @@ def infer_inputs(batch: dict[str, Tensor]) -> tuple[Input, ...]:
     return tuple(
         Input(name, "float" if t.is_floating_point() else "int64", ("batch", *t.shape[1:])) for name, t in batch.items()
     )
+
+
+_DIMS = ("batch", "tokens", "source")
+
+
+def with_dims(inputs: tuple[Input, ...], dims: Mapping[str, Sequence[str | int]]) -> tuple[Input, ...]:
+    """The same inputs, some of whose dims differ between batches: by input, what each of its dims is."""
+    known = {each.name: each for each in inputs}
+    for name, given in dims.items():
+        if name not in known:
+            raise DataError(f"dims: the batch holds no {name!r}", f"name one of {', '.join(known)}")
+        own = known[name].dims
+        fits = len(given) == len(own) and all(d in _DIMS or d == size for d, size in zip(given, own, strict=True))
+        if not fits or given[0] != "batch":
+            raise DataError(
+                f"dims: {name!r} of shape [{', '.join(map(str, own))}] is not {list(given)}",
+                "give for every dim its size or, where that differs between batches, tokens or source; the first is "
+                "batch",
+            )
+    return tuple(replace(each, dims=tuple(dims.get(each.name, each.dims))) for each in inputs)

@@ -22,12 +22,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.main_script import MainScript, explained_pickling, unpickle
+from phalanx.model.lora import Lora, merged
 from phalanx.model.selfcheck import refuse_lost_hooks
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
+from phalanx.params.groups import ParameterGroup
 from phalanx.state import checkpoint
 from phalanx.training.prepare import Collate
 
@@ -45,6 +48,7 @@ class Job:
     config: RunConfig
     collate: Collate | None = None
     optimizer_class: type[Any] | None = None
+    groups: tuple[ParameterGroup, ...] = ()
     began: float = field(default_factory=time.time, compare=False)
 
     @property
@@ -180,10 +184,22 @@ class Result(Summary):
 
 
 @torch.no_grad()
-def fill(module: nn.Module, path: Path) -> None:
-    """Copies the values of parameters, in the highest precision there is, from a checkpoint into a module."""
+def fill(module: nn.Module, path: Path, lora: str | None = None) -> None:
+    """Copies the values of parameters, in the highest precision there is, from a checkpoint into a module. lora: of the
+    run, whose adapters a module of the user's own gets merged in."""
     found = checkpoint.open(path, verify=False)
     stored = set(found.names())
-    for name, parameter in module.named_parameters():
-        key = f"master/{name}" if f"master/{name}" in stored else f"model/{name}"
-        parameter.copy_(found.read(key))
+    parameters = dict(module.named_parameters())
+
+    def read(name: str) -> Tensor:
+        return found.read(f"master/{name}" if f"master/{name}" in stored else f"model/{name}")
+
+    names = [key.partition("/")[2] for key in found.names() if key.startswith(("master/", "model/"))]
+    layers = {name.removesuffix(".lora_A.weight"): False for name in names if name.endswith(".lora_A.weight")}
+    if lora is None or f"{next(iter(layers))}.lora_A.weight" in parameters:
+        values = ((name, read(name)) for name in parameters)
+    else:
+        layers = {path: isinstance(module.get_submodule(path), Conv1D) for path in layers}
+        values = merged(((name, read(name)) for name in names), layers, Lora.read(lora))
+    for name, value in values:
+        parameters[name].copy_(value)

@@ -31,19 +31,16 @@ from phalanx.launch.signals import StopRequest, stop_request
 from phalanx.launch.status_board import BoardWatch
 from phalanx.launch.store import forget_secrets
 from phalanx.model.separable import require_labels
-from phalanx.model.zoo.zoo import build
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import make_progress
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
 from phalanx.params.flat import Piece
-from phalanx.params.gather_full import gather_full
 from phalanx.params.lr_schedule import change_text, learning_rate
 from phalanx.plan.plan import Plan
 from phalanx.state.folders import replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
-from phalanx.state.huggingface import export
 from phalanx.state.huggingface import tidy as tidy_export
 from phalanx.state.lock import RunLock
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
@@ -51,6 +48,7 @@ from phalanx.state.saving import AsyncSaver, StorageError
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
 from phalanx.training.budget import Budget, Fit, is_out_of_memory, limit_device
+from phalanx.training.exporting import export_model
 from phalanx.training.job import Job, Summary
 from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
@@ -264,7 +262,9 @@ class Loop:
         say(f"preparing {config.model}: data, graph, weights")
         self.context.slot.enter("capture")
         with self._phases.phase("prepare"), self._rank_0_first():
-            run = self.run = prepare(job.model, job.data, job.eval_data, config, self.context, collate=job.collate)
+            run = self.run = prepare(
+                job.model, job.data, job.eval_data, config, self.context, collate=job.collate, groups=job.groups
+            )
         self.context.slot.enter("compile")
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
@@ -281,7 +281,8 @@ class Loop:
             self.session = Session.open(
                 run.captured, config, run.plan, context=self.context, trainable=run.trainable, read=read,
                 buffers=load_buffers(run.captured, weights, run.device), optimizer_class=job.optimizer_class,
-                watches=[BoardWatch(self.context.slot)] if self.context.world > 1 else [], look=self._require_fit,
+                groups=run.groups, watches=[BoardWatch(self.context.slot)] if self.context.world > 1 else [],
+                look=self._require_fit,
             )  # fmt: skip
             if found is not None:
                 self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
@@ -351,25 +352,8 @@ class Loop:
         )  # fmt: skip
 
     def _export(self) -> Path:
-        """Rank 0 writes; the others hand it what they hold, one tensor at a time."""
-        spec = self.run.spec
-        state = self.session.state
-        tensors = gather_full(state.layout.all_parameters(), state.values(), self.context, self.run.device)
-        folder = self.folder / "export"
-        if not self._is_rank0:
-            for _ in tensors:
-                raise AssertionError("only rank 0 gets tensors")
-            return folder
-        try:
-            return export(
-                folder, model=build(spec, device="meta"), tensors=tensors, config=spec.config,
-                tokenizer=self.run.tokenizer, base_folder=spec.folder,
-            )  # fmt: skip
-        except OSError as error:
-            raise CheckpointError(
-                f"the trained model could not be exported to {folder}: {error}",
-                "the last checkpoint holds all of it: make room, then run the same command with --resume auto",
-            ) from error
+        run, folder, merges = self.run, self.folder / "export", self.config.merge_lora
+        return export_model(self.session, self.context, run.spec, folder, run.tokenizer, merges=merges)
 
 
 def _forget_earlier_runs() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.launch.context import RankContext
 from phalanx.model.capture import capture, capture_for_check
 from phalanx.model.captured import Captured
+from phalanx.model.lora import AdaptedWeights, Lora, is_adapter
 from phalanx.model.selfcheck import num_samples, prove
 from phalanx.model.separable import NUM_CANDIDATES, require_separable
 from phalanx.model.weights.init_recipe import record
 from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.configure import override
 from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
+from phalanx.params.groups import Groups, ParameterGroup, group_parameters
 from phalanx.params.parameters import choose_trainable
 from phalanx.plan import fields
 from phalanx.plan.complete import complete, needed_ranks, require_evaluation
@@ -60,6 +62,7 @@ class Prepared:
     eval_batches: Batches | None
     captured: Captured
     trainable: tuple[str, ...]
+    groups: Groups
     plan: Plan
     device: torch.device
     dtype: torch.dtype
@@ -81,13 +84,13 @@ class Prepared:
 
 
 def prepare(
-    model: Model, data: Any, eval_data: Any, config: RunConfig, context: RankContext, *, collate: Collate | None = None
-) -> Prepared:
+    model: Model, data: Any, eval_data: Any, config: RunConfig, context: RankContext, *,
+    collate: Collate | None = None, groups: Sequence[ParameterGroup] = (),
+) -> Prepared:  # fmt: skip
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan."""
-    device = torch.device(context.device)
-    _require_fit(config, context.world)
-    dtype = getattr(torch, config.dtype)
-    spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
+    device, dtype = torch.device(context.device), getattr(torch, config.dtype)
+    require_fit(config, context.world)
+    spec = find_model(model, config)
     task = _task(spec, data, collate)
     spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
     tokens = sample_length(config.seq_len, task, spec.config)
@@ -103,23 +106,53 @@ def prepare(
     eval_collate = collate if is_own_dataset(eval_data) else None
     eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate)
     total_steps, length_reason = run_length(config, batches)
+    read = read_model(spec, task, batches, config, context, groups)
+    if config.export and context.rank == 0:
+        _warn_of_changed_layers(model)
+    if eval_batches is not None:
+        require_evaluation(read.plan, eval_length(config, eval_batches))
+    return Prepared(
+        spec, task, tokenizer, batches, eval_batches, read.captured, read.trainable, read.groups, read.plan,
+        device, dtype, total_steps,
+        {**read.reasons, "device": device_reason(config.device, device), "steps": length_reason},
+    )  # fmt: skip
+
+
+def find_model(model: Model, config: RunConfig) -> ModelSpec:
+    spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
+    return spec if config.lora is None else replace(spec, lora=Lora.read(config.lora))
+
+
+@dataclass(frozen=True)
+class ReadModel:
+    """A model as a graph, what of it is trained, and the plan. `reasons` as in `Prepared`."""
+
+    captured: Captured
+    trainable: tuple[str, ...]
+    groups: Groups
+    plan: Plan
+    reasons: dict[str, str]
+
+
+def read_model(
+    spec: ModelSpec, task: Task, batches: Batches, config: RunConfig, context: RankContext,
+    groups: Sequence[ParameterGroup] = (),
+) -> ReadModel:  # fmt: skip
+    """Captured, proven on samples of these batches, and with a plan that suits it."""
+    dtype = getattr(torch, config.dtype)
     inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
     captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout, check=False)
     checked = _proof(spec, task, captured, batches, config.batch_size, dtype) if context.rank == 0 else ""
-    trainable = choose_trainable(captured.trainable, captured.shapes, captured.aliases, config.freeze)
+    wanted = [*groups, *map(ParameterGroup.read, config.groups)]
+    found = group_parameters(wanted, captured.shapes, captured.aliases, dtype)
+    frozen = {*found.frozen, *(name for name in captured.shapes if spec.lora is not None and not is_adapter(name))}
+    trainable = choose_trainable(captured.trainable, captured.shapes, captured.aliases, config.freeze, frozen)
     if not set(trainable) & set(captured.blocks.parameters()):
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
     plan, reasons = complete(config.plan, world=context.world, batch_size=config.batch_size, costs=costs)
     captured = _without_coupling(spec, captured, batches, plan, config.batch_size)
-    if config.export and context.rank == 0:
-        _warn_of_changed_layers(model)
-    if eval_batches is not None:
-        require_evaluation(plan, eval_length(config, eval_batches))
-    return Prepared(
-        spec, task, tokenizer, batches, eval_batches, captured, trainable, plan, device, dtype, total_steps,
-        {**reasons, "device": device_reason(config.device, device), "steps": length_reason, "check": checked},
-    )  # fmt: skip
+    return ReadModel(captured, trainable, found, plan, {**reasons, "check": checked})
 
 
 def choose_num_ranks(config: RunConfig) -> int:
@@ -127,11 +160,11 @@ def choose_num_ranks(config: RunConfig) -> int:
     usable = torch.cuda.is_available() and config.device != "cpu"
     found = max(1, torch.cuda.device_count()) if usable else 1
     ranks = config.ranks or needed_ranks(config.plan) or found
-    _require_fit(config, ranks)  # before any is started
+    require_fit(config, ranks)  # before any is started
     return ranks
 
 
-def _require_fit(config: RunConfig, world: int) -> None:
+def require_fit(config: RunConfig, world: int) -> None:
     """Whatever the model's blocks cost, this much of the plan must fit ranks and batch."""
     if config.ranks not in (None, world):
         raise ConfigError(
@@ -187,6 +220,10 @@ def eval_length(config: RunConfig, batches: Batches) -> int:
 
 def open_weights(model: Model, spec: ModelSpec, seed: int, init: str = "auto") -> tuple[Weights, str]:
     """Where the initial values come from, and that in words."""
+    if spec.lora is not None:
+        shapes = {name: tuple(p.shape) for name, p in build(spec, device="meta").named_parameters()}
+        base, said = open_weights(model, replace(spec, lora=None), seed, init)
+        return AdaptedWeights(base, shapes, seed), f"{said}; adapters from seed {seed}"
     if isinstance(model, nn.Module):
         return ModuleWeights(model), "the module's own values"
     seeded = SeededWeights(record(lambda: build(spec)), seed)

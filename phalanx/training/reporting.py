@@ -305,6 +305,9 @@ def _optimizer_text(run: Prepared, config: RunConfig, session: Session) -> str:
         f"clipped at norm {config.clip:g}" if config.clip is not None else "not clipped",
     ]
     if any(group.get("weight_decay") for group in optimizer.param_groups):
-        matrices = sum(decays(run.captured.shapes[name]) for name in trained)
-        parts.append(f"decay {config.weight_decay:g} on {matrices} matrices of {len(trained)} tensors")
+        usual = [name for name in trained if name not in run.groups.number]
+        matrices = sum(decays(run.captured.shapes[name]) for name in usual)
+        parts.append(f"decay {config.weight_decay:g} on {matrices} matrices of {len(usual)} tensors")
+    if run.groups.settings:
+        parts.append(f"{len(run.groups.number)} tensors in {len(run.groups.settings)} groups of their own")
     return ", ".join(parts)

@@ -28,9 +28,11 @@ from phalanx.engine.step import Step
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.buckets import BufferPool, Read
+from phalanx.params.groups import Groups
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import Partition
+from phalanx.tasks.base import Batch
 
 
 class Session:
@@ -59,6 +61,7 @@ class Session:
         read: Read,
         buffers: Mapping[str, Tensor],
         optimizer_class: type[Any] | None = None,
+        groups: Groups | None = None,
         watches: Iterable[Watch] = (),
         links: Links | None = None,
         look: Callable[[Compiled, Callable[[Plan], Compiled]], None] | None = None,
@@ -80,7 +83,7 @@ class Session:
             context.slot.set_place(compiled.formation.place)
         own = links or Links(context, timeout=config.timeout)
         connected = ProcessGroups(compiled.formation, own, owns_links=links is None)
-        state = State(compiled.formation.state, context.rank, read, config, device, optimizer_class)
+        state = State(compiled.formation.state, context.rank, read, config, device, optimizer_class, groups)
         return cls(compiled, connected, state, watches)
 
     @property
@@ -94,6 +97,10 @@ class Session:
     def evaluate(self, batches: Batches, samples: int) -> float:
         """The mean loss over the first `samples` samples, in micro-batches of the size that training uses."""
         return self._evaluator(batches, samples)
+
+    def forward(self, batch: Batch, first: int) -> None:
+        """This rank's part of a batch without a backward and without dropout, for outputs that leave."""
+        self._evaluator.forward(batch, first)
 
     @property
     def evaluation(self) -> Engine:

@@ -20,6 +20,7 @@ from phalanx.launch.join import join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
+from phalanx.params.groups import ParameterGroup
 from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
 from phalanx.training.early import require_usable
@@ -32,7 +33,8 @@ from phalanx.training.reporting import Callbacks
 class Trainer:
     """A run: `model` is a name, folder, configuration, factory or module; `data` anything that can be opened as data.
 
-    `config` holds every other option; what is given here as an object stands before what it names. A module in memory
+    `config` holds every other option; what is given here as an object stands before what it names (`groups`: before
+    those that it has as text). A module in memory
     gets its trained values when the run is over. `callbacks` may have the methods in `reporting.HOOKS`; they are called
     in this process. With one rank they find the run's state in `loop`, with several it lives elsewhere.
     """
@@ -49,6 +51,7 @@ class Trainer:
         optimizer_class: type[Any] | None = None,
         collate: Collate | None = None,
         eval_data: Any = None,
+        groups: Sequence[ParameterGroup] = (),
         began: float | None = None,
     ) -> None:
         config = config or RunConfig()
@@ -65,7 +68,9 @@ class Trainer:
                 "option checkpoint_every = never: a module gets its trained values from the last checkpoint",
                 "leave it out, or name the model instead of handing it over",
             )
-        self.job = Job(model, data, eval_data, self.config, collate, optimizer_class, began or time.time())
+        self.job = Job(
+            model, data, eval_data, self.config, collate, optimizer_class, tuple(groups), began or time.time()
+        )
         self.folder = self.job.folder
         self._callbacks = Callbacks(callbacks)
 
@@ -118,7 +123,7 @@ class Trainer:
     def _fill(self, saved: Path) -> None:
         """The user's own module gets the trained values."""
         if isinstance(self.job.model, nn.Module):
-            fill(self.job.model, saved)
+            fill(self.job.model, saved, self.config.lora)
 
 
 def fit_on_rank(context: RankContext, payload: JobPayload) -> Summary:
@@ -135,13 +140,14 @@ def train(
     optimizer_class: type[Any] | None = None,
     collate: Collate | None = None,
     eval_data: Any = None,
+    groups: Sequence[ParameterGroup] = (),
     **options: Any,
 ) -> Result:
     """Trains `model` on `data`; `options` are those of RunConfig. The same as `Trainer(…).fit()` in one call."""
     refuse_while_loading("phalanx.train")
     trainer = Trainer(
         model, data, RunConfig.create(**options),
-        callbacks=callbacks, optimizer_class=optimizer_class, collate=collate, eval_data=eval_data,
+        callbacks=callbacks, optimizer_class=optimizer_class, collate=collate, eval_data=eval_data, groups=groups,
     )  # fmt: skip
     return trainer.fit()
 

@@ -269,16 +269,27 @@ def held_piece(piece: Piece) -> dict[str, Weight]:
     return {piece.name: Weight(piece, values, values, trained=True)}
 
 
+class OfElements(torch.optim.SGD):
+    """Somebody's own, that does nothing new."""
+
+
 class OfWholeTensors(torch.optim.SGD):
-    """Somebody's own, which may look at a tensor as a whole."""
+    """Somebody's own, which looks at a tensor as a whole."""
+
+    def step(self, closure: Any = None) -> None:
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            weight.grad = weight.grad / weight.grad.norm()
+        super().step(closure)
 
 
 def test_a_part_of_a_tensor_is_only_given_to_optimizers_that_update_each_element_by_itself():
     part = held_piece(Piece("matrix", Local((4, 3)), 0, 5))
-    assert make_optimizer(part, RunConfig())
-    with pytest.raises(ConfigError, match="OfWholeTensors is not known to update each element by itself") as info:
+    assert make_optimizer(part, RunConfig()) and make_optimizer(part, RunConfig(), OfElements)
+    with pytest.raises(ConfigError, match="OfWholeTensors does not update each element by itself") as info:
         make_optimizer(part, RunConfig(), OfWholeTensors)
     assert "use zero=0 and tp=1" in info.value.hint and "AdamW" in info.value.hint
+    with pytest.raises(ConfigError, match="Adafactor does not update each element by itself"):
+        make_optimizer(part, RunConfig(), torch.optim.Adafactor)
     columns = held_piece(Piece.whole("matrix", Local((4, 3), 1, ((0, 2),))))
     with pytest.raises(ConfigError, match="but the plan splits tensors"):
         make_optimizer(columns, RunConfig(), OfWholeTensors)

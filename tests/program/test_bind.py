@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from phalanx.program.bind import IN_FLIGHT
 from phalanx.program.compile import compile_forward, compile_plan
 from phalanx.program.instructions import RECEIVES, REDISTRIBUTIONS, Instruction, Op
 from phalanx.program.rules import Key, Names
-from phalanx.program.shape import BlockOp, ModelShape
+from phalanx.program.shape import Backward, BlockOp, ModelShape
 from phalanx.program.values import RESIDENT, Row, Table
 from tests.program.random_plans import cases, simple_shape
 from tests.program.sliced_plans import encoder_decoder, sliced_cases
@@ -282,3 +283,19 @@ def test_a_rank_compiles_from_plain_data_without_torch() -> None:
     assert done.returncode == 0, done.stderr.decode()
     compiled = compile_plan(plan, shape)
     assert pickle.loads(done.stdout) == (compiled.programs, compiled.tables)
+
+
+def test_what_is_gathered_for_a_backward_that_does_nothing_is_gone_before_it_is_gathered_again() -> None:
+    """The first block of a model is frozen: no gradient goes there."""
+    nothing = Backward((), (), (), (), (), trains=False)
+    first = replace(segment("", "a"), traced=nothing)
+    second = replace(segment("a", "loss"), traced=Backward(("loss",), (), ("a",), (), ()))
+    shape = ModelShape(2, (), (True, True), (False, True), ops=((first,), (second,)))
+    plan = Plan(dp=2, zero=3, mb=3, stages=(2,))
+    table = compile_plan(plan, shape).tables[0]
+    here: set[str] = set()
+    for row in table.rows:
+        written = {table.values[i].what for i in row.writes if table.values[i].kind == "gathered"}
+        assert not written & here, f"{row.instruction} gathers again what is there"
+        here = (here | written) - {table.values[i].what for i in row.frees if table.values[i].kind == "gathered"}
+    assert not here

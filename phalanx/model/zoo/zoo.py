@@ -20,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from phalanx.errors import ConfigError, ModelError, nearest
+from phalanx.model.lora import Lora, add_adapters
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.configure import override, set_dropout, stop_layer_drop
 from phalanx.model.zoo.configure import tiny as shrink
@@ -56,6 +57,7 @@ class ModelSpec:
     config: PretrainedConfig | None
     folder: Path | None = None
     factory: Callable[[], nn.Module] | None = None
+    lora: Lora | None = None  # adapters that are trained instead of the model
 
 
 Model = str | Path | PretrainedConfig | nn.Module | Callable[[], nn.Module]
@@ -109,6 +111,9 @@ def build(
     assert device in ("cpu", "meta"), device
     build_one = _build_custom if spec.factory is not None else _build_from_config
     model = build_one(spec, dtype, device, attention, dropout)
+    if spec.lora is not None:
+        with parameters_on_meta(enabled=device == "meta"):
+            model = add_adapters(model, spec.lora)
     if device == "meta":
         require_real_buffers(model, spec.name)
     return _in_train_mode(model)

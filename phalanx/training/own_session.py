@@ -1,0 +1,396 @@
+"""A session in the user's own loop: gradients of a batch, an update, an evaluation, one call each.
+
+It stands on the same `Session` as training does; a step is the same program, in two parts. Every rank of the plan makes
+the same calls with the same global batch, of which it computes its own part. How one is opened is `open.py`'s work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from phalanx.data.given import given_batches
+from phalanx.engine.inputs import num_samples
+from phalanx.engine.out_of_memory import explain_out_of_memory, step_needs
+from phalanx.engine.reductions import StepRun
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.launch.context import RankContext
+from phalanx.model.attach import Ends
+from phalanx.model.separable import require_labels
+from phalanx.model.zoo.zoo import ModelSpec
+from phalanx.params.optimizer import Optimizer, require_element_wise
+from phalanx.plan.complete import require_evaluation
+from phalanx.plan.plan import Plan
+from phalanx.state import checkpoint
+from phalanx.state.rendezvous import LocalRendezvous, Meeting, StoreRendezvous
+from phalanx.tasks.base import Batch, Task
+from phalanx.training.exporting import export_model, whole_parameters
+from phalanx.training.outputs import Outputs, Scope
+from phalanx.training.own_batch import BatchForm
+from phalanx.training.session import Session
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a session was opened with. leave: what ends this rank's part among others, given the error if there is
+    one. has_optimizer: whether the session was given one of its own."""
+
+    spec: ModelSpec
+    task: Task
+    form: BatchForm
+    context: RankContext
+    has_optimizer: bool
+    leave: Callable[[BaseException | None], None]
+    ends: Ends | None = None  # where outputs leave
+    scope: Scope = "whole"
+    merges: bool = False  # whether an export has adapters merged in
+
+
+class OwnSession:
+    """A model under a plan, for a loop of the user's own. Use it in a `with` statement, or let it end with the script.
+
+    `optimizer` is what updates: the one it was opened with, or the user's own once it has made a step.
+    """
+
+    def __init__(self, session: Session, opened: Opened) -> None:
+        self._session, self._opened, self._context = session, opened, opened.context
+        self._weights = session.state.parameters.trained
+        for weight in self._weights.values():
+            weight.exact.requires_grad_(True)
+        self._ids = {id(weight.exact) for weight in self._weights.values()}
+        self._optimizer: torch.optim.Optimizer | None = session.state.optimizer.inner if opened.has_optimizer else None
+        self._is_own = not opened.has_optimizer  # whether the user steps it
+        self.steps = self.samples = self._num_meetings = 0
+        self._last: StepRun | None = None
+        self._norm: Tensor | None = None  # finite if all gradients since the last zero_grad are
+        self._is_updating = self._is_closed = False
+        self._outputs = None if opened.ends is None else Outputs(session, opened.ends, opened.scope, self._keep)
+        self._hooks = _watch_optimizers(self)
+        self._context.slot.enter("loop")
+
+    # A step.
+
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        """The mean loss of a global batch, the same on every rank; its gradients, times `scale`, are added to those
+        that are there."""
+        if self._outputs is not None:
+            raise ConfigError(
+                "this session was opened for a loss outside (loss='outer')",
+                "call session(inputs) and the backward() of your loss, or open it with a loss function",
+            )
+        given = self._opened.form(batch)
+        part, first, _ = self._part(given)
+        with self._running(part):
+            run = self._session.step.backward(part, first)
+        self._keep(run, scale)
+        self.samples += num_samples(given)
+        assert run.loss is not None
+        return run.loss
+
+    def __call__(self, *batch: Any, **inputs: Any) -> Any:
+        """The model's outputs for a global batch, from which you compute a loss; its `backward()` adds gradients to
+        those that are there. Under `torch.no_grad()` without dropout, and nothing is kept for a backward."""
+        if self._outputs is None:
+            raise ConfigError(
+                "this session computes its loss itself, so that no outputs leave it",
+                "call session.forward_backward(batch); or open it with loss='outer'",
+            )
+        given = self._opened.form(inputs or (batch[0] if len(batch) == 1 else batch))
+        part, first, begin = self._part(given)
+        with self._running(part):
+            outputs = self._outputs(part, first, begin, num_samples(given))
+        self.samples += num_samples(given) if torch.is_grad_enabled() else 0
+        return outputs
+
+    def part(self, rows: Tensor) -> Tensor:
+        """What of a global batch's rows belongs to this rank's replica."""
+        first, count = self._session.part(0, rows.shape[0])
+        return rows[first : first + count]
+
+    def step(self) -> Tensor:
+        """One update by the gradients there are, which it uses up; whether it was made: gradients that are not finite
+        change nothing."""
+        if self._optimizer is None:
+            raise ConfigError(
+                "session.step() has no optimizer",
+                "give one to phalanx.open(…, optimizer='adamw', lr=…), or make your own of session.parameters() and "
+                "call its step()",
+            )
+        if self._last is None or self._norm is None:
+            raise ConfigError("session.step() found no gradients", f"call {self._makes_gradients} before")
+        if self._is_own:
+            self._optimizer.step()
+            return self._norm.isfinite()
+        gradients = {n: w.exact.grad for n, w in self._weights.items() if w.exact.grad is not None}
+        self._is_updating = True
+        try:
+            updated = self._session.step.update(self._last, gradients, self._norm)
+        finally:
+            self._is_updating = False
+        self.zero_grad()
+        self.steps += 1
+        return updated
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        for weight in self._weights.values():
+            weight.exact.grad = None
+        self._norm = None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """The norm of all gradients of all ranks as one vector; those above `max_norm` are scaled down to it."""
+        gradients = {n: w.exact.grad for n, w in self._weights.items() if w.exact.grad is not None}
+        if self._last is None:
+            raise ConfigError("session.clip_grad_norm_() found no gradients", f"call {self._makes_gradients} before")
+        totals = self._session.step.engine.parts.totals
+        assert totals is not None
+        norm = totals.norm_of(gradients, torch.zeros((), dtype=torch.float64, device=self._session.compiled.device))
+        if gradients:
+            torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + _EPSILON)).clamp(max=1.0))
+        return norm
+
+    def evaluate(self, batch: Any) -> float:
+        """The mean loss of a global batch, without dropout; nothing is learned from it."""
+        if self._outputs is not None:
+            raise ConfigError(
+                "a session for a loss outside (loss='outer') has none to evaluate",
+                "compute it from session(inputs) under torch.no_grad()",
+            )
+        given = self._opened.form(batch)
+        require_evaluation(self.plan, num_samples(given))
+        with self._running(given, "evaluate"):
+            return self._session.evaluate(given_batches(given, self._opened.task), num_samples(given))
+
+    # What is trained.
+
+    def parameters(self) -> Iterator[Tensor]:
+        """What this rank updates, for an optimizer of the user's own: whole parameters, or this rank's shards."""
+        return iter([weight.exact for weight in self._weights.values()])
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, by the model's own names. A shard is part of a parameter along one dim, or a row of elements."""
+        return iter([(name, weight.exact) for name, weight in self._weights.items()])
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Of a parameter of the model, whatever lies here of it."""
+        return self._session.compiled.captured.shapes[name]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, given: torch.optim.Optimizer) -> None:
+        """What is saved and loaded; one that makes a step is taken by itself."""
+        if not any(id(tensor) in self._ids for group in given.param_groups for tensor in group["params"]):
+            raise ConfigError(
+                f"{type(given).__name__} updates no parameter of this session", "make it of session.parameters()"
+            )
+        require_element_wise(type(given), self._weights, given.defaults)
+        self._optimizer = given
+        self._is_own = True
+        self._session.state.optimizer = Optimizer(given, self._weights, None)
+
+    def refresh(self) -> None:
+        """After parameters were changed by hand: what the model computes with follows. Optimizers see to it
+        themselves."""
+        with torch.no_grad():
+            self._session.state.optimizer.refresh()
+            if self.plan.zero in (1, 2):
+                self._session.state.parameters.share_all(self._session.connected.gather)
+
+    # What is kept.
+
+    @torch.no_grad()
+    def save(self, folder: Path | str, keep: int = 2) -> Path:
+        """A checkpoint in `folder`, which any plan can load; of earlier ones there the newest are kept."""
+        state = self._session.state
+        optimizer, loss_scale = state.scalars()
+        record = {"step": self.steps, "samples": self.samples, "optimizer": optimizer, "loss_scale": loss_scale}
+        with self._context.slot.within("save"):
+            return checkpoint.save(
+                Path(folder).expanduser(), self.steps, state.shards(), record, keep, meeting=self._meeting()
+            )
+
+    @torch.no_grad()
+    def load(self, path: Path | str) -> None:
+        """Goes on from a checkpoint, or from the newest one in a folder of them, whatever plan wrote it."""
+        folder, meeting = Path(path).expanduser(), self._meeting()
+        found = checkpoint.open_newest(folder, meeting, print)
+        found = checkpoint.open_together(folder, meeting) if found is None else found
+        state, names = self._session.state, set(found.names())
+        missing = [name for name in self._session.compiled.captured.shapes if not _keys(name) & names]
+        if missing:
+            raise CheckpointError(
+                f"{found.path} holds no tensor {missing[0]!r}", "it was saved by a run with another model"
+            )
+        state.parameters.fill(lambda name, _, piece: piece.read(found, next(iter(_keys(name) & names))))
+        if self._optimizer is not None:
+            state.restore(found, found.state.get("optimizer", {}), found.state.get("loss_scale"))
+        self.steps, self.samples = found.step, int(found.state.get("samples", 0))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model on the CPU of rank 0, as `load_state_dict` of the module takes it; empty on other ranks,
+        which must call it too."""
+        captured = self._session.compiled.captured
+        found = {name: tensor.cpu().clone() for name, tensor in self._whole()}
+        if not self.is_main:
+            return {}
+        found |= {alias: found[name] for alias, name in captured.aliases.items()}
+        return found
+
+    @torch.no_grad()
+    def export(self, folder: Path | str) -> Path:
+        """The trained model as a HuggingFace folder; of a module of the user's own its weights."""
+        return export_model(
+            self._session,
+            self._context,
+            self._opened.spec,
+            Path(folder).expanduser(),
+            name=self._next_name(),
+            merges=self._opened.merges,
+        )
+
+    # Where it runs.
+
+    @property
+    def plan(self) -> Plan:
+        return self._session.plan
+
+    @property
+    def rank(self) -> int:
+        return self._context.rank
+
+    @property
+    def world(self) -> int:
+        return self._context.world
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which speaks for all."""
+        return self.rank == 0
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends this rank's part; the others are told of an error."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for hook in self._hooks:
+            hook.remove()
+        if error is None:
+            self._session.close()
+        self._opened.leave(error)
+
+    def __enter__(self) -> OwnSession:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(error)
+
+    # Inside.
+
+    @property
+    def _makes_gradients(self) -> str:
+        return "session.forward_backward(batch)" if self._outputs is None else "backward() on a loss of session(inputs)"
+
+    def _part(self, given: Batch) -> tuple[Batch, int, int]:
+        """This rank's part of a global batch, its place in the stream of samples, and in the batch."""
+        plan = self.plan
+        if plan.dp * plan.mb * plan.multiple > 1:
+            require_labels(self._session.compiled.captured, given, plan.shown)
+        first, count = self._session.part(self.samples, num_samples(given))
+        begin = first - self.samples
+        return {name: tensor[begin : begin + count] for name, tensor in given.items()}, first, begin
+
+    @contextlib.contextmanager
+    def _running(self, batch: Batch, phase: str = "step") -> Iterator[None]:
+        slot, device = self._context.slot, self._session.compiled.device
+        slot.at_step(self.steps + 1)
+        slot.enter(phase)
+        with explain_out_of_memory(*step_needs(self.plan, num_samples(batch)), device):
+            yield
+        slot.enter("loop")
+
+    @torch.no_grad()
+    def _keep(self, run: StepRun, scale: float = 1.0) -> None:
+        """Adds the gradients of a run to those that are there, free of the scale of the loss."""
+        loss_scale = self._session.state.loss_scale
+        factor = scale if loss_scale is None else scale / loss_scale.value
+        for name, gradient in run.gradients.items():
+            weight = self._weights[name].exact
+            own = (gradient * factor).to(weight.dtype).view(weight.shape)
+            weight.grad = own if weight.grad is None else weight.grad.add_(own)
+        assert run.norm is not None
+        self._norm = run.norm if self._norm is None else self._norm + run.norm
+        self._session.step.engine.abandon(run)
+        self._session.step.engine.parts.sends.settle()
+        self._last = run
+
+    def _before_own_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to change parameters of this session."""
+        if optimizer is not self._optimizer:
+            self.optimizer = optimizer
+        loss_scale = self._session.state.loss_scale
+        if loss_scale is not None and self._norm is not None:
+            finite = self._norm.isfinite()
+            loss_scale.update(finite)
+            if not bool(finite):  # with nothing to go by it changes nothing
+                self.zero_grad()
+
+    def _after_own_step(self) -> None:
+        self.refresh()
+        self.steps += 1
+        self._norm = None
+
+    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._is_updating or self._is_closed:
+            return False
+        return any(id(tensor) in self._ids for group in optimizer.param_groups for tensor in group["params"])
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        return whole_parameters(self._session, self._context, self._next_name())
+
+    def _next_name(self) -> str:
+        """All ranks count alike, so that what they do together never meets what they did before."""
+        self._num_meetings += 1
+        return f"own/{self._context.generation}/{self._num_meetings}"
+
+    def _meeting(self) -> Meeting:
+        context = self._context
+        rendezvous = StoreRendezvous(context.store, context.rank) if context.world > 1 else LocalRendezvous()
+        return Meeting(context.rank, context.world, rendezvous, key=self._next_name())
+
+
+def _keys(name: str) -> set[str]:
+    return {f"master/{name}", f"model/{name}"}
+
+
+def _watch_optimizers(session: OwnSession) -> list[Any]:
+    """Optimizers of the user's own know nothing of sessions; torch tells of every step that one makes."""
+    known = weakref.ref(session)
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        own = known()
+        if own is not None and own._updates(optimizer):
+            own._before_own_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        own = known()
+        if own is not None and own._updates(optimizer):
+            own._after_own_step()
+
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

@@ -1,0 +1,212 @@
+"""What ranks do in tests of loops of the user's own: open a session, train a few steps, and say what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from phalanx.config import RunConfig
+from phalanx.launch.context import RankContext
+from phalanx.params.groups import ParameterGroup
+from phalanx.training.open import open_on
+from phalanx.training.own_session import OwnSession
+
+SAMPLES, TOKENS, LR = 8, 12, 1e-2
+
+
+class Net(nn.Module):
+    """Returns outputs, no loss."""
+
+    def __init__(self, width: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x)
+        for layer in self.layers:
+            hidden = hidden + F.gelu(layer(hidden))
+        return self.head(self.norm(hidden)), hidden
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=97, max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def numbers(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 5, (SAMPLES,), generator=generator)
+
+
+def words(step: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 97, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def both(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """A loss of both outputs of a `Net`, as one function."""
+    logits, hidden = outputs
+    return F.cross_entropy(logits, target) + 0.1 * hidden.square().mean()
+
+
+def contrastive(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """One that compares the samples of a batch with each other, so that no parts of it have a loss of their own."""
+    logits, hidden = outputs
+    like = F.normalize(hidden, dim=-1) @ F.normalize(hidden, dim=-1).T
+    return F.cross_entropy(5 * like, torch.arange(like.shape[0]).roll(1)) + F.cross_entropy(logits, target)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """On rank 0 also the model."""
+
+    losses: list[float]
+    values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+def opened(context: RankContext, model: nn.Module, plan: str, example: Any, **options: Any) -> OwnSession:
+    given = {name: options.pop(name) for name in ("loss", "outputs", "groups", "has_optimizer", "optimizer_class")
+             if name in options}  # fmt: skip
+    config = RunConfig.create(
+        plan=plan, clip=None, steps=1, lr_schedule="constant", dtype="float64", device="cpu", **options
+    )
+    return open_on(context, model, config, example, **given)
+
+
+def finished(session: OwnSession, losses: list[Any]) -> Trained:
+    with session:
+        return Trained([float(loss) for loss in losses], session.state_dict())
+
+
+def clipped_adamw(context: RankContext, plan: str, language: bool = False, steps: int = 3) -> Trained:
+    """An optimizer of one's own, clipping, a scheduler, accumulation; of a language model that returns its loss, or of
+    a loss function."""
+    batch = words if language else numbers
+    session = opened(context, llama() if language else net(), plan, batch(0), loss=None if language else both)
+    optimizer = torch.optim.AdamW(session.parameters(), lr=LR, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    losses: list[Any] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(2):
+            losses.append(session.forward_backward(batch(2 * step + part), scale=0.5))
+        losses.append(session.clip_grad_norm_(0.3))
+        optimizer.step()
+        scheduler.step()
+    losses.append(session.evaluate(batch(100)))
+    return finished(session, losses)
+
+
+def own_step(context: RankContext, plan: str, optimizer: str = "adamw", steps: int = 3) -> Trained:
+    """The session's own optimizer, with groups, on a loss function of two outputs."""
+    groups = [
+        ParameterGroup(is_vector, decay=0.3, lr=0.5),
+        ParameterGroup("layers.1.*", freeze=True),
+        ParameterGroup("head.*", lr=3.0),
+    ]
+    session = opened(
+        context, net(), plan, numbers(0), loss=both, groups=groups, has_optimizer=True, optimizer=optimizer, lr=LR
+    )
+    losses: list[Any] = []
+    for step in range(steps):
+        losses.append(session.forward_backward(numbers(step)))
+        session.step()
+    return finished(session, losses)
+
+
+def is_vector(name: str, tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and not name.startswith("layers.1.")
+
+
+def outer(
+    context: RankContext, plan: str, loss: Callable[..., Tensor], scope: Any = "whole", steps: int = 3
+) -> Trained:
+    """A loss outside."""
+    session = opened(context, net(), plan, numbers(0)[0], loss="outer", outputs=scope)
+    optimizer = torch.optim.SGD(session.parameters(), lr=LR, momentum=0.9)
+    losses: list[Any] = []
+    for step in range(steps):
+        x, target = numbers(step)
+        optimizer.zero_grad()
+        value = loss(session(x), target if scope == "whole" else session.part(target))
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    with torch.no_grad():
+        losses.append(session(numbers(0)[0])[0].sum())
+    return finished(session, losses)
+
+
+def saved_and_loaded(context: RankContext, plan: str, other: str, folder: Path) -> Trained:
+    """Two steps under one plan, saved; the third under another."""
+    session = opened(context, net(), plan, numbers(0), loss=both)
+    optimizer = torch.optim.Adam(session.parameters(), lr=LR)
+    losses: list[Any] = []
+    for step in range(2):
+        optimizer.zero_grad()
+        losses.append(session.forward_backward(numbers(step)))
+        optimizer.step()
+    session.save(folder)
+    session.close()
+    context = replace(context, generation=context.generation + 1000)  # as the next call of phalanx.open has it
+    session = opened(context, net(), other, numbers(0), loss=both)
+    session.optimizer = optimizer = torch.optim.Adam(session.parameters(), lr=0.5)  # the checkpoint's rate comes back
+    session.load(folder)
+    assert session.samples == 2 * SAMPLES and session.steps == 2
+    losses.append(session.forward_backward(numbers(2)))
+    optimizer.step()
+    return finished(session, losses)
+
+
+def adafactor(context: RankContext, plan: str, steps: int = 3) -> Trained:
+    """An optimizer that looks at matrices as a whole."""
+    session = opened(context, net(), plan, numbers(0), loss=both)
+    optimizer = torch.optim.Adafactor(session.parameters(), lr=LR)
+    losses: list[Any] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(session.forward_backward(numbers(step)))
+        optimizer.step()
+    return finished(session, losses)
+
+
+def two_forwards(context: RankContext, plan: str) -> None:
+    session = opened(context, net(), plan, numbers(0)[0], loss="outer")
+    session(numbers(0)[0])
+    session(numbers(1)[0])
+
+
+def lora(context: RankContext, plan: str, kind: str, folder: Path | None = None, steps: int = 3) -> list[Trained]:
+    """Adapters alone, from large gradients; how it began and how it ended."""
+    model = llama() if kind == "llama" else net()
+    example, loss = (words(0), None) if kind == "llama" else (numbers(0), both)
+    session = opened(context, model, plan, example, loss=loss, lora="r=2,alpha=8")
+    begun = Trained([], session.state_dict())
+    optimizer = torch.optim.SGD(session.parameters(), lr=1.0)
+    losses: list[Any] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(session.forward_backward(words(step) if kind == "llama" else numbers(step)))
+        optimizer.step()
+    if folder is not None:
+        session.export(folder)
+    return [begun, finished(session, losses)]

@@ -1,0 +1,62 @@
+"""examples/own_loop.py: a plain script with at most five changed lines, and the plain script's losses under every
+plan."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "own_loop.py"
+CHANGED = re.compile(r"^( *)(\S.*)  # was: (.*)$")
+
+
+def plain_script() -> str:
+    """As it was before it was changed."""
+    lines: list[str] = []
+    for line in SCRIPT.read_text("utf-8").splitlines():
+        changed = CHANGED.match(line)
+        if changed is None:
+            lines.append(line)
+        elif changed[3] != "nothing":
+            lines.append(changed[1] + changed[3])
+    return "\n".join(lines) + "\n"
+
+
+def losses(arguments: list[str]) -> list[float]:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+
+
+@cache
+def plain_losses() -> tuple[float, ...]:
+    return tuple(losses(["-c", plain_script()]))
+
+
+def test_at_most_five_lines_are_changed() -> None:
+    assert sum(CHANGED.match(line) is not None for line in SCRIPT.read_text("utf-8").splitlines()) <= 5
+    assert "phalanx" not in plain_script().partition('"""\n\n')[2]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pp=2,mb=4",
+        pytest.param("tp=2", marks=pytest.mark.long),
+        pytest.param("dp=2,zero=2", marks=pytest.mark.long),
+        pytest.param("pp=2,mb=2,slices=4", marks=pytest.mark.long),
+    ],
+)
+def test_the_losses_are_those_of_the_plain_script(plan: str) -> None:
+    found = losses(["-m", "phalanx", "launch", "--ranks", "2", str(SCRIPT), plan])
+    assert len(found) == 6 and found == pytest.approx(plain_losses(), rel=1e-9)
