@@ -1,0 +1,72 @@
+"""Bytes that a rank needs for a plan, by what holds them: weights, gradients, optimizer state, activations, and what is
+at work. Arithmetic on a model's work; `program/memory.py` follows every value of a program and is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.plan.cost import num_held
+from phalanx.plan.plan import Plan
+from phalanx.plan.work import BlockWork, Kept, ModelWork
+
+COMPONENTS = ("weights", "gradients", "optimizer", "activations", "working")
+
+
+def place_blocks(plan: Plan, place: int) -> list[int]:
+    """The blocks that a place in the pipeline holds."""
+    return [block for stage in plan.stages_of(place) for block in plan.stage_blocks(stage)]
+
+
+def parameters_of(model: ModelWork, blocks: Sequence[int]) -> float:
+    """Elements, tied ones once where several of their blocks are here."""
+    own = [model.block(block) for block in blocks]
+    tied = [work.tied for work in own if work.tied]
+    holds_other = 0 in blocks  # what a head shares is the embedding's
+    return sum(work.parameters for work in own) - (sum(tied) if holds_other else 0.0)
+
+
+def kept_bytes(kept: Kept, plan: Plan) -> float:
+    """Of one sample on one rank."""
+    if not plan.sequence:
+        return kept.split / plan.tp + kept.entries + kept.rest
+    entries = kept.entries / (plan.tp if plan.saves == "input" else 1)
+    return kept.split / plan.tp + entries + kept.rest / plan.tp
+
+
+def static_bytes(model: ModelWork, plan: Plan, blocks: Sequence[int]) -> dict[str, float]:
+    """What is there during the whole step."""
+    own = parameters_of(model, blocks) / plan.tp
+    largest = max(model.block(block).parameters for block in blocks) / plan.tp
+    wide = max(4, model.width)
+    state = 2 * wide + (wide if model.width < wide else 0)
+    weights, gradients = model.width * own, wide * own
+    if plan.zero == 3:
+        gathered = weights if plan.gathers == "step" else min(weights, 2 * model.width * largest)
+        weights = weights / plan.shards + gathered
+    if plan.zero >= 2 and plan.reduces == "micro-batch":
+        gradients = gradients / plan.shards + min(gradients, 2 * wide * largest)
+    return {"weights": weights, "gradients": gradients, "optimizer": state * own / (plan.shards if plan.zero else 1)}
+
+
+def again_bytes(work: BlockWork, rung: str, plan: Plan) -> float:
+    """What a sample needs more while its block is computed again."""
+    if rung in ("none", "light") or not work.is_layer:
+        return 0.0
+    whole = kept_bytes(work.kept["none"], plan) - kept_bytes(work.kept[rung], plan)
+    return whole if rung == "block" else 0.75 * whole  # of two units the larger
+
+
+def working_bytes(work: BlockWork, rung: str, plan: Plan, samples: int) -> float:
+    """While a block is at work, beside all that is kept: also the gradients of what enters and leaves it."""
+    own = (work.working / plan.tp + again_bytes(work, rung, plan) + 2 * work.crossing) * samples
+    return own + work.fixed / plan.tp
+
+
+def memory(model: ModelWork, plan: Plan, place: int, samples: int, rungs: Sequence[str]) -> dict[str, float]:
+    """rungs: of every block of the model."""
+    blocks = place_blocks(plan, place)
+    kept = sum(kept_bytes(model.block(block).kept[rungs[block]], plan) for block in blocks)
+    working = max(working_bytes(model.block(block), rungs[block], plan, samples) for block in blocks)
+    held = num_held(plan, place) * kept * samples
+    return {**static_bytes(model, plan, blocks), "activations": held, "working": working}
