@@ -18,6 +18,7 @@ from phalanx.plan.work import BlockWork, Kept, ModelWork
 
 GRADIENT_BYTES = 4  # of a parameter: sums are kept and reduced in float32
 ADAM_BYTES = 12  # master weight and two moments
+HELD_BACK = 1.75  # of a micro-batch's activations, what waits for its weight gradients
 STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
 
 
@@ -77,9 +78,12 @@ def add(parts: Sequence[Seconds]) -> Seconds:
 class Machine:
     """Devices of one kind as software uses them, under the mesh of a plan."""
 
-    def __init__(self, nodes: Nodes, software: Software, plan: Plan, samples: int, slowest: Nodes | None = None) -> None:
-        """samples: of a micro-batch. slowest: whose links hold collectives back, where several kinds take part."""
-        self.nodes, self.software, self.plan, self.samples = nodes, software, plan, samples
+    def __init__(
+        self, nodes: Nodes, software: Software, plan: Plan, samples: int, slowest: Nodes | None = None, number: int = 0
+    ) -> None:
+        """samples: of a micro-batch. slowest: whose links hold collectives back, where several kinds take part.
+        number: of its kind in the cluster."""
+        self.nodes, self.software, self.plan, self.samples, self.number = nodes, software, plan, samples, number
         meets = slowest or nodes
         self.links = Links(
             meets.link * software.link, meets.network * software.network, nodes.devices, software.link_latency,
@@ -181,13 +185,13 @@ def machines(cluster: Cluster, software: Software, plan: Plan, samples: int) -> 
     """One for each place in the pipeline: the slowest kind of node among its ranks."""
     ranks = plan.dp * plan.tp
     slowest = min(cluster.nodes, key=lambda kind: (kind.network, kind.link))
-    known: dict[Nodes, Machine] = {}
+    made = [Machine(kind, software, plan, samples, slowest, place) for place, kind in enumerate(cluster.nodes)]
+    if len(made) == 1:
+        return made * plan.pp
     found: list[Machine] = []
     for place in range(plan.pp):
         kinds = cluster.kinds_of(range(place * ranks, (place + 1) * ranks))
-        kind = min(kinds, key=lambda kind: kind.device.flops.value)
-        known.setdefault(kind, Machine(kind, software, plan, samples, slowest))
-        found.append(known[kind])
+        found.append(min((one for one in made if one.nodes in kinds), key=lambda one: one.nodes.device.flops.value))
     return found
 
 
@@ -202,6 +206,9 @@ def num_held(plan: Plan, place: int) -> float:
         case "interleaved":
             first = plan.mb if plan.mb < 2 * plan.pp else plan.pp + plan.mb % plan.pp // (plan.mb // plan.pp)
             held = ((plan.v - 1) * first + 2 * ahead + 1) / plan.v
+        case "zb-h1":
+            # A stage holds weight gradients back by its place, with what they need and gradients beside that.
+            return min(plan.mb, 1 + ahead) + HELD_BACK * min(plan.mb, place)
         case _:
             held = 1 + ahead
     return min(plan.mb, held)

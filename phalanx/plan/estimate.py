@@ -82,16 +82,25 @@ def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software,
     """plan: with its stages."""
     samples = -(-batch // (plan.dp * plan.mb))
     places = machines(cluster, software, plan, samples)
-    rungs = [plan.recompute_of(block, model.layers) for block in range(len(model.blocks))]
-    rungs = [rung if rung in model.block(block).kept else "none" for block, rung in enumerate(rungs)]
+    rungs = rungs_of(model, plan)
     timed = [_place(model, plan, machine, place, rungs) for place, machine in enumerate(places)]
-    parts = step_parts(plan, timed, _message(model, plan, places), software)
+    parts = step_parts(plan, timed, message_seconds(model, plan, places), software)
     used = [memory(model, plan, place, samples, rungs) for place in range(plan.pp)]
     peak = sum(kind.total * kind.device.flops.value for kind in cluster.nodes) / cluster.world * plan.world
     return Estimate(
         plan, batch, sum(parts.values()), parts, tuple(used), tuple(map(budget_of, places)), model.tokens * batch,
         model.flops * batch, peak, cluster.price * plan.world / cluster.world,
     )  # fmt: skip
+
+
+def rungs_of(model: ModelWork, plan: Plan) -> list[str]:
+    """What of each block is computed again; nothing of one that cannot."""
+    given = [plan.recompute_of(model.layers[0], model.layers)] if model.layers else []
+    policies = plan.policies if len(plan.policies) > 1 else plan.policies * max(1, len(model.layers))
+    rungs = [plan.policies[0] if len(plan.policies) == 1 else "none"] * len(model.blocks)
+    for block, rung in zip(model.layers, policies, strict=bool(given)):
+        rungs[block] = rung
+    return [rung if rung in model.block(block).kept else "none" for block, rung in enumerate(rungs)]
 
 
 @dataclass(frozen=True)
@@ -134,12 +143,12 @@ def timed_place(
     return Place(seconds, waits, tail, behind, machine.update_seconds(parameters, width) + once)
 
 
-def _message(model: ModelWork, plan: Plan, places: Sequence[Machine]) -> float:
-    """The longest message between neighbouring stages."""
+def message_seconds(model: ModelWork, plan: Plan, places: Sequence[Machine]) -> float:
+    """The longest message that there may be between stages."""
     if plan.pp == 1:
         return 0.0
-    cuts = [plan.stage_blocks(stage)[-1] for stage in range(plan.num_stages - 1)]
-    return max(place.message_seconds(max(model.block(cut).crossing for cut in cuts)) for place in set(places))
+    largest = max(work.crossing for work in model.classes)
+    return max(place.message_seconds(largest) for place in set(places))
 
 
 def step_parts(plan: Plan, places: Sequence[Place], message: float, software: Software) -> dict[str, float]:

@@ -5,6 +5,7 @@ at work. Arithmetic on a model's work; `program/memory.py` follows every value o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from phalanx.plan.cost import num_held
 from phalanx.plan.plan import Plan
@@ -28,21 +29,22 @@ def parameters_of(model: ModelWork, blocks: Sequence[int]) -> float:
 
 def kept_bytes(kept: Kept, plan: Plan) -> float:
     """Of one sample on one rank."""
+    if plan.tp == 1:
+        return kept.alone
     if not plan.sequence:
         return kept.split / plan.tp + kept.entries + kept.rest
     entries = kept.entries / (plan.tp if plan.saves == "input" else 1)
     return kept.split / plan.tp + entries + kept.rest / plan.tp
 
 
-def static_bytes(model: ModelWork, plan: Plan, blocks: Sequence[int]) -> dict[str, float]:
-    """What is there during the whole step."""
-    own = parameters_of(model, blocks) / plan.tp
-    largest = max(model.block(block).parameters for block in blocks) / plan.tp
-    wide = max(4, model.width)
-    state = 2 * wide + (wide if model.width < wide else 0)
-    weights, gradients = model.width * own, wide * own
+def state_bytes(width: int, plan: Plan, parameters: float, largest: float) -> dict[str, float]:
+    """What is there during the whole step, of so many parameters; largest: those of the largest block."""
+    own, largest = parameters / plan.tp, largest / plan.tp
+    wide = max(4, width)
+    state = 2 * wide + (wide if width < wide else 0)
+    weights, gradients = width * own, wide * own
     if plan.zero == 3:
-        gathered = weights if plan.gathers == "step" else min(weights, 2 * model.width * largest)
+        gathered = weights if plan.gathers == "step" else min(weights, 2 * width * largest)
         weights = weights / plan.shards + gathered
     if plan.zero >= 2 and plan.reduces == "micro-batch":
         gradients = gradients / plan.shards + min(gradients, 2 * wide * largest)
@@ -64,9 +66,18 @@ def working_bytes(work: BlockWork, rung: str, plan: Plan, samples: int) -> float
 
 
 def memory(model: ModelWork, plan: Plan, place: int, samples: int, rungs: Sequence[str]) -> dict[str, float]:
-    """rungs: of every block of the model."""
+    """At the moment at which a rank holds most. rungs: of every block of the model.
+
+    While a block is at work, what later blocks of its place kept for the same micro-batch is gone already: an
+    embedding needs most when little else is there."""
     blocks = place_blocks(plan, place)
-    kept = sum(kept_bytes(model.block(block).kept[rungs[block]], plan) for block in blocks)
-    working = max(working_bytes(model.block(block), rungs[block], plan, samples) for block in blocks)
-    held = num_held(plan, place) * kept * samples
-    return {**static_bytes(model, plan, blocks), "activations": held, "working": working}
+    kept = [kept_bytes(model.block(block).kept[rungs[block]], plan) * samples for block in blocks]
+    others = (num_held(plan, place) - 1) * sum(kept)
+    moments = [
+        (others + so_far, working_bytes(model.block(block), rungs[block], plan, samples))
+        for block, so_far in zip(blocks, accumulate(kept), strict=True)
+    ]
+    held, working = max(moments, key=sum)
+    largest = max(model.block(block).parameters for block in blocks)
+    state = state_bytes(model.width, plan, parameters_of(model, blocks), largest)
+    return {**state, "activations": held, "working": working}

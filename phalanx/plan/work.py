@@ -16,16 +16,19 @@ RUNGS = ("none", "light", "unit", "block")  # what is computed again, as a plan 
 
 
 class Kept(NamedTuple):
-    """Bytes that a sample keeps for the backward. split: what tensor parallelism divides. entries: what enters units,
-    which it gathers whole where tokens are split; rest: what lies between units, the same on every rank otherwise."""
+    """Bytes that a sample keeps for the backward. alone: on a rank that splits nothing. Otherwise split: what tensor
+    parallelism divides; entries: what enters units, which is gathered whole even where tokens are split; rest: what
+    lies between units, the same on every rank unless tokens are split."""
 
-    split: float
-    entries: float
-    rest: float
+    alone: float
+    split: float = 0.0
+    entries: float = 0.0
+    rest: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return self.split + self.entries + self.rest
+
+def kept(split: float, entries: float, rest: float) -> Kept:
+    """The same with and without tensor parallelism."""
+    return Kept(split + entries + rest, split, entries, rest)
 
 
 @dataclass(frozen=True)
@@ -122,13 +125,13 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
         working=4.0 * s * f,
     )  # fmt: skip
     vocabulary = shape.vocabulary * h
-    token = Kept(8.0 * s, 0, 0)
-    embedding = BlockWork("embedding", 0, 0, vocabulary, dict.fromkeys(RUNGS, token), Kept(0, 0, 2.0 * width * s * h),
+    token = kept(8.0 * s, 0, 0)
+    embedding = BlockWork("embedding", 0, 0, vocabulary, dict.fromkeys(RUNGS, token), kept(0, 0, 2.0 * width * s * h),
                           width * s * h, exchanges=1)  # fmt: skip
-    logits = Kept((4.0 + width) * s * shape.vocabulary, width * s * h, width * s * h)
+    logits = kept((4.0 + width) * s * shape.vocabulary, width * s * h, width * s * h)
     head = BlockWork(
-        "head", 2.0 * s * vocabulary, 0, vocabulary + h, {"none": logits, "block": Kept(0, 0, width * s * h)},
-        logits._replace(split=16.0 * s * shape.vocabulary), width * s * h, working=4.0 * s * shape.vocabulary,
+        "head", 2.0 * s * vocabulary, 0, vocabulary + h, {"none": logits, "block": kept(0, 0, width * s * h)},
+        kept(16.0 * s * shape.vocabulary, width * s * h, width * s * h), width * s * h, working=4.0 * s * shape.vocabulary,
         tied=vocabulary if shape.tied else 0,
     )  # fmt: skip
     total = shape.layers * parameters + (1 if shape.tied else 2) * vocabulary + h
@@ -146,10 +149,10 @@ def _kept_of_layer(shape: Shape, width: int) -> dict[str, Kept]:
     norms = 0 if shape.fused_norms else 2 * s * h * (4 + width)
     masks = 2 * s * h if shape.dropout else 0
     return {
-        "none": Kept(products + activated + scores, 2 * entry, 2 * residual + norms + masks),
-        "light": Kept(products, 2 * entry, 2 * residual),
-        "unit": Kept(0, 0, 2 * residual),
-        "block": Kept(0, 0, residual),
+        "none": kept(products + activated + scores, 2 * entry, 2 * residual + norms + masks),
+        "light": Kept(products + 2 * residual, products, 2 * entry, 2 * residual),
+        "unit": Kept(2 * residual, 0, 2 * entry, 2 * residual),
+        "block": kept(0, 0, residual),
     }
 
 
@@ -158,7 +161,7 @@ def _moved_by_layer(shape: Shape, width: int) -> Kept:
     scores = _SCORE_MOVES[shape.attention] * shape.heads * s * s
     norms = 4 * width * s * h * (1 if shape.fused_norms else 4)
     rotary = (4 if shape.fused_norms else 12) * width * s * h if shape.gated else 0
-    return Kept(scores + 3.0 * width * s * f + rotary, 0, norms + 6.0 * width * s * h)
+    return kept(scores + 3.0 * width * s * f + rotary, 0, norms + 6.0 * width * s * h)
 
 
 def merged(classes: Sequence[BlockWork]) -> tuple[tuple[BlockWork, ...], tuple[int, ...]]:

@@ -47,14 +47,16 @@ def _block(facts: ModelFacts, number: int, dims: Dims, shapes: dict[str, ModelSh
     entering, leaving = (float(sum(t.bytes(dims) for t in crossing)) for crossing in (before, block.crossing))
     units = sum(bool(unit.name) for unit in block.units)
     lies_between = units or int(bool(entering))  # the head, too, norms what enters it
+    between = lies_between * entering
     none = _kept(shapes["none"], number, dims)
-    kept = {"none": _divided(none, lies_between * entering, lies_between * entering)}
+    kept = {"none": _divided(none, between, between)}
     if units and "light" in shapes:
         light = _kept(shapes["light"], number, dims)
-        kept["light"] = _divided(light, 0.0, units * entering)
+        # Where tensors are split, a unit begins with a redistribution, whose result is kept.
+        kept["light"] = _divided(light, 0.0, between)._replace(entries=between)
     if units:
-        kept["unit"] = Kept(0.0, 0.0, units * entering)
-    kept["block"] = Kept(0.0, 0.0, entering)
+        kept["unit"] = Kept(between, 0.0, between, between)
+    kept["block"] = Kept(entering, 0.0, 0.0, entering)
     products, attention = _flops(block, dims)
     working, fixed = _working(shapes["none"], number, dims)
     exchanges = units or int(not number)  # an embedding that is split by its vocabulary is summed, a head is not
@@ -66,7 +68,7 @@ def _block(facts: ModelFacts, number: int, dims: Dims, shapes: dict[str, ModelSh
 
 def _divided(total: float, entries: float, rest: float) -> Kept:
     entries, rest = min(entries, total / 2), min(rest, total / 2)
-    return Kept(total - entries - rest, entries, rest)
+    return Kept(total, total - entries - rest, entries, rest)
 
 
 def _kept(shape: ModelShape, number: int, dims: Dims) -> float:

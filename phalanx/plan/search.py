@@ -1,0 +1,199 @@
+"""The best plans for a model on a cluster: every mesh in the order of a limit from below, for each the best stages and
+what each layer computes again, judged by `estimate.py`. Stops where no limit promises better than what is found.
+
+Pure: facts in, plans out, a second for thousands of devices. What the runtime does not have is not in the space.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from phalanx.errors import PlanError
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.cost import Software, machines
+from phalanx.plan.estimate import Estimate
+from phalanx.plan.plan import Plan
+from phalanx.plan.rules import divisors
+from phalanx.plan.stage_times import Problem, StageTimes
+from phalanx.plan.work import ModelWork
+
+KEEP = 6  # plans that are shown: the best, and the best of other meshes
+MOST_TRIED = 32  # plans that are worked out, of those that look best quickly
+UNEVEN = 1.15
+MOST_VIRTUAL = 4
+MOST_STAGES = 128
+
+
+@dataclass(frozen=True)
+class Found:
+    """plans: the best of each mesh (pp, tp, zero), best first. tried: candidates that were worked out; known: all."""
+
+    plans: tuple[Estimate, ...]
+    tried: int
+    known: int
+
+
+def search(
+    model: ModelWork, cluster: Cluster, software: Software, batch: int, fixed: Mapping[str, Any] | None = None,
+    keep: int = KEEP,
+) -> Found:  # fmt: skip
+    """fixed: fields of a plan that are given. A PlanError where nothing fits."""
+    problem = Problem(model, cluster, software, batch)
+    bases = sorted(meshes(problem, fixed or {}), key=lambda base: base.least)
+    if not bases:
+        raise _no_candidates(model, cluster, batch, fixed or {})
+    promising, known = _promising(problem, bases, fixed or {}, keep)
+    best: dict[tuple[int, ...], Estimate] = {}
+    tried = 0
+    for seconds, plan in promising:
+        key = _mesh_key(plan)
+        if tried >= MOST_TRIED and (seconds > _worst(best.values(), keep) or tried >= 4 * MOST_TRIED):
+            break
+        tried += 1
+        found = worked_out(problem, plan)
+        if found is not None and (key not in best or found.step_seconds < best[key].step_seconds):
+            best[key] = found
+    plans = sorted(best.values(), key=lambda own: own.step_seconds)[:keep]
+    if not plans:
+        raise nothing_fits(problem)
+    return Found(tuple(plans), tried, known)
+
+
+def _promising(
+    problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any], keep: int
+) -> tuple[list[tuple[float, Plan]], int]:
+    """Plans by their quick estimate; none whose limit from below is above what would be shown."""
+    quick: list[tuple[float, Plan]] = []
+    best: dict[tuple[int, ...], float] = {}
+    known = 0
+    for base in bases:
+        for fields, least in variants(problem, base, fixed):
+            known += 1
+            if least >= _worst_of(best, keep):
+                continue
+            plan = Plan(**fields)
+            seconds = StageTimes(problem, plan).quick()
+            # Even stages may be too large where uneven ones fit.
+            quick.append((seconds if math.isfinite(seconds) else UNEVEN * least, plan))
+            key = _mesh_key(plan)
+            if seconds < best.get(key, math.inf):
+                best[key] = seconds
+    return sorted(quick, key=lambda pair: pair[0]), known
+
+
+def _mesh_key(plan: Plan) -> tuple[int, ...]:
+    return plan.pp, plan.tp, plan.zero
+
+
+def _worst(found: Iterable[Estimate], keep: int) -> float:
+    """What a plan must beat to be shown."""
+    seconds = sorted(own.step_seconds for own in found)
+    return seconds[keep - 1] if len(seconds) >= keep else math.inf
+
+
+def _worst_of(best: Mapping[tuple[int, ...], float], keep: int) -> float:
+    return sorted(best.values())[keep - 1] if len(best) >= keep else math.inf
+
+
+def worked_out(problem: Problem, plan: Plan) -> Estimate | None:
+    """With the best stages and layers that compute again as little as fits; None where nothing does."""
+    stages = StageTimes(problem, plan)
+    counts = stages.best()
+    return None if counts is None else stages.estimate(counts)
+
+
+# The space.
+
+
+class Base(NamedTuple):
+    """A mesh and its micro-batches. least: seconds that all stages together take for a micro-batch at least; longest:
+    that the longest of them takes."""
+
+    plan: Plan
+    whole: float
+    longest: float
+    least: float
+
+
+def meshes(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Base]:
+    model, cluster, batch = problem.model, problem.cluster, problem.batch
+    for pp in _allowed(divisors(cluster.world), fixed, "pp"):
+        if pp > min(len(model.blocks), MOST_STAGES):
+            continue
+        for tp in _allowed(divisors(cluster.world // pp), fixed, "tp"):
+            dp = cluster.world // pp // tp
+            splits = tp <= 2 * cluster.per_node and (not model.heads or tp <= model.heads)
+            if splits and dp <= batch and fixed.get("dp", dp) == dp:
+                known = {"sequence": tp > 1, **fixed}
+                for mb in _allowed(_micro_batches(batch // dp), fixed, "mb"):
+                    yield _base(problem, Plan(pp=pp, tp=tp, dp=dp, mb=mb, sequence=known["sequence"]))
+
+
+def _base(problem: Problem, plan: Plan) -> Base:
+    """If all stages were equal and kept everything."""
+    places = machines(problem.cluster, problem.software, plan, problem.samples(plan))
+    totals = [[own.total for own in problem.class_seconds(machine)] for machine in set(places)]
+    fastest = [min(column) for column in zip(*totals, strict=True)]
+    whole = sum(fastest[place] for place in problem.model.blocks)
+    longest = max(whole / plan.pp, *fastest)
+    return Base(plan, whole, longest, plan.mb * longest)
+
+
+def variants(problem: Problem, base: Base, fixed: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
+    """Schedules and ways to shard state, as a plan's fields, each with seconds that no step of it is below."""
+    plan = base.plan
+    for schedule in _schedules(plan, len(problem.model.blocks), fixed):
+        filling = {"zb-h1": 0.25, "interleaved": 1 / schedule.get("v", 1)}.get(schedule["schedule"], 1.0)
+        least = base.least + filling * (base.whole - base.longest) + problem.software.step
+        for zero in _shardings(plan, problem.cluster, fixed):
+            fields = {**fixed, "pp": plan.pp, "tp": plan.tp, "dp": plan.dp, "mb": plan.mb, "sequence": plan.sequence}
+            yield {**fields, **schedule, **zero}, least
+
+
+def _allowed(values: Sequence[int], fixed: Mapping[str, Any], name: str) -> list[int]:
+    return [value for value in values if fixed.get(name, value) == value]
+
+
+def _micro_batches(samples: int) -> list[int]:
+    """Numbers of micro-batches that divide the samples of a replica, or of which none is larger."""
+    return sorted({math.ceil(samples / size) for size in divisors(samples) if size <= 64})
+
+
+def _schedules(plan: Plan, num_blocks: int, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if "schedule" in known:
+        return [{name: known[name] for name in ("schedule", "v") if name in known}]
+    if plan.pp == 1:
+        return [{"schedule": "1f1b"}]
+    virtual = [v for v in range(2, MOST_VIRTUAL + 1) if plan.pp * v <= num_blocks and plan.mb >= plan.pp]
+    return [{"schedule": "1f1b"}, {"schedule": "zb-h1"}, *({"schedule": "interleaved", "v": v} for v in virtual)]
+
+
+def _shardings(plan: Plan, cluster: Cluster, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Over all replicas or, where these lie on several nodes, over those of one node."""
+    if plan.dp == 1:
+        return [{}]
+    inside = cluster.per_node // plan.tp
+    degrees = [0, inside] if 1 < inside < plan.dp and plan.dp % inside == 0 else [0]
+    found: list[dict[str, Any]] = [{"zero": 0}]
+    for degree in degrees:
+        found += [{"zero": 1, "zero_degree": degree}, {"zero": 2, "zero_degree": degree}]
+        found += [{"zero": 3, "zero_degree": degree, "gather": gather} for gather in ("micro-batch", "step")]
+    given = {name: known[name] for name in ("zero", "zero_degree", "gather", "reduce") if name in known}
+    return [own | given for own in found if all(own.get(name, value) == value for name, value in given.items())]
+
+
+def _no_candidates(model: ModelWork, cluster: Cluster, batch: int, fixed: Mapping[str, Any]) -> PlanError:
+    given = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    if given:
+        message = f"plan: no plan with {given} divides {cluster.world} devices and a batch of {batch} samples"
+        return PlanError(message, "leave some of them open, or give numbers whose product divides the devices")
+    largest = 2 * cluster.per_node * min(len(model.blocks), MOST_STAGES)
+    message = f"plan: a batch of {batch} samples is too small for {cluster.world} devices: every replica needs a sample"
+    return PlanError(message, f"use a batch of {-(-cluster.world // largest)} samples or more, or fewer devices")
+
+
+def nothing_fits(problem: Problem) -> PlanError:
+    return PlanError("plan: nothing fits", "")
