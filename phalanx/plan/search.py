@@ -38,9 +38,9 @@ class Found:
 
 def search(
     model: ModelWork, cluster: Cluster, software: Software, batch: int, fixed: Mapping[str, Any] | None = None,
-    keep: int = KEEP,
+    keep: int = KEEP, most: int = MOST_TRIED,
 ) -> Found:  # fmt: skip
-    """fixed: fields of a plan that are given. A PlanError where nothing fits."""
+    """fixed: fields of a plan that are given. keep: plans to return; most: to work out. A PlanError where nothing fits."""
     problem = Problem(model, cluster, software, batch)
     bases = sorted(meshes(problem, fixed or {}), key=lambda base: base.least)
     if not bases:
@@ -50,7 +50,7 @@ def search(
     tried = 0
     for seconds, plan in promising:
         key = _mesh_key(plan)
-        if tried >= MOST_TRIED and (seconds > _worst(best.values(), keep) or tried >= 4 * MOST_TRIED):
+        if tried >= most and (seconds > _worst(best.values(), keep) or tried >= 4 * most):
             break
         tried += 1
         found = worked_out(problem, plan)
