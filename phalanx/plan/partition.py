@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 Time = Callable[[int, int, int], float]  # (stage, first block, block behind the last)
 _ANY = 1e300  # a limit for all but what does not fit
-_LOOSER = (1.0, 1.003, 1.01, 1.03, 1.1, 1.3)  # limits to try, as multiples of the smallest possible one
+_LOOSEST = 3.0  # times the smallest limit: looser ones are not looked at
+_WORTH, _BETTER = 1e-4, 1 - 1e-6  # differences that are worth a look
 
 
 def partition(num_blocks: int, num_stages: int, time: Time, weight: float, start: float) -> tuple[int, ...] | None:
@@ -21,15 +23,25 @@ def partition(num_blocks: int, num_stages: int, time: Time, weight: float, start
     limit = _smallest_limit(num_blocks, num_stages, time, start)
     if limit is None:
         return None
-    best, found = math.inf, None
-    for factor in _LOOSER:
-        ends, total = _least_sum(num_blocks, num_stages, time, limit * factor)
-        longest = max(time(stage, ends[stage], ends[stage + 1]) for stage in range(num_stages))
-        if weight * longest + total >= best:
-            break
-        best, found = weight * longest + total, ends
-    assert found is not None
-    return tuple(stop - begin for begin, stop in pairwise(found))
+    best = min(_ways(num_blocks, num_stages, time, limit), key=lambda way: way.cost(weight))
+    # A longer longest stage pays only where the sum gets smaller by more; it cannot be below that of single blocks.
+    alone = sum(min(time(stage, b, b + 1) for stage in range(num_stages)) for b in range(num_blocks))
+    gain = max(0.0, best.total - alone)
+    if gain > _WORTH * best.cost(weight):
+        looser = min(limit + gain / weight, _LOOSEST * limit) if weight else _LOOSEST * limit
+        best = min(_ways(num_blocks, num_stages, time, looser), key=lambda way: way.cost(weight))
+    return tuple(stop - begin for begin, stop in pairwise(best.ends))
+
+
+class Way(NamedTuple):
+    """Some stages, the first ones: the longest of them, their sum, and where they end."""
+
+    longest: float
+    total: float
+    ends: tuple[int, ...]
+
+    def cost(self, weight: float) -> float:
+        return weight * self.longest + self.total
 
 
 def evenly(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -108,19 +120,29 @@ def _latest(num_blocks: int, num_stages: int, time: Time, limit: float) -> list[
     return begins[::-1]
 
 
-def _least_sum(num_blocks: int, num_stages: int, time: Time, limit: float) -> tuple[list[int], float]:
-    """Of all ways in which no stage is longer than the limit, the one with the least sum."""
+def _ways(num_blocks: int, num_stages: int, time: Time, limit: float) -> list[Way]:
+    """All ways in which no stage is longer than the limit, but for those that another one beats in both."""
     latest, earliest = _greedy(num_blocks, num_stages, time, limit), _latest(num_blocks, num_stages, time, limit)
     assert latest is not None
-    sums: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+    ways: dict[int, list[Way]] = {0: [Way(0.0, 0.0, (0,))]}
     for stage in range(num_stages):
         low = earliest[stage + 1] if stage + 1 < num_stages else num_blocks
-        following: dict[int, tuple[float, list[int]]] = {}
+        following: dict[int, list[Way]] = {}
         for end in range(max(low, stage + 1), latest[stage + 1] + 1):
-            for begin, (total, ends) in sums.items():
+            found: list[Way] = []
+            for begin, known in ways.items():
                 own = time(stage, begin, end) if begin < end else math.inf
-                if own <= limit and total + own < following.get(end, (math.inf, []))[0]:
-                    following[end] = (total + own, [*ends, end])
-        sums = following
-    total, ends = sums[num_blocks]
-    return ends, total
+                if own <= limit:
+                    found += [Way(max(w.longest, own), w.total + own, (*w.ends, end)) for w in known]
+            if found:
+                following[end] = _unbeaten(found)
+        ways = following
+    return ways[num_blocks]
+
+
+def _unbeaten(ways: Iterable[Way]) -> list[Way]:
+    left: list[Way] = []
+    for way in sorted(ways, key=lambda way: (way.longest, way.total)):
+        if not left or way.total < left[-1].total * _BETTER:
+            left.append(way)
+    return left

@@ -213,18 +213,20 @@ class StageTimes:
         return tuple((edges[stage], edges[stage + 1]) for stage in range(place, plan.num_stages, plan.pp))
 
     def best(self) -> tuple[int, ...] | None:
-        """The best stages; where a rank has several, even ones. None where nothing fits."""
+        """Blocks of each stage; None where nothing fits. Where a rank has several stages, what it holds is shared out
+        among them: layers are alike."""
         plan, blocks = self._plan, len(self._problem.model.blocks)
-        if plan.v > 1:
-            counts = self.even()
-            times = [self._own(place, self._runs(counts, place))[0] for place in range(plan.pp)]
-            return counts if math.isfinite(max(times)) else None
         if plan.pp == 1:
             return (blocks,) if math.isfinite(self.time(0, 0, blocks)) else None
         seconds = self._problem.class_seconds(self._places[0])
         least = sum(seconds[own].total for own in self._problem.model.blocks) / plan.pp
         share = self.drained()
-        return partition(blocks, plan.pp, self.time, (plan.mb - share) / share, 0.5 * least)
+        held = partition(blocks, plan.pp, self.time, (plan.mb - share) / share, 0.5 * least)
+        if held is None or plan.v == 1:
+            return held
+        counts = _shared_out(held, plan.v) if min(held) >= plan.v else self.even()
+        times = [self._own(place, self._runs(counts, place))[0] for place in range(plan.pp)]
+        return counts if math.isfinite(max(times)) else None
 
     def estimate(self, counts: tuple[int, ...]) -> Estimate | None:
         """The whole plan, judged; None where its layers, which are not all alike, do not fit after all."""
@@ -242,6 +244,11 @@ class StageTimes:
             self._problem.model, plan, self._problem.cluster, self._problem.software, self._problem.batch
         )
         return found if found.fits else None
+
+
+def _shared_out(held: Sequence[int], v: int) -> tuple[int, ...]:
+    """Blocks of each stage, from those of each rank: in rounds, the first ones with what is left over."""
+    return tuple(count // v + (turn < count % v) for turn in range(v) for count in held)
 
 
 _NOTHING = Ends()
