@@ -6,6 +6,7 @@ Those shares (`Software`) belong to hardware and programs, never to a model or a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from phalanx.plan.cluster import Cluster, Nodes
 from phalanx.plan.collectives import Group, Links, all_reduce, consecutive, gather, send
 from phalanx.plan.plan import Plan
-from phalanx.plan.work import BlockWork, Kept, ModelWork
+from phalanx.plan.work import BlockWork
 
 GRADIENT_BYTES = 4  # of a parameter: sums are kept and reduced in float32
 ADAM_BYTES = 12  # master weight and two moments
@@ -26,8 +27,9 @@ STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
 class Software:
     """What programs reach of what devices and links offer.
 
-    products, attention: shares of a device's FLOP/s. memory: of its bandwidth. passes: times that element-wise work
-    goes over what it moves. launch: seconds that a unit's forward takes at least. link, network: shares of bandwidths.
+    products, attention: shares of a device's FLOP/s. small: rows of a matrix, of which products reach half of that.
+    odd: of that, where a side is not a multiple of 8. memory: of its bandwidth. passes, between, scores: times that
+    element-wise work goes over what it moves inside units, between them, and in attention. launch: seconds that a unit's forward takes at least. link, network: shares of bandwidths.
     *_latency: seconds of one hop. behind_weights: of a backward's sums over tensor-parallel ranks, the share that
     travels behind weight gradients. hidden: of the backward of a last micro-batch, the share behind which gradients are
     reduced. messages: of messages between stages, the share that is waited for. step, micro_batch: seconds besides.
@@ -36,8 +38,12 @@ class Software:
 
     products: float = 0.72
     attention: float = 0.45
+    small: float = 300.0
+    odd: float = 0.4
     memory: float = 0.8
     passes: float = 1.0
+    between: float = 1.0
+    scores: float = 1.0
     launch: float = 60e-6
     link: float = 0.75
     network: float = 0.75
@@ -105,7 +111,7 @@ class Machine:
     def seconds(self, work: BlockWork, rung: str) -> Seconds:
         """Of a micro-batch in one block."""
         forward, weight = self._forward(work), self._products(work) + self._weights(work)
-        moved = self._moved(work.moved)
+        moved = self._moved(work)
         # Attention's own backward computes two and a half times what its forward does, and element-wise work reads
         # gradients beside what was kept.
         backward = max(self._products(work) + 2.5 * self._attention(work) + 2 * moved + self._weights(work),
@@ -119,22 +125,27 @@ class Machine:
         return Seconds(forward + sums, backward + waits, weight, again, sums + waits)
 
     def _forward(self, work: BlockWork) -> float:
-        computed = self._products(work) + self._attention(work) + self._moved(work.moved) + self._weights(work)
+        computed = self._products(work) + self._attention(work) + self._moved(work) + self._weights(work)
         return max(computed, self.software.launch * max(1, work.units))
 
     def _products(self, work: BlockWork) -> float:
-        rate = self.nodes.device.flops.value * self.software.products
-        return work.products * self.samples / self.plan.tp / rate
+        if not work.products:
+            return 0.0
+        side = math.sqrt(work.parameters / max(1, work.units) / self.plan.tp)  # of the matrix that a unit has left
+        rate = self.nodes.device.flops.value * self.software.products * side / (side + self.software.small)
+        odd = self.software.odd if work.odd and self.plan.tp == 1 else 1.0  # what is split is padded first
+        return work.products * self.samples / self.plan.tp / (rate * odd)
 
     def _attention(self, work: BlockWork) -> float:
         rate = self.nodes.device.flops.value * self.software.attention
         return work.attention * self.samples / self.plan.tp / rate
 
-    def _moved(self, moved: Kept) -> float:
+    def _moved(self, work: BlockWork) -> float:
         """Element-wise work between units is done by all ranks alike, unless the tokens are split."""
-        parts = self.plan.tp if self.plan.sequence else 1
-        size = (moved.split / self.plan.tp + (moved.entries + moved.rest) / parts) * self.samples
-        return size * self.software.passes / self._bandwidth
+        moved, software, tp = work.moved, self.software, self.plan.tp
+        inside = (software.passes * moved.split + software.scores * work.scores) / tp
+        between = software.between * (moved.entries + moved.rest) / (tp if self.plan.sequence else 1)
+        return (inside + between) * self.samples / self._bandwidth
 
     def _weights(self, work: BlockWork) -> float:
         """Products also read their weights, which few samples do not make up for."""

@@ -6,6 +6,7 @@ a program's every wait is `program/simulate.py`'s.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,8 +84,7 @@ def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software,
     samples = -(-batch // (plan.dp * plan.mb))
     places = machines(cluster, software, plan, samples)
     rungs = rungs_of(model, plan)
-    timed = [_place(model, plan, machine, place, rungs) for place, machine in enumerate(places)]
-    parts = step_parts(plan, timed, message_seconds(model, plan, places), software)
+    parts = parts_of(model, plan, places, loads_of(model, plan))
     used = [memory(model, plan, place, samples, rungs) for place in range(plan.pp)]
     peak = sum(kind.total * kind.device.flops.value for kind in cluster.nodes) / cluster.world * plan.world
     return Estimate(
@@ -115,12 +115,42 @@ class Place:
     update: float
 
 
-def _place(model: ModelWork, plan: Plan, machine: Machine, place: int, rungs: Sequence[str]) -> Place:
-    blocks = place_blocks(plan, place)
-    seconds = add([machine.seconds(model.block(block), rungs[block]) for block in blocks])
-    parameters = parameters_of(model, blocks)
-    largest = max(model.block(block).parameters for block in blocks)
-    return timed_place(model.width, plan, machine, seconds, parameters, largest)
+@dataclass(frozen=True)
+class Load:
+    """What a place in the pipeline holds: how many blocks of each class and rung, their parameters, and those of the
+    largest block."""
+
+    counts: frozenset[tuple[tuple[int, str], int]]
+    parameters: float
+    largest: float
+
+
+def loads_of(model: ModelWork, plan: Plan) -> list[Load]:
+    rungs = rungs_of(model, plan)
+    found: list[Load] = []
+    for place in range(plan.pp):
+        blocks = place_blocks(plan, place)
+        counts = Counter((model.blocks[block], rungs[block]) for block in blocks)
+        largest = max(model.classes[kind].parameters for kind, _ in counts)
+        found.append(Load(frozenset(counts.items()), parameters_of(model, blocks), largest))
+    return found
+
+
+def parts_of(model: ModelWork, plan: Plan, places: Sequence[Machine], loads: Sequence[Load]) -> dict[str, float]:
+    """Where the seconds of a step go. Places that hold as many of the same blocks take as long."""
+    known: dict[tuple[int, Load], Place] = {}
+    for machine, load in zip(places, loads, strict=True):
+        if (machine.number, load) not in known:
+            own = [_times(machine.seconds(model.classes[kind], rung), n) for (kind, rung), n in load.counts]
+            known[machine.number, load] = timed_place(
+                model.width, plan, machine, add(own), load.parameters, load.largest
+            )
+    timed = [known[machine.number, load] for machine, load in zip(places, loads, strict=True)]
+    return step_parts(plan, timed, message_seconds(model, plan, places), places[0].software)
+
+
+def _times(seconds: Seconds, count: int) -> Seconds:
+    return Seconds(*(count * own for own in seconds))
 
 
 def timed_place(

@@ -229,12 +229,13 @@ class StageTimes:
         return counts if math.isfinite(max(times)) else None
 
     def estimate(self, counts: tuple[int, ...]) -> Estimate | None:
-        """The whole plan, judged; None where its layers, which are not all alike, do not fit after all."""
+        """The whole plan, judged; None where it does not fit, such as when its layers are not all alike."""
         chosen: dict[int, str] = {}
         for place in range(self._plan.pp):
             runs = self._runs(counts, place)
             mix = self._own(place, runs)[1]
-            assert mix is not None
+            if mix is None:
+                return None
             layers = iter(b for begin, end in runs for b in range(begin, end) if b not in self._problem.ends)
             chosen |= {next(layers): rung for rung, count in mix.rungs for _ in range(count)}
         policies = tuple(chosen[block] for block in self._problem.model.layers)

@@ -39,7 +39,8 @@ class BlockWork:
     are those of another block too. kept: by rung, of those it can have. moved: bytes that element-wise work goes over.
     exchanges: sums over tensor-parallel ranks in a forward, each of a tensor of `crossing` bytes, which is also what is
     sent to the next block. working: bytes that it needs while it runs, of each sample and (fixed) whatever their
-    number; tensor parallelism divides both. units: with their own recompute."""
+    number; tensor parallelism divides both. units: with their own recompute. scores: bytes that attention moves which
+    is not computed in one go. odd: a side of its products is not a multiple of 8, which tensor cores are slow with."""
 
     name: str
     products: float
@@ -53,6 +54,8 @@ class BlockWork:
     working: float = 0.0
     fixed: float = 0.0
     tied: float = 0.0
+    scores: float = 0.0
+    odd: bool = False
 
     @property
     def is_layer(self) -> bool:
@@ -109,8 +112,10 @@ class Shape(NamedTuple):
     tied: bool = True
 
 
-_SCORE_BYTES = {"flash": 0.0, "fused": 2.0, "unfused": 5.0}  # kept for every score
-_SCORE_MOVES = {"flash": 0.0, "fused": 5.0, "unfused": 13.0}  # moved for every score
+_SCORE_BYTES = {"flash": 0.0, "flash1": 0.0, "fused": 2.0, "unfused": 5.0}  # kept for every score
+_SCORE_MOVES = {"flash": 0.0, "flash1": 0.0, "fused": 5.0, "unfused": 13.0}  # moved for every score
+# The first flash attention took so much longer (Dao 2023); those that keep scores compute also what is masked.
+_SLOWER = {"flash1": 1.7, "fused": 2.0, "unfused": 2.0}
 
 
 def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
@@ -120,9 +125,9 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
     attention_parameters, ffn_parameters = 2 * h * h + 2 * h * keys, (3 if shape.gated else 2) * h * f
     parameters = attention_parameters + ffn_parameters + 4 * h
     layer = BlockWork(
-        "layer", 2.0 * s * (attention_parameters + ffn_parameters), 4.0 * s * s * h, parameters,
+        "layer", 2.0 * s * (attention_parameters + ffn_parameters), 2.0 * s * s * h * _SLOWER.get(shape.attention, 1.0), parameters,
         _kept_of_layer(shape, width), _moved_by_layer(shape, width), width * s * h, exchanges=2, units=2,
-        working=4.0 * s * f,
+        working=4.0 * s * f, scores=_SCORE_MOVES[shape.attention] * shape.heads * s * s,
     )  # fmt: skip
     vocabulary = shape.vocabulary * h
     token = kept(8.0 * s, 0, 0)
@@ -132,7 +137,7 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
     head = BlockWork(
         "head", 2.0 * s * vocabulary, 0, vocabulary + h, {"none": logits, "block": kept(0, 0, width * s * h)},
         kept(16.0 * s * shape.vocabulary, width * s * h, width * s * h), width * s * h, working=4.0 * s * shape.vocabulary,
-        tied=vocabulary if shape.tied else 0,
+        tied=vocabulary if shape.tied else 0, odd=shape.vocabulary % 8 != 0,
     )  # fmt: skip
     total = shape.layers * parameters + (1 if shape.tied else 2) * vocabulary + h
     blocks = (0, *(1,) * shape.layers, 2)
@@ -158,10 +163,9 @@ def _kept_of_layer(shape: Shape, width: int) -> dict[str, Kept]:
 
 def _moved_by_layer(shape: Shape, width: int) -> Kept:
     h, s, f = shape.hidden, shape.tokens, shape.ffn
-    scores = _SCORE_MOVES[shape.attention] * shape.heads * s * s
     norms = 4 * width * s * h * (1 if shape.fused_norms else 4)
     rotary = (4 if shape.fused_norms else 12) * width * s * h if shape.gated else 0
-    return kept(scores + 3.0 * width * s * f + rotary, 0, norms + 6.0 * width * s * h)
+    return kept(3.0 * width * s * f + rotary, 0, norms + 6.0 * width * s * h)
 
 
 def merged(classes: Sequence[BlockWork]) -> tuple[tuple[BlockWork, ...], tuple[int, ...]]:
