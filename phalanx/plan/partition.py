@@ -18,15 +18,15 @@ _LOOSEST = 3.0  # times the smallest limit: looser ones are not looked at
 _WORTH, _BETTER = 1e-4, 1 - 1e-6  # differences that are worth a look
 
 
-def partition(num_blocks: int, num_stages: int, time: Time, weight: float, start: float) -> tuple[int, ...] | None:
-    """Blocks of each stage; None where no way fits. start: a limit below which no longest stage is."""
+def partition(num_blocks: int, num_stages: int, time: Time, weight: float, least: float) -> tuple[int, ...] | None:
+    """Blocks of each stage; None where no way fits. least: seconds that all stages together are not below."""
+    start = 0.5 * least / num_stages
     limit = _smallest_limit(num_blocks, num_stages, time, start)
     if limit is None:
         return None
     best = min(_ways(num_blocks, num_stages, time, limit), key=lambda way: way.cost(weight))
-    # A longer longest stage pays only where the sum gets smaller by more; it cannot be below that of single blocks.
-    alone = sum(min(time(stage, b, b + 1) for stage in range(num_stages)) for b in range(num_blocks))
-    gain = max(0.0, best.total - alone)
+    # A longer longest stage pays only where the sum gets smaller by more.
+    gain = max(0.0, best.total - least)
     if gain > _WORTH * best.cost(weight):
         looser = min(limit + gain / weight, _LOOSEST * limit) if weight else _LOOSEST * limit
         best = min(_ways(num_blocks, num_stages, time, looser), key=lambda way: way.cost(weight))

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 from phalanx.errors import PlanError
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.cost import Software, machines
-from phalanx.plan.estimate import Estimate
+from phalanx.plan.devices import GIB
+from phalanx.plan.estimate import Estimate, estimate
+from phalanx.plan.partition import evenly
 from phalanx.plan.plan import Plan
-from phalanx.plan.rules import divisors
+from phalanx.plan.rules import divisors, listed
 from phalanx.plan.stage_times import Problem, StageTimes
 from phalanx.plan.work import ModelWork
 
@@ -52,14 +54,14 @@ def search(
     tried = 0
     for seconds, plan in promising:
         key = _mesh_key(plan)
-        if tried >= most and (seconds > _worst(best.values(), keep) or tried >= 4 * most):
+        if tried >= most and best and (seconds > _worst(best.values(), keep) or tried >= 4 * most):
             break
         tried += 1
         found = worked_out(problem, plan)
         if found is not None and (key not in best or found.step_seconds < best[key].step_seconds):
             best[key] = found
     if not best:
-        raise nothing_fits(problem)
+        raise nothing_fits(problem, fixed or {})
     near = sorted(best.values(), key=_seconds)[: 2 * keep]
     # With many blocks, one of them is little: only the best is polished.
     limit = NEAR * near[0].step_seconds if len(model.blocks) <= FEW_BLOCKS else near[0].step_seconds
@@ -80,7 +82,10 @@ def _promising(
             if least >= _worst_of(best, keep):
                 continue
             plan = Plan(**fields)
-            seconds = StageTimes(problem, plan).quick()
+            stages = StageTimes(problem, plan)
+            seconds = stages.quick()
+            if math.isinf(seconds) and stages.is_hopeless():
+                continue
             # Even stages may be too large where uneven ones fit.
             quick.append((seconds if math.isfinite(seconds) else UNEVEN * least, plan))
             key = _mesh_key(plan)
@@ -224,5 +229,48 @@ def _no_candidates(model: ModelWork, cluster: Cluster, batch: int, fixed: Mappin
     return PlanError(message, f"use a batch of {-(-cluster.world // largest)} samples or more, or fewer devices")
 
 
-def nothing_fits(problem: Problem) -> PlanError:
-    return PlanError("plan: nothing fits", "")
+def nothing_fits(problem: Problem, fixed: Mapping[str, Any]) -> PlanError:
+    """What the leanest plan lacks, and what would mend it."""
+    model, cluster = problem.model, problem.cluster
+    leanest = min(_lean(problem, fixed), key=_lacking)
+    lacks, place = _lacking(leanest), leanest.fullest
+    held = leanest.memory[place]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in held.items() if size > 0.01 * sum(held.values()))
+    nodes = next((n for n in (2, 4, 8, 16, 32, 64) if _fits_on(problem, cluster.scaled(n), fixed)), None)
+    hints = [f"{nodes} times the nodes"] if nodes else []
+    hints += [f"devices with {sum(held.values()) / GIB * 1.05:.0f} GiB or more", "shorter samples"]
+    given = f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}" if fixed else ""
+    message = (
+        f"plan: {model.name} does not fit on {cluster}{given}: the leanest plan ({leanest.plan.shown}) lacks "
+        f"{lacks / GIB:.1f} GiB on each device of place {place} of the pipeline, which would hold {parts} GiB of "
+        f"{leanest.budget[place] / GIB:.1f}"
+    )
+    return PlanError(message, f"use {listed(hints)}")
+
+
+def _lean(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Estimate]:
+    """Of every mesh the plan that needs least: all state sharded, all layers computed again, smallest micro-batches."""
+    smallest: dict[tuple[int, int], Plan] = {}
+    for base in meshes(problem, fixed):
+        key = base.plan.pp, base.plan.tp
+        if key not in smallest or base.plan.mb > smallest[key].mb:
+            smallest[key] = base.plan
+    for plan in smallest.values():
+        sharded = {"zero": 3} if plan.dp > 1 else {}
+        counts = evenly([1.0] * len(problem.model.blocks), plan.pp)
+        lean = replace(plan, **{**sharded, **_sharding(fixed)}, stages=counts, recompute=("block",))
+        yield estimate(problem.model, lean, problem.cluster, problem.software, problem.batch)
+
+
+def _sharding(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fixed[name] for name in ("zero", "zero_degree", "gather", "reduce") if name in fixed}
+
+
+def _lacking(own: Estimate) -> float:
+    return own.peak_bytes - own.budget[own.fullest]
+
+
+def _fits_on(problem: Problem, cluster: Cluster, fixed: Mapping[str, Any]) -> bool:
+    larger = Problem(problem.model, cluster, problem.software, problem.batch)
+    open_fields = {name: value for name, value in fixed.items() if name not in ("pp", "dp", "tp")}
+    return any(own.fits for own in _lean(larger, open_fields))

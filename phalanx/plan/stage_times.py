@@ -173,15 +173,23 @@ class StageTimes:
         plan, counts = self._plan, self.even()
         places = sorted({0, plan.pp // 2, plan.pp - 1})
         runs = [self._runs(counts, place) for place in places]
-        totals = [self._own(place, own)[0] for place, own in zip(places, runs, strict=True)]
+        totals: list[float] = []
+        for place, own in zip(places, runs, strict=True):
+            totals.append(self._own(place, own)[0])
+            if math.isinf(totals[-1]):
+                return math.inf
         longest = max(totals)
-        if math.isinf(longest):
-            return math.inf
         share = self.drained()
         first = self._timed(0, runs[0])
         waiting = plan.mb * first.waits + first.reduce + first.update
         others = (sum(totals) / len(totals) * plan.pp - longest) * share
         return plan.mb * longest + others + waiting + self._waiting() + self._problem.software.step
+
+    def is_hopeless(self) -> bool:
+        """Whether the state of all blocks is more than all places together have room for."""
+        parameters = self._problem.model.num_parameters / self._plan.pp
+        state = sum(state_bytes(self._problem.model.width, self._plan, parameters, 0.0).values())
+        return state > max(map(budget_of, set(self._places)))
 
     def _waiting(self) -> float:
         """For messages."""
@@ -218,10 +226,10 @@ class StageTimes:
         plan, blocks = self._plan, len(self._problem.model.blocks)
         if plan.pp == 1:
             return (blocks,) if math.isfinite(self.time(0, 0, blocks)) else None
-        seconds = self._problem.class_seconds(self._places[0])
-        least = sum(seconds[own].total for own in self._problem.model.blocks) / plan.pp
+        kinds = [self._problem.class_seconds(machine) for machine in set(self._places)]
+        least = sum(min(seconds[own].total for seconds in kinds) for own in self._problem.model.blocks)
         share = self.drained()
-        held = partition(blocks, plan.pp, self.time, (plan.mb - share) / share, 0.5 * least)
+        held = partition(blocks, plan.pp, self.time, (plan.mb - share) / share, least)
         if held is None or plan.v == 1:
             return held
         counts = _shared_out(held, plan.v) if min(held) >= plan.v else self.even()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phalanx.expressions import evaluate
-from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts
+from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, fewest_heads
 from phalanx.plan.plan import Plan
 from phalanx.plan.work import BlockWork, Kept, ModelWork, merged
 from phalanx.program.from_facts import shipped
@@ -32,7 +32,8 @@ def work_of_facts(facts: ModelFacts, dims: Dims, describe: Describe | None = Non
     blocks = [_block(facts, number, one, shapes, tied.get(block.name, 0)) for number, block in enumerate(facts.blocks)]
     classes, places = merged(blocks)
     tokens = facts.tokens_per_sample(one)
-    return ModelWork(facts.name, classes, places, tokens, facts.num_parameters, DTYPE_BYTES[facts.dtype])
+    width, heads = DTYPE_BYTES[facts.dtype], fewest_heads(facts.name)
+    return ModelWork(facts.name, classes, places, tokens, facts.num_parameters, width, heads)
 
 
 def shipped_or(facts: ModelFacts, plan: Plan, describe: Describe | None) -> SplitFacts | None:
@@ -62,8 +63,14 @@ def _block(facts: ModelFacts, number: int, dims: Dims, shapes: dict[str, ModelSh
     exchanges = units or int(not number)  # an embedding that is split by its vocabulary is summed, a head is not
     return BlockWork(
         block.name, products, attention, block.parameters, kept, kept["none"], leaving or entering, exchanges, units,
-        working, fixed, tied,
+        working, fixed, tied, odd=not units and _is_odd(products, entering, DTYPE_BYTES[facts.dtype]),
     )  # fmt: skip
+
+
+def _is_odd(products: float, entering: float, width: int) -> bool:
+    """Of a block that is one product, such as a head: whether its vocabulary is no multiple of 8."""
+    vocabulary = products * width / (2 * entering) if entering else 0.0
+    return vocabulary.is_integer() and vocabulary % 8 != 0
 
 
 def _divided(total: float, entries: float, rest: float) -> Kept:

@@ -156,7 +156,7 @@ def test_stages_are_cut_as_trying_every_cut_would(seed: int) -> None:
     def time(stage: int, begin: int, end: int) -> float:
         return slower[stage] * sum(own[begin:end]) if end - begin <= most[stage] else math.inf
 
-    found = partition(num_blocks, num_stages, time, weight, 0.5 * sum(own) / num_stages)
+    found = partition(num_blocks, num_stages, time, weight, sum(own))
 
     def cost(counts: tuple[int, ...]) -> float:
         ends = [sum(counts[:stage]) for stage in range(num_stages + 1)]
