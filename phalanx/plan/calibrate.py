@@ -95,14 +95,22 @@ def _software(numbers: NDArray[np.float64], software: Software) -> Software:
 
 
 def fit_memory(runs: Sequence[Run], software: Software) -> Software:
-    """How much of a device's memory is not for plans: as much as tells most runs that fitted from those that did not."""
-    shares: list[tuple[float, bool]] = []
-    for run in runs:
-        own = estimate(run.work, run.plan, run.cluster, software, run.batch)
-        total = run.cluster.nodes[0].memory - software.reserved
-        shares.append((own.peak_bytes / total, run.seconds is not None))
-    if not any(fits for _, fits in shares) or all(fits for _, fits in shares):
+    """In how many bytes gradients are summed, and how much of a device's memory is not for plans: what tells most runs
+    that fitted from those that did not."""
+    if len({run.seconds is None for run in runs}) < 2:
         return software
-    limits = sorted(share for share, _ in shares)
-    right = [sum((share <= limit) == fits for share, fits in shares) for limit in limits]
-    return replace(software, slack=1 - limits[int(np.argmax(right))])
+    best = (-1, software)
+    for gradient in (2.0, 4.0):
+        tried = replace(software, gradient=gradient, slack=0.0)
+        shares = [(_filled(run, tried), run.seconds is not None) for run in runs]
+        limits = sorted(share for share, _ in shares)
+        right = [sum((share <= limit) == fits for share, fits in shares) for limit in limits]
+        limit = limits[int(np.argmax(right))]
+        best = max(best, (max(right), replace(tried, slack=1 - limit)), key=lambda pair: pair[0])
+    return best[1]
+
+
+def _filled(run: Run, software: Software) -> float:
+    """Of a device's memory, by the place in the pipeline that needs most."""
+    own = estimate(run.work, run.plan, run.cluster, software, run.batch)
+    return own.peak_bytes / own.budget[own.fullest]

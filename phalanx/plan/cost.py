@@ -17,8 +17,6 @@ from phalanx.plan.collectives import Group, Links, all_reduce, consecutive, gath
 from phalanx.plan.plan import Plan
 from phalanx.plan.work import BlockWork
 
-GRADIENT_BYTES = 4  # of a parameter: sums are kept and reduced in float32
-ADAM_BYTES = 12  # master weight and two moments
 HELD_BACK = 1.75  # of a micro-batch's activations, what waits for its weight gradients
 STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
 
@@ -33,7 +31,8 @@ class Software:
     *_latency: seconds of one hop. behind_weights: of a backward's sums over tensor-parallel ranks, the share that
     travels behind weight gradients. hidden: of the backward of a last micro-batch, the share behind which gradients are
     reduced. messages: of messages between stages, the share that is waited for. step, micro_batch: seconds besides.
-    reserved: bytes that libraries keep of a device's memory; slack: share of the rest that an allocator cannot use.
+    gradient: bytes of a parameter's gradient sum, kept and reduced. reserved: bytes that libraries keep of a device's
+    memory; slack: share of the rest that an allocator cannot use.
     """
 
     products: float = 0.72
@@ -54,6 +53,7 @@ class Software:
     messages: float = 1.0
     step: float = 5e-3
     micro_batch: float = 0.0
+    gradient: float = 4.0
     reserved: float = 2.0e9
     slack: float = 0.03
 
@@ -174,7 +174,7 @@ class Machine:
 
     def reduce_seconds(self, parameters: float) -> float:
         """Gradients, over all replicas."""
-        plan, size = self.plan, GRADIENT_BYTES * parameters / self.plan.tp
+        plan, size = self.plan, self.software.gradient * parameters / self.plan.tp
         if plan.dp == 1:
             return 0.0
         if not plan.zero:

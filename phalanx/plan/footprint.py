@@ -37,17 +37,21 @@ def kept_bytes(kept: Kept, plan: Plan) -> float:
     return kept.split / plan.tp + entries + kept.rest / plan.tp
 
 
-def state_bytes(width: int, plan: Plan, parameters: float, largest: float) -> dict[str, float]:
-    """What is there during the whole step, of so many parameters; largest: those of the largest block."""
+def state_bytes(
+    width: int, plan: Plan, parameters: float, largest: float, gradient: float = 4.0
+) -> dict[str, float]:  # fmt: skip
+    """What is there during the whole step, of so many parameters; largest: those of the largest block. gradient: bytes
+    of a parameter's sum."""
     own, largest = parameters / plan.tp, largest / plan.tp
     wide = max(4, width)
     state = 2 * wide + (wide if width < wide else 0)
-    weights, gradients = width * own, wide * own
+    gradient = max(gradient, width)
+    weights, gradients = width * own, gradient * own
     if plan.zero == 3:
         gathered = weights if plan.gathers == "step" else min(weights, 2 * width * largest)
         weights = weights / plan.shards + gathered
     if plan.zero >= 2 and plan.reduces == "micro-batch":
-        gradients = gradients / plan.shards + min(gradients, 2 * wide * largest)
+        gradients = gradients / plan.shards + min(gradients, 2 * gradient * largest)
     return {"weights": weights, "gradients": gradients, "optimizer": state * own / (plan.shards if plan.zero else 1)}
 
 
@@ -65,7 +69,9 @@ def working_bytes(work: BlockWork, rung: str, plan: Plan, samples: int) -> float
     return own + work.fixed / plan.tp
 
 
-def memory(model: ModelWork, plan: Plan, place: int, samples: int, rungs: Sequence[str]) -> dict[str, float]:
+def memory(
+    model: ModelWork, plan: Plan, place: int, samples: int, rungs: Sequence[str], gradient: float = 4.0
+) -> dict[str, float]:
     """At the moment at which a rank holds most. rungs: of every block of the model.
 
     While a block is at work, what later blocks of its place kept for the same micro-batch is gone already: an
@@ -79,5 +85,5 @@ def memory(model: ModelWork, plan: Plan, place: int, samples: int, rungs: Sequen
     ]
     held, working = max(moments, key=sum)
     largest = max(model.block(block).parameters for block in blocks)
-    state = state_bytes(model.width, plan, parameters_of(model, blocks), largest)
+    state = state_bytes(model.width, plan, parameters_of(model, blocks), largest, gradient)
     return {**state, "activations": held, "working": working}

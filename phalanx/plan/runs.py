@@ -184,5 +184,5 @@ def _plan(row: Mapping[str, str], work: ModelWork, tp: int, pp: int, dp: int, ba
     counts[0], counts[-1] = counts[0] + 1, counts[-1] + 1
     return Plan(
         pp=pp, tp=tp, dp=dp, mb=batch // (dp * samples), schedule=schedule, v=v, zero=zero, sequence=sequence,
-        recompute=(_RUNGS[row["recompute"]],), stages=tuple(counts),
+        recompute=(_RUNGS[row["recompute"]],) * len(work.layers), stages=tuple(counts),  # never of the head
     )  # fmt: skip

@@ -101,7 +101,8 @@ class StageTimes:
         problem, machine = self._problem, self._places[place]
         model = problem.model
         parameters, largest = self._parameters(runs, layers, ends)
-        room = budget_of(machine) - sum(state_bytes(model.width, self._plan, parameters, largest).values())
+        gradient = problem.software.gradient
+        room = budget_of(machine) - sum(state_bytes(model.width, self._plan, parameters, largest, gradient).values())
         if room <= 0:
             return math.inf, None
         seconds = problem.class_seconds(machine)
@@ -188,7 +189,8 @@ class StageTimes:
     def is_hopeless(self) -> bool:
         """Whether the state of all blocks is more than all places together have room for."""
         parameters = self._problem.model.num_parameters / self._plan.pp
-        state = sum(state_bytes(self._problem.model.width, self._plan, parameters, 0.0).values())
+        width, gradient = self._problem.model.width, self._problem.software.gradient
+        state = sum(state_bytes(width, self._plan, parameters, 0.0, gradient).values())
         return state > max(map(budget_of, set(self._places)))
 
     def _waiting(self) -> float:
