@@ -104,7 +104,7 @@ def _listed(rows: Sequence[Any]) -> str:
 
 
 def _split(row: Mapping[str, Any]) -> Split:
-    return Split(**{**row, "degrees": _tuples(row.get("degrees", ()))})
+    return Split(**{name: _tuples(value) for name, value in row.items()})
 
 
 def _tuples(value: Any) -> Any:

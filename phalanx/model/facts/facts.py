@@ -135,6 +135,19 @@ def load(name: str) -> ModelFacts | None:
     return from_json(shipped_path(entry.name).read_text(encoding="utf-8"))
 
 
+_HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads", "encoder_attention_heads")
+_USUAL_HEADS = {"bert": 12, "vit": 12, "t5": 8}  # where a configuration leaves them at their default
+
+
+def fewest_heads(name: str) -> int:
+    """Of a zoo model: the most ranks that its attention can be split over, keys and values too; 0 where unknown."""
+    entry = zoo_table.lookup(name)
+    if entry is None:
+        return 0
+    given = [value for key in _HEADS if isinstance(value := entry.fields.get(key), int)]
+    return min(given, default=_USUAL_HEADS.get(entry.model_type, 0))
+
+
 def shipped_path(name: str) -> Path:
     """Where the facts of the zoo model of exactly this name are."""
     return SHIPPED / f"{name.replace('/', '--')}.json"

@@ -1,0 +1,142 @@
+"""How well steps that others measured are predicted: calibrated on some models, judged on others.
+
+    python benchmarks/published.py FILE.csv [--out published.json]
+
+Runs are grouped by who published them and whether they took one node or several. The models of a group are halved: what
+software reaches of a device is fitted to one half (starting from a fit to that half of all groups on the device) and
+judged on the other, both ways, so that no shape is on both sides. Of every group: the mean error of step times, the
+rank correlation within sweeps (runs of one model, batch and cluster), how much slower the plan predicted best (and the
+best of three) is than the best measured, and how often running out of memory was told rightly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from phalanx.plan.calibrate import fit, fit_memory, step_seconds
+from phalanx.plan.cost import Software
+from phalanx.plan.estimate import estimate
+from phalanx.plan.runs import Run, read_runs
+
+MOST = 160  # runs of a group that are fitted to
+FEW = 40  # of every group, for the fit that all of a device begin with
+Judged = tuple[Run, Software]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    runs, left_out = read_runs(options.file)
+    for reason, count in left_out.most_common():
+        print(f"left out {count:4}: {reason}")
+    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.device, group_name(run)].append(run)
+    rows = [row for device in sorted({run.device for run in runs}) for row in judge_device(device, groups)]
+    print(f"\n{'':52}  runs  error   rank   top 1  top 3  memory told rightly")
+    for row in rows:
+        print(_line(row))
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def group_name(run: Run) -> str:
+    """Who published it, and whether it took one node."""
+    return f"{re.split(r'[@ ]', run.source)[0]}, {'one node' if run.cluster.num_nodes == 1 else 'several nodes'}"
+
+
+def judge_device(device: str, groups: dict[tuple[str, str], list[Run]]) -> list[dict[str, Any]]:
+    own = {name: runs for (on, name), runs in groups.items() if on == device}
+    judged: dict[str, list[Judged]] = defaultdict(list)
+    for half in (0, 1):
+        seen = {name: [run for run in runs if is_seen(run, runs, half)] for name, runs in own.items()}
+        # What everybody's runs on this device say comes first; a group's own runs then say how its program differs.
+        common = fit([run for runs in seen.values() for run in some(runs, FEW)]) if any(map(timed, seen.values())) else None
+        for name, runs in own.items():
+            software = common or Software()
+            if timed(seen[name]):
+                software = fit(some(seen[name], MOST), common)
+                software = fit_memory(seen[name], software)
+            judged[name] += [(run, software) for run in runs if not is_seen(run, runs, half)]
+    return [{"device": device, "group": name, **figures(pairs)} for name, pairs in sorted(judged.items())]
+
+
+def is_seen(run: Run, group: Sequence[Run], half: int) -> bool:
+    models = sorted({other.model for other in group})
+    return models.index(run.model) % 2 == half
+
+
+def timed(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.seconds is not None]
+
+
+def some(runs: Sequence[Run], most: int) -> list[Run]:
+    """As many, spread over all of them."""
+    own = timed(runs)
+    return own[:: max(1, len(own) // most)]
+
+
+def figures(judged: Sequence[Judged]) -> dict[str, Any]:
+    both = [(step_seconds(run, software), run.seconds) for run, software in judged if run.seconds is not None]
+    sweeps: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    for run, software in judged:
+        if run.seconds is not None:
+            key = (run.source, run.model, run.cluster.world, run.batch, run.work.tokens)
+            sweeps[key].append((step_seconds(run, software), run.seconds))
+    many = [sweep for sweep in sweeps.values() if len(sweep) >= 5]
+    memory = [(fits(run, software), run.seconds is not None) for run, software in judged]
+    decided = any(not ran for _, ran in memory)
+    return {
+        "runs": len(both),
+        "error": mean(abs(told / took - 1) for told, took in both) if both else None,
+        "bias": mean(told / took - 1 for told, took in both) if both else None,
+        "sweeps": len(many),
+        "rank_correlation": mean(map(rank_correlation, many)) if many else None,
+        "top_1_regret": mean(regret(sweep, 1) for sweep in many) if many else None,
+        "top_3_regret": mean(regret(sweep, 3) for sweep in many) if many else None,
+        "memory_runs": len(memory) if decided else 0,
+        "memory_right": mean(told == ran for told, ran in memory) if decided else None,
+    }
+
+
+def fits(run: Run, software: Software) -> bool:
+    return estimate(run.work, run.plan, run.cluster, software, run.batch).fits
+
+
+def rank_correlation(sweep: Sequence[tuple[float, float]]) -> float:
+    """Spearman's."""
+    told, took = (np.argsort(np.argsort(column)) for column in zip(*sweep, strict=True))
+    return float(np.corrcoef(told, took)[0, 1])
+
+
+def regret(sweep: Sequence[tuple[float, float]], choices: int) -> float:
+    """How much slower the best of the plans that are told to be best is than the best of all."""
+    chosen = sorted(sweep)[:choices]
+    return min(took for _, took in chosen) / min(took for _, took in sweep) - 1
+
+
+def _line(row: dict[str, Any]) -> str:
+    def text(name: str, form: str) -> str:
+        return format(row[name], form) if row[name] is not None else "-"
+
+    name = f"{row['device']}: {row['group']}"
+    memory = f"{text('memory_right', '.1%')} of {row['memory_runs']}" if row["memory_runs"] else "-"
+    return (
+        f"{name[:52]:52}  {row['runs']:4}  {text('error', '6.1%')}  {text('rank_correlation', '5.2f')}  "
+        f"{text('top_1_regret', '6.1%')}  {text('top_3_regret', '6.1%')}  {memory}"
+    )
+
+
+if __name__ == "__main__":
+    main()

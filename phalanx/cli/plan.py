@@ -1,0 +1,193 @@
+"""`phalanx plan`: the best plans for a model on a cluster that need not be here, and why; `phalanx estimate`: what one
+given plan takes there.
+
+A zoo model needs neither torch nor a device: its facts are shipped, and rates follow from the published figures of
+known devices. What programs reach of these can be fitted to runs (`phalanx calibrate`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.cli.models import DTYPES, TOKENS, capture_model, choose_dims, find_facts, patiently
+from phalanx.config import plan_text, read_mapping
+from phalanx.errors import ConfigError, PhalanxError, PlanError, nearest
+
+if TYPE_CHECKING:
+    from phalanx.plan.cluster import Cluster
+    from phalanx.plan.cost import Software
+    from phalanx.plan.estimate import Estimate
+    from phalanx.plan.plan import Plan
+    from phalanx.plan.work import ModelWork
+    from phalanx.program.split_facts import SplitFacts
+
+SAMPLES_PER_DEVICE = 8
+
+Model = Annotated[str, typer.Option(help="zoo name, HuggingFace folder or cached hub id")]
+ClusterText = Annotated[
+    str, typer.Option("--cluster", help='for example "8x8 H100, network 400Gb/s"; or a .yaml or .json file')
+]
+BatchSize = Annotated[
+    int | None, typer.Option(min=1, help=f"samples of the global batch (default: {SAMPLES_PER_DEVICE} for each device)")
+]
+SeqLen = Annotated[
+    int | None, typer.Option(min=1, help=f"tokens per sample (default: {TOKENS}, or as many as the model takes)")
+]
+Task = Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")]
+Dtype = Annotated[str, typer.Option(metavar="|".join(DTYPES), help="precision of training")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")]
+Calibration = Annotated[
+    Path | None, typer.Option(help="what programs reach of a device, as `phalanx calibrate` wrote it")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("plan")(plan)
+    app.command("estimate")(estimate)
+
+
+def plan(
+    model: Model,
+    cluster: ClusterText,
+    batch_size: BatchSize = None,
+    seq_len: SeqLen = None,
+    given: Annotated[
+        str, typer.Option("--plan", help="what is decided already, for example tp=8,zero=1; the rest is searched")
+    ] = "",
+    compare: Annotated[
+        list[str] | None, typer.Option(help="a plan to lay beside the best one (repeatable)", show_default=False)
+    ] = None,
+    task: Task = None,
+    dtype: Dtype = DTYPES[0],
+    tiny: Tiny = False,
+    calibration: Calibration = None,
+    out: Annotated[Path | None, typer.Option(help="write the best plan to this .json file")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the best plan for a model on a cluster: how fast it is, what it needs, why others lost."""
+    from phalanx.plan.search import search
+
+    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration)
+    found = search(case.work, case.cluster, case.software, case.batch, _fixed(given))
+    beside = [_estimate(case, text) for text in compare or ()]
+    from phalanx.cli import plan_report
+
+    if as_json:
+        typer.echo(json.dumps(plan_report.as_data(case, found, beside), indent=2, ensure_ascii=False))
+    else:
+        plan_report.print_answer(case, found, beside)
+    if out is not None:
+        _write(out, found.plans[0].plan, quiet=as_json)
+
+
+def estimate(
+    model: Model,
+    cluster: ClusterText,
+    given: Annotated[str, typer.Option("--plan", help="the plan, as text or a .json or .yaml file")],
+    batch_size: BatchSize = None,
+    seq_len: SeqLen = None,
+    task: Task = None,
+    dtype: Dtype = DTYPES[0],
+    tiny: Tiny = False,
+    calibration: Calibration = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a plan takes on a cluster: where a step's time goes, and the memory of every stage."""
+    from phalanx.cli import plan_report
+
+    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration)
+    own = _estimate(case, given)
+    if as_json:
+        typer.echo(json.dumps(plan_report.estimate_data(own), indent=2, ensure_ascii=False))
+    else:
+        plan_report.print_estimate(case, own)
+
+
+class Case:
+    """What is planned for: a model's work, a cluster, what software reaches there, and the batch."""
+
+    def __init__(self, work: ModelWork, cluster: Cluster, software: Software, batch: int) -> None:
+        self.work, self.cluster, self.software, self.batch = work, cluster, software, batch
+
+
+def _case(
+    model: str, cluster: str, batch_size: int | None, seq_len: int | None, task: str | None, dtype: str, tiny: bool,
+    calibration: Path | None,
+) -> Case:  # fmt: skip
+    from phalanx.program.work_of_facts import work_of_facts
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    machines = _cluster(cluster)
+    facts = find_facts(model, task, dtype, tiny, live=False)
+    batch = batch_size or SAMPLES_PER_DEVICE * machines.world
+
+    def describe(chosen: Plan) -> SplitFacts:
+        from phalanx.engine.describe import describe
+
+        with patiently(f"reading and describing the graph of {facts.name}"):
+            return describe(capture_model(model, task, facts.dtype, tiny)[1], chosen, facts.dtype)
+
+    from phalanx.model.facts.facts import load
+
+    is_shipped = load(facts.name) == facts
+    work = work_of_facts(facts, choose_dims(facts, 1, seq_len), None if is_shipped else describe)
+    return Case(work, machines, _software(calibration, machines), batch)
+
+
+def _cluster(text: str) -> Cluster:
+    from phalanx.plan.cluster import Cluster
+
+    if not text.endswith((".yaml", ".yml", ".json")):
+        return Cluster.read(text)
+    try:
+        return Cluster.take(read_mapping(Path(text)))
+    except PhalanxError as error:
+        raise ConfigError(f"cluster: {text}: {error.message.removeprefix('cluster: ')}", error.hint) from None
+
+
+def _software(path: Path | None, cluster: Cluster) -> Software:
+    from phalanx.plan.calibration import read_software
+    from phalanx.plan.cost import Software
+
+    if path is None:
+        return Software()
+    try:
+        return read_software(read_mapping(path), cluster.nodes[0].device.name)
+    except PhalanxError as error:
+        raise ConfigError(f"option calibration = '{path}': {error.message}", error.hint) from None
+
+
+def _fixed(text: str) -> dict[str, Any]:
+    from phalanx.plan import fields
+
+    given = fields.read(plan_text(text))
+    searched = ("stages", "recompute")
+    if decided := [name for name in searched if name in given]:
+        message = f"option plan: {decided[0]} is what the search decides, and cannot be given beside it"
+        raise PlanError(message, "leave it out, or use `phalanx estimate` for a plan that is complete")
+    return given
+
+
+def _estimate(case: Case, text: str) -> Estimate:
+    from phalanx.plan.complete import complete
+    from phalanx.plan.estimate import estimate
+
+    costs = [work.products + work.attention for work in map(case.work.block, range(len(case.work.blocks)))]
+    chosen = complete(plan_text(text), world=case.cluster.world, batch_size=case.batch, costs=costs).plan
+    return estimate(case.work, chosen, case.cluster, case.software, case.batch)
+
+
+def _write(path: Path, plan: Plan, quiet: bool) -> None:
+    try:
+        path.write_text(plan.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        message = f"option out = '{path}' cannot be written: {error.strerror}"
+        raise ConfigError(message, "name a file in a folder that exists and may be written to") from error
+    if not quiet:
+        typer.echo(f"plan written to {path}: train with --plan {path}")

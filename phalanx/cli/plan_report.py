@@ -1,0 +1,167 @@
+"""What `phalanx plan` and `phalanx estimate` print: plans beside each other, sentences about them, and the same as data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from phalanx.cli.models import PIPED_WIDTH
+from phalanx.observe.format import bytes_text, number_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from phalanx.cli.plan import Case
+    from phalanx.plan.estimate import Estimate
+    from phalanx.plan.search import Found
+
+_HELPS = 1.03  # times faster: less is not worth a word
+
+
+def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
+    from phalanx.plan.explain import pipeline_or_tensor, what_helps, what_limits, why_lost
+
+    best, console = found.plans[0], _console()
+    _say(console, _title(case))
+    console.print(_plan_table([*found.plans, *beside], best))
+    _say(console, f"\nthe best: {best.plan.shown}")
+    if best.plan.pp > 1:
+        _say(console, f"stages: {'-'.join(map(str, best.plan.stages))} blocks")
+    for other in found.plans[1:]:
+        _say(console, f"  {other.plan.shown}\n      {why_lost(best, other)}")
+    _say(console, f"\nlimits: {what_limits(best)}")
+    helps = what_helps(case.work, case.cluster, case.software, best)
+    useful = [f"{help.what}: {help.speedup:.2g}×" for help in helps if help.speedup >= _HELPS]
+    _say(console, f"would help: {'; '.join(useful) or 'nothing of nodes, memory, network and links, for this batch'}")
+    _say(console, f"pipeline or tensor: {pipeline_or_tensor(case.work, case.cluster, case.software, best)}")
+    _say(console, f"\n{found.tried} of {found.known} candidates worked out; rates are {_rates(case)}")
+
+
+def print_estimate(case: Case, own: Estimate) -> None:
+    from phalanx.plan.explain import what_limits
+
+    console = _console()
+    _say(console, _title(case))
+    console.print(_plan_table([own], own))
+    console.print(_parts_table(own))
+    console.print(_memory_table(own))
+    _say(console, f"limits: {what_limits(own)}")
+    if not own.fits:
+        short = own.peak_bytes - own.budget[own.fullest]
+        _say(console, f"does not fit: {bytes_text(short)} too much at place {own.fullest} of the pipeline")
+    _say(console, f"rates are {_rates(case)}")
+
+
+def as_data(case: Case, found: Found, beside: Sequence[Estimate]) -> dict[str, Any]:
+    """Everything that is shown, for programs."""
+    from phalanx.plan.explain import pipeline_or_tensor, what_helps, what_limits, why_lost
+
+    best = found.plans[0]
+    helps = what_helps(case.work, case.cluster, case.software, best)
+    return {
+        "model": case.work.name,
+        "cluster": str(case.cluster),
+        "batch_size": case.batch,
+        "seq_len": case.work.tokens,
+        "plans": [estimate_data(own) | {"lost": why_lost(best, own) if own is not best else ""} for own in found.plans],
+        "compared": [estimate_data(own) | {"lost": why_lost(best, own)} for own in beside],
+        "limits": what_limits(best),
+        "helps": [{"what": help.what, "speedup": help.speedup} for help in helps],
+        "pipeline_or_tensor": pipeline_or_tensor(case.work, case.cluster, case.software, best),
+        "candidates": {"known": found.known, "worked_out": found.tried},
+    }
+
+
+def estimate_data(own: Estimate) -> dict[str, Any]:
+    return {
+        "plan": own.plan.full_text,
+        "step_seconds": own.step_seconds,
+        "tokens_per_second": own.tokens_per_second,
+        "mfu": own.mfu,
+        "bubble": own.bubble,
+        "exposed_communication": own.exposed,
+        "parts_seconds": own.parts,
+        "memory_bytes": [{name: round(size) for name, size in place.items()} for place in own.memory],
+        "budget_bytes": [round(size) for size in own.budget],
+        "fits": own.fits,
+    } | ({"dollars_per_million_tokens": own.dollars_per_million_tokens} if own.price else {})
+
+
+def _title(case: Case) -> str:
+    size = number_text(case.work.num_parameters)
+    return f"{case.work.name} ({size} parameters) on {case.cluster}, {case.batch} samples of {case.work.tokens} tokens"
+
+
+def _rates(case: Case) -> str:
+    from phalanx.plan.cost import Software
+
+    if case.software != Software():
+        return "calibrated"
+    kinds = {kind.device.name: kind.device for kind in case.cluster.nodes}
+    known = sorted({figure.known for device in kinds.values() for figure in device.figures.values()})
+    return f"{' and '.join(known)} figures of {', '.join(kinds)} times assumed shares (`phalanx calibrate` fits them)"
+
+
+def _plan_table(plans: Sequence[Estimate], best: Estimate) -> Table:
+    priced = any(own.price for own in plans)
+    titles = ["tokens/s", "MFU", "step", "bubble", "exposed", "memory", *(["$/Mtoken"] if priced else [])]
+    table = _table(("", "plan"), titles)
+    for number, own in enumerate(plans):
+        full = f"{bytes_text(own.peak_bytes)} of {bytes_text(own.budget[own.fullest])}"
+        cells = [number_text(own.tokens_per_second), f"{own.mfu:.1%}", seconds_text(own.step_seconds)]
+        cells += [f"{own.bubble:.1%}", f"{own.exposed:.1%}", full if own.fits else f"{full}: too much"]
+        cells += [f"{own.dollars_per_million_tokens:.3f}"] if priced else []
+        table.add_row("best" if own is best and len(plans) > 1 else str(number + 1), _short(own), *cells)
+    return table
+
+
+def _short(own: Estimate) -> str:
+    """A plan without what is long: which layers compute again is told by counts."""
+    from dataclasses import replace
+
+    words = replace(own.plan, recompute=(), stages=()).text or "mb=1"
+    counts = {rung: own.plan.policies.count(rung) for rung in dict.fromkeys(own.plan.policies)}
+    if len(own.plan.policies) == 1:
+        return words if own.plan.policies == ("none",) else f"{words},recompute={own.plan.policies[0]}"
+    return f"{words},recompute: " + " ".join(f"{rung} {count}" for rung, count in counts.items())
+
+
+def _parts_table(own: Estimate) -> Table:
+    table = _table(("a step's time",), ("seconds", "share"))
+    for part, seconds in own.parts.items():
+        table.add_row(part, f"{seconds:.4g}", f"{seconds / own.step_seconds:.1%}")
+    return table
+
+
+def _memory_table(own: Estimate) -> Table:
+    names = list(own.memory[0])
+    table = _table(("place",), (*names, "all", "budget"))
+    shown = range(len(own.memory)) if len(own.memory) <= 8 else sorted({0, 1, own.fullest, len(own.memory) - 1})
+    for place in shown:
+        held = own.memory[place]
+        cells = [bytes_text(held[name]) for name in names]
+        table.add_row(str(place), *cells, bytes_text(sum(held.values())), bytes_text(own.budget[place]))
+    return table
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False)
+
+
+def _table(left: Sequence[str], right: Sequence[str]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in left:
+        table.add_column(title, overflow="fold")
+    for title in right:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,116 @@
+"""Fits what software reaches of devices to runs that were measured: least squares of the logarithms of step times.
+
+Few numbers, all of `Software`, each held near what is usual unless runs say otherwise; no number belongs to a model or
+a row. Pure mathematics on runs; `calibration.py` keeps the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.plan.cost import Software, machines
+from phalanx.plan.estimate import estimate, parts_of
+from phalanx.plan.runs import Run
+
+# What is fitted, and how far from what is usual it may be found easily, in logarithms (of shares: of the odds). What
+# hardware decides is known well, what programs overlap hardly at all.
+FITTED = {
+    "products": 0.5, "attention": 0.7, "small": 1.0, "odd": 0.7, "passes": 0.7, "between": 0.7,
+    "scores": 0.7, "launch": 2.0, "link": 1.0, "network": 1.0,
+    "link_latency": 1.5, "network_latency": 1.5, "behind_weights": 2.0, "hidden": 3.0, "messages": 2.0, "step": 2.0,
+    "micro_batch": 2.0,
+}  # fmt: skip
+SHARES = ("products", "attention", "odd", "link", "network", "behind_weights", "hidden")  # at most 1
+PULL = 0.01  # so much error in the time of all runs counts as a number that is as far off as it easily is
+STEPS = 25
+
+
+def step_seconds(run: Run, software: Software) -> float:
+    samples = -(-run.batch // (run.plan.dp * run.plan.mb))
+    places = machines(run.cluster, software, run.plan, samples)
+    return sum(parts_of(run.work, run.plan, places, run.loads).values())
+
+
+def fit(runs: Sequence[Run], start: Software | None = None) -> Software:
+    """To the runs that were timed. start: what is usual."""
+    timed = [run for run in runs if run.seconds]
+    software = start or Software(micro_batch=1e-3)
+    usual = _numbers(software)
+    measured = np.log([run.seconds or 1.0 for run in timed])
+    numbers, damping = usual.copy(), 1e-2
+    error = _residuals(timed, measured, numbers, usual, software)
+    for _ in range(STEPS):
+        slopes = np.stack([
+            (_residuals(timed, measured, numbers + 1e-4 * unit, usual, software) - error) / 1e-4
+            for unit in np.eye(len(usual))
+        ], axis=1)  # fmt: skip
+        normal = slopes.T @ slopes
+        while damping < 1e6:
+            move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -slopes.T @ error)
+            tried = numbers + np.clip(move, -1.0, 1.0)
+            new = _residuals(timed, measured, tried, usual, software)
+            if new @ new < error @ error:
+                break
+            damping *= 4
+        else:
+            break
+        better = 1 - (new @ new) / (error @ error)
+        numbers, error, damping = tried, new, max(damping / 8, 1e-6)
+        if better < 1e-5:
+            break
+    return _software(numbers, software)
+
+
+def _residuals(
+    runs: Sequence[Run], measured: NDArray[np.float64], numbers: NDArray[np.float64], usual: NDArray[np.float64],
+    software: Software,
+) -> NDArray[np.float64]:  # fmt: skip
+    """Of each run, of equal weight whatever their number; and how far numbers are from usual ones."""
+    tried = _software(numbers, software)
+    predicted = np.log([step_seconds(run, tried) for run in runs])
+    return np.concatenate([(predicted - measured) / math.sqrt(len(runs)), PULL * (numbers - usual) / np.array(list(FITTED.values()))])
+
+
+def _numbers(software: Software) -> NDArray[np.float64]:
+    """Of shares the logarithm of the odds, so that they stay below 1; of others the logarithm."""
+    return np.array([_open(name, getattr(software, name)) for name in FITTED])
+
+
+def _open(name: str, value: float) -> float:
+    value = max(value, 1e-9)
+    return math.log(value / (1 - min(value, 0.999))) if name in SHARES else math.log(value)
+
+
+def _software(numbers: NDArray[np.float64], software: Software) -> Software:
+    found = {}
+    for name, number in zip(FITTED, numbers, strict=True):
+        clipped = float(np.clip(number, -25, 25))
+        found[name] = 1 / (1 + math.exp(-clipped)) if name in SHARES else math.exp(clipped)
+    return replace(software, **found)
+
+
+def fit_memory(runs: Sequence[Run], software: Software) -> Software:
+    """In how many bytes gradients are summed, and how much of a device's memory is not for plans: what tells most runs
+    that fitted from those that did not."""
+    if len({run.seconds is None for run in runs}) < 2:
+        return software
+    best = (-1, software)
+    for gradient in (2.0, 4.0):
+        tried = replace(software, gradient=gradient, slack=0.0)
+        shares = [(_filled(run, tried), run.seconds is not None) for run in runs]
+        limits = sorted(share for share, _ in shares)
+        right = [sum((share <= limit) == fits for share, fits in shares) for limit in limits]
+        limit = limits[int(np.argmax(right))]
+        best = max(best, (max(right), replace(tried, slack=1 - limit)), key=lambda pair: pair[0])
+    return best[1]
+
+
+def _filled(run: Run, software: Software) -> float:
+    """Of a device's memory, by the place in the pipeline that needs most."""
+    own = estimate(run.work, run.plan, run.cluster, software, run.batch)
+    return own.peak_bytes / own.budget[own.fullest]

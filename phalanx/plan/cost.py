@@ -1,0 +1,227 @@
+"""Seconds of a block, of a stage and of a step, for hardware that may not be here: arithmetic, memory traffic and
+collectives, by a device's published figures and the few shares of them that software reaches.
+
+Those shares (`Software`) belong to hardware and programs, never to a model or a plan; `calibrate.py` fits them to runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from phalanx.plan.cluster import Cluster, Nodes
+from phalanx.plan.collectives import Group, Links, all_reduce, consecutive, gather, send
+from phalanx.plan.plan import Plan
+from phalanx.plan.work import BlockWork
+
+HELD_BACK = 1.75  # of a micro-batch's activations, what waits for its weight gradients
+STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
+
+
+@dataclass(frozen=True)
+class Software:
+    """What programs reach of what devices and links offer.
+
+    products, attention: shares of a device's FLOP/s. small: rows of a matrix, of which products reach half of that.
+    odd: of that, where a side is not a multiple of 8. memory: of its bandwidth. passes, between, scores: times that
+    element-wise work goes over what it moves inside units, between them, and in attention. launch: seconds that a unit's forward takes at least. link, network: shares of bandwidths.
+    *_latency: seconds of one hop. behind_weights: of a backward's sums over tensor-parallel ranks, the share that
+    travels behind weight gradients. hidden: of the backward of a last micro-batch, the share behind which gradients are
+    reduced. messages: of messages between stages, the share that is waited for. step, micro_batch: seconds besides.
+    gradient: bytes of a parameter's gradient sum, kept and reduced. reserved: bytes that libraries keep of a device's
+    memory; slack: share of the rest that an allocator cannot use.
+    """
+
+    products: float = 0.72
+    attention: float = 0.45
+    small: float = 300.0
+    odd: float = 0.4
+    memory: float = 0.8
+    passes: float = 1.0
+    between: float = 1.0
+    scores: float = 1.0
+    launch: float = 60e-6
+    link: float = 0.75
+    network: float = 0.75
+    link_latency: float = 4e-6
+    network_latency: float = 1.5e-5
+    behind_weights: float = 0.8
+    hidden: float = 0.8
+    messages: float = 1.0
+    step: float = 5e-3
+    micro_batch: float = 0.0
+    gradient: float = 4.0
+    reserved: float = 2.0e9
+    slack: float = 0.03
+
+
+class Seconds(NamedTuple):
+    """Of one micro-batch in a block or stage. again: what is computed a second time."""
+
+    forward: float
+    backward: float  # gradients of inputs
+    weight: float
+    again: float
+    exposed: float  # of all of these, the part that is waiting for other tensor-parallel ranks
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.weight + self.again
+
+    @property
+    def drained(self) -> float:
+        """What a stage adds to the time that the others wait, where weight gradients fill gaps."""
+        return self.forward + self.backward + self.again - self.weight
+
+
+def add(parts: Sequence[Seconds]) -> Seconds:
+    return Seconds(*(sum(column) for column in zip(*parts, strict=True))) if parts else Seconds(0, 0, 0, 0, 0)
+
+
+class Machine:
+    """Devices of one kind as software uses them, under the mesh of a plan."""
+
+    def __init__(
+        self, nodes: Nodes, software: Software, plan: Plan, samples: int, slowest: Nodes | None = None, number: int = 0
+    ) -> None:
+        """samples: of a micro-batch. slowest: whose links hold collectives back, where several kinds take part.
+        number: of its kind in the cluster."""
+        self.nodes, self.software, self.plan, self.samples, self.number = nodes, software, plan, samples, number
+        meets = slowest or nodes
+        self.links = Links(
+            meets.link * software.link, meets.network * software.network, nodes.devices, software.link_latency,
+            software.network_latency,
+        )  # fmt: skip
+
+    @cached_property
+    def tp_group(self) -> Group:
+        return consecutive(self.plan.tp, 1, self.nodes.devices)
+
+    @cached_property
+    def dp_group(self) -> Group:
+        return consecutive(self.plan.dp, self.plan.tp, self.nodes.devices)
+
+    @cached_property
+    def shard_group(self) -> Group:
+        return consecutive(self.plan.shards, self.plan.tp, self.nodes.devices)
+
+    def seconds(self, work: BlockWork, rung: str) -> Seconds:
+        """Of a micro-batch in one block."""
+        forward, weight = self._forward(work), self._products(work) + self._weights(work)
+        moved = self._moved(work)
+        # Attention's own backward computes two and a half times what its forward does, and element-wise work reads
+        # gradients beside what was kept.
+        backward = max(self._products(work) + 2.5 * self._attention(work) + 2 * moved + self._weights(work),
+                       self.software.launch * max(1, work.units))  # fmt: skip
+        sums = work.exchanges * self.sum_seconds(work)
+        behind = min(sums, self.software.behind_weights * weight)
+        again, repeated = {
+            "none": (0.0, 0.0), "light": (moved, 0.0), "unit": (forward, 0.0), "block": (forward, sums),
+        }[rung]  # fmt: skip
+        waits = sums - behind + repeated
+        return Seconds(forward + sums, backward + waits, weight, again, sums + waits)
+
+    def _forward(self, work: BlockWork) -> float:
+        computed = self._products(work) + self._attention(work) + self._moved(work) + self._weights(work)
+        return max(computed, self.software.launch * max(1, work.units))
+
+    def _products(self, work: BlockWork) -> float:
+        if not work.products:
+            return 0.0
+        side = math.sqrt(work.parameters / max(1, work.units) / self.plan.tp)  # of the matrix that a unit has left
+        rate = self.nodes.device.flops.value * self.software.products * side / (side + self.software.small)
+        odd = self.software.odd if work.odd and self.plan.tp == 1 else 1.0  # what is split is padded first
+        return work.products * self.samples / self.plan.tp / (rate * odd)
+
+    def _attention(self, work: BlockWork) -> float:
+        rate = self.nodes.device.flops.value * self.software.attention
+        return work.attention * self.samples / self.plan.tp / rate
+
+    def _moved(self, work: BlockWork) -> float:
+        """Element-wise work between units is done by all ranks alike, unless the tokens are split."""
+        moved, software, tp = work.moved, self.software, self.plan.tp
+        inside = (software.passes * moved.split + software.scores * work.scores) / tp
+        between = software.between * (moved.entries + moved.rest) / (tp if self.plan.sequence else 1)
+        return (inside + between) * self.samples / self._bandwidth
+
+    def _weights(self, work: BlockWork) -> float:
+        """Products also read their weights, which few samples do not make up for."""
+        return 2 * work.parameters / self.plan.tp / self._bandwidth if work.products else 0.0
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.nodes.device.bandwidth.value * self.software.memory
+
+    def sum_seconds(self, work: BlockWork) -> float:
+        """One sum over the tensor-parallel ranks; scattered and gathered, where tokens are split, takes as long."""
+        return all_reduce(self.links, self.tp_group, work.crossing * self.samples)
+
+    def message_seconds(self, size: float) -> float:
+        """From a stage to the next, of `size` bytes that cross for one sample."""
+        plan = self.plan
+        parts = plan.tp if plan.sequence else 1
+        is_near = plan.pp * plan.dp * plan.tp <= self.nodes.devices
+        return send(self.links, size * self.samples / parts, is_near)
+
+    # What replicas do, of so many parameters.
+
+    def gather_seconds(self, parameters: float, width: int) -> float:
+        """ZeRO 3: weights, from the ranks that share them."""
+        return gather(self.links, self.shard_group, width * parameters / self.plan.tp)
+
+    def reduce_seconds(self, parameters: float) -> float:
+        """Gradients, over all replicas."""
+        plan, size = self.plan, self.software.gradient * parameters / self.plan.tp
+        if plan.dp == 1:
+            return 0.0
+        if not plan.zero:
+            return all_reduce(self.links, self.dp_group, size)
+        scattered = gather(self.links, self.shard_group, size)
+        copies = plan.dp // plan.shards
+        across = consecutive(copies, plan.tp * plan.shards, self.nodes.devices)
+        return scattered + all_reduce(self.links, across, size / plan.shards)
+
+    def update_seconds(self, parameters: float, width: int) -> float:
+        """The optimizer, and with ZeRO 1 and 2 the updated weights shared."""
+        plan, own = self.plan, parameters / self.plan.tp
+        moved = STEP_MOVES * own / plan.shards / self._bandwidth
+        shares = plan.zero in (1, 2)
+        return moved + (gather(self.links, self.shard_group, width * own) if shares else 0.0)
+
+
+def machines(cluster: Cluster, software: Software, plan: Plan, samples: int) -> list[Machine]:
+    """One for each place in the pipeline: the slowest kind of node among its ranks."""
+    ranks = plan.dp * plan.tp
+    slowest = min(cluster.nodes, key=lambda kind: (kind.network, kind.link))
+    made = [Machine(kind, software, plan, samples, slowest, place) for place, kind in enumerate(cluster.nodes)]
+    if len(made) == 1:
+        return made * plan.pp
+    found: list[Machine] = []
+    for place in range(plan.pp):
+        kinds = cluster.kinds_of(range(place * ranks, (place + 1) * ranks))
+        found.append(min((one for one in made if one.nodes in kinds), key=lambda one: one.nodes.device.flops.value))
+    return found
+
+
+def num_held(plan: Plan, place: int) -> float:
+    """The most micro-batches whose activations a rank holds at once, each of all its stages."""
+    ahead = plan.pp - 1 - place
+    match plan.schedule:
+        case "gpipe":
+            held = plan.mb
+        case "eager-1f1b":
+            held = 1 + 2 * ahead
+        case "interleaved":
+            first = plan.mb if plan.mb < 2 * plan.pp else plan.pp + plan.mb % plan.pp // (plan.mb // plan.pp)
+            held = ((plan.v - 1) * first + 2 * ahead + 1) / plan.v
+        case "zb-h1":
+            # A stage holds weight gradients back by its place, with what they need and gradients beside that.
+            return min(plan.mb, 1 + ahead) + HELD_BACK * min(plan.mb, place)
+        case _:
+            held = 1 + ahead
+    return min(plan.mb, held)
+
+

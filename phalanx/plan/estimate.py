@@ -1,0 +1,211 @@
+"""What a plan takes on a cluster: seconds of a step and where they go, bytes of every place in the pipeline.
+
+The one judge of plans: the search compares what it says, the report prints it. Stages are taken as they are on average;
+a program's every wait is `program/simulate.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.cost import Machine, Seconds, Software, add, machines
+from phalanx.plan.footprint import memory, parameters_of, place_blocks
+from phalanx.plan.plan import Plan
+from phalanx.plan.work import ModelWork
+
+PARTS = ("computation", "computed again", "tensor communication", "messages", "gradients", "optimizer", "bubble", "other")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """parts: where the seconds of a step go, as the busiest place in the pipeline sees them. memory: of each place, by
+    component; budget: what each has."""
+
+    plan: Plan
+    batch: int
+    step_seconds: float
+    parts: dict[str, float]
+    memory: tuple[dict[str, float], ...]
+    budget: tuple[float, ...]
+    tokens: int
+    flops: float
+    peak_flops: float
+    price: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Of what all devices offer, the share that the model itself needs."""
+        return self.flops / self.step_seconds / self.peak_flops
+
+    @property
+    def bubble(self) -> float:
+        return self.parts["bubble"] / self.step_seconds
+
+    @property
+    def exposed(self) -> float:
+        """The share of a step that ranks wait for communication."""
+        waits = ("tensor communication", "messages", "gradients")
+        return sum(self.parts[part] for part in waits) / self.step_seconds
+
+    @cached_property
+    def fullest(self) -> int:
+        """The place in the pipeline with the least room left."""
+        return min(range(len(self.memory)), key=lambda place: self.budget[place] - sum(self.memory[place].values()))
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.memory[self.fullest].values())
+
+    @property
+    def fits(self) -> bool:
+        return all(sum(own.values()) <= budget for own, budget in zip(self.memory, self.budget, strict=True))
+
+    @property
+    def dollars_per_million_tokens(self) -> float:
+        return self.price / 3600 / self.tokens_per_second * 1e6
+
+
+def budget_of(machine: Machine) -> float:
+    """What a rank may use of its device's memory."""
+    software = machine.software
+    return (machine.nodes.memory - software.reserved) * (1 - software.slack)
+
+
+def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software, batch: int) -> Estimate:
+    """plan: with its stages."""
+    samples = -(-batch // (plan.dp * plan.mb))
+    places = machines(cluster, software, plan, samples)
+    rungs = rungs_of(model, plan)
+    parts = parts_of(model, plan, places, loads_of(model, plan))
+    used = [memory(model, plan, place, samples, rungs, software.gradient) for place in range(plan.pp)]
+    peak = sum(kind.total * kind.device.flops.value for kind in cluster.nodes) / cluster.world * plan.world
+    return Estimate(
+        plan, batch, sum(parts.values()), parts, tuple(used), tuple(map(budget_of, places)), model.tokens * batch,
+        model.flops * batch, peak, cluster.price * plan.world / cluster.world,
+    )  # fmt: skip
+
+
+def rungs_of(model: ModelWork, plan: Plan) -> list[str]:
+    """What of each block is computed again; nothing of one that cannot."""
+    given = [plan.recompute_of(model.layers[0], model.layers)] if model.layers else []
+    policies = plan.policies if len(plan.policies) > 1 else plan.policies * max(1, len(model.layers))
+    rungs = [plan.policies[0] if len(plan.policies) == 1 else "none"] * len(model.blocks)
+    for block, rung in zip(model.layers, policies, strict=bool(given)):
+        rungs[block] = rung
+    return [rung if rung in model.block(block).kept else "none" for block, rung in enumerate(rungs)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a place in the pipeline takes. seconds: of a micro-batch; waits: for parameters and gradients of it.
+    reduce, window: of a step's gradients, and what they hide behind. update: the optimizer."""
+
+    seconds: Seconds
+    waits: float
+    reduce: float
+    window: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a place in the pipeline holds: how many blocks of each class and rung, their parameters, and those of the
+    largest block."""
+
+    counts: frozenset[tuple[tuple[int, str], int]]
+    parameters: float
+    largest: float
+
+
+def loads_of(model: ModelWork, plan: Plan) -> list[Load]:
+    rungs = rungs_of(model, plan)
+    found: list[Load] = []
+    for place in range(plan.pp):
+        blocks = place_blocks(plan, place)
+        counts = Counter((model.blocks[block], rungs[block]) for block in blocks)
+        largest = max(model.classes[kind].parameters for kind, _ in counts)
+        found.append(Load(frozenset(counts.items()), parameters_of(model, blocks), largest))
+    return found
+
+
+def parts_of(model: ModelWork, plan: Plan, places: Sequence[Machine], loads: Sequence[Load]) -> dict[str, float]:
+    """Where the seconds of a step go. Places that hold as many of the same blocks take as long."""
+    known: dict[tuple[int, Load], Place] = {}
+    for machine, load in zip(places, loads, strict=True):
+        if (machine.number, load) not in known:
+            own = [_times(machine.seconds(model.classes[kind], rung), n) for (kind, rung), n in load.counts]
+            known[machine.number, load] = timed_place(
+                model.width, plan, machine, add(own), load.parameters, load.largest
+            )
+    timed = [known[machine.number, load] for machine, load in zip(places, loads, strict=True)]
+    return step_parts(plan, timed, message_seconds(model, plan, places), places[0].software)
+
+
+def _times(seconds: Seconds, count: int) -> Seconds:
+    return Seconds(*(count * own for own in seconds))
+
+
+def timed_place(
+    width: int, plan: Plan, machine: Machine, seconds: Seconds, parameters: float, largest: float
+) -> Place:  # fmt: skip
+    """parameters: elements of all blocks of the place; largest: of the largest block."""
+    hidden = machine.software.hidden
+    behind = hidden * (seconds.backward + seconds.weight + seconds.again)
+    reduce = machine.reduce_seconds(parameters)
+    per_micro_batch = reduce if plan.reduces == "micro-batch" and plan.dp > 1 else 0.0
+    waits = 0.0
+    if plan.gathers == "micro-batch":
+        gathered = plan.v * machine.gather_seconds(parameters / plan.v, width)
+        waits += max(0.0, gathered - hidden * seconds.forward)
+        per_micro_batch += gathered
+    waits += max(0.0, per_micro_batch - behind)
+    once = machine.gather_seconds(parameters, width) if plan.gathers == "step" else 0.0
+    last = machine.reduce_seconds(largest)
+    tail = last if per_micro_batch else max(min(reduce, last), reduce - behind)
+    return Place(seconds, waits, tail, behind, machine.update_seconds(parameters, width) + once)
+
+
+def message_seconds(model: ModelWork, plan: Plan, places: Sequence[Machine]) -> float:
+    """The longest message that there may be between stages."""
+    if plan.pp == 1:
+        return 0.0
+    largest = max(work.crossing for work in model.classes)
+    return max(place.message_seconds(largest) for place in set(places))
+
+
+def step_parts(plan: Plan, places: Sequence[Place], message: float, software: Software) -> dict[str, float]:
+    """Where the seconds of a step go, for the place with most to do."""
+    busiest = max(places, key=lambda place: place.seconds.total + place.waits)
+    seconds = busiest.seconds
+    waiting = 2 * message * (plan.pp - 1) / plan.pp * software.messages if plan.schedule in _WAITING else 0.0
+    others = sum(
+        place.seconds.drained if plan.schedule == "zb-h1" else place.seconds.total for place in places
+    ) - (seconds.drained if plan.schedule == "zb-h1" else seconds.total)  # fmt: skip
+    fill = max(0.0, others) / plan.v + 2 * message * (plan.pp - 1)
+    slack, gradients = 0.0, 0.0
+    for place in places:  # a later stage is done earlier
+        gradients = max(gradients, place.reduce - slack)
+        slack += place.seconds.backward + place.seconds.weight
+    exposed = seconds.exposed
+    own = seconds.total - seconds.again - exposed
+    return {
+        "computation": plan.mb * own,
+        "computed again": plan.mb * seconds.again,
+        "tensor communication": plan.mb * exposed,
+        "messages": plan.mb * waiting,
+        "gradients": plan.mb * busiest.waits + gradients,
+        "optimizer": max(place.update for place in places),
+        "bubble": fill,
+        "other": software.step + plan.mb * software.micro_batch,
+    }
+
+
+_WAITING = ("1f1b", "zb-h1")  # schedules under which a rank waits for messages again with every micro-batch

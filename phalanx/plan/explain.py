@@ -1,0 +1,91 @@
+"""Why a plan is as good as it is, in sentences: what limits it, why others lost, what would help, and what these links
+say about pipelines and tensor parallelism. Everything follows from estimates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from phalanx.errors import PlanError
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.cost import Machine, Software
+from phalanx.plan.estimate import Estimate
+from phalanx.plan.plan import Plan
+from phalanx.plan.search import search
+from phalanx.plan.work import ModelWork
+
+_WORDS = {
+    "computation": "computation itself", "computed again": "computing activations again",
+    "tensor communication": "sums over tensor-parallel ranks", "messages": "messages between stages",
+    "gradients": "exchanging gradients and weights", "optimizer": "the optimizer", "bubble": "an idle pipeline",
+    "other": "overheads",
+}  # fmt: skip
+
+
+def why_lost(best: Estimate, other: Estimate) -> str:
+    """One line: what of a step takes longer than in the best plan."""
+    more = {part: other.parts[part] - best.parts[part] for part in best.parts}
+    worst = sorted(more, key=lambda part: more[part], reverse=True)[:2]
+    slower = other.step_seconds / best.step_seconds - 1
+    shown = [f"{_WORDS[part]} +{more[part] / best.step_seconds:.1%}" for part in worst if more[part] > 0]
+    return f"{slower:.1%} slower: {', '.join(shown) or 'nothing stands out'}"
+
+
+def what_limits(best: Estimate) -> str:
+    """What takes most of a step beside the model's own arithmetic, and how full memory is."""
+    beside = {part: seconds for part, seconds in best.parts.items() if part != "computation"}
+    part = max(beside, key=lambda part: beside[part])
+    full = best.peak_bytes / best.budget[best.fullest]
+    computed = f"{best.parts['computation'] / best.step_seconds:.0%} of a step is computation"
+    if beside[part] < 0.02 * best.step_seconds:
+        return f"{computed}, at the rate that products and memory reach on this device; nothing else takes 2 %"
+    cause = ", because memory is full" if part == "computed again" and full > 0.9 else ""
+    return f"{computed}; {_WORDS[part]} takes {beside[part] / best.step_seconds:.1%}{cause}"
+
+
+class Help(NamedTuple):
+    """A change of the cluster, and how many times faster a step of the same batch then is."""
+
+    what: str
+    speedup: float
+
+
+def what_helps(model: ModelWork, cluster: Cluster, software: Software, best: Estimate) -> list[Help]:
+    """The most helpful first."""
+    kinds = cluster.nodes
+    changes = {"twice the nodes": cluster.scaled(2)}
+    changes["twice the memory"] = Cluster(tuple(replace(kind, memory=2 * kind.memory) for kind in kinds))
+    if cluster.num_nodes > 1:
+        changes["twice the network"] = Cluster(tuple(replace(kind, network=2 * kind.network) for kind in kinds))
+    if cluster.per_node > 1:
+        changes["links twice as fast"] = Cluster(tuple(replace(kind, link=2 * kind.link) for kind in kinds))
+    found: list[Help] = []
+    for what, changed in changes.items():
+        try:
+            other = search(model, changed, software, best.batch, keep=1, most=8).plans[0]
+        except PlanError:
+            continue  # a batch that has no sample for so many
+        found.append(Help(what, best.step_seconds / other.step_seconds))
+    return sorted(found, key=lambda help: help.speedup, reverse=True)
+
+
+def pipeline_or_tensor(model: ModelWork, cluster: Cluster, software: Software, best: Estimate) -> str:
+    """For the links of this cluster: what splitting a layer costs beside what splitting the model into stages does."""
+    kind = min(cluster.nodes, key=lambda kind: (kind.network, kind.link))
+    ways = min(kind.devices if kind.devices > 1 else cluster.num_nodes, len(model.layers))
+    if cluster.world == 1 or ways < 2:
+        return "one device: neither a pipeline nor tensor parallelism has anything to split over"
+    layer = max((work for work in model.classes if work.is_layer), key=lambda work: work.products, default=None)
+    if layer is None:
+        return "the model has no layers that tensor parallelism would split"
+    samples = -(-best.batch // (best.plan.dp * best.plan.mb))
+    seconds = Machine(kind, software, Plan(tp=ways), samples).seconds(layer, "none")
+    waits = seconds.exposed / seconds.total
+    micro_batches = max(1, best.batch * ways // (cluster.world * samples))
+    idle = (ways - 1) / (micro_batches + ways - 1)
+    where = f"over the {ways} devices of a node" if kind.devices > 1 else f"over {ways} nodes"
+    better = "a pipeline" if idle < waits else "tensor parallelism"
+    return (
+        f"{where}, tensor parallelism waits {waits:.0%} of its time for sums, and a pipeline with {micro_batches} "
+        f"micro-batches idles {idle:.0%}: on these links and for this batch {better} costs less"
+    )

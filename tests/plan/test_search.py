@@ -1,0 +1,176 @@
+"""The search finds what trying everything finds, under the same estimate."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+
+import pytest
+
+from phalanx.errors import PlanError
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.cost import Software, machines
+from phalanx.plan.estimate import Estimate, budget_of, estimate
+from phalanx.plan.footprint import memory
+from phalanx.plan.mixes import Ends, Mixer, Option
+from phalanx.plan.partition import evenly, partition
+from phalanx.plan.plan import Plan
+from phalanx.plan.search import meshes, search, variants
+from phalanx.plan.stage_times import Problem
+from phalanx.plan.work import RUNGS, ModelWork, Shape, transformer
+
+SOFTWARE = Software(step=1e-4, reserved=0.0, slack=0.0)
+
+
+def random_model(random: random.Random) -> ModelWork:
+    hidden = random.choice([256, 512, 1024, 2048])
+    shape = Shape(
+        random.randint(2, 4), hidden, 8, 8, hidden * random.choice([2, 4]), random.choice([1000, 32000]),
+        random.choice([256, 1024, 4096]), gated=random.random() < 0.5, tied=random.random() < 0.5,
+    )  # fmt: skip
+    return transformer("random", shape)
+
+
+def random_cluster(random: random.Random, model: ModelWork) -> Cluster:
+    """With memory around what a device's part of the model's state takes, so that it matters."""
+    nodes, devices = random.choice([(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)])
+    state = 18 * model.num_parameters / (nodes * devices)
+    text = f"{nodes}x{devices} H100, nvlink {random.choice([5, 50, 450])}GB/s, network {random.choice([1, 10, 100])}GB/s"
+    cluster = Cluster.read(text)
+    size = state * random.uniform(0.7, 6) + random.choice([0, 1e8])
+    return Cluster(tuple(replace(kind, memory=size) for kind in cluster.nodes))
+
+
+def all_stages(num_blocks: int, plan: Plan) -> Iterator[tuple[int, ...]]:
+    for cuts in combinations(range(1, num_blocks), plan.num_stages - 1):
+        yield tuple(stop - begin for begin, stop in pairwise((0, *cuts, num_blocks)))
+
+
+def exhaustive(problem: Problem) -> float:
+    """The best step of all plans of the space: every mesh, schedule and sharding, all stages, all layers' rungs."""
+    best = math.inf
+    for base in meshes(problem, {}):
+        for fields, _ in variants(problem, base, {}):
+            plan = Plan(**fields)
+            for counts in all_stages(len(problem.model.blocks), plan):
+                chosen = best_rungs(problem, replace(plan, stages=counts))
+                if chosen is not None:
+                    best = min(best, chosen.step_seconds)
+    return best
+
+
+def best_rungs(problem: Problem, plan: Plan) -> Estimate | None:
+    """Places do not depend on each other: of each the fastest rungs that fit, of all there are."""
+    model, samples = problem.model, problem.samples(plan)
+    places = machines(problem.cluster, problem.software, plan, samples)
+    chosen = ["none"] * len(model.blocks)
+    for place, machine in enumerate(places):
+        layers = [b for stage in plan.stages_of(place) for b in plan.stage_blocks(stage) if model.block(b).is_layer]
+        best, found = math.inf, None
+        for rungs in product(RUNGS, repeat=len(layers)):
+            seconds = sum(machine.seconds(model.block(b), rung).total for b, rung in zip(layers, rungs, strict=True))
+            if seconds < best and fits(problem, plan, place, dict(zip(layers, rungs, strict=True))):
+                best, found = seconds, rungs
+        if found is None:
+            return None
+        for block, rung in zip(layers, found, strict=True):
+            chosen[block] = rung
+    recompute = tuple(chosen[block] for block in model.layers)
+    return estimate(model, replace(plan, recompute=recompute), problem.cluster, problem.software, problem.batch)
+
+
+def fits(problem: Problem, plan: Plan, place: int, rungs: dict[int, str]) -> bool:
+    machine = machines(problem.cluster, problem.software, plan, problem.samples(plan))[place]
+    every = [rungs.get(block, "none") for block in range(len(problem.model.blocks))]
+    used = sum(memory(problem.model, plan, place, problem.samples(plan), every).values())
+    return used <= budget_of(machine) * (1 + 1e-12)
+
+
+def compare(seed: int) -> float | None:
+    """How much worse what was found is than the best there is; None where there is none, which is found, too."""
+    generator = random.Random(seed)
+    model = random_model(generator)
+    cluster = random_cluster(generator, model)
+    batch = generator.choice([1, 2, 3, 4, 8])
+    best = exhaustive(Problem(model, cluster, SOFTWARE, batch))
+    try:
+        found = search(model, cluster, SOFTWARE, batch).plans[0].step_seconds
+    except PlanError:
+        assert math.isinf(best), f"seed {seed}: nothing was found where {best} s is possible"
+        return None
+    return found / best - 1
+
+
+def check(seeds: range) -> None:
+    worse = {seed: ratio for seed in seeds if (ratio := compare(seed)) is not None}
+    assert len(worse) > 0.6 * len(seeds)
+    assert not (bad := {seed: ratio for seed, ratio in worse.items() if ratio > 1e-3}), bad
+    assert sum(ratio < 1e-9 for ratio in worse.values()) >= 0.95 * len(worse)
+
+
+def test_what_is_found_is_the_best_of_all_plans_of_small_instances() -> None:
+    check(range(12))
+
+
+@pytest.mark.long
+def test_what_is_found_is_the_best_of_all_plans_of_many_small_instances() -> None:
+    check(range(12, 260))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_layers_are_mixed_as_trying_every_assignment_would(seed: int) -> None:
+    generator = random.Random(seed)
+    options = [
+        Option(rung, generator.uniform(1, 2), generator.uniform(1, 10), generator.uniform(0, 3)) for rung in RUNGS
+    ]
+    num_layers, held = generator.randint(1, 6), generator.choice([1, 2, 4])
+    ends = Ends(*(generator.uniform(0, 5) for _ in range(4)))
+    room = generator.uniform(5, 60) * held
+    mix = Mixer(options).best(num_layers, held, room, ends)
+    best = math.inf
+    for chosen in product(sorted(options, key=lambda o: -o.seconds), repeat=num_layers):
+        kept, peak = ends.first_kept, ends.first_kept + ends.first_working
+        for option in chosen:
+            kept += option.kept
+            peak = max(peak, kept + option.working)
+        whole = kept + ends.last_kept
+        if (held - 1) * whole + max(peak, whole + ends.last_working) <= room:
+            best = min(best, sum(option.seconds for option in chosen))
+    assert (mix is None) == math.isinf(best)
+    if mix is not None:
+        assert mix.seconds <= best * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_stages_are_cut_as_trying_every_cut_would(seed: int) -> None:
+    generator = random.Random(seed)
+    num_blocks, num_stages = generator.randint(4, 9), generator.randint(2, 4)
+    own = [generator.uniform(0.5, 2) for _ in range(num_blocks)]
+    slower = [generator.choice([1.0, 1.0, 1.5]) for _ in range(num_stages)]
+    most = [generator.choice([3, 9]) for _ in range(num_stages)]
+    weight = generator.choice([0.0, 1.0, 7.0, 63.0])
+
+    def time(stage: int, begin: int, end: int) -> float:
+        return slower[stage] * sum(own[begin:end]) if end - begin <= most[stage] else math.inf
+
+    found = partition(num_blocks, num_stages, time, weight, sum(own))
+
+    def cost(counts: tuple[int, ...]) -> float:
+        ends = [sum(counts[:stage]) for stage in range(num_stages + 1)]
+        times = [time(stage, *pair) for stage, pair in enumerate(pairwise(ends))]
+        return weight * max(times) + sum(times) if math.isfinite(max(times)) else math.inf
+
+    best = min(cost(counts) for counts in all_stages(num_blocks, Plan(pp=num_stages)))
+    if found is None:
+        assert math.isinf(best)
+    else:
+        assert cost(found) <= best * (1 + 1e-3)
+
+
+def test_even_stages_take_every_block_and_none_is_empty() -> None:
+    assert evenly([1.0] * 8, 4) == (2, 2, 2, 2)
+    assert evenly([0.0, 1, 1, 1, 1, 2], 3) == (3, 2, 1)
+    assert evenly([9.0, 1, 1], 3) == (1, 1, 1)
