@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.shard.placement import Conflict, Cutting, Origin, Placement, Refined
-from phalanx.model.shard.rules.views import carried, groups
+from phalanx.model.shard.placement import Conflict, Cutting, Origin, Placement, Refined, groups
+from phalanx.model.shard.rules.views import carried
 
 sizes = st.lists(st.sampled_from([1, 2, 3, 5, 7]), max_size=5)
 

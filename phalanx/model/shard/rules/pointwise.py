@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, fx
 
@@ -42,14 +44,11 @@ def _split_pointwise(
     walk: Walk, node: fx.Node, tensors: list[fx.Node], splits: dict[fx.Node, Placement]
 ) -> Placement:  # fmt: skip
     rank = len(shape(node))
-    aligned = {a: p.dim + rank - len(shape(a)) for a, p in splits.items()}
-    first, place = next(iter(splits.items()))
-    dim = aligned[first]
+    first, place = leading(splits)
+    dim = place.dim + rank - len(shape(first))
     for a, other in splits.items():
-        if aligned[a] != dim:
-            raise Conflict("values split on different dims meet", place, other)
-        if other.cuts != place.cuts:
-            unify(walk, place, other)
+        own_dim = dim - (rank - len(shape(a)))
+        meet(walk, place.moved(own_dim), other, own_dim >= 0 and shape(a)[own_dim] != 1)
     for a in tensors:
         if a in splits:
             continue
@@ -67,13 +66,29 @@ def _split_pointwise(
     return place.moved(dim)
 
 
+def leading(splits: Mapping[fx.Node, Placement]) -> tuple[fx.Node, Placement]:
+    """The value that others follow: one of which ranks have different parts, if there is one."""
+    return next((each for each in splits.items() if not each[1].is_everywhere), next(iter(splits.items())))
+
+
+def meet(walk: Walk, place: Placement, other: Placement, spans: bool) -> None:
+    """A split value meets another that lies like `place`. What every rank has all of may do so if it is the same for
+    all indices of the split dim, that is, does not span it."""
+    if other.is_everywhere and not spans:
+        return
+    if (other.dim, other.outer) != (place.dim, place.outer):
+        raise Conflict("values split on different dims meet", place, other)
+    if other.cuts != place.cuts:
+        unify(walk, place, other)
+
+
 def unify(walk: Walk, place: Placement, other: Placement) -> None:
     """Cuts the weight behind `other` as the one behind `place` is cut."""
 
     def change(cutting: Cutting, origin: Origin) -> bool:
         start, _ = cutting.section_at(origin.offset)
         ranges = [cuts[0] for cuts in place.cuts if len(cuts) == 1]
-        wanted = tuple((origin.offset + a * origin.unit, origin.offset + b * origin.unit) for a, b in ranges)
+        wanted = tuple((origin.element(a), origin.element(b)) for a, b in ranges)
         if len(ranges) != len(place.cuts) or cutting.given.get(start) == wanted:
             return False
         cutting.given[start] = wanted
