@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx
 
-from phalanx.model.shard.placement import PARTIAL, TOKENS, WHOLE, Conflict, Cutting, Origin, Placement
+from phalanx.model.shard.placement import PARTIAL, TOKENS, WHOLE, Conflict, Cutting, Origin, Placement, tiles
 from phalanx.model.shard.rules.common import is_partial, only_ranges
 from phalanx.model.shard.walk import Place, Walk, shape
 
@@ -188,6 +189,28 @@ def extreme(walk: Walk, node: fx.Node) -> Place:
     return place if isinstance(node.meta["val"], Tensor) else (place,) * len(node.meta["val"])
 
 
+def _of_all_ranks(walk: Walk, node: fx.Node, place: Placement, dims: list[int], keeps: bool) -> Place:
+    """A sum or mean over the split dim, as norms over all heads need it: of each rank's part, a summand. Not of values
+    that other activations have been added to: those are better summed before, as they are wherever they are used."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node) and place.origin is not None
+    if node.kwargs or len(node.args) > 3 or not tiles(place.cuts) or not _comes_from(walk, x, place.origin.product):
+        raise Conflict("a reduction over a split dim", place)
+    if node.target is aten.mean.dim:
+        count = math.prod(shape(x)[dim] for dim in dims)
+        walk.rewritten[node] = lambda build, rank: build.call(
+            aten.div.Tensor, build.call(aten.sum.dim_IntList, build.of(x), dims, keeps), count
+        )
+    return PARTIAL
+
+
+def _comes_from(walk: Walk, value: fx.Node, product: fx.Node) -> bool:
+    """Whether a value is made of one product and weights alone."""
+    if value is product or not walk.live[value] or walk.is_weight(value):
+        return True
+    return value.op != "placeholder" and all(_comes_from(walk, source, product) for source in value.all_input_nodes)
+
+
 def reduction(walk: Walk, node: fx.Node) -> Place:
     """A sum or mean over dims."""
     x = node.args[0]
@@ -204,5 +227,5 @@ def reduction(walk: Walk, node: fx.Node) -> Place:
             return WHOLE
         return place
     if place.dim in dims:
-        raise Conflict("a reduction over a split dim", place)
+        return _of_all_ranks(walk, node, place, dims, keeps)
     return place if keeps else place.moved(place.dim - sum(d < place.dim for d in dims))
