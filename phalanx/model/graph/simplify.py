@@ -15,6 +15,10 @@ from phalanx.model.graph.functionalise import FlatGraph, replace
 
 aten = torch.ops.aten
 _END = 2**63 - 1
+_SAME = {  # other names
+    aten.multiply.Tensor: aten.mul.Tensor, aten.multiply.Scalar: aten.mul.Scalar, aten.divide.Tensor: aten.div.Tensor,
+    aten.subtract.Tensor: aten.sub.Tensor,
+}  # fmt: skip
 _FLOATING = {torch.float64: (torch.float32, torch.float64)}  # to which `widen` made casts to float32
 
 
@@ -24,6 +28,14 @@ def simplify(flat: FlatGraph) -> None:
             continue
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
+        elif node.target in _SAME:
+            node.target = _SAME[node.target]
+        elif node.target in (aten.reshape_as.default, aten.view_as.default):
+            sizes = [flat.size(size) for size in node.meta["val"].shape]
+            node.target, node.args = aten.reshape.default, (node.args[0], sizes)
+        elif node.target is aten.expand_as.default:
+            sizes = [flat.size(size) for size in node.meta["val"].shape]
+            node.target, node.args = aten.expand.default, (node.args[0], sizes)
         elif node.target is aten.numpy_T.default and node.meta["val"].dim() == 2:
             node.target = aten.t.default
         elif node.target is aten.embedding.default and len(node.args) > 4 and node.args[4]:

@@ -50,6 +50,8 @@ def canonicalise(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])  # pyright: ignore
         elif node.target is aten.linear.default and len(node.args) > 2 and node.args[2] is not None:
             _take_bias_off(graph, node, node.args[:2], node.args[2])
+        elif node.target in (aten.conv1d.default, aten.conv2d.default) and len(node.args) > 2:
+            _take_bias_off_channels(graph, node)
         elif node.target is aten.addmm.default and not node.kwargs:
             _take_bias_off(graph, node, node.args[1:3], node.args[0])
         elif node.target is own.cross_entropy_sum.default:
@@ -80,6 +82,19 @@ def _take_bias_off(graph: fx.Graph, node: fx.Node, operands: tuple[Any, ...], bi
     product = aten.linear.default if node.target is aten.linear.default else aten.mm.default
     with graph.inserting_before(node):
         plain = _make(graph, node, product, operands, node.meta["val"])
+        added = _make(graph, node, aten.add.Tensor, (plain, bias), node.meta["val"])
+    node.replace_all_uses_with(added)
+    graph.erase_node(node)
+
+
+def _take_bias_off_channels(graph: fx.Graph, node: fx.Node) -> None:
+    x, weight, bias, *others = node.args
+    if not isinstance(bias, fx.Node) or node.kwargs:
+        return
+    with graph.inserting_before(node):
+        plain = _make(graph, node, node.target, (x, weight, None, *others), node.meta["val"])
+        for _ in range(len(_shape(node)) - 2):
+            bias = _call(graph, node, aten.unsqueeze.default, bias, -1)
         added = _make(graph, node, aten.add.Tensor, (plain, bias), node.meta["val"])
     node.replace_all_uses_with(added)
     graph.erase_node(node)

@@ -31,7 +31,7 @@ Place = Placement | tuple["Place", ...]  # of a node that gives several tensors:
 Rule = Callable[["Walk", fx.Node], "Place"]
 
 aten = torch.ops.aten
-_VIEWS = (aten.transpose.int, aten.t.default, aten.permute.default)
+_VIEWS = (aten.transpose.int, aten.t.default, aten.permute.default, aten.unsqueeze.default)
 _BY_ELEMENT = (aten.to.dtype, aten.add.Tensor, aten.mul.Tensor, aten.neg.default, aten.type_as.default)
 
 
@@ -205,6 +205,9 @@ def _moved(view: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
         return dims[::-1]
     if view.target is aten.permute.default:
         return tuple(dims[int(d)] for d in view.args[1])  # pyright: ignore
+    if view.target is aten.unsqueeze.default:
+        at = int(view.args[1]) % (len(dims) + 1)  # pyright: ignore
+        return (*dims[:at], -1, *dims[at:])  # which is none of the parameter's, and never split
     return dims
 
 

@@ -165,7 +165,7 @@ _MIN_LAYERS = 4
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 _HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
-    "decoder_attention_heads",
+    "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
 )  # fmt: skip
 _RELATIVE_TO_HIDDEN = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size",
@@ -195,6 +195,7 @@ _AT_MOST: Mapping[str, int] = {
     "max_source_positions": 12,
     "sliding_window": _WINDOW,
     "relative_attention_num_buckets": 8,
+    "num_buckets": 8,
     "relative_attention_max_distance": 16,
     "d_kv": 12,  # T5 chooses it freely: unequal to hidden / heads, so that nothing can rely on their being equal
 }
@@ -257,7 +258,7 @@ def _latent(config: PretrainedConfig) -> dict[str, int]:
     known = {config.qk_rope_head_dim: rotated, getattr(config, "qk_head_dim", None): rotated + rest}
     return {
         "qk_rope_head_dim": rotated, "qk_nope_head_dim": rest, "qk_head_dim": rotated + rest, "v_head_dim": 16,
-        "kv_lora_rank": 24, "q_lora_rank": 40, "head_dim": known.get(getattr(config, "head_dim", None), rotated),
+        "kv_lora_rank": 12, "q_lora_rank": 20, "head_dim": known.get(getattr(config, "head_dim", None), rotated),
     }  # fmt: skip
 
 

@@ -174,19 +174,28 @@ def along_dim(walk: Walk, node: fx.Node) -> Place:
 
 def extreme(walk: Walk, node: fx.Node) -> Place:
     """The largest or smallest along dims, perhaps with its index; of a sum only once it is taken."""
+    place = _without_dims(walk, node, 1)
+    return place if isinstance(node.meta["val"], Tensor) else (place,) * len(node.meta["val"])
+
+
+def vector_norm(walk: Walk, node: fx.Node) -> Place:
+    return _without_dims(walk, node, 2)
+
+
+def _without_dims(walk: Walk, node: fx.Node, first: int) -> Placement:
+    """What makes one number of each row along dims. Argument `first` names the dims, the next one whether they stay."""
     x = node.args[0]
     assert isinstance(x, fx.Node)
     place, rank = walk.need_home(node, x), len(shape(x))
-    given = node.args[1] if len(node.args) > 1 and node.args[1] != [] else list(range(rank))
+    given, keeps = (*node.args[first : first + 2], *(None, False)[len(node.args) - first :])
+    given = list(range(rank)) if given in (None, []) else given
     dims = [int(d) % rank for d in (given if isinstance(given, list | tuple) else [given])]  # pyright: ignore
     if place.kind != "split":
         walk.need_whole(node, x)
-        place = WHOLE
-    elif place.dim in dims:
+        return WHOLE
+    if place.dim in dims:
         raise Conflict(f"{node.target} along a split dim", place)
-    elif not (len(node.args) > 2 and node.args[2]):
-        place = place.moved(place.dim - sum(d < place.dim for d in dims))
-    return place if isinstance(node.meta["val"], Tensor) else (place,) * len(node.meta["val"])
+    return place if keeps else place.moved(place.dim - sum(d < place.dim for d in dims))
 
 
 def _of_all_ranks(walk: Walk, node: fx.Node, place: Placement, dims: list[int], keeps: bool) -> Place:
