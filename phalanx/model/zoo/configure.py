@@ -171,7 +171,8 @@ _RELATIVE_TO_HIDDEN = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size",
     "shared_expert_intermediate_size", "embedding_size", "word_embed_proj_dim", "pooler_output_size",
     "classifier_proj_size", "hidden_dim", "intermediate_size_mlp", "ffn_hidden_size", "expert_ffn_hidden_size",
-    "attention_hidden_size", "entity_emb_size", "shared_intermediate_size", "block_ff_dim",
+    "attention_hidden_size", "cross_attention_hidden_size", "entity_emb_size", "shared_intermediate_size",
+    "block_ff_dim",
 )  # fmt: skip
 _AT_MOST: Mapping[str, int] = {
     "num_local_experts": 4,
@@ -204,7 +205,10 @@ _POSITION_LIMITS = (
     "context_length",
 )  # fmt: skip
 _PIXELS: Mapping[str, int] = {"image_size": 12, "patch_size": 4, "encoder_stride": 4}
-_BY_MODEL_TYPE: Mapping[str, Mapping[str, object]] = {"gpt_neo": {"window_size": _WINDOW}}
+_BY_MODEL_TYPE: Mapping[str, Mapping[str, object]] = {
+    "gpt_neo": {"window_size": _WINDOW},
+    "mpnet": {"relative_attention_num_buckets": 32},  # its code counts on these, whatever the configuration says
+}
 
 
 def tiny(config: PretrainedConfig) -> PretrainedConfig:
@@ -217,6 +221,7 @@ def tiny(config: PretrainedConfig) -> PretrainedConfig:
         **_shape(config),
         **_layers(config),
         **_limits(config),
+        **_stages(config),
         **_tokens(config, getattr(small.get_text_config(), "vocab_size", None)),
         **_BY_MODEL_TYPE.get(config.model_type, {}),
     }
@@ -250,6 +255,21 @@ def _shape(config: PretrainedConfig) -> dict[str, object]:
         if isinstance(size := getattr(config, name, None), int):
             shape[name] = _relative(size, hidden, small_hidden, larger=small_hidden * 3 // 2)
     return shape
+
+
+def _stages(config: PretrainedConfig) -> dict[str, object]:
+    """Models for images in stages, each twice as wide as the one before and on a quarter of its patches."""
+    depths = getattr(config, "depths", None)
+    if not isinstance(depths, list | tuple):
+        return {}
+    widths = [16 * 2**stage for stage in range(len(depths))]
+    stages: dict[str, object] = {
+        "depths": [2] * len(depths), "hidden_sizes": widths, "embed_dim": widths[0], "hidden_size": widths[-1],
+        "image_size": _PIXELS["patch_size"] * 2 ** (len(depths) - 1),
+    }  # fmt: skip
+    if isinstance(getattr(config, "num_heads", None), list | tuple):
+        stages |= {"num_heads": [width // 8 for width in widths], "window_size": 4}
+    return stages
 
 
 def _latent(config: PretrainedConfig) -> dict[str, int]:

@@ -126,7 +126,7 @@ def expand(walk: Walk, node: fx.Node) -> Place:
     if place.kind != "split":
         return same_if_partial(walk, node)
     result = place.moved(place.dim + len(sizes) - len(shape(x)))
-    if shape(node)[result.dim] != shape(x)[place.dim] or isinstance(sizes[result.dim], fx.Node):
+    if shape(node)[result.dim] != shape(x)[place.dim]:
         raise Conflict("a split dim is repeated", place)
     if sizes[result.dim] != -1:
         walk.rewritten[node] = lambda build, rank: build.call(
