@@ -80,9 +80,10 @@ class Cutting:
             self.given.get(start) or self._cut(start, stop, parts, number)
             for number, (start, stop) in enumerate(self.sections())
         ]
-        return tuple(
-            tuple(section[rank] for section in sections if total(section[rank : rank + 1])) for rank in range(parts)
-        )
+        found = tuple(tuple(part for part in ranges if part[0] < part[1]) for ranges in zip(*sections, strict=True))
+        if not all(found):
+            raise TooFew("some ranks would have nothing")
+        return found
 
     def _cut(self, start: int, stop: int, parts: int, number: int) -> tuple[Range, ...]:
         granule = self.granules.get(start, 1)
@@ -99,11 +100,11 @@ class Cutting:
 def _deal_out(start: int, granule: int, count: int, parts: int, turn: int) -> tuple[Range, ...]:
     """Fewer granules of a section than ranks: some have one, the others nothing. Ranks never have the same, because
     other sections of the weight differ, and gradients are summed over ranks that have the same of all of it."""
-    owners = {(granule_index * parts // count + turn) % parts: granule_index for granule_index in range(count)}
-    places = {rank: start + granule * owners[rank] for rank in owners}
-    return tuple(
-        (places.get(rank, start), places[rank] + granule if rank in places else start) for rank in range(parts)
-    )
+    dealt = [(start, start)] * parts
+    for index in range(count):
+        first = start + granule * index
+        dealt[(index * parts // count + turn) % parts] = first, first + granule
+    return tuple(dealt)
 
 
 def tiles(cuts: Cuts) -> bool:

@@ -26,10 +26,12 @@ def pointwise(walk: Walk, node: fx.Node) -> Place:
     homes = [walk.home(a) if places[a].kind == "partial" else places[a] for a in tensors if not walk.is_weight(a)]
     if not any(p.kind == "tokens" for p in homes):
         return WHOLE
-    for a in tensors:
-        if not walk.is_weight(a) and walk.setting.has_tokens(shape(a)):
+    for a in node.all_input_nodes:
+        if not isinstance(a.meta.get("val"), Tensor):
+            continue
+        if walk.live[a] and not walk.is_weight(a) and walk.setting.has_tokens(shape(a)):
             walk.need(node, a, TOKENS)
-        elif len(shape(a)) >= 2 and shape(a)[-2] != 1 and not walk.setting.has_tokens(shape(a)):
+        elif len(shape(a)) >= 2 and shape(a)[-2] != 1:  # what no rank has only some tokens of
             return _whole_after_all(walk, node, tensors)
     return TOKENS
 
