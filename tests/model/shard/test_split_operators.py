@@ -3,7 +3,7 @@ and the weights that should be split are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -147,7 +147,7 @@ def convolution_of_heads(self, x):
 
 SQUARE = (D, D)
 QKV = {"q": SQUARE, "k": SQUARE, "v": SQUARE, "out": SQUARE}
-CASES: list[tuple[Callable, dict[str, tuple[int, ...]], str]] = [
+CASES: list[tuple[Callable, Mapping[str, tuple[int, ...]], str]] = [
     (heads_with_samples, QKV, ""),
     (a_bias_for_heads_with_samples, QKV, ""),
     (unbound, {"qkv": (3 * D, D), "out": SQUARE}, ""),
@@ -167,7 +167,7 @@ CASES: list[tuple[Callable, dict[str, tuple[int, ...]], str]] = [
 
 
 @pytest.mark.parametrize(("compute", "shapes", "whole"), CASES, ids=lambda each: getattr(each, "__name__", ""))
-def test_a_split_operator_is_exact_and_splits_its_weights(compute, shapes: dict, whole: str) -> None:
+def test_a_split_operator_is_exact_and_splits_its_weights(compute, shapes: Mapping, whole: str) -> None:
     case = captured.own(Layer(compute, **shapes), x=X)
     expected = case.plain()
     for plan in ("tp=2", "tp=2,sequence=yes", "tp=4"):

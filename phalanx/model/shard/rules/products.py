@@ -19,7 +19,6 @@ from phalanx.model.shard.placement import (
     Origin,
     Placement,
     Range,
-    TooFew,
     cut_heads,
     tiles,
 )
@@ -138,17 +137,17 @@ def attention(walk: Walk, node: fx.Node) -> Place:
     masks = 4 if node.target is own.attention_slice.default else 3  # where what may see what begins
     degree, heads, kv_heads = walk.degree(node), shape(q)[1], shape(k)[1]
     places = [walk.of(q, node), *(_only_head(walk, x, node) if kv_heads == 1 else walk.of(x, node) for x in (k, v))]
-    if not any(p.kind == "split" for p in places):
+    dealt_out = [] if places[0].kind == "split" else [*_ended(walk, q, products=False)]
+    if not any(p.kind == "split" for p in (*places, *dealt_out)):
         return otherwise(walk, node)
+    if heads < degree:
+        if not walk.setting.allow_whole:
+            raise TooFewHeads(heads, degree)
+        raise Conflict(f"{heads} heads cannot be divided between {degree} ranks", *places, *dealt_out)
     ended = [end for x, p in zip((q, k, v), places, strict=True) if p.kind != "split" for end in _ended(walk, x)]
     if ended or places[0].kind != "split" or any(p.kind == "split" and (p.dim, p.outer) != (1, 1) for p in places):
         raise Conflict("queries, keys and values are not all split by heads", *(ended or places))
-    try:
-        of_q, of_kv = cut_heads(heads, kv_heads, degree)
-    except TooFew as reason:
-        if walk.setting.allow_whole:
-            raise Conflict(str(reason), *places) from None
-        raise TooFewHeads(heads, degree) from None
+    of_q, of_kv = cut_heads(heads, kv_heads, degree)
     for x, place, wanted in zip((q, k, v), places, (of_q, of_kv, of_kv), strict=True):
         cuts = tuple((part,) for part in wanted)
         if place.kind != "split":  # keys and values that every rank has
@@ -184,17 +183,19 @@ def _only_head(walk: Walk, value: fx.Node, user: fx.Node) -> Placement:
     return replace(place, dim=1, cuts=(((0, 1),),) * len(place.cuts))
 
 
-def _ended(walk: Walk, value: fx.Node) -> Iterator[Placement]:
-    """The splits that ended in the product that a value comes from: without them, that product could begin one."""
+def _ended(walk: Walk, value: fx.Node, products: bool = True) -> Iterator[Placement]:
+    """The splits that ended in the product that a value comes from: without them, that product could begin one. With
+    products=False also those that ended on the way from it, in sections of which not every rank has a part."""
     if value.op != "call_function" or not walk.live[value] or walk.is_weight(value):
         return
-    if value.target in _WITH_WEIGHTS:
-        x = value.args[0]
-        if isinstance(x, fx.Node) and (place := walk.of(x, value)).kind == "split":
-            yield place
-        return
-    for source in value.all_input_nodes:
-        yield from _ended(walk, source)
+    places = [walk.places[source] for source in value.all_input_nodes]
+    splits = [place for place in places if isinstance(place, Placement) and place.kind == "split"]
+    is_product = value.target in _WITH_WEIGHTS
+    if splits and (is_product or not products):
+        yield from splits
+    if not splits and not is_product:
+        for source in value.all_input_nodes:
+            yield from _ended(walk, source, products)
 
 
 def _give(walk: Walk, place: Placement, wanted: tuple[Range, ...]) -> None:
