@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
-from robustness_families import FAMILIES, MISSING
+from robustness_families import FAMILIES, MISSING, OWN
 
 PLANS = ("mb=2", "pp=2", "tp=2", "dp=2,zero=2", "slices=2")
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "robustness.json"
@@ -70,6 +70,10 @@ def config_of(family: str) -> Any:
     for name, value in MISSING.items():
         if name in vars(config) and getattr(config, name) is None:
             setattr(config, name, value)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+    for name, value in OWN.get(family, {}).items():
+        setattr(config, name, value)
     return tiny(config)
 
 

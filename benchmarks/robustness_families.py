@@ -34,9 +34,16 @@ FAMILIES: Mapping[str, str] = {family: task for task, families in _BY_TASK.items
 
 # What configuration classes leave open although their models need it.
 MISSING: Mapping[str, object] = {
-    "decoder_start_token_id": 0,
     "pad_token_id": 0,
     "num_experts_per_tok": 2,
     "n_routed_experts": 4,
     "vocab_size": 99,
+}
+
+# What single families need: a number that its class leaves open, and no skipping of whole samples at random, which is
+# dropout of a kind that these cases leave out as they do the others.
+OWN: Mapping[str, Mapping[str, object]] = {
+    "nemotron": {"num_key_value_heads": 8},
+    "beit": {"drop_path_rate": 0.0},
+    "swin": {"drop_path_rate": 0.0},
 }

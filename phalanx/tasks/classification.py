@@ -81,7 +81,8 @@ _USUAL_IMAGE_SIZE = 224  # what convolutional networks are trained on, whose con
 
 
 def image_shape(config: Any) -> tuple[int, int, int]:
-    """Channels, height and width of the images a model takes."""
+    """Channels, height and width of the images a model takes; of one for images and text, its part for images."""
+    config = getattr(config, "vision_config", config)
     size = getattr(config, "image_size", None) or _USUAL_IMAGE_SIZE
     height, width = (size, size) if isinstance(size, int) else size
     return config.num_channels, height, width

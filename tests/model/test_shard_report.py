@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from phalanx.errors import PlanError
-from phalanx.expressions import evaluate
 from phalanx.model.captured import Captured
 from phalanx.model.shard.report import BlockReport, Collective, Report, WeightSplit, report, split_share
 from phalanx.model.shard.shard import shard
@@ -101,22 +100,21 @@ def projections(case: Captured, which: tuple[str, ...]) -> dict[str, tuple[int, 
 
 
 def test_what_no_rule_splits_and_what_a_rule_could_not_split_is_named_with_the_reason() -> None:
-    whisper = {name: reason for name, reason, _ in split(WHISPER, "tp=2").whole}
-    assert whisper == dict.fromkeys(
-        ("model.encoder.conv1.weight", "model.encoder.conv2.weight"), "no rule splits conv1d"
-    )
+    electra = {name: reason for name, reason, _ in split("google/electra-base-generator", "tp=2").whole}
+    assert electra == {
+        "electra.embeddings_project.weight": "a split value leaves the block",
+        "generator_predictions.dense.weight": "a norm over a split dim",
+    }
     ((gate, reason, count),) = split(MIXTRAL, "tp=2").whole
     assert (gate, reason) == ("model.layers.*.mlp.gate.weight", "aten.softmax.int along a split dim") and count > 1
 
 
-def test_a_convolution_done_by_every_rank_is_not_split() -> None:
-    found, captured = split(WHISPER, "tp=2"), named(WHISPER).captured
+def test_convolutions_one_after_the_other_are_split_by_columns_and_rows() -> None:
+    found = split(WHISPER, "tp=2")
     embedding = found.blocks[0]
-    assert embedding.names == ("embedding",) and embedding.share == pytest.approx(0)
-    template = captured.blocks.templates[captured.blocks.blocks[0].template]
-    names = {dim for spec in captured.inputs for dim in spec.dims if isinstance(dim, str)}
-    convolutions = sum(evaluate(text, {dim: DIMS.get(dim, 9) for dim in names}) for text in template.flops.values())
-    assert found.share == pytest.approx(1 - convolutions / found.flops, abs=1e-9)
+    assert embedding.names == ("embedding",) and embedding.share == pytest.approx(1) and found.share == pytest.approx(1)
+    hows = {name: weight.how for name, weight in weights(embedding).items()}
+    assert hows["model.encoder.conv1.weight"] == "columns" and hows["model.encoder.conv2.weight"] == "rows"
 
 
 class Whole(nn.Module):

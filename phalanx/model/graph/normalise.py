@@ -19,6 +19,7 @@ import phalanx.model.ops.operators  # noqa: F401  (the three define operators)
 from phalanx.errors import CaptureError
 from phalanx.model.graph.functionalise import FlatGraph, inline_modes, make_functional, refuse_coupling, replace, where
 from phalanx.model.graph.losses import rewrite_loss
+from phalanx.model.graph.simplify import simplify
 
 aten = torch.ops.aten
 _IGNORED = {
@@ -38,7 +39,7 @@ def normalise(flat: FlatGraph, dtype: torch.dtype) -> None:
     _say_dtypes(flat)
     if dtype == torch.float64:
         widen(flat.graph)
-    _simplify(flat)
+    simplify(flat)
     _use_our_attention(flat)
     _use_our_experts(flat)
     _key_dropout(flat)
@@ -117,24 +118,6 @@ def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _map_leaves(item, function) for key, item in value.items()}
     return function(value)
-
-
-def _simplify(flat: FlatGraph) -> None:
-    """Drops casts and slices that do nothing, and lets views accept any strides."""
-    floating = {torch.float64: (torch.float32, torch.float64)}
-    for node in list(flat.graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default
-        elif node.target is aten.embedding.default and len(node.args) > 4 and node.args[4]:
-            node.update_arg(4, False)  # a sparse gradient is the same one, which sums and reductions cannot hold
-        elif node.target is aten.to.dtype:
-            source = node.args[0].meta["val"].dtype  # pyright: ignore
-            if source in floating.get(node.args[1], (node.args[1],)):  # pyright: ignore
-                replace(flat.graph, node, node.args[0])
-        elif node.target is aten.slice.Tensor and tuple(node.args[2:]) in ((0, 2**63 - 1), (0, 2**63 - 1, 1)):
-            replace(flat.graph, node, node.args[0])
 
 
 def _use_our_attention(flat: FlatGraph) -> None:

@@ -154,12 +154,10 @@ class Localiser:
             self._dims.has_batch(value.shape), self.walk.home(node).kind == "tokens", value.is_floating_point()
         )
 
-    def slice_of(self, user: fx.Node, source: fx.Node) -> tuple[int, tuple[Range, ...]] | None:
-        """Which part of a whole value a user takes on this rank."""
+    def slice_of(self, user: fx.Node, source: fx.Node) -> Placement | None:
+        """How a whole value is cut for a user that takes this rank's part of it."""
         wanted = self.walk.wants.get((user, source))
-        if wanted is None or wanted.kind != "split" or self._kind(source) == "split":
-            return None
-        return wanted.dim, wanted.cuts[self.inner_index(self.walk.degree(user))]
+        return None if wanted is None or wanted.kind != "split" or self._kind(source) == "split" else wanted
 
     def _kind(self, source: fx.Node) -> str:
         place = self.walk.places[source]
@@ -233,11 +231,19 @@ class _Builder:
         user = self._user
         assert user is not None
         found = self._found(user, source)
-        part = self._owner.slice_of(user, source)
-        if part is None:
+        wanted = self._owner.slice_of(user, source)
+        if wanted is None:
             return found
-        dim, ranges = part
-        pieces = [self.call(aten.slice.Tensor, found, dim, start, stop) for start, stop in ranges]
+        ranges = wanted.cuts[self._owner.inner_index(self._segment.degree)]
+        if wanted.outer == 1:
+            return self._sliced(found, wanted.dim, ranges)
+        size = source.meta["val"].shape[wanted.dim] // wanted.outer
+        apart = self.call(aten.unflatten.int, found, wanted.dim, [-1, size])
+        part = self._sliced(apart, wanted.dim + 1, ranges)
+        return self.call(aten.flatten.using_ints, part, wanted.dim, wanted.dim + 1)
+
+    def _sliced(self, value: fx.Node, dim: int, ranges: tuple[Range, ...]) -> fx.Node:
+        pieces = [self.call(aten.slice.Tensor, value, dim, start, stop) for start, stop in ranges]
         return pieces[0] if len(pieces) == 1 else self.call(aten.cat.default, pieces, dim)
 
     def _found(self, user: fx.Node, source: fx.Node) -> fx.Node:

@@ -9,7 +9,9 @@ share of each. A *granule* is what must stay together (the features of one head)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +21,10 @@ Cuts = tuple[tuple[Range, ...], ...]  # per rank: ranges of the logical dim, asc
 
 class TooFew(Exception):
     """There is less to divide than there are ranks."""
+
+
+class NoElement(Exception):
+    """What a split dim counts is not made of whole elements of the weight that the split began with."""
 
 
 def cut_evenly(start: int, stop: int, parts: int, granule: int = 1) -> tuple[Range, ...]:
@@ -70,17 +76,35 @@ class Cutting:
         return next((start, stop) for start, stop in self.sections() if start <= place < stop)
 
     def cuts(self, parts: int) -> Cuts:
-        per_section = [self.given.get(start) or self._cut(start, stop, parts) for start, stop in self.sections()]
-        return tuple(tuple(section[rank] for section in per_section) for rank in range(parts))
+        sections = [
+            self.given.get(start) or self._cut(start, stop, parts, number)
+            for number, (start, stop) in enumerate(self.sections())
+        ]
+        found = tuple(tuple(part for part in ranges if part[0] < part[1]) for ranges in zip(*sections, strict=True))
+        if not all(found):
+            raise TooFew("some ranks would have nothing")
+        return found
 
-    def _cut(self, start: int, stop: int, parts: int) -> tuple[Range, ...]:
+    def _cut(self, start: int, stop: int, parts: int, number: int) -> tuple[Range, ...]:
         granule = self.granules.get(start, 1)
         count = (stop - start) // granule
         if granule == 1 or count >= parts:
             return cut_evenly(start, stop, parts, granule)
+        if self.bounds:
+            return _deal_out(start, granule, count, parts, number)
         # Fewer heads than ranks: some have the same one. Only keys and values may stay so; see `tiles`.
         places = (start + granule * (rank * count // parts) for rank in range(parts))
         return tuple((place, place + granule) for place in places)
+
+
+def _deal_out(start: int, granule: int, count: int, parts: int, turn: int) -> tuple[Range, ...]:
+    """Fewer granules of a section than ranks: some have one, the others nothing. Ranks never have the same, because
+    other sections of the weight differ, and gradients are summed over ranks that have the same of all of it."""
+    dealt = [(start, start)] * parts
+    for index in range(count):
+        first = start + granule * index
+        dealt[(index * parts // count + turn) % parts] = first, first + granule
+    return tuple(dealt)
 
 
 def tiles(cuts: Cuts) -> bool:
@@ -93,27 +117,71 @@ def total(ranges: tuple[Range, ...]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
+def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
+    """Runs of dims before and after that hold the same elements."""
+    found: list[tuple[range, range]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first_i, first_j = i, j
+        left = right = 1
+        while i < len(before) and before[i] == 1 and (j >= len(after) or after[j] != 1):
+            i += 1
+        while j < len(after) and after[j] == 1 and (i >= len(before) or before[i] != 1):
+            j += 1
+        if i < len(before):
+            left, i = before[i], i + 1
+        if j < len(after):
+            right, j = after[j], j + 1
+        while left != right:
+            if left < right:
+                left, i = left * before[i], i + 1
+            else:
+                right, j = right * after[j], j + 1
+        found.append((range(first_i, i), range(first_j, j)))
+    return found
+
+
 @dataclass(frozen=True)
 class Origin:
-    """Where a split began: index i of the split dim is element `offset + i * unit` of the cut dim of `weight`."""
+    """Where a split began: index i of the split dim is element `offset + i * unit` of the cut dim of `weight`. The unit
+    is a fraction where a head has more features than its weight gives it, as attention with wider values makes them."""
 
     product: Any  # the node that began it
     weight: Any  # its parameter
     offset: int = 0
-    unit: int = 1
+    unit: Fraction = Fraction(1)
+
+    def element(self, index: int) -> int:
+        return self.offset + self.elements(index)
+
+    def elements(self, count: int) -> int:
+        """How many elements so many indices are."""
+        found = count * self.unit
+        if found.denominator != 1:
+            raise NoElement
+        return int(found)
 
 
 @dataclass(frozen=True)
 class Placement:
+    """outer: how often the split dim is repeated in `dim`, where a reshape merged it with dims outside of it: heads of
+    every sample in one dim. `cuts` are of one repetition."""
+
     kind: str
     dim: int = -1
     cuts: Cuts = ()
     origin: Origin | None = None
+    outer: int = 1
 
     @property
     def is_heavy(self) -> bool:
         """Whether ranks compute different things: their gradients towards what is whole are summands."""
         return self.kind in ("split", "partial", "stacked")
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether a split gives every rank the same, as it does with the only key/value head."""
+        return self.kind == "split" and len(set(self.cuts)) == 1
 
     def moved(self, dim: int) -> Placement:
         return replace(self, dim=dim)
@@ -122,12 +190,10 @@ class Placement:
         """Indices multiplied by `times` and divided by `by`, which must divide them."""
         assert self.origin is not None
         cuts = tuple(tuple((a * times // by, b * times // by) for a, b in ranges) for ranges in self.cuts)
-        unit = self.origin.unit * by
-        assert unit % times == 0
-        return replace(self, dim=dim, cuts=cuts, origin=replace(self.origin, unit=unit // times))
+        return replace(self, dim=dim, cuts=cuts, origin=replace(self.origin, unit=self.origin.unit * by / times))
 
     def same_as(self, other: Placement) -> bool:
-        return (self.kind, self.dim, self.cuts) == (other.kind, other.dim, other.cuts)
+        return (self.kind, self.dim, self.cuts, self.outer) == (other.kind, other.dim, other.cuts, other.outer)
 
 
 WHOLE = Placement("whole")

@@ -32,8 +32,8 @@ aten, own = torch.ops.aten, torch.ops.phalanx
 # The dims of a product's second argument: what it puts out, what it sums over.
 _PRODUCTS: dict[Any, tuple[int, int]] = {
     aten.linear.default: (0, 1), aten.mm.default: (1, 0), aten.matmul.default: (1, 0),
-    own.grouped_matmul.default: (2, 1), aten.conv1d.default: (0, 1), aten.conv2d.default: (0, 1),
-    aten.conv3d.default: (0, 1), aten.convolution.default: (0, 1),
+    own.grouped_matmul.default: (2, 1), aten.bmm.default: (2, 1), aten.conv1d.default: (0, 1),
+    aten.conv2d.default: (0, 1), aten.conv3d.default: (0, 1), aten.convolution.default: (0, 1),
 }  # fmt: skip
 _TURNED = (aten.t.default, aten.transpose.int)
 _SAME = (aten.to.dtype, aten.contiguous.default, aten.type_as.default)

@@ -14,13 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from phalanx.model.shard.placement import TOKENS, WHOLE, Conflict, Cuts, Cutting, Origin, Placement, Refined, TooFew
+from phalanx.model.shard.placement import (
+    TOKENS,
+    WHOLE,
+    Conflict,
+    Cuts,
+    Cutting,
+    NoElement,
+    Origin,
+    Placement,
+    Refined,
+    TooFew,
+)
 
 Place = Placement | tuple["Place", ...]  # of a node that gives several tensors: one each
 Rule = Callable[["Walk", fx.Node], "Place"]
 
 aten = torch.ops.aten
-_VIEWS = (aten.transpose.int, aten.t.default, aten.permute.default)
+_VIEWS = (aten.transpose.int, aten.t.default, aten.permute.default, aten.unsqueeze.default)
 _BY_ELEMENT = (aten.to.dtype, aten.add.Tensor, aten.mul.Tensor, aten.neg.default, aten.type_as.default)
 
 
@@ -163,13 +174,23 @@ class Walk:
 
     # Refining what was decided before.
 
+    def edges(self, place: Placement) -> set[int]:
+        """Where sections of the weight begin and end that a split began with."""
+        assert place.origin is not None
+        dim, _ = self.weights[place.origin.weight]
+        return {edge for section in self.choices.cuttings[place.origin.weight, dim].sections() for edge in section}
+
     def refine(self, place: Placement, change: Callable[[Cutting, Origin], bool]) -> None:
         """Changes how the weight is cut that a split began with; `change` says whether it did."""
         assert place.origin is not None
         origin = place.origin
         dim, _ = self.weights[origin.weight]
         cutting = self.choices.cuttings[origin.weight, dim]
-        if not change(cutting, origin):
+        try:
+            changed = change(cutting, origin)
+        except NoElement:
+            changed = False
+        if not changed:
             raise Conflict("the weight cannot be cut like that", place)
         raise Refined
 
@@ -184,6 +205,9 @@ def _moved(view: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
         return dims[::-1]
     if view.target is aten.permute.default:
         return tuple(dims[int(d)] for d in view.args[1])  # pyright: ignore
+    if view.target is aten.unsqueeze.default:
+        at = int(view.args[1]) % (len(dims) + 1)  # pyright: ignore
+        return (*dims[:at], -1, *dims[at:])  # which is none of the parameter's, and never split
     return dims
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from phalanx.model.shard.localise import Item, Segment
-from phalanx.model.shard.placement import Cuts
+from phalanx.model.shard.placement import Cuts, tiles
 from phalanx.model.shard.sharded import LocalParameter
 from phalanx.model.shard.walk import Walk
 from phalanx.program.shape import Partition
@@ -63,6 +63,7 @@ def local_parameter(shape: tuple[int, ...], cut: Cut, tp: int, index: int) -> Lo
     assert len(degrees) == 1, "a parameter is used by units of different degrees"
     degree = degrees.pop()
     if cut.cuts:
+        assert tiles(tuple(set(cut.cuts))), "ranks have the same of a part of a parameter, and not of all of it"
         ranges = [cut.cuts[rank % degree] for rank in range(tp)]
         locals = tuple(Local(shape, cut.dim, each) for each in ranges)
         return LocalParameter(locals, index, _proper(_cells(ranges), tp))

@@ -165,13 +165,14 @@ _MIN_LAYERS = 4
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 _HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
-    "decoder_attention_heads",
+    "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
 )  # fmt: skip
 _RELATIVE_TO_HIDDEN = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size",
     "shared_expert_intermediate_size", "embedding_size", "word_embed_proj_dim", "pooler_output_size",
     "classifier_proj_size", "hidden_dim", "intermediate_size_mlp", "ffn_hidden_size", "expert_ffn_hidden_size",
-    "attention_hidden_size", "entity_emb_size", "shared_intermediate_size", "block_ff_dim",
+    "attention_hidden_size", "cross_attention_hidden_size", "entity_emb_size", "shared_intermediate_size",
+    "block_ff_dim",
 )  # fmt: skip
 _AT_MOST: Mapping[str, int] = {
     "num_local_experts": 4,
@@ -195,6 +196,7 @@ _AT_MOST: Mapping[str, int] = {
     "max_source_positions": 12,
     "sliding_window": _WINDOW,
     "relative_attention_num_buckets": 8,
+    "num_buckets": 8,
     "relative_attention_max_distance": 16,
     "d_kv": 12,  # T5 chooses it freely: unequal to hidden / heads, so that nothing can rely on their being equal
 }
@@ -203,7 +205,10 @@ _POSITION_LIMITS = (
     "context_length",
 )  # fmt: skip
 _PIXELS: Mapping[str, int] = {"image_size": 12, "patch_size": 4, "encoder_stride": 4}
-_BY_MODEL_TYPE: Mapping[str, Mapping[str, object]] = {"gpt_neo": {"window_size": _WINDOW}}
+_BY_MODEL_TYPE: Mapping[str, Mapping[str, object]] = {
+    "gpt_neo": {"window_size": _WINDOW},
+    "mpnet": {"relative_attention_num_buckets": 32},  # its code counts on these, whatever the configuration says
+}
 
 
 def tiny(config: PretrainedConfig) -> PretrainedConfig:
@@ -216,6 +221,7 @@ def tiny(config: PretrainedConfig) -> PretrainedConfig:
         **_shape(config),
         **_layers(config),
         **_limits(config),
+        **_stages(config),
         **_tokens(config, getattr(small.get_text_config(), "vocab_size", None)),
         **_BY_MODEL_TYPE.get(config.model_type, {}),
     }
@@ -251,13 +257,28 @@ def _shape(config: PretrainedConfig) -> dict[str, object]:
     return shape
 
 
+def _stages(config: PretrainedConfig) -> dict[str, object]:
+    """Models for images in stages, each twice as wide as the one before and on a quarter of its patches."""
+    depths = getattr(config, "depths", None)
+    if not isinstance(depths, list | tuple):
+        return {}
+    widths = [16 * 2**stage for stage in range(len(depths))]
+    stages: dict[str, object] = {
+        "depths": [2] * len(depths), "hidden_sizes": widths, "embed_dim": widths[0], "hidden_size": widths[-1],
+        "image_size": _PIXELS["patch_size"] * 2 ** (len(depths) - 1),
+    }  # fmt: skip
+    if isinstance(getattr(config, "num_heads", None), list | tuple):
+        stages |= {"num_heads": [width // 8 for width in widths], "window_size": 4}
+    return stages
+
+
 def _latent(config: PretrainedConfig) -> dict[str, int]:
     """Heads whose keys and values come from a common small vector: their rotated part, the rest, and the values."""
     rotated, rest = 8, 12
     known = {config.qk_rope_head_dim: rotated, getattr(config, "qk_head_dim", None): rotated + rest}
     return {
         "qk_rope_head_dim": rotated, "qk_nope_head_dim": rest, "qk_head_dim": rotated + rest, "v_head_dim": 16,
-        "kv_lora_rank": 24, "q_lora_rank": 40, "head_dim": known.get(getattr(config, "head_dim", None), rotated),
+        "kv_lora_rank": 12, "q_lora_rank": 20, "head_dim": known.get(getattr(config, "head_dim", None), rotated),
     }  # fmt: skip
 
 

@@ -67,11 +67,16 @@ def carry_back(moves: Sequence[Move], gradients: list[Tensor], dims: dict[str, i
 
 
 def _one(move: Move, values: list[Tensor], dims: dict[str, int], way: str) -> list[Tensor]:
-    movers = _movers(move.cells, len(values))
     size = "tokens" if move.dim == 1 and move.kind in ("reduce_scatter", "all_gather", "unshard", "shard") else ""
     redistribution = Redistribution(move.kind, "source", "target", move.cells, move.dim, size, move.factor)
+    return redistributed(redistribution, values, dims, way)
+
+
+def redistributed(redistribution: Redistribution, values: list[Tensor], dims: dict[str, int], way: str) -> list[Tensor]:
+    """The values of all ranks after the forward or backward of a redistribution."""
+    movers = _movers(redistribution.cells, len(values))
     happens = {"forward": FORWARD | LOCAL_FORWARD, "backward": BACKWARD | LOCAL_BACKWARD}[way]
-    if move.kind not in happens:
+    if redistribution.kind not in happens:
         return values
     carry = {"forward": Mover.forward, "backward": Mover.backward}[way]
     found: list[Any] = [carry(mover, redistribution, dims)(value) for mover, value in zip(movers, values, strict=True)]

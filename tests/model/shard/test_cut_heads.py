@@ -80,8 +80,18 @@ def test_every_rank_gets_its_share_of_each_section(sizes: list[int], ranks: int)
         assert tuple(own[section] for own in cuts) == cut_evenly(start, stop, ranks)
 
 
-def test_a_section_with_fewer_heads_than_ranks_is_not_tiled_but_shared() -> None:
-    cutting = Cutting(24, bounds={0, 16}, granules={0: 4, 16: 8})
-    cuts = cutting.cuts(2)
-    assert cuts == (((0, 8), (16, 24)), ((8, 16), (16, 24)))
+def test_a_weight_with_fewer_heads_than_ranks_is_not_tiled_but_shared() -> None:
+    cuts = Cutting(16, granules={0: 8}).cuts(4)
+    assert cuts == (((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),))
     assert not tiles(cuts)
+
+
+def test_a_section_with_fewer_heads_than_ranks_is_dealt_out() -> None:
+    cuts = Cutting(24, bounds={16}, granules={0: 4, 16: 8}).cuts(2)
+    assert cuts == (((0, 8),), ((8, 16), (16, 24)))
+    assert tiles(cuts)
+
+
+def test_sections_of_which_a_rank_would_have_nothing_are_too_few() -> None:
+    with pytest.raises(TooFew, match="some ranks would have nothing"):
+        Cutting(16, bounds={8}, granules={0: 8, 8: 8}).cuts(3)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.shard.placement import Conflict, Cutting, Origin, Placement, Refined
-from phalanx.model.shard.rules.views import carried, groups
+from phalanx.model.shard.placement import Conflict, Cutting, Origin, Placement, Refined, groups
+from phalanx.model.shard.rules.views import carried
 
 sizes = st.lists(st.sampled_from([1, 2, 3, 5, 7]), max_size=5)
 
@@ -70,9 +70,24 @@ def test_heads_merged_again_are_the_features_they_were(num_heads: int, head_dim:
     assert carried(cast(Any, weight), by_head, split, features).same_as(weight.place(2))
 
 
-def test_a_split_dim_that_is_merged_into_an_outer_one_is_a_conflict() -> None:
-    with pytest.raises(Conflict, match="a split dim is merged into another"):
-        _carried(_Weight(8, 2), 2, [59, 53, 8], [59, 53 * 8])
+@given(st.integers(2, 12), st.integers(1, 8), st.integers(1, 4))
+def test_heads_merged_with_samples_are_heads_of_every_sample_until_they_are_taken_apart(
+    num_heads: int, head_dim: int, ranks: int
+) -> None:
+    if num_heads < ranks:
+        return
+    weight = _Weight(num_heads * head_dim, ranks)
+    by_head = _carried(weight, 2, [59, 53, num_heads * head_dim], [59, 53, num_heads, head_dim]).moved(1)
+    apart, together = [59, num_heads, 53, head_dim], [59 * num_heads, 53, head_dim]
+    merged = carried(cast(Any, weight), by_head, apart, together)
+    assert (merged.dim, merged.outer, merged.cuts) == (0, 59, by_head.cuts)
+    assert carried(cast(Any, weight), merged, together, apart).same_as(by_head)
+
+
+def test_merged_dims_that_are_divided_otherwise_are_a_conflict() -> None:
+    merged = _carried(_Weight(8, 2), 1, [6, 8], [48])
+    with pytest.raises(Conflict, match="a split dim is divided otherwise than it was merged"):
+        carried(cast(Any, _Weight(8, 2)), merged, [48], [4, 12])
 
 
 def test_heads_that_no_cut_keeps_together_are_a_conflict() -> None:

@@ -15,7 +15,7 @@ from torch import fx
 import phalanx.model.ops.attention
 import phalanx.model.ops.operators  # noqa: F401  (define the operators named below)
 from phalanx.model.shard import canonical
-from phalanx.model.shard.rules import pointwise, products, sections, views
+from phalanx.model.shard.rules import letters, pointwise, products, sections, views
 from phalanx.model.shard.rules.common import otherwise
 from phalanx.model.shard.rules.products import TooFewHeads
 from phalanx.model.shard.walk import Place, Rule, Walk
@@ -39,12 +39,16 @@ RULES: dict[Any, Rule] = {
         (aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten.cumsum.default), pointwise.along_dim
     ),
     **dict.fromkeys((aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim), pointwise.extreme),
+    aten.linalg_vector_norm.default: pointwise.vector_norm,
     **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), pointwise.layer_norm),
     aten.linear.default: products.linear,
     aten.mm.default: products.matmul,
-    aten.matmul.default: products.matmul,
+    **dict.fromkeys((aten.matmul.default, aten.bmm.default), products.matmul),
+    aten.baddbmm.default: products.of_values,
     own.grouped_matmul.default: products.grouped,
     aten.embedding.default: products.embedding,
+    aten.einsum.default: letters.einsum,
+    **dict.fromkeys((aten.conv1d.default, aten.conv2d.default), letters.convolution),
     aten.reshape.default: views.reshape,
     aten.flatten.using_ints: views.flatten,
     aten.expand.default: views.expand,
@@ -53,9 +57,10 @@ RULES: dict[Any, Rule] = {
     aten.permute.default: views.dims_moved(views.permuted),
     aten.unsqueeze.default: views.dims_moved(views.unsqueezed),
     aten.squeeze.dim: views.dims_moved(views.squeezed),
+    **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), views.pairs),
     aten.cat.default: views.cat,
     aten.stack.default: views.stack,
-    **dict.fromkeys((aten.split.Tensor, aten.chunk.default), sections.sections),
+    **dict.fromkeys(sections.SPLITS, sections.sections),
     operator.getitem: sections.item,
     aten.slice.Tensor: sections.slice_,
     aten.select.int: sections.select,

@@ -29,8 +29,14 @@ def is_partial(walk: Walk, value: fx.Node, user: fx.Node) -> bool:
 
 
 def only_ranges(place: Placement) -> None:
+    not_repeated(place)
     if any(len(ranges) != 1 for ranges in place.cuts) or not tiles(place.cuts):
         raise Conflict("a split into several ranges cannot be numbered", place)
+
+
+def not_repeated(place: Placement) -> None:
+    if place.outer > 1:
+        raise Conflict("a split dim is merged into another", place)
 
 
 def same_if_partial(walk: Walk, node: fx.Node) -> Place:

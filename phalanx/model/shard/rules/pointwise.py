@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, fx
 
-from phalanx.model.shard.placement import PARTIAL, TOKENS, WHOLE, Conflict, Cutting, Origin, Placement
+from phalanx.model.shard.placement import PARTIAL, TOKENS, WHOLE, Conflict, Cutting, Origin, Placement, tiles
 from phalanx.model.shard.rules.common import is_partial, only_ranges
 from phalanx.model.shard.walk import Place, Walk, shape
 
@@ -23,10 +26,12 @@ def pointwise(walk: Walk, node: fx.Node) -> Place:
     homes = [walk.home(a) if places[a].kind == "partial" else places[a] for a in tensors if not walk.is_weight(a)]
     if not any(p.kind == "tokens" for p in homes):
         return WHOLE
-    for a in tensors:
-        if not walk.is_weight(a) and walk.setting.has_tokens(shape(a)):
+    for a in node.all_input_nodes:
+        if not isinstance(a.meta.get("val"), Tensor):
+            continue
+        if walk.live[a] and not walk.is_weight(a) and walk.setting.has_tokens(shape(a)):
             walk.need(node, a, TOKENS)
-        elif len(shape(a)) >= 2 and shape(a)[-2] != 1 and not walk.setting.has_tokens(shape(a)):
+        elif len(shape(a)) >= 2 and shape(a)[-2] != 1:  # what no rank has only some tokens of
             return _whole_after_all(walk, node, tensors)
     return TOKENS
 
@@ -42,14 +47,11 @@ def _split_pointwise(
     walk: Walk, node: fx.Node, tensors: list[fx.Node], splits: dict[fx.Node, Placement]
 ) -> Placement:  # fmt: skip
     rank = len(shape(node))
-    aligned = {a: p.dim + rank - len(shape(a)) for a, p in splits.items()}
-    first, place = next(iter(splits.items()))
-    dim = aligned[first]
+    first, place = leading(splits)
+    dim = place.dim + rank - len(shape(first))
     for a, other in splits.items():
-        if aligned[a] != dim:
-            raise Conflict("values split on different dims meet", place, other)
-        if other.cuts != place.cuts:
-            unify(walk, place, other)
+        own_dim = dim - (rank - len(shape(a)))
+        meet(walk, place.moved(own_dim), other, own_dim >= 0 and shape(a)[own_dim] != 1)
     for a in tensors:
         if a in splits:
             continue
@@ -67,13 +69,29 @@ def _split_pointwise(
     return place.moved(dim)
 
 
+def leading(splits: Mapping[fx.Node, Placement]) -> tuple[fx.Node, Placement]:
+    """The value that others follow: one of which ranks have different parts, if there is one."""
+    return next((each for each in splits.items() if not each[1].is_everywhere), next(iter(splits.items())))
+
+
+def meet(walk: Walk, place: Placement, other: Placement, spans: bool) -> None:
+    """A split value meets another that lies like `place`. What every rank has all of may do so if it is the same for
+    all indices of the split dim, that is, does not span it."""
+    if other.is_everywhere and not spans:
+        return
+    if (other.dim, other.outer) != (place.dim, place.outer):
+        raise Conflict("values split on different dims meet", place, other)
+    if other.cuts != place.cuts:
+        unify(walk, place, other)
+
+
 def unify(walk: Walk, place: Placement, other: Placement) -> None:
     """Cuts the weight behind `other` as the one behind `place` is cut."""
 
     def change(cutting: Cutting, origin: Origin) -> bool:
         start, _ = cutting.section_at(origin.offset)
         ranges = [cuts[0] for cuts in place.cuts if len(cuts) == 1]
-        wanted = tuple((origin.offset + a * origin.unit, origin.offset + b * origin.unit) for a, b in ranges)
+        wanted = tuple((origin.element(a), origin.element(b)) for a, b in ranges)
         if len(ranges) != len(place.cuts) or cutting.given.get(start) == wanted:
             return False
         cutting.given[start] = wanted
@@ -158,19 +176,50 @@ def along_dim(walk: Walk, node: fx.Node) -> Place:
 
 def extreme(walk: Walk, node: fx.Node) -> Place:
     """The largest or smallest along dims, perhaps with its index; of a sum only once it is taken."""
+    place = _without_dims(walk, node, 1)
+    return place if isinstance(node.meta["val"], Tensor) else (place,) * len(node.meta["val"])
+
+
+def vector_norm(walk: Walk, node: fx.Node) -> Place:
+    return _without_dims(walk, node, 2)
+
+
+def _without_dims(walk: Walk, node: fx.Node, first: int) -> Placement:
+    """What makes one number of each row along dims. Argument `first` names the dims, the next one whether they stay."""
     x = node.args[0]
     assert isinstance(x, fx.Node)
     place, rank = walk.need_home(node, x), len(shape(x))
-    given = node.args[1] if len(node.args) > 1 and node.args[1] != [] else list(range(rank))
+    given, keeps = (*node.args[first : first + 2], *(None, False)[len(node.args) - first :])
+    given = list(range(rank)) if given in (None, []) else given
     dims = [int(d) % rank for d in (given if isinstance(given, list | tuple) else [given])]  # pyright: ignore
     if place.kind != "split":
         walk.need_whole(node, x)
-        place = WHOLE
-    elif place.dim in dims:
+        return WHOLE
+    if place.dim in dims:
         raise Conflict(f"{node.target} along a split dim", place)
-    elif not (len(node.args) > 2 and node.args[2]):
-        place = place.moved(place.dim - sum(d < place.dim for d in dims))
-    return place if isinstance(node.meta["val"], Tensor) else (place,) * len(node.meta["val"])
+    return place if keeps else place.moved(place.dim - sum(d < place.dim for d in dims))
+
+
+def _of_all_ranks(walk: Walk, node: fx.Node, place: Placement, dims: list[int], keeps: bool) -> Place:
+    """A sum or mean over the split dim, as norms over all heads need it: of each rank's part, a summand. Not of values
+    that other activations have been added to: those are better summed before, as they are wherever they are used."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node) and place.origin is not None
+    if node.kwargs or len(node.args) > 3 or not tiles(place.cuts) or not _comes_from(walk, x, place.origin.product):
+        raise Conflict("a reduction over a split dim", place)
+    if node.target is aten.mean.dim:
+        count = math.prod(shape(x)[dim] for dim in dims)
+        walk.rewritten[node] = lambda build, rank: build.call(
+            aten.div.Tensor, build.call(aten.sum.dim_IntList, build.of(x), dims, keeps), count
+        )
+    return PARTIAL
+
+
+def _comes_from(walk: Walk, value: fx.Node, product: fx.Node) -> bool:
+    """Whether a value is made of one product and weights alone."""
+    if value is product or not walk.live[value] or walk.is_weight(value):
+        return True
+    return value.op != "placeholder" and all(_comes_from(walk, source, product) for source in value.all_input_nodes)
 
 
 def reduction(walk: Walk, node: fx.Node) -> Place:
@@ -189,5 +238,5 @@ def reduction(walk: Walk, node: fx.Node) -> Place:
             return WHOLE
         return place
     if place.dim in dims:
-        raise Conflict("a reduction over a split dim", place)
+        return _of_all_ranks(walk, node, place, dims, keeps)
     return place if keeps else place.moved(place.dim - sum(d < place.dim for d in dims))

@@ -4,6 +4,9 @@ which is split by heads, and the loss, which is split by classes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -16,15 +19,18 @@ from phalanx.model.shard.placement import (
     Origin,
     Placement,
     Range,
-    TooFew,
     cut_heads,
     tiles,
 )
-from phalanx.model.shard.rules.common import only_ranges, otherwise
-from phalanx.model.shard.rules.pointwise import unify
+from phalanx.model.shard.rules.common import not_repeated, only_ranges, otherwise
+from phalanx.model.shard.rules.pointwise import leading, meet
+from phalanx.model.shard.rules.views import keep_together
 from phalanx.model.shard.walk import Place, Walk, shape
 
-own = torch.ops.phalanx
+aten, own = torch.ops.aten, torch.ops.phalanx
+_WITH_WEIGHTS = (
+    aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, own.grouped_matmul.default,
+)  # fmt: skip
 
 
 def linear(walk: Walk, node: fx.Node, out_dim: int = 0, in_dim: int = 1) -> Place:
@@ -32,11 +38,12 @@ def linear(walk: Walk, node: fx.Node, out_dim: int = 0, in_dim: int = 1) -> Plac
     x, weight = node.args[0], node.args[1]
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
     if not walk.is_weight(weight):
-        return _of_values(walk, node)
+        return of_values(walk, node)
     place, last = walk.need_home(node, x), len(shape(x)) - 1
     if place.kind == "split":
         if place.dim != last:
-            return place  # every rank has other rows, and all of the weight
+            return _of_rows(walk, node, place)
+        not_repeated(place)
         if not tiles(place.cuts):
             raise Conflict("ranks have the same part of what is summed", place)
         walk.follow(weight, in_dim, place, node)
@@ -48,23 +55,34 @@ def linear(walk: Walk, node: fx.Node, out_dim: int = 0, in_dim: int = 1) -> Plac
     return split
 
 
-def _of_values(walk: Walk, node: fx.Node) -> Place:
-    """A product of two values, both with a dim that it leaves alone, such as heads: ranks may have parts of that."""
-    values = [value for value in node.args[:2] if isinstance(value, fx.Node)]
+def _of_rows(walk: Walk, node: fx.Node, place: Placement) -> Place:
+    """Every rank has other rows, and all of the weight; of a batch of weights (experts) those that its rows meet."""
+    weight = node.args[1]
+    assert isinstance(weight, fx.Node)
+    own_dim = place.dim - (len(shape(node)) - len(shape(weight)))
+    if len(shape(weight)) > 2 and own_dim >= 0 and shape(weight)[own_dim] != 1:
+        not_repeated(place)
+        walk.follow(weight, own_dim, place, node)
+    return place
+
+
+def of_values(walk: Walk, node: fx.Node) -> Place:
+    """A product of two values, both with a dim that it leaves alone, such as heads: ranks may have parts of that. What
+    is added to it, if anything, is its first argument."""
+    values = [value for value in node.args if isinstance(value, fx.Node)]
     splits = {value: place for value in values if (place := walk.of(value, node)).kind == "split"}
     if not splits:
         return otherwise(walk, node)
     rank = len(shape(node))
     dims = {value: place.dim + rank - len(shape(value)) for value, place in splits.items()}
-    first, place = next(iter(splits.items()))
-    if dims[first] >= rank - 2 or len(set(dims.values())) > 1:
+    first, place = leading(splits)
+    if dims[first] >= rank - 2:
         raise Conflict("a product of two values over a split dim", *splits.values())
     for value in values:
         own_dim = dims[first] - (rank - len(shape(value)))
         spans = own_dim >= 0 and shape(value)[own_dim] != 1
         if value in splits:
-            if splits[value].cuts != place.cuts:
-                unify(walk, place, splits[value])
+            meet(walk, place.moved(own_dim), splits[value], spans)
         elif walk.is_weight(value) and spans:
             walk.follow(value, own_dim, place, node)
         elif not walk.live[value] and spans:
@@ -75,11 +93,17 @@ def _of_values(walk: Walk, node: fx.Node) -> Place:
 
 
 def matmul(walk: Walk, node: fx.Node) -> Place:
-    return linear(walk, node, out_dim=1, in_dim=0)
+    weight = node.args[1]
+    assert isinstance(weight, fx.Node)
+    batch = len(shape(weight)) - 2
+    return linear(walk, node, out_dim=batch + 1, in_dim=batch)
 
 
 def grouped(walk: Walk, node: fx.Node) -> Place:
-    walk.need_whole(node, node.args[2])
+    x, _, offsets = node.args
+    walk.need_whole(node, offsets)
+    if (place := walk.of(x, node)).kind == "split" and place.dim == 0:
+        raise Conflict("rows of experts are split", place)
     return linear(walk, node, out_dim=2, in_dim=1)
 
 
@@ -111,20 +135,24 @@ def attention(walk: Walk, node: fx.Node) -> Place:
     q, k, v = node.args[:3]
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
     masks = 4 if node.target is own.attention_slice.default else 3  # where what may see what begins
-    places = [walk.of(x, node) for x in (q, k, v)]
-    if not any(p.kind == "split" for p in places):
-        return otherwise(walk, node)
-    if any(p.kind != "split" or p.dim != 1 for p in places):
-        raise Conflict("queries, keys and values are not all split by heads", *places)
     degree, heads, kv_heads = walk.degree(node), shape(q)[1], shape(k)[1]
-    try:
-        of_q, of_kv = cut_heads(heads, kv_heads, degree)
-    except TooFew as reason:
-        if walk.setting.allow_whole:
-            raise Conflict(str(reason), *places) from None
-        raise TooFewHeads(heads, degree) from None
-    for place, wanted in zip(places, (of_q, of_kv, of_kv), strict=True):
-        if place.cuts != tuple((part,) for part in wanted):
+    places = [walk.of(q, node), *(_only_head(walk, x, node) if kv_heads == 1 else walk.of(x, node) for x in (k, v))]
+    dealt_out = [] if places[0].kind == "split" else [*_ended(walk, q, products=False)]
+    if not any(p.kind == "split" for p in (*places, *dealt_out)):
+        return otherwise(walk, node)
+    if heads < degree:
+        if not walk.setting.allow_whole:
+            raise TooFewHeads(heads, degree)
+        raise Conflict(f"{heads} heads cannot be divided between {degree} ranks", *places, *dealt_out)
+    ended = [end for x, p in zip((q, k, v), places, strict=True) if p.kind != "split" for end in _ended(walk, x)]
+    if ended or places[0].kind != "split" or any(p.kind == "split" and (p.dim, p.outer) != (1, 1) for p in places):
+        raise Conflict("queries, keys and values are not all split by heads", *(ended or places))
+    of_q, of_kv = cut_heads(heads, kv_heads, degree)
+    for x, place, wanted in zip((q, k, v), places, (of_q, of_kv, of_kv), strict=True):
+        cuts = tuple((part,) for part in wanted)
+        if place.kind != "split":  # keys and values that every rank has
+            walk.need(node, x, Placement("split", 1, cuts))
+        elif place.cuts != cuts:
             _give(walk, place, wanted)
     bias = node.args[masks + 2]
     if isinstance(bias, fx.Node):
@@ -145,13 +173,38 @@ def attention(walk: Walk, node: fx.Node) -> Place:
     return (places[0], places[0])
 
 
+def _only_head(walk: Walk, value: fx.Node, user: fx.Node) -> Placement:
+    """Keys or values of one head: its features, where ranks would have some of them, stay together."""
+    place, head_dim = walk.of(value, user), len(shape(value)) - 1
+    if place.kind != "split" or place.dim != head_dim:
+        return place
+    if not place.is_everywhere:
+        keep_together(walk, place, shape(value)[head_dim])
+    return replace(place, dim=1, cuts=(((0, 1),),) * len(place.cuts))
+
+
+def _ended(walk: Walk, value: fx.Node, products: bool = True) -> Iterator[Placement]:
+    """The splits that ended in the product that a value comes from: without them, that product could begin one. With
+    products=False also those that ended on the way from it, in sections of which not every rank has a part."""
+    if value.op != "call_function" or not walk.live[value] or walk.is_weight(value):
+        return
+    places = [walk.places[source] for source in value.all_input_nodes]
+    splits = [place for place in places if isinstance(place, Placement) and place.kind == "split"]
+    is_product = value.target in _WITH_WEIGHTS
+    if splits and (is_product or not products):
+        yield from splits
+    if not splits and not is_product:
+        for source in value.all_input_nodes:
+            yield from _ended(walk, source, products)
+
+
 def _give(walk: Walk, place: Placement, wanted: tuple[Range, ...]) -> None:
     """Lays down which heads each rank has."""
 
     def change(cutting: Cutting, origin: Origin) -> bool:
-        ranges = tuple((origin.offset + a * origin.unit, origin.offset + b * origin.unit) for a, b in wanted)
+        ranges = tuple((origin.element(a), origin.element(b)) for a, b in wanted)
         section = cutting.section_at(origin.offset)
-        if section != (origin.offset, origin.offset + _extent(wanted) * origin.unit) or cutting.given.get(
+        if section != (origin.offset, origin.element(_extent(wanted))) or cutting.given.get(
             section[0]
         ) == ranges:  # fmt: skip
             return False

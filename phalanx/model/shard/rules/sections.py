@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from phalanx.model.shard.placement import PARTIAL, WHOLE, Conflict, Cutting, Origin, Placement, Range
-from phalanx.model.shard.rules.common import otherwise, same_if_partial
+from phalanx.model.shard.placement import PARTIAL, WHOLE, Conflict, Cutting, NoElement, Origin, Placement, Range, total
+from phalanx.model.shard.rules.common import not_repeated, otherwise, same_if_partial
+from phalanx.model.shard.rules.views import keep_together
 from phalanx.model.shard.walk import Place, Walk, shape
 
 aten = torch.ops.aten
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
 def sections(walk: Walk, node: fx.Node) -> Place:
@@ -36,27 +39,32 @@ def sections(walk: Walk, node: fx.Node) -> Place:
 
 
 def _section(walk: Walk, place: Placement, wanted: Range) -> Placement:
-    """The part of a split value that lies in a range of the split dim; every rank must have its share of it."""
+    """The part of a split value that lies in a range of the split dim; every rank must have its share of it. Where
+    there is too little of it, it is with some ranks, whose parts in their places are summands of it."""
+    not_repeated(place)
     start, stop = wanted
-    cuts = []
-    for ranges in place.cuts:
-        inside = tuple((max(a, start) - start, min(b, stop) - start) for a, b in ranges if a < stop and b > start)
-        crosses = any(a < start < b or a < stop < b for a, b in ranges)
-        if crosses or not inside:
-            _cut_at(walk, place, wanted)
-        cuts.append(inside)
-    assert place.origin is not None
-    origin = Origin(
-        place.origin.product, place.origin.weight, place.origin.offset + start * place.origin.unit, place.origin.unit
+    crosses = any(a < start < b or a < stop < b for ranges in place.cuts for a, b in ranges)
+    cuts = tuple(
+        tuple((max(a, start) - start, min(b, stop) - start) for a, b in ranges if a < stop and b > start)
+        for ranges in place.cuts
     )
-    return Placement("split", place.dim, tuple(cuts), origin)
+    assert place.origin is not None
+    try:
+        origin = replace(place.origin, offset=place.origin.element(start))
+    except NoElement:
+        raise Conflict("a part of a split dim that its weight does not hold", place) from None
+    if not crosses and all(cuts):
+        return Placement("split", place.dim, cuts, origin)
+    if crosses or not {origin.offset, place.origin.element(stop)} <= walk.edges(place):
+        _cut_at(walk, place, wanted)
+    return PARTIAL
 
 
 def _cut_at(walk: Walk, place: Placement, wanted: Range) -> None:
     """Makes a range a section of the weight."""
 
     def change(cutting: Cutting, origin: Origin) -> bool:
-        edges = {origin.offset + edge * origin.unit for edge in wanted} - {0, cutting.size}
+        edges = {origin.element(edge) for edge in wanted} - {0, cutting.size}
         if edges <= cutting.bounds:
             return False
         cutting.bounds |= edges
@@ -71,23 +79,29 @@ def item(walk: Walk, node: fx.Node) -> Place:
     assert isinstance(source, fx.Node) and isinstance(index, int)
     place = walk.places[source][index]
     parent = source.args[0]
-    if source.target in (aten.split.Tensor, aten.chunk.default) and place.kind == "split":
-        assert isinstance(parent, fx.Node)
-        whole = walk.of(parent, source)
+    if source.target in SPLITS and isinstance(parent, fx.Node) and (whole := walk.of(parent, source)).kind == "split":
         at = int(source.args[2] if len(source.args) > 2 else 0) % len(shape(parent))  # pyright: ignore
         if at == whole.dim:
             start = sum(item.shape[at] for item in source.meta["val"][:index])
-            _slice_locally(walk, node, parent, whole, (start, start + shape(node)[at]))
+            _slice_locally(walk, node, parent, whole, (start, start + shape(node)[at]), place)
     return place
 
 
-def _slice_locally(walk: Walk, node: fx.Node, x: fx.Node, place: Placement, wanted: Range) -> None:
+def _slice_locally(
+    walk: Walk, node: fx.Node, x: fx.Node, place: Placement, wanted: Range, part: Placement
+) -> None:  # fmt: skip
+    """part: how the result lies; as a summand, it is as long as the result."""
     start, stop = wanted
 
     def built(build: Any, rank: int) -> Any:
         before = sum(min(b, start) - a for a, b in place.cuts[rank] if a < start)
-        inside = sum(min(b, stop) - max(a, start) for a, b in place.cuts[rank] if a < stop and b > start)
-        return build.call(aten.slice.Tensor, build.of(x), place.dim, before, before + inside)
+        inside = [(max(a, start), min(b, stop)) for a, b in place.cuts[rank] if a < stop and b > start]
+        local = build.call(aten.slice.Tensor, build.of(x), place.dim, before, before + total(tuple(inside)))
+        if part.kind == "split":
+            return local
+        first, last = inside[0] if inside else (start, start)
+        around = [0, 0] * (len(shape(x)) - 1 - place.dim) + [first - start, stop - last]
+        return build.call(aten.constant_pad_nd.default, local, around)
 
     walk.rewritten[node] = built
 
@@ -101,11 +115,26 @@ def slice_(walk: Walk, node: fx.Node) -> Place:
     dim, start, stop, step = _bounds(node, shape(x))
     if dim != place.dim:
         return place
-    if step != 1 or not isinstance(start, int) or not isinstance(stop, int):
-        raise Conflict("a slice of a split dim with a step", place)
+    if not isinstance(start, int) or not isinstance(stop, int):
+        raise Conflict("a slice of a split dim that is not a constant", place)
+    if step != 1:
+        return _every(walk, node, x, place, start, stop, step)
     part = _section(walk, place, (start, stop))
-    _slice_locally(walk, node, x, place, (start, stop))
+    _slice_locally(walk, node, x, place, (start, stop), part)
     return part
+
+
+def _every(walk: Walk, node: fx.Node, x: fx.Node, place: Placement, start: int, stop: int, step: int) -> Place:
+    """Each `step`-th element of the split dim, of what ranks keep together: gate and up in turn, say."""
+    not_repeated(place)
+    if start >= step or stop != shape(x)[place.dim] or stop % step:
+        raise Conflict("a slice of a part of a split dim with a step", place)
+    if any(edge % step for ranges in place.cuts for part in ranges for edge in part):
+        keep_together(walk, place, step)
+    walk.rewritten[node] = lambda build, rank: build.call(
+        aten.slice.Tensor, build.of(x), place.dim, start, total(place.cuts[rank]), step
+    )
+    return place.scaled(place.dim, by=step)
 
 
 def _bounds(node: fx.Node, size: torch.Size) -> tuple[int, Any, Any, Any]:

@@ -7,69 +7,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
-from phalanx.model.shard.placement import PARTIAL, WHOLE, Conflict, Cutting, Origin, Placement, total
+from phalanx.model.shard.placement import PARTIAL, WHOLE, Conflict, Cutting, Origin, Placement, groups, total
 from phalanx.model.shard.rules.common import otherwise, same_if_partial
 from phalanx.model.shard.walk import Place, Rule, Walk, shape
 
 
-def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
-    """Runs of dims before and after that hold the same elements."""
-    found: list[tuple[range, range]] = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        first_i, first_j = i, j
-        left = right = 1
-        while i < len(before) and before[i] == 1 and (j >= len(after) or after[j] != 1):
-            i += 1
-        while j < len(after) and after[j] == 1 and (i >= len(before) or before[i] != 1):
-            j += 1
-        if i < len(before):
-            left, i = before[i], i + 1
-        if j < len(after):
-            right, j = after[j], j + 1
-        while left != right:
-            if left < right:
-                left, i = left * before[i], i + 1
-            else:
-                right, j = right * after[j], j + 1
-        found.append((range(first_i, i), range(first_j, j)))
-    return found
-
-
 def carried(walk: Walk, place: Placement, before: Sequence[int], after: Sequence[int]) -> Placement:
-    """Where a split lies after a reshape. The split dim must be the outermost of what is divided or merged."""
+    """Where a split lies after a reshape."""
     old, new = next((o, n) for o, n in groups(before, after) if place.dim in o)
-    outer = [d for d in old if d < place.dim and before[d] != 1]
-    if outer:
-        raise Conflict("a split dim is merged into another", place)
+    outside = place.outer * math.prod(before[d] for d in old if d < place.dim)
     inner_before = math.prod(before[d] for d in old if d > place.dim)
-    target = new[0]  # a new dim of size 1 may be the only key/value head: it stays whole, and every rank has it
+    target, outer = _target(place, outside, new, after)
     inner_after = math.prod(after[d] for d in new if d > target)
     if inner_after >= inner_before:  # divided: whole inner parts stay together
         by = inner_after // inner_before
         if any(edge % by for ranges in place.cuts for part in ranges for edge in part):
-            _keep_together(walk, place, by)
-        return place.scaled(target, by=by)
-    times = inner_before // inner_after
-    assert place.origin is not None
-    if place.origin.unit % times:
-        raise Conflict("a split dim is merged with one that its weight does not hold", place)
-    return place.scaled(target, times=times)
+            keep_together(walk, place, by)
+        return replace(place.scaled(target, by=by), outer=outer)
+    return replace(place.scaled(target, times=inner_before // inner_after), outer=outer)
 
 
-def _keep_together(walk: Walk, place: Placement, by: int) -> None:
+def _target(place: Placement, outside: int, new: range, after: Sequence[int]) -> tuple[int, int]:
+    """The dim that holds the split one after a reshape, and how often it is repeated there. `outside`: how many
+    elements the dims outside of it have that hold the same elements together with it."""
+    for dim in new:  # a new dim of size 1 may be the only key/value head: it stays whole, and every rank has it
+        if outside == 1:
+            return dim, 1
+        if outside % after[dim] and after[dim] % outside == 0:
+            return dim, outside
+        if outside % after[dim]:
+            break
+        outside //= after[dim]
+    raise Conflict("a split dim is divided otherwise than it was merged", place)
+
+
+def keep_together(walk: Walk, place: Placement, by: int) -> None:
+    """Refines the cuts of all sections that a value spans: `by` neighbouring indices stay on one rank."""
+
     def change(cutting: Cutting, origin: Origin) -> bool:
-        start, stop = cutting.section_at(origin.offset)
-        granule = math.lcm(cutting.granules.get(start, 1), by * origin.unit)
-        if granule == cutting.granules.get(start, 1) or (stop - start) % granule:
+        stop = origin.element(max(stop for ranges in place.cuts for _, stop in ranges))
+        found = {start: (end - start) for start, end in cutting.sections() if origin.offset <= start < stop}
+        granules = {start: math.lcm(cutting.granules.get(start, 1), origin.elements(by)) for start in found}
+        if any(found[start] % granule for start, granule in granules.items()):
             return False
-        cutting.granules[start] = granule
-        cutting.given.pop(start, None)
-        return True
+        changed = [start for start, granule in granules.items() if granule != cutting.granules.get(start, 1)]
+        cutting.granules |= granules
+        for start in changed:
+            cutting.given.pop(start, None)
+        return bool(changed)
 
     walk.refine(place, change)
 
@@ -88,14 +79,34 @@ def reshape(walk: Walk, node: fx.Node) -> Place:
         return WHOLE
     result = carried(walk, place, shape(x), shape(node))
     new = list(sizes) if not isinstance(sizes, int) else [sizes]  # pyright: ignore
-    if isinstance(new[result.dim], fx.Node):
-        raise Conflict("a split dim has a size that is not a constant", place)
     if new[result.dim] != -1:
-        walk.rewritten[node] = lambda build, rank: build.call(
-            node.target, build.of(x), [*map(build.of, new[: result.dim]), total(result.cuts[rank]),
-                                       *map(build.of, new[result.dim + 1 :])]
-        )  # fmt: skip
+        walk.rewritten[node] = _local_reshape(node, x, place, result, new)
     return result
+
+
+def _local_reshape(node: fx.Node, x: fx.Node, place: Placement, result: Placement, sizes: list[Any]) -> Any:
+    """The same reshape with the rank's own size of the split dim; one that depends on the batch is left to torch."""
+    dim = result.dim
+    if isinstance(sizes[dim], fx.Node) or result.outer > 1:
+        if -1 not in sizes:
+            sizes = [*sizes[:dim], -1, *sizes[dim + 1 :]]
+        elif (merged := _only_merges(shape(x), shape(node), dim)) is not None:
+            return lambda build, rank: build.call(torch.ops.aten.flatten.using_ints, build.of(x), merged[0], merged[-1])
+        else:
+            raise Conflict("a split dim has a size that is not a constant", place)
+        return lambda build, rank: build.call(node.target, build.of(x), [*map(build.of, sizes)])
+    return lambda build, rank: build.call(
+        node.target, build.of(x),
+        [*map(build.of, sizes[:dim]), total(result.cuts[rank]), *map(build.of, sizes[dim + 1 :])],
+    )  # fmt: skip
+
+
+def _only_merges(before: Sequence[int], after: Sequence[int], dim: int) -> range | None:
+    """The dims that a reshape merges into `dim`, if it leaves all others as they are."""
+    found = groups(before, after)
+    if any(len(new) != 1 or (len(old) != 1 and dim not in new) for old, new in found):
+        return None
+    return next(old for old, new in found if dim in new)
 
 
 def flatten(walk: Walk, node: fx.Node) -> Place:
@@ -115,7 +126,7 @@ def expand(walk: Walk, node: fx.Node) -> Place:
     if place.kind != "split":
         return same_if_partial(walk, node)
     result = place.moved(place.dim + len(sizes) - len(shape(x)))
-    if shape(node)[result.dim] != shape(x)[place.dim] or isinstance(sizes[result.dim], fx.Node):
+    if shape(node)[result.dim] != shape(x)[place.dim]:
         raise Conflict("a split dim is repeated", place)
     if sizes[result.dim] != -1:
         walk.rewritten[node] = lambda build, rank: build.call(
@@ -138,6 +149,19 @@ def dims_moved(move: Callable[[fx.Node, int, int], int]) -> Rule:
         return same_if_partial(walk, node)
 
     return rule
+
+
+def pairs(walk: Walk, node: fx.Node) -> Place:
+    """Pairs of numbers as complex ones, and back: the last dim appears or goes."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    place = walk.of(x, node)
+    if place.kind != "split":
+        walk.need_whole(node, x)
+        return WHOLE
+    if place.dim == len(shape(node)):
+        raise Conflict("a pair that makes a complex number is split", place)
+    return place
 
 
 def transposed(node: fx.Node, dim: int, rank: int) -> int:
