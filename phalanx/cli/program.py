@@ -51,6 +51,9 @@ def program(
     link_bytes: Annotated[
         float | None, typer.Option(help="bytes/s that a link between ranks is assumed to carry (default: 2.5e10)")
     ] = None,
+    host_bytes: Annotated[
+        float | None, typer.Option(help="bytes/s between a device and its host, each way (default: 5e10)")
+    ] = None,
     lowered: Annotated[bool, typer.Option("--lowered", help="print the lowered programs, and nothing else")] = False,
     values: Annotated[
         bool, typer.Option("--values", help="print what every instruction reads, writes, adds to and frees")
@@ -65,7 +68,7 @@ def program(
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
     from phalanx.program.predict import predict
 
-    device = _device(device_flops, link_bytes)
+    device = _device(device_flops, link_bytes, host_bytes)
     facts = find_facts(model, task, dtype, tiny, live=False)
 
     def describe(chosen: Plan) -> SplitFacts:
@@ -88,16 +91,17 @@ def program(
     _write(timelines, svg=svg, png=png, trace=trace)
 
 
-def _device(flops: float | None, link_bytes: float | None) -> Device:
+def _device(flops: float | None, link_bytes: float | None, host_bytes: float | None) -> Device:
     from phalanx.program.costs import Link
     from phalanx.program.from_facts import Device
 
     default = Device()
-    for name, value in (("device-flops", flops), ("link-bytes", link_bytes)):
+    for name, value in (("device-flops", flops), ("link-bytes", link_bytes), ("host-bytes", host_bytes)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"option {name} = {value} is not a speed", "give a number above 0, for example 1e14")
     link = Link(default.link.latency_s, link_bytes) if link_bytes else default.link
-    return Device(flops or default.flops_per_s, default.memory_bytes_per_s, link)
+    host = Link(default.host_link.latency_s, host_bytes) if host_bytes else default.host_link
+    return Device(flops or default.flops_per_s, default.memory_bytes_per_s, link, host)
 
 
 def _lowered(prediction: Prediction) -> list[str]:

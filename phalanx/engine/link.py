@@ -19,6 +19,7 @@ from phalanx.comm.pending import Pending
 from phalanx.engine.compute import Compute
 from phalanx.engine.gradients import BucketGradients, Reduced, Sum, together
 from phalanx.engine.graph import ExecutionGraph
+from phalanx.engine.host_copies import HostCopies, HostValue
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.redistribute import Arriving, Mover
 from phalanx.engine.reductions import GlobalReductions, Place, StepRun
@@ -46,11 +47,12 @@ _PARAMETERS = ("parameters", "gathered")
 
 
 class LinkedRow(NamedTuple):
-    """waits: values that are on their way, each with how to wait for it. releases: what is done with a value besides
-    dropping it when it is freed."""
+    """waits: values that are on their way, each with how to wait for it. drops: what is freed before it runs. releases:
+    what is done with a value besides dropping it when it is freed."""
 
     instruction: Instruction
     waits: tuple[tuple[int, Callable[[Any], Any]], ...]
+    drops: tuple[int, ...]
     run: Run
     frees: tuple[int, ...]
     releases: tuple[tuple[int, Callable[[Any], None]], ...]
@@ -116,6 +118,7 @@ class Parts:
     gradients: Mapping[int, BucketGradients]
     totals: GlobalReductions | None
     home: Mapping[str, int]  # the bucket of each parameter
+    copies: HostCopies
     stand_in: StandIn | None = None
     sends: Sends = field(default_factory=Sends)
 
@@ -161,7 +164,7 @@ class _Linker:
             Op.SEND_F: self._send_forward, Op.RECV_F: self._receive_forward, Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward, Op.GATHER: self._gather, Op.REDUCE: self._reduce, Op.SUM: self._sum,
             Op.TIE: self._sum, Op.COUNT: self._count, Op.NORM: self._norm, Op.STEP: self._optimize,
-            Op.SHARE: self._share,
+            Op.SHARE: self._share, Op.OUT: self._move_out, Op.IN: self._move_in,
         }  # fmt: skip
 
     def run(self) -> Linked:
@@ -170,7 +173,9 @@ class _Linker:
             made = self._collected(self._makers[it.op](it))
             waits = tuple((i, self._wait(i)) for i in self._row.waits)
             releases = [(i, release) for i in self._row.frees if (release := self._release(i)) is not None]
-            self._linked.rows.append(LinkedRow(it, waits, made, self._row.frees, tuple(releases)))
+            drops = tuple(i for i in self._row.dropped if self._release(i) is None)
+            frees = tuple(i for i in self._row.frees if i not in drops)
+            self._linked.rows.append(LinkedRow(it, waits, drops, made, frees, tuple(releases)))
         return self._linked
 
     # Computation.
@@ -446,6 +451,26 @@ class _Linker:
 
         return run
 
+    # Between device and host.
+
+    def _move_out(self, it: Instruction) -> Run:
+        moves, copies = list(zip(self._row.reads, self._row.writes, strict=True)), self._parts.copies
+
+        def run(values: Values, step: StepRun) -> None:
+            for source, target in moves:
+                values[target] = copies.out(values[source])
+
+        return run
+
+    def _move_in(self, it: Instruction) -> Run:
+        moves, copies = list(zip(self._row.reads, self._row.writes, strict=True)), self._parts.copies
+
+        def run(values: Values, step: StepRun) -> None:
+            for source, target in moves:
+                values[target] = copies.back(values[source])
+
+        return run
+
     # Parameters.
 
     def _gather(self, it: Instruction) -> Run:
@@ -582,8 +607,8 @@ class _Linker:
         if value.kind == "gathered":
             bucket, parameters = int(value.what), self._parts.parameters
             return lambda there: parameters.free(bucket)
-        if value.kind in ("past", "reduced", "d_parameters"):
-            return lambda there: there.release() if isinstance(there, Reduced | _HeldPast) else None
+        if value.kind in ("past", "reduced", "d_parameters") or value.is_on_host:
+            return lambda there: there.release() if isinstance(there, Reduced | _HeldPast | HostValue) else None
         return None
 
 

@@ -18,7 +18,7 @@ from phalanx.params.rank_state import State
 from phalanx.program.costs import BucketCosts
 from phalanx.program.instructions import COMPUTE, Instruction, Op
 from phalanx.program.memory import Sizes, live_bytes
-from phalanx.program.values import RESIDENT, Value
+from phalanx.program.values import HOST, RESIDENT, Value
 
 
 def peak_bytes(step: Step, compiled: Compiled, state: State, run: StepRun) -> int:
@@ -27,7 +27,10 @@ def peak_bytes(step: Step, compiled: Compiled, state: State, run: StepRun) -> in
     table = step.engine.linked(step.program, run.inputs).table
     sizes = _Sizes(step, compiled, run)
     live = [0, *live_bytes(table, sizes)]
-    working = (before + sizes.working(row.instruction) for before, row in zip(live, table.rows, strict=False))
+    working = (
+        before - sum(sizes(table.values[i]) for i in row.dropped) + sizes.working(row.instruction)
+        for before, row in zip(live, table.rows, strict=False)
+    )
     buffers = (*step.engine.compute.buffers.values(), *step.engine.compute.constants.values())
     return _stored([*state.tensors(), *buffers]) + max(max(live), max(working))
 
@@ -54,6 +57,8 @@ class _Sizes:
         shape = self._parts.tracer(inputs, value.slice or 0).shape(self._parts.shape)
         if value.kind in ("activation", "gradient"):
             return int(shape.sizes[value.what])
+        if value.is_on_host:
+            return self(value._replace(kind=value.kind.removeprefix(HOST)))
         block, op = map(int, value.what.split(":"))
         return int(getattr(shape.ops_of(block)[op].bw, value.kind) or 0)
 

@@ -18,7 +18,9 @@ from phalanx.program.check_ranks import check_messages, check_progress, check_ti
 from phalanx.program.check_values import Broken, check_values
 from phalanx.program.grid import Mark, draw, short_view
 from phalanx.program.holders import buckets_of, is_tied, reduced_of, summed_of
-from phalanx.program.instructions import HALVES, RECEIVES, SENDS, Instruction, Op, Program
+from phalanx.program.instructions import HALVES, MOVES, RECEIVES, SENDS, Instruction, Op, Program
+from phalanx.program.moved import moved_of
+from phalanx.program.rules import place_of
 from phalanx.program.schedules.one_f_one_b import NUM_AHEAD, most_held
 from phalanx.program.shape import ModelShape
 from phalanx.program.values import Table
@@ -77,7 +79,7 @@ class Scope:
 
 
 def _check_rank(scope: Scope, index: int, program: Program) -> Table:
-    wanted = Counter(_wanted(scope, index))
+    wanted = Counter((*_wanted(scope, index), *_moves(scope, index, program)))
     stages, held = scope.plan.stages_of(index), buckets_of(scope.plan, scope.shape, index)
     for position, it in enumerate(program):
         for work in _works(it, scope.plan):
@@ -153,6 +155,13 @@ def _pieces(block: BlockOps, training: bool) -> Iterator[tuple[Op, int | None]]:
         yield from ((block.backward(i), name(i)) for i in block.moved_backward)
 
 
+def _moves(scope: Scope, index: int, program: Program) -> set[Instruction]:
+    """What goes to the host comes back. How much of what may go does is the affair of the pass."""
+    movable = moved_of(scope.plan, scope.shape, program, index)
+    moving = [it for it in program if it.op in MOVES and place_of(it) in movable]
+    return {it._replace(op=op) for it in moving for op in MOVES}
+
+
 def _messages(
     scope: Scope, stage: int, micro_batch: int, slice_: int | None, half: int | None
 ) -> Iterator[Instruction]:  # fmt: skip
@@ -210,6 +219,8 @@ def _out_of_place(scope: Scope, stages: tuple[int, ...], it: Instruction) -> str
         if it.block not in scope.shape.blocks_with(it.slice, blocks):
             return f"has {it}, but block {it.block} runs once per micro-batch, with slice 0"
         return f"has {it}, for which block {it.block} has no op under this plan"
+    if it.op in MOVES:
+        return f"has {it}, but of block {it.block} nothing is to move there under this plan"
     if it.op in SENDS or it.op in RECEIVES:
         return f"has {it}, but nothing passes there between stage {it.stage} and rank {it.peer}"
     return f"has {it} once more than this plan needs"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Instruction, Op
+from phalanx.program.moved import moved_of
 from phalanx.program.rules import Key, Rules, of_bucket
 from phalanx.program.shape import ModelShape
 from phalanx.program.values import RESIDENT, Row, Table
@@ -109,7 +110,7 @@ class _Follower:
         self._keys: list[Key] = [value[:6] for value in table.values]
         program = tuple(row.instruction for row in table.rows)
         self._notes = _Notes()
-        self._rules = Rules(plan, shape, program, index, self._notes)
+        self._rules = Rules(plan, shape, program, index, self._notes, moved_of(plan, shape, program, index))
         self._meanings = [self._meaning(it) for it in program]
         self._to_give = Counter(key for m in self._meanings for key in m.gives)
         self._to_give.update(key for m in self._meanings for key in m.writes if key[0] == "gradient")
@@ -177,8 +178,10 @@ class _Follower:
     def _follow(self, row: Row, meaning: _Meaning) -> Iterator[str]:
         for i in row.waits:
             self._pending.discard(i)
-            self._sending.subtract(self._held.pop(i, ()))
-            if i not in (*row.reads, *row.adds, *row.frees) and self._keys[i][0] not in RESIDENT:
+            sent = self._held.pop(i, set[int]())
+            self._sending.subtract(sent)
+            used = {*row.reads, *row.adds, *row.frees} & {i, *sent}
+            if not used and self._keys[i][0] not in RESIDENT:
                 yield f"waits for {self._name(i)} and does nothing with it"
         new = set(row.writes)
         yield from (f"writes {self._name(i)} twice" for i in row.writes if i in self._written)

@@ -19,16 +19,18 @@ from phalanx.program.split_facts import Split, SplitFacts, Splits, read_all, spl
 
 FLOPS_PER_S = 1e14  # what one recent data-centre GPU reaches in bfloat16 training
 LINK_BYTES_PER_S = 2.5e10  # a 200 Gbit/s network
+HOST_BYTES_PER_S = 5e10  # of a recent data-centre GPU to the memory of its host, each way
 _NETWORK = Link(latency_s=1e-5, bytes_per_s=LINK_BYTES_PER_S)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank is assumed to reach, and what connects it to the others."""
+    """What a rank is assumed to reach, and what connects it to the others and to the memory of its host."""
 
     flops_per_s: float = FLOPS_PER_S
     memory_bytes_per_s: float = 2e12
     link: Link = _NETWORK
+    host_link: Link = Link(latency_s=1e-5, bytes_per_s=HOST_BYTES_PER_S)
 
 
 def costs_of_facts(facts: SplitFacts, shape: ModelShape, dims: Dims, device: Device) -> Costs:
@@ -38,7 +40,7 @@ def costs_of_facts(facts: SplitFacts, shape: ModelShape, dims: Dims, device: Dev
     return Costs(
         forward=forward, backward=forward, weight=forward,
         buckets=tuple(bucket_costs(size, facts.dtype, device) for size in facts.elements),
-        message_link=device.link, group_link=device.link, dims=dims, element_bytes=DTYPE_BYTES[facts.dtype],
+        message_link=device.link, group_link=device.link, host_link=device.host_link, dims=dims, element_bytes=DTYPE_BYTES[facts.dtype],
     )  # fmt: skip
 
 

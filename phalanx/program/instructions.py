@@ -43,6 +43,8 @@ class Op(StrEnum):
     NORM = "NORM"  # the loss, the norm of all gradients, whether all is finite
     STEP = "STEP"  # the optimizer
     SHARE = "P"  # a bucket's updated parameters with the ranks that did not update them
+    OUT = "OUT"  # what the backward of an op needs of its forward, from the device to the host
+    IN = "IN"  # the same back to the device
 
 
 COMPUTE = frozenset((Op.F, Op.B, Op.W, Op.BW, Op.A))
@@ -51,6 +53,7 @@ LOCAL_REDISTRIBUTIONS = frozenset((Op.LF, Op.LA, Op.LB))
 SENDS = frozenset((Op.SEND_F, Op.SEND_B))
 RECEIVES = frozenset((Op.RECV_F, Op.RECV_B))
 COLLECTIVES = REDISTRIBUTIONS | {Op.GATHER, Op.REDUCE, Op.SUM, Op.TIE, Op.COUNT, Op.NORM, Op.SHARE}
+MOVES = frozenset((Op.OUT, Op.IN))  # between the memories of device and host
 HALVES = "ab"
 
 
@@ -124,6 +127,8 @@ def _places(op: Op) -> tuple[set[str], set[str]]:
         return place, {"slice", "half", "block", "op_index"}
     if op in REDISTRIBUTIONS or op in LOCAL_REDISTRIBUTIONS:
         return {*place, "block", "op_index"}, {"slice", "half"}
+    if op in MOVES:
+        return {*place, "block"}, {"slice", "half", "op_index"}
     if op is Op.INPUT:
         return {"micro_batch"}, {"half"}
     if op in SENDS or op in RECEIVES:

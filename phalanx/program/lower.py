@@ -14,6 +14,7 @@ from phalanx.program.holders import buckets_of, is_tied, reduced_of, summed_of
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.blocks import add_inputs, at_their_grain, to_blocks
 from phalanx.program.passes.messages import Route, add_messages
+from phalanx.program.passes.offload import move_activations
 from phalanx.program.passes.ops import to_ops
 from phalanx.program.passes.reductions import add_reductions, add_sums
 from phalanx.program.passes.zero import gather_per_micro_batch, gather_per_step
@@ -34,6 +35,7 @@ def lower(plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
     ]
     programs = [add_sums(program, summed_of(plan, shape, p)) for p, program in enumerate(programs)]
     programs = add_messages(programs, _route(plan), split, NUM_AHEAD.get(plan.schedule, 1))
+    programs = move_activations(programs, plan, shape, split)
     return tuple(_complete(program, plan, shape, p) for p, program in enumerate(programs))
 
 
@@ -47,7 +49,7 @@ def lower_forward(plan: Plan, shape: ModelShape, num_micro_batches: int) -> tupl
 
 def without_overlap(plan: Plan) -> Plan:
     """How an evaluation runs a plan: without a backward there is nothing to compute again, and batches stay whole."""
-    return replace(plan, overlap="none", pairs=False, recompute=())
+    return replace(plan, overlap="none", pairs=False, recompute=(), offload=())
 
 
 def _stepped(order: Program, plan: Plan, shape: ModelShape) -> Program:

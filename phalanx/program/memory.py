@@ -20,7 +20,7 @@ from phalanx.program.shape import ModelShape
 from phalanx.program.slice_costs import TOKENS
 from phalanx.program.timeline import COMPUTE as COMPUTE_RESOURCE
 from phalanx.program.timeline import Event
-from phalanx.program.values import RESIDENT, Row, Table, Value
+from phalanx.program.values import HOST, RESIDENT, Row, Table, Value
 
 _WORKING = {Op.F: 0, Op.A: 0, Op.B: 1, Op.W: 2, Op.BW: 3}  # places in `Step.working`
 Dims = Mapping[str, int]
@@ -101,6 +101,8 @@ class Sizes:
             case "saved_b" | "saved_bw" | "saved_w":
                 block, op = map(int, value.what.split(":"))
                 size = getattr(shape.ops_of(block)[op].bw, value.kind)
+            case kind if kind.startswith(HOST):
+                return self._evaluate(value._replace(kind=kind.removeprefix(HOST)))
             case "d_past":  # in float32 at least
                 return self._number(value.size, dims) * max(1, 4 // self.element_bytes)
             case _:
@@ -125,8 +127,8 @@ class Sizes:
         return costs.gradient_bytes // max(1, len(users))
 
 
-def live_bytes(table: Table, size: Callable[[Value], int]) -> list[int]:
-    """Bytes of the values that exist after each row, each piece of memory once."""
+def live_bytes(table: Table, size: Callable[[Value], int], *, on_host: bool = False) -> list[int]:
+    """Bytes of the values that exist on the device, or on the host, after each row, each piece of memory once."""
     users: dict[int, int] = {}
     sizes: dict[int, int] = {}
     now, found = 0, list[int]()
@@ -134,7 +136,7 @@ def live_bytes(table: Table, size: Callable[[Value], int]) -> list[int]:
         for i in row.writes:
             memory = table.values[i].memory
             if not users.get(memory):
-                sizes[memory] = size(table.values[i])
+                sizes[memory] = size(table.values[i]) if table.values[i].is_on_host == on_host else 0
                 now += sizes[memory]
             users[memory] = users.get(memory, 0) + 1
         for i in row.frees:
@@ -195,16 +197,17 @@ def _changes(
         ended = event.end if computes or row.instruction.op in SENDS else now
         for i in row.writes:
             value = table.values[i]
-            if not users.get(value.memory) and value.kind not in RESIDENT:
+            if not users.get(value.memory) and value.kind not in RESIDENT and not value.is_on_host:
                 sizes[value.memory] = size(value)
                 yield issued, sizes[value.memory], COMPONENTS[value.kind]
             users[value.memory] = users.get(value.memory, 0) + 1
         yield from _working(table, size, row, event)
+        dropped = set(row.dropped)
         for i in row.frees:
             value = table.values[i]
             users[value.memory] = users.get(value.memory, 1) - 1
             if not users[value.memory] and value.memory in sizes:
-                yield ended, -sizes[value.memory], COMPONENTS[table.values[value.memory].kind]
+                yield issued if i in dropped else ended, -sizes[value.memory], COMPONENTS[table.values[value.memory].kind]
         now = event.end if computes else now
 
 

@@ -7,13 +7,14 @@ the same activation, or the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from phalanx.plan.plan import Plan
 from phalanx.program.holders import buckets_of, is_tied, reduced_of
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.shape import COLLECTIVE, BlockOp, ModelShape
+from phalanx.program.values import HOST
 
 Key = tuple[str, str, int | None, int | None, int | None, int | None]  # kind, what, micro-batch, slice, half, stage
 Place = tuple[int | None, int | None, int | None, int | None, int | None]  # of an op, without what is done with it
@@ -121,10 +122,13 @@ def _distinct(names: list[str], same: dict[str, str]) -> tuple[str, ...]:
 
 class Rules(Generic[Id]):
     """The instructions of one rank's program. It is looked ahead only for which forwards are done again, and which
-    weight gradients are apart."""
+    weight gradients are apart. moved: what OUT and IN move, by the op that needs it (`moved.py`)."""
 
-    def __init__(self, plan: Plan, shape: ModelShape, program: Program, pp_index: int, sink: Sink[Id]) -> None:
-        self.plan, self.shape, self.sink = plan, shape, sink
+    def __init__(
+        self, plan: Plan, shape: ModelShape, program: Program, pp_index: int, sink: Sink[Id],
+        moved: Mapping[Place, tuple[Key, ...]] | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.shape, self.sink, self._moved = plan, shape, sink, moved or {}
         self.names = Names(plan, shape)
         self.first_stage = _first_stages(plan, pp_index)
         self.trained = [bucket for bucket in buckets_of(plan, shape, pp_index) if shape.trained[bucket]]
@@ -141,7 +145,7 @@ class Rules(Generic[Id]):
             Op.LB: self._redistribute_back, Op.B: self._backward, Op.BW: self._backward, Op.W: self._weight,
             Op.SEND_F: self._send_forward, Op.RECV_F: self._receive_forward, Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward, Op.GATHER: self._gather, Op.COUNT: self._count, Op.NORM: self._norm,
-            Op.STEP: self._optimize, Op.SHARE: self._share,
+            Op.STEP: self._optimize, Op.SHARE: self._share, Op.OUT: self._move_out, Op.IN: self._move_in,
             Op.REDUCE: lambda it: sink.reduce(_number(it.block), it.micro_batch),
             Op.SUM: lambda it: sink.reduce_further(_number(it.block)),
             Op.TIE: lambda it: sink.reduce_further(_number(it.block)),
@@ -250,6 +254,25 @@ class Rules(Generic[Id]):
         for name in self.names.returning(_number(it.stage) + 1, it.slice):
             self.sink.write(self.gradient(it, name), self.names.size.get(name, ""), arrives=True)
 
+    # Between device and host.
+
+    def _move_out(self, it: Instruction) -> None:
+        for key in self._moved.get(place_of(it), ()):
+            here = self.sink.read(key)
+            self.sink.write(on_host(key), self._size(key), arrives=True, holds=(here,))
+
+    def _move_in(self, it: Instruction) -> None:
+        for key in self._moved.get(place_of(it), ()):
+            there = self.sink.read(on_host(key))
+            self.sink.write(key, self._size(key), arrives=True, holds=(there,))
+
+    def _size(self, key: Key) -> str:
+        kind, what, *_ = key
+        if kind == "activation":
+            return self.names.size.get(what, "")
+        block, op_index = map(int, what.split(":"))
+        return getattr(self._ops[block][op_index].bw, kind)
+
     # Parameters and the update.
 
     def _gather(self, it: Instruction) -> None:
@@ -342,6 +365,11 @@ class Rules(Generic[Id]):
             elif self.shape.trained[bucket]:
                 found.append(("d_parameters", f"{bucket}/{it.op_index or 0}", None, None, None, None))
         return found
+
+
+def on_host(key: Key) -> Key:
+    """The same in the memory of the host."""
+    return HOST + key[0], *key[1:]
 
 
 def of_bucket(kind: str, bucket: int | None) -> Key:

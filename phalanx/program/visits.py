@@ -31,6 +31,13 @@ def visit_of(instruction: Instruction, split: bool) -> Instruction:
     return instruction._replace(op=op, block=None, half=None, op_index=None)
 
 
+def use_of(instruction: Instruction) -> tuple[object, ...] | None:
+    """The use of a block, in one direction, that a computation or redistribution is part of."""
+    if instruction.op not in _IN_VISITS:
+        return None
+    return instruction.op in _FORWARD, instruction.stage, instruction.micro_batch, instruction.slice, instruction.block
+
+
 def is_split(orders: Iterable[Program]) -> bool:
     """Whether a schedule, in the short view, orders the gradients of weights by themselves."""
     return any(instruction.op is Op.W for order in orders for instruction in order)

@@ -20,6 +20,7 @@ from phalanx.engine.compiled import Compiled, Functions
 from phalanx.engine.engine import Engine, Watch
 from phalanx.engine.evaluation import Evaluator
 from phalanx.engine.gradients import BucketGradients
+from phalanx.engine.host_copies import HostCopies
 from phalanx.engine.inputs import split
 from phalanx.engine.layout import ProcessGroups
 from phalanx.engine.link import Parts
@@ -106,7 +107,7 @@ class Session:
         parts = Parts(
             compiled.plan, formation.shape, compiled.rank, formation.pp_index, compiled.graph, functions.compute,
             functions.tracer, self.state.parameters, connected.gather, self._movers(), connected.channel, gradients,
-            totals, compiled.home(),
+            totals, compiled.home(), HostCopies(compiled.device),
         )  # fmt: skip
         warms_up = compiled.device.type == "cuda" and compiled.plan.pp * compiled.plan.tp > 1
         return Engine(parts, watches=watches, warms_up=warms_up)

@@ -1,0 +1,80 @@
+"""Moving values to the memory of the host and back: instructions put into lowered programs.
+
+What the backward of an op needs leaves after the last of the forward that touches it, and is asked for one use of a
+block ahead of its own. Where its backward follows so closely that its memory would not be free by then, it stays.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+
+from phalanx.errors import PlanError
+from phalanx.plan.offload import write_offload
+from phalanx.plan.plan import Plan
+from phalanx.program.instructions import Instruction, Op, Program
+from phalanx.program.moved import movable
+from phalanx.program.passes.insert import insert
+from phalanx.program.rules import Place
+from phalanx.program.shape import ModelShape
+from phalanx.program.visits import in_visits, visit_of
+
+NUM_AHEAD = 1  # uses of blocks by which something is asked for before its own
+
+
+def move_activations(programs: Sequence[Program], plan: Plan, shape: ModelShape, split: bool) -> tuple[Program, ...]:
+    """To the programs of all ranks of a pipeline, complete but for the update. split: see `visits.py`."""
+    if "activations" not in dict(plan.offload):
+        return tuple(programs)
+    _check_count(plan, shape)
+    moved = tuple(_moved(program, plan, shape, index, split) for index, program in enumerate(programs))
+    if moved == tuple(programs):
+        reason = "in every stage the backward of a layer follows its forward too closely"
+        message = f"plan: offload={write_offload(plan.offload)} moves no activations: {reason}"
+        raise PlanError(message, "give stages more blocks, or leave activations out of offload")
+    return moved
+
+
+def _check_count(plan: Plan, shape: ModelShape) -> None:
+    count = dict(plan.offload)["activations"]
+    layers = [sum(not shape.layers or b in shape.layers for b in plan.stage_blocks(s)) for s in range(plan.num_stages)]
+    if count > max(layers):
+        most = f"the stage with most layers has {max(layers)}"
+        message = f"plan: offload={write_offload(plan.offload)} is for {count} layers per stage: {most}"
+        raise PlanError(message, f"use activations:{max(layers)} or less, or activations for all layers")
+
+
+def _moved(program: Program, plan: Plan, shape: ModelShape, pp_index: int, split: bool) -> Program:
+    begins, use_of = _uses(program, split)
+    before: defaultdict[int, list[Instruction]] = defaultdict(list)
+    after: defaultdict[int, list[Instruction]] = defaultdict(list)
+    for place, move in movable(plan, shape, program, pp_index).items():
+        asked = max(0, use_of[move.first] - NUM_AHEAD)
+        left = bisect_right(begins, move.last) - 1  # the use during which, or after which, it leaves
+        stage = program[move.first].stage
+        assert stage is not None
+        if asked - left - 1 > plan.uses_to_leave(stage, shape.layers):
+            after[move.last].append(_instruction(Op.OUT, stage, place))
+            before[begins[asked]].append(_instruction(Op.IN, stage, place))
+    return insert(program, before, after)
+
+
+def _uses(program: Program, split: bool) -> tuple[list[int], dict[int, int]]:
+    """Where each use of a block by a visit begins, and for each position of one which it is."""
+    numbers: dict[tuple[Instruction, int | None], int] = {}
+    begins: list[int] = []
+    use_of: dict[int, int] = {}
+    for position, it in enumerate(program):
+        if in_visits(it):
+            use = visit_of(it, split), it.block
+            if use not in numbers:
+                numbers[use] = len(begins)
+                begins.append(position)
+            use_of[position] = numbers[use]
+    return begins, use_of
+
+
+def _instruction(op: Op, stage: int | None, place: Place) -> Instruction:
+    micro_batch, slice_, half, block, op_index = place
+    return Instruction(op, stage, micro_batch, block, None, half, op_index, slice_)
