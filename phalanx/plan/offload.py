@@ -74,7 +74,9 @@ def _read_amount(name: str, word: str, text: str) -> Amount:
 def _pair(value: object) -> tuple[str, Amount]:
     if not isinstance(value, list | tuple):
         raise TypeError
-    word, amount = cast(Sequence[object], value)
+    if len(pair := cast(Sequence[object], value)) != 2:
+        raise TypeError
+    word, amount = pair
     if not isinstance(word, str) or isinstance(amount, bool) or not isinstance(amount, int | float):
         raise TypeError
     return word, amount

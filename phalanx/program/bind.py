@@ -15,14 +15,14 @@ from phalanx.program.moved import moved_of
 from phalanx.program.rules import Key, Rules, of_bucket
 from phalanx.program.shape import ModelShape
 from phalanx.program.values import RESIDENT, Collect, Row, Table, Value
-from phalanx.program.visits import use_of
+from phalanx.program.visits import Use, seems_split, use_of
 
 IN_FLIGHT = 2  # reductions under way at once where whole gradients are not to be kept (ZeRO 2 and 3)
 
 
 def bind(plan: Plan, shape: ModelShape, program: Program, pp_index: int) -> Table:
     """The table of a rank at this place of the pipeline; without a backward in the program nothing is saved for one."""
-    lives = _Lives(plan, shape)
+    lives = _Lives(plan, shape, seems_split(program))
     rules = Rules(plan, shape, program, pp_index, lives, moved_of(plan, shape, program, pp_index))
     lives.flat = sorted(rules.flat)
     for instruction in program:
@@ -54,8 +54,8 @@ class _Draft:
 class _Lives:
     """The lives of all values: a sink of the rules whose ids are places in the table."""
 
-    def __init__(self, plan: Plan, shape: ModelShape) -> None:
-        self._plan, self._shape = plan, shape
+    def __init__(self, plan: Plan, shape: ModelShape, split: bool) -> None:
+        self._plan, self._shape, self._split = plan, shape, split
         self.flat: list[int] = []  # buckets whose gradients are not this rank's alone
         self._values: list[Value] = []
         self._last: list[int] = []  # per value, the position of what touches it last
@@ -66,7 +66,7 @@ class _Lives:
         self._pending: dict[int, int] = {}  # what is on its way → position of what brings it
         self._held: dict[int, tuple[int, ...]] = {}  # by what is on its way: what its sender needs until it is here
         self._parts: list[tuple[int, int]] = []  # reductions under way: bucket, what they bring
-        self._uses: dict[object, None] = {}  # of blocks, so far
+        self._uses: set[Use] = set()  # of blocks, so far
         self._leaving: list[tuple[int, int]] = []  # on its way to the host, and the number of uses by which it is there
         self._uses_to_leave = 0
         self._rows: list[Row] = []
@@ -77,13 +77,13 @@ class _Lives:
         if it.op is Op.OUT:
             assert it.stage is not None
             self._uses_to_leave = self._plan.uses_to_leave(it.stage, self._shape.layers)
-        use = use_of(it) if self._plan.offload else None
+        use = use_of(it, self._split) if self._plan.offload else None
         if use is None or use in self._uses:
             return
         for number in [number for due, number in self._leaving if due <= len(self._uses)]:
             if number in self._pending:
                 self._arrive(number)
-        self._uses[use] = None
+        self._uses.add(use)
         self._leaving = [(due, number) for due, number in self._leaving if number in self._pending]
 
     def end_row(self, it: Instruction) -> None:

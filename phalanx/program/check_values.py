@@ -119,6 +119,7 @@ class _Follower:
             self._to_add.update((_bucket(key), it.micro_batch) for key in meaning.adds if key[0] == "d_parameters")
         self._written: set[int] = {i for i, value in enumerate(table.values) if value.kind in RESIDENT}
         self._freed: set[int] = set()
+        self._gone: set[int] = set()  # to the host
         self._pending: set[int] = set()
         self._given: Counter[Key] = Counter()
         self._added: Counter[tuple[str, int | None]] = Counter()
@@ -180,8 +181,8 @@ class _Follower:
             self._pending.discard(i)
             sent = self._held.pop(i, set[int]())
             self._sending.subtract(sent)
-            used = {*row.reads, *row.adds, *row.frees} & {i, *sent}
-            if not used and self._keys[i][0] not in RESIDENT:
+            made_room = sent and self._table.values[i].is_on_host  # of what went to the host, nobody need read it yet
+            if not made_room and i not in (*row.reads, *row.adds, *row.frees) and self._keys[i][0] not in RESIDENT:
                 yield f"waits for {self._name(i)} and does nothing with it"
         new = set(row.writes)
         yield from (f"writes {self._name(i)} twice" for i in row.writes if i in self._written)
@@ -192,10 +193,14 @@ class _Follower:
                 yield f"uses {self._name(i)} before it is written"
             if i in self._pending:
                 yield f"uses {self._name(i)} without waiting for it"
+            if i in self._gone:
+                yield f"uses {self._name(i)}, which went to the host,"
         yield from self._incomplete(row, meaning)
         yield from self._out_of_order(row, meaning)
         yield from self._lost(row, meaning)
         self._touched.update(row.reads, row.adds)
+        if row.instruction.op is Op.OUT:
+            self._gone.update(row.reads)
         self._written |= new
         for key in (*meaning.gives, *(key for key in meaning.writes if key[0] == "gradient")):
             self._given[key] += 1

@@ -21,6 +21,7 @@ FLOPS_PER_S = 1e14  # what one recent data-centre GPU reaches in bfloat16 traini
 LINK_BYTES_PER_S = 2.5e10  # a 200 Gbit/s network
 HOST_BYTES_PER_S = 5e10  # of a recent data-centre GPU to the memory of its host, each way
 _NETWORK = Link(latency_s=1e-5, bytes_per_s=LINK_BYTES_PER_S)
+_HOST = Link(latency_s=1e-5, bytes_per_s=HOST_BYTES_PER_S)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Device:
     flops_per_s: float = FLOPS_PER_S
     memory_bytes_per_s: float = 2e12
     link: Link = _NETWORK
-    host_link: Link = Link(latency_s=1e-5, bytes_per_s=HOST_BYTES_PER_S)
+    host_link: Link = _HOST
 
 
 def costs_of_facts(facts: SplitFacts, shape: ModelShape, dims: Dims, device: Device) -> Costs:
@@ -40,7 +41,8 @@ def costs_of_facts(facts: SplitFacts, shape: ModelShape, dims: Dims, device: Dev
     return Costs(
         forward=forward, backward=forward, weight=forward,
         buckets=tuple(bucket_costs(size, facts.dtype, device) for size in facts.elements),
-        message_link=device.link, group_link=device.link, host_link=device.host_link, dims=dims, element_bytes=DTYPE_BYTES[facts.dtype],
+        message_link=device.link, group_link=device.link, host_link=device.host_link, dims=dims,
+        element_bytes=DTYPE_BYTES[facts.dtype],
     )  # fmt: skip
 
 

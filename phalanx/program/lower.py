@@ -35,7 +35,7 @@ def lower(plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
     ]
     programs = [add_sums(program, summed_of(plan, shape, p)) for p, program in enumerate(programs)]
     programs = add_messages(programs, _route(plan), split, NUM_AHEAD.get(plan.schedule, 1))
-    programs = move_activations(programs, plan, shape, split)
+    programs = move_activations(programs, plan, shape)
     return tuple(_complete(program, plan, shape, p) for p, program in enumerate(programs))
 
 

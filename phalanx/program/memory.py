@@ -207,7 +207,11 @@ def _changes(
             value = table.values[i]
             users[value.memory] = users.get(value.memory, 1) - 1
             if not users[value.memory] and value.memory in sizes:
-                yield issued if i in dropped else ended, -sizes[value.memory], COMPONENTS[table.values[value.memory].kind]
+                yield (
+                    issued if i in dropped else ended,
+                    -sizes[value.memory],
+                    COMPONENTS[table.values[value.memory].kind],
+                )
         now = event.end if computes else now
 
 

@@ -31,11 +31,12 @@ def visit_of(instruction: Instruction, split: bool) -> Instruction:
     return instruction._replace(op=op, block=None, half=None, op_index=None)
 
 
-def use_of(instruction: Instruction) -> tuple[object, ...] | None:
-    """The use of a block, in one direction, that a computation or redistribution is part of."""
-    if instruction.op not in _IN_VISITS:
-        return None
-    return instruction.op in _FORWARD, instruction.stage, instruction.micro_batch, instruction.slice, instruction.block
+Use = tuple[Instruction, int | None]
+
+
+def use_of(instruction: Instruction, split: bool) -> Use | None:
+    """What a visit does with one block, of which a computation or redistribution is part."""
+    return (visit_of(instruction, split), instruction.block) if instruction.op in _IN_VISITS else None
 
 
 def is_split(orders: Iterable[Program]) -> bool:

@@ -18,17 +18,17 @@ from phalanx.program.moved import movable
 from phalanx.program.passes.insert import insert
 from phalanx.program.rules import Place
 from phalanx.program.shape import ModelShape
-from phalanx.program.visits import in_visits, visit_of
+from phalanx.program.visits import Use, seems_split, use_of
 
 NUM_AHEAD = 1  # uses of blocks by which something is asked for before its own
 
 
-def move_activations(programs: Sequence[Program], plan: Plan, shape: ModelShape, split: bool) -> tuple[Program, ...]:
-    """To the programs of all ranks of a pipeline, complete but for the update. split: see `visits.py`."""
+def move_activations(programs: Sequence[Program], plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
+    """In the programs of all ranks of a pipeline, complete but for the update."""
     if "activations" not in dict(plan.offload):
         return tuple(programs)
     _check_count(plan, shape)
-    moved = tuple(_moved(program, plan, shape, index, split) for index, program in enumerate(programs))
+    moved = tuple(_moved(program, plan, shape, index) for index, program in enumerate(programs))
     if moved == tuple(programs):
         reason = "in every stage the backward of a layer follows its forward too closely"
         message = f"plan: offload={write_offload(plan.offload)} moves no activations: {reason}"
@@ -45,12 +45,12 @@ def _check_count(plan: Plan, shape: ModelShape) -> None:
         raise PlanError(message, f"use activations:{max(layers)} or less, or activations for all layers")
 
 
-def _moved(program: Program, plan: Plan, shape: ModelShape, pp_index: int, split: bool) -> Program:
-    begins, use_of = _uses(program, split)
+def _moved(program: Program, plan: Plan, shape: ModelShape, pp_index: int) -> Program:
+    begins, numbers = _uses(program)
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
     for place, move in movable(plan, shape, program, pp_index).items():
-        asked = max(0, use_of[move.first] - NUM_AHEAD)
+        asked = max(0, numbers[move.first] - NUM_AHEAD)
         left = bisect_right(begins, move.last) - 1  # the use during which, or after which, it leaves
         stage = program[move.first].stage
         assert stage is not None
@@ -60,19 +60,21 @@ def _moved(program: Program, plan: Plan, shape: ModelShape, pp_index: int, split
     return insert(program, before, after)
 
 
-def _uses(program: Program, split: bool) -> tuple[list[int], dict[int, int]]:
-    """Where each use of a block by a visit begins, and for each position of one which it is."""
-    numbers: dict[tuple[Instruction, int | None], int] = {}
+def _uses(program: Program) -> tuple[list[int], dict[int, int]]:
+    """Where each use of a block begins, and for each position in one its number."""
+    known: dict[Use, int] = {}
     begins: list[int] = []
-    use_of: dict[int, int] = {}
+    numbers: dict[int, int] = {}
+    split = seems_split(program)
     for position, it in enumerate(program):
-        if in_visits(it):
-            use = visit_of(it, split), it.block
-            if use not in numbers:
-                numbers[use] = len(begins)
-                begins.append(position)
-            use_of[position] = numbers[use]
-    return begins, use_of
+        use = use_of(it, split)
+        if use is None:
+            continue
+        if use not in known:
+            known[use] = len(begins)
+            begins.append(position)
+        numbers[position] = known[use]
+    return begins, numbers
 
 
 def _instruction(op: Op, stage: int | None, place: Place) -> Instruction:
