@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phalanx.plan.plan import Plan
-from phalanx.program.instructions import MOVES, Instruction, Op, Program
+from phalanx.program.instructions import MOVES, Op, Program
 from phalanx.program.rules import Key, Place, Rules, place_of
 from phalanx.program.shape import ModelShape
 from phalanx.program.visits import in_visits

@@ -2,9 +2,10 @@
 
 A rank issues its program in order and computes one thing at a time. Messages and collectives are issued where they
 stand, once the computation before them has ended, and then run beside the computation, in the order of issue on their
-channel (two ranks, one direction) or group; so do copies to the host and from it. Whoever touches what they bring waits for it. So the order on each resource
-is known beforehand, and a task simply begins when the last thing it waits for has ended. Ranks that differ only in whom
-they talk to are simulated once, unless their links differ. Nothing is printed here.
+channel (two ranks, one direction) or group; so do copies to the host and back. Whoever touches what they bring waits for
+it. So the order on each resource is known beforehand, and a task simply begins when the last thing it waits for has
+ended. Ranks that differ only in whom they talk to are simulated once, unless their links differ. Nothing is printed
+here.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from tests.engine.live_bytes import mismatches, on_rank
 
 ALONE = [
     "mb=2", "mb=2,recompute=yes", "mb=2,recompute=unit", "mb=2,recompute=light", "mb=2,schedule=zb-h1",
-    "mb=2,schedule=zb-h1,recompute=block+unit+light+none", "mb=2,recompute=light,offload=activations", "mb=2,schedule=zb-v", "mb=2,schedule=gpipe,slices=3",
+    "mb=2,schedule=zb-h1,recompute=block+unit+light+none", "mb=2,recompute=light,offload=activations",
+    "mb=2,schedule=zb-v", "mb=2,schedule=gpipe,slices=3",
 ]  # fmt: skip
 TOGETHER = [
     (captured.GPT2, "pp=2,mb=4,schedule=zb-h1"),

@@ -188,8 +188,8 @@ def test_when_parameters_are_gathered_and_gradients_reduced_depends_on_zero() ->
 # What is said about a wrong plan.
 
 ALL = (
-    "allowed: degrees, dp, gather, mb, offload, overlap, pairs, pp, recompute, reduce, replicate, save, schedule, sequence, "
-    "slices, stages, tp, v, zero, zero_degree"
+    "allowed: degrees, dp, gather, mb, offload, overlap, pairs, pp, recompute, reduce, replicate, save, schedule, "
+    "sequence, slices, stages, tp, v, zero, zero_degree"
 )
 
 WRONG = {
