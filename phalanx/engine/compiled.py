@@ -7,7 +7,7 @@ Functions belong to shapes, not to plans: they serve as long as these match.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from phalanx.params.state_facts import state_facts
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import compile_plan
+from phalanx.program.holders import chunks_of, hosted_of
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Compiled:
         """The bucket of each parameter."""
         return {name: bucket for bucket, names in enumerate(self.composed.buckets.names) for name in names}
 
+    def hosted(self) -> dict[int, int]:
+        """The buckets whose optimizer state lies on the host, each in so many parts."""
+        plan, shape = self.plan, self.formation.shape
+        return {b: chunks_of(plan, shape, b) for b in hosted_of(plan, shape, self.formation.pp_index)}
+
     def _functions(self, trainable: Sequence[str], trains: bool) -> Functions:
         composed, formation, plan = self.composed, self.formation, self.plan
         compute = Compute(
@@ -102,4 +108,6 @@ def _formation(
         locals={name: each.locals for name, each in sharded.parameters.items()} if sharded else None,
         slots=optimizer_slots(config, torch.float32 if masters else dtype, device, optimizer_class),
     )  # fmt: skip
-    return RankLayout(plan, buckets.shape, facts, rank, sharded)
+    trained = [[each for each in facts.buckets.get(b, ()) if each.trained] for b in range(buckets.shape.num_buckets)]
+    elements = tuple(sum(each.local(0).numel for each in own) for own in trained)
+    return RankLayout(plan, replace(buckets.shape, elements=elements), facts, rank, sharded)

@@ -14,23 +14,9 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.redistribute import Arriving
+from phalanx.params.host_memory import Copying, HostBuffers
 
 Held = Tensor | Sequence[Tensor]
-
-
-class HostBuffers:
-    """Memory of the host, pinned for a GPU, to be taken and given back."""
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-        self._free: dict[int, list[Tensor]] = {}
-
-    def take(self, size: int) -> Tensor:
-        free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def give(self, buffer: Tensor) -> None:
-        self._free.setdefault(buffer.numel(), []).append(buffer)
 
 
 @dataclass(frozen=True)
@@ -60,8 +46,7 @@ class HostValue:
 
     def release(self) -> None:
         """Its memory may be used again."""
-        for buffer in self.buffers:
-            self._pool.give(buffer)
+        self._pool.give(self.buffers)
         self.buffers = []
 
 
@@ -95,28 +80,17 @@ class HostCopies:
         return Arriving(_copy(targets, held.buffers, self._back), lambda: tensors[0] if held.single else tensors)
 
 
-class _Copying:
-    """Something that the current stream can wait for."""
-
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
-
-    def wait(self, what: str = "") -> None:
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.cuda.Stream | None) -> _Copying:
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.cuda.Stream | None) -> Copying:
     """After everything that the current stream has been given so far, and beside what it is given next."""
     if stream is None:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
-        return _Copying(None)
+        return Copying()
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
-        return _Copying(stream.record_event())
+        return Copying(stream.record_event())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

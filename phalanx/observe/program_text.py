@@ -92,7 +92,7 @@ def _bars(timeline: Timeline) -> Iterator[Bar]:
 def _lane(event: Event) -> str:
     if event.resource == COMPUTE:
         return "compute"
-    if event.instruction.op in MOVES:
+    if event.instruction.op in MOVES or event.instruction.op is Op.STEP:
         return "copies"
     return "messages" if event.instruction.op in SENDS | RECEIVES else "collectives"
 

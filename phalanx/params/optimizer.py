@@ -21,6 +21,7 @@ from phalanx.params.flat import Piece
 from phalanx.params.parameters import Weight
 from phalanx.params.state_facts import Slot
 from phalanx.params.streams import Streams
+from phalanx.plan.offload import Offload, write_offload
 from phalanx.state.local import Local
 
 _ELEMENT_WISE = (
@@ -70,10 +71,15 @@ class Optimizer:
         if self._copied:
             torch._foreach_copy_(self._copies, self._copied)
 
-    def squared_norm(self, gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """The squared norm of these gradients as one vector; zero, on the device of `like`, if there are none."""
-        squares = self._streams.run(lambda part: squared_norm(list(part.values())), gradients)
-        return torch.stack(squares).sum() if squares else torch.zeros_like(like)
+    def squared_norm(
+        self, gradients: Mapping[str, Tensor], like: Tensor, others: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """The squared norm of these gradients as one vector; zero, on the device of `like`, if there are none. others:
+        norms of further gradients, which are not here any more."""
+        norms = dict(others or {})
+        for part in self._streams.run(norms_of, gradients):
+            norms |= part
+        return squared_norm(norms) if norms else torch.zeros_like(like)
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """The state's tensors as (slot, parameter, tensor)."""
@@ -146,12 +152,23 @@ class Optimizer:
         self.inner.zero_grad(set_to_none=True)
 
 
-def squared_norm(gradients: list[Tensor]) -> Tensor:
-    norms: list[Tensor] = []
-    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):  # torch fuses only over one dtype
+def norms_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The norm of each."""
+    found: dict[str, Tensor] = {}
+    for dtype in sorted(
+        {gradient.dtype for gradient in gradients.values()}, key=str
+    ):  # torch fuses only over one dtype
+        own = {name: gradient for name, gradient in gradients.items() if gradient.dtype == dtype}
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        norms += torch._foreach_norm([g for g in gradients if g.dtype == dtype], 2, dtype=wide)
-    return torch.stack(norms).double().square().sum()
+        found |= zip(own, torch._foreach_norm(list(own.values()), 2, dtype=wide), strict=True)
+    return found
+
+
+def squared_norm(norms: Mapping[str, Tensor]) -> Tensor:
+    """Of all these together, in an order that does not depend on who came first."""
+    ordered = [norms[name] for name in sorted(norms)]
+    alike = len({norm.dtype for norm in ordered}) == 1
+    return torch.stack(ordered if alike else [norm.double() for norm in ordered]).double().square().sum()
 
 
 def _divide(gradients: Mapping[str, Tensor], divisor: Tensor | None) -> None:
@@ -213,6 +230,18 @@ def optimizer_slots(
         Slot(slot, str(tensor.dtype).removeprefix("torch."), is_counter=tensor.dim() == 0)
         for slot, _, tensor in optimizer.tensors()
     )
+
+
+def require_element_wise(config: RunConfig, optimizer_class: type[Any] | None, offload: Offload) -> None:
+    """For a plan that keeps parts of tensors on the host."""
+    chosen = _chosen(config, optimizer_class)
+    if chosen not in _ELEMENT_WISE:
+        known = ", ".join(sorted(kind.__name__ for kind in _ELEMENT_WISE))
+        raise ConfigError(
+            f"optimizer {getattr(chosen, '__name__', chosen)} is not known to update each element by itself, but plan "
+            f"offload={write_offload(offload)} updates tensors in parts",
+            f"leave optimizer out of offload, or use one of torch's {known}",
+        )
 
 
 def decays(shape: Sequence[int]) -> bool:

@@ -7,16 +7,19 @@ in order, by the rules (`rules.py`). A value is freed by the last instruction th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.moved import moved_of
-from phalanx.program.rules import Key, Rules, of_bucket
+from phalanx.program.rules import Key, Rules, bucket_of, of_bucket
 from phalanx.program.shape import ModelShape
 from phalanx.program.values import RESIDENT, Collect, Row, Table, Value
 from phalanx.program.visits import Use, seems_split, use_of
 
+# How many parts of the update may be on their way to the host when these begin.
+_LEFT_BEFORE = {Op.OUT: 1, Op.IN: 1, Op.NORM: 0, Op.STEP: 0}
 IN_FLIGHT = 2  # reductions under way at once where whole gradients are not to be kept (ZeRO 2 and 3)
 
 
@@ -74,8 +77,9 @@ class _Lives:
 
     def begin_row(self, it: Instruction) -> None:
         """What left long enough ago is waited for where a block is used anew, so that its memory is free again."""
-        if it.op is Op.OUT:
-            assert it.stage is not None
+        if it.stage is None and it.op in _LEFT_BEFORE:
+            self._let_leave(_LEFT_BEFORE[it.op] if it.op is not Op.STEP or it.block is None else len(self._leaving))
+        if it.op is Op.OUT and it.stage is not None:
             self._uses_to_leave = self._plan.uses_to_leave(it.stage, self._shape.layers)
         use = use_of(it, self._split) if self._plan.offload else None
         if use is None or use in self._uses:
@@ -201,15 +205,29 @@ class _Lives:
         self._row.adds.append(total)
         self._pending[total] = len(self._rows)
 
-    def read_sums(self) -> None:
+    def read_sums(self, without: Collection[int] = ()) -> None:
         for bucket in self.flat:
-            self._total(bucket)
-        for key in [key for key in self._live if key[0] == "d_parameters"]:
+            if bucket not in without:
+                self._total(bucket)
+        for key in [key for key in self._live if key[0] == "d_parameters" and int(bucket_of(key)) not in without]:
             self.read(key)
+
+    def read_sum(self, bucket: int) -> tuple[int, ...]:
+        if bucket in self.flat:
+            return (self._total(bucket),)
+        own = [key for key in self._live if key[0] == "d_parameters" and bucket_of(key) == str(bucket)]
+        return tuple(self.read(key) for key in own)
 
     def read_losses(self) -> None:
         for key in [key for key in self._live if key[0] == "loss"]:
             self.read(key)
+
+    def _let_leave(self, most: int) -> None:
+        """Waits for what is on its way to the host, the oldest first."""
+        while len(self._leaving) > most:
+            _, number = self._leaving.pop(0)
+            if number in self._pending:
+                self._arrive(number)
 
     # Lives.
 

@@ -17,9 +17,10 @@ from phalanx.program.block_ops import BlockOps
 from phalanx.program.check_ranks import check_messages, check_progress, check_ties
 from phalanx.program.check_values import Broken, check_values
 from phalanx.program.grid import Mark, draw, short_view
-from phalanx.program.holders import buckets_of, is_tied, reduced_of, summed_of
+from phalanx.program.holders import buckets_of, hosted_of, is_tied, reduced_of, summed_of
 from phalanx.program.instructions import HALVES, MOVES, RECEIVES, SENDS, Instruction, Op, Program
 from phalanx.program.moved import moved_of
+from phalanx.program.passes.offload import update
 from phalanx.program.rules import place_of
 from phalanx.program.schedules.one_f_one_b import NUM_AHEAD, most_held
 from phalanx.program.shape import ModelShape
@@ -179,7 +180,10 @@ def _messages(
 
 def _update(scope: Scope, index: int) -> Iterator[Instruction]:
     plan, shape = scope.plan, scope.shape
-    yield from (Instruction(op) for op in (Op.COUNT, Op.NORM, Op.STEP))
+    yield Instruction(Op.COUNT)
+    yield from update(plan, shape, index)
+    if plan.steps_on_host:
+        yield from (Instruction(Op.OUT, block=bucket) for bucket in hosted_of(plan, shape, index))
     trained = [bucket for bucket in buckets_of(plan, shape, index) if shape.trained[bucket]]
     moments = range(scope.num_micro_batches) if plan.reduces == "micro-batch" else (None,)
     for bucket in trained:

@@ -44,6 +44,7 @@ class BucketCosts:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     step_seconds: float = 0.0
+    host_step_seconds: float = 0.0  # where the host updates it
 
 
 @dataclass(frozen=True)

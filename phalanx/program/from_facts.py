@@ -32,6 +32,7 @@ class Device:
     memory_bytes_per_s: float = 2e12
     link: Link = _NETWORK
     host_link: Link = _HOST
+    host_memory_bytes_per_s: float = 1e11
 
 
 def costs_of_facts(facts: SplitFacts, shape: ModelShape, dims: Dims, device: Device) -> Costs:
@@ -75,7 +76,13 @@ def bucket_costs(size: int, dtype: str, device: Device) -> BucketCosts:
     costs = BucketCosts(size * width, size * wide, size * (2 * wide + masters))
     # Everything is read, and all but the gradients is written.
     moved = 2 * (costs.weight_bytes + costs.optimizer_bytes) + costs.gradient_bytes
-    return replace(costs, step_seconds=moved / device.memory_bytes_per_s)
+    exact = size * (wide if not masters else 0)  # without masters the host has the weights themselves
+    on_host = 2 * (exact + costs.optimizer_bytes) + costs.gradient_bytes
+    return replace(
+        costs,
+        step_seconds=moved / device.memory_bytes_per_s,
+        host_step_seconds=on_host / device.host_memory_bytes_per_s,
+    )
 
 
 def shipped(facts: ModelFacts, plan: Plan) -> SplitFacts | None:

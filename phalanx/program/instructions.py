@@ -43,7 +43,7 @@ class Op(StrEnum):
     NORM = "NORM"  # the loss, the norm of all gradients, whether all is finite
     STEP = "STEP"  # the optimizer
     SHARE = "P"  # a bucket's updated parameters with the ranks that did not update them
-    OUT = "OUT"  # what the backward of an op needs of its forward, from the device to the host
+    OUT = "OUT"  # to the host: what an op's backward needs; a bucket's gradients; a part of its optimizer state
     IN = "IN"  # the same back to the device
 
 
@@ -60,7 +60,7 @@ HALVES = "ab"
 class Instruction(NamedTuple):
     """`block` is the block of a computation or redistribution, the bucket of anything about parameters. `half`: of the
     micro-batch, where it is cut in two. `op_index`: of the block, where it is made of several (`shape.BlockOp`).
-    `slice`: of the micro-batch's tokens, where they are cut."""
+    `slice`: of the micro-batch's tokens, where they are cut. For the state of a bucket `op_index` is a part of it."""
 
     op: Op
     stage: int | None = None
@@ -116,19 +116,23 @@ def _well_formed(match: re.Match[str]) -> bool:
     op = Op(match["op"])
     named = {name for name, text in match.groupdict().items() if name not in ("op", "arrow", "peer") and text}
     arrow = ">" if op in SENDS else "<" if op in RECEIVES else None
-    needed, allowed = _places(op)
+    needed, allowed = _places(op, "stage" in named)
     return needed <= named <= needed | allowed and match["arrow"] == arrow
 
 
-def _places(op: Op) -> tuple[set[str], set[str]]:
+def _places(op: Op, staged: bool) -> tuple[set[str], set[str]]:
     """What an instruction of a kind must name, and what it may name besides."""
     place = {"stage", "micro_batch"}
     if op in COMPUTE:
         return place, {"slice", "half", "block", "op_index"}
     if op in REDISTRIBUTIONS or op in LOCAL_REDISTRIBUTIONS:
         return {*place, "block", "op_index"}, {"slice", "half"}
-    if op in MOVES:
+    if op in MOVES and staged:
         return {*place, "block"}, {"slice", "half", "op_index"}
+    if op in MOVES:  # of a bucket's state, or its gradients
+        return {"block"}, {"op_index"}
+    if op is Op.STEP:
+        return set(), {"block", "op_index"}
     if op is Op.INPUT:
         return {"micro_batch"}, {"half"}
     if op in SENDS or op in RECEIVES:

@@ -13,7 +13,7 @@ from phalanx.expressions import evaluate
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan
 from phalanx.program.costs import BucketCosts, Costs
-from phalanx.program.holders import buckets_of
+from phalanx.program.holders import buckets_of, chunks_of, hosted_of
 from phalanx.program.instructions import COMPUTE, SENDS, Instruction, Op
 from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape
@@ -30,7 +30,7 @@ COMPONENTS = {
     "activation": "activations", "loss": "activations", "saved_b": "activations", "saved_bw": "activations",
     "saved_w": "activations", "past": "activations", "d_past": "gradients of activations",
     "gradient": "gradients of activations", "inputs": "inputs", "d_parameters": "gradients", "reduced": "gradients",
-    "gathered": "gathered weights", "items": "inputs", "norm": "inputs",
+    "gathered": "gathered weights", "items": "inputs", "norm": "inputs", "norms": "inputs", "staged": "staging",
 }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ class Sizes:
         return dims
 
     def __call__(self, value: Value) -> int:
-        if value.kind in ("gathered", "d_parameters", "reduced"):
+        if value.kind in ("gathered", "d_parameters", "reduced", "staged", f"{HOST}d_parameters", f"{HOST}state"):
             return self._of_bucket(value)
         lengths = self.plan.slices and value.slice is not None
         key = (value.kind, value.what, value.half is None, (value.micro_batch, value.slice) if lengths else None)
@@ -115,10 +115,14 @@ class Sizes:
 
     def _of_bucket(self, value: Value) -> int:
         bucket, _, op = value.what.partition("/")
+        if value.kind in ("staged", f"{HOST}state"):
+            bucket, _, _ = bucket.partition(":")
+            parts = self.plan.shards * chunks_of(self.plan, self.shape, int(bucket))
+            return -(-self.buckets[int(bucket)].optimizer_bytes // parts)
         costs = self.buckets[int(bucket)]
         if value.kind == "gathered":
             return costs.weight_bytes
-        if value.kind == "reduced" and self.plan.zero:
+        if value.kind in ("reduced", f"{HOST}d_parameters") and self.plan.zero:
             return -(-costs.gradient_bytes // self.plan.shards)
         if not op:
             return costs.gradient_bytes
@@ -156,7 +160,8 @@ def resident_bytes(compiled: CompiledPlan, costs: Costs, rank: int) -> dict[str,
         return -(-size // plan.shards) if plan.zero >= from_stage else size
 
     held = buckets_of(plan, shape, compiled.pp_index(rank))
-    trained = [bucket for bucket in held if shape.trained[bucket]]
+    hosted = hosted_of(plan, shape, compiled.pp_index(rank))
+    trained = [bucket for bucket in held if shape.trained[bucket] and bucket not in hosted]
     return {
         "weights": share(sum(costs.buckets[bucket].weight_bytes for bucket in held), 3),
         "optimizer": share(sum(costs.buckets[bucket].optimizer_bytes for bucket in trained), 1),

@@ -6,7 +6,7 @@ place. It moves with the first op that reads it there. Found by following a prog
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from phalanx.plan.plan import Plan
@@ -31,7 +31,7 @@ class Move:
 
 def moved_of(plan: Plan, shape: ModelShape, program: Program, pp_index: int) -> dict[Place, tuple[Key, ...]]:
     """What the OUTs and INs of a program move."""
-    if not any(it.op in MOVES for it in program):
+    if not any(it.op in MOVES and it.stage is not None for it in program):
         return {}
     plain = tuple(it for it in program if it.op not in MOVES)
     return {place: tuple(move.keys) for place, move in movable(plan, shape, plain, pp_index).items()}
@@ -101,6 +101,9 @@ class _Touches:
 
     def reduce_further(self, bucket: int) -> None: ...
 
-    def read_sums(self) -> None: ...
+    def read_sums(self, without: Collection[int] = ()) -> None: ...
+
+    def read_sum(self, bucket: int) -> tuple[Key, ...]:
+        return ()
 
     def read_losses(self) -> None: ...

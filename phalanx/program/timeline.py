@@ -25,8 +25,8 @@ def channel_name(source: int, target: int, op: Op) -> str:
 
 
 def copies_name(rank: int, op: Op) -> str:
-    """The resource on which values travel from a rank's device to its host (OUT), or back."""
-    return f"{rank}→host" if op is Op.OUT else f"host→{rank}"
+    """The resource on which values travel from a rank's device to its host (OUT) or back (IN), or the host itself."""
+    return {Op.OUT: f"{rank}→host", Op.IN: f"host→{rank}"}.get(op, f"host of {rank}")
 
 
 @cache

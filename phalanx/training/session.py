@@ -74,7 +74,7 @@ class Session:
             context.slot.set_place(compiled.formation.place)
         own = links or Links(context, timeout=config.timeout)
         connected = ProcessGroups(compiled.formation, own, owns_links=links is None)
-        state = State(compiled.formation.state, context.rank, read, config, device, optimizer_class)
+        state = State(compiled.formation.state, context.rank, read, config, device, optimizer_class, compiled.hosted())
         return cls(compiled, connected, state, watches)
 
     @property
@@ -97,6 +97,8 @@ class Session:
 
     def close(self) -> None:
         self.step.engine.settle()
+        if self.state.hosted is not None:
+            self.state.hosted.close()
         self.connected.close()
 
     def _engine(
@@ -107,7 +109,7 @@ class Session:
         parts = Parts(
             compiled.plan, formation.shape, compiled.rank, formation.pp_index, compiled.graph, functions.compute,
             functions.tracer, self.state.parameters, connected.gather, self._movers(), connected.channel, gradients,
-            totals, compiled.home(), HostCopies(compiled.device),
+            totals, compiled.home(), HostCopies(compiled.device), self.state.hosted,
         )  # fmt: skip
         warms_up = compiled.device.type == "cuda" and compiled.plan.pp * compiled.plan.tp > 1
         return Engine(parts, watches=watches, warms_up=warms_up)
