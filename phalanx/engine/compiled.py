@@ -7,7 +7,7 @@ Functions belong to shapes, not to plans: they serve as long as these match.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,6 +108,4 @@ def _formation(
         locals={name: each.locals for name, each in sharded.parameters.items()} if sharded else None,
         slots=optimizer_slots(config, torch.float32 if masters else dtype, device, optimizer_class),
     )  # fmt: skip
-    trained = [[each for each in facts.buckets.get(b, ()) if each.trained] for b in range(buckets.shape.num_buckets)]
-    elements = tuple(sum(each.local(0).numel for each in own) for own in trained)
-    return RankLayout(plan, replace(buckets.shape, elements=elements), facts, rank, sharded)
+    return RankLayout(plan, buckets.shape, facts, rank, sharded)

@@ -1,8 +1,8 @@
 """Tensors between a device and the memory of its host: state, gradients and updated parameters.
 
 State lies in ordinary memory of the host and passes through pinned buffers, of which there are a few; gradients come
-into pinned memory. Buffers are used again and again, so that pinning is paid for once. Where the device is a CPU, all of
-it are plain copies.
+into pinned memory. Buffers are used again and again, so that pinning is paid for once. Where the device is a CPU, these
+are plain copies.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,8 @@ class Left:
 
 
 class HostedOptimizer:
-    """parts: into how many each bucket's state is divided. make: the torch optimizer for some weights. on_host: the host
-    updates, too."""
+    """parts: into how many each bucket's state is divided. make: the torch optimizer for some weights. on_host: the
+    host updates, too."""
 
     def __init__(
         self, parameters: Parameters, parts: Mapping[int, int], make: Make, clip: float | None, device: torch.device,
@@ -206,7 +207,7 @@ def _divide(pieces: Sequence[tuple[Piece, int]], count: int) -> list[list[Range]
     end = max((offset + piece.stop - piece.start for piece, offset in pieces), default=0)
     edges = [end * i // count for i in range(count + 1)]
     parts: list[list[Range]] = []
-    for begin, stop in zip(edges, edges[1:], strict=False):
+    for begin, stop in pairwise(edges):
         own: list[Range] = []
         for piece, offset in pieces:
             size = piece.stop - piece.start

@@ -86,8 +86,9 @@ class ModelShape:
 
     granularities: whether a block runs once per slice of a micro-batch's tokens, or once per micro-batch (an encoder),
     with slice 0; the latter come first. per_micro_batch: activations that belong to the micro-batch and not to one of
-    its slices. layers: the blocks that are layers of the model, for which a plan may give something one by one. elements:
-    of each bucket's trained parameters, as the first tensor-parallel rank has them; () where they are not known."""
+    its slices. layers: the blocks that are layers of the model, for which a plan may give something one by one.
+    elements: of each bucket's trained parameters, as the first tensor-parallel rank has them; () where they are not
+    known."""
 
     num_blocks: int
     shared: tuple[tuple[int, ...], ...]
