@@ -50,6 +50,9 @@ def program(
     link_bytes: Annotated[
         float | None, typer.Option(help="bytes/s that a link between ranks is assumed to carry (default: 2.5e10)")
     ] = None,
+    host_bytes: Annotated[
+        float | None, typer.Option(help="bytes/s between a device and its host, each way (default: 5e10)")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help="memory of a device, e.g. 80GiB: says whether the plan fits, and what would")
     ] = None,
@@ -69,7 +72,7 @@ def program(
         parse_bytes("memory", memory)
     from phalanx.program.predict import predict
 
-    device = _device(device_flops, link_bytes)
+    device = _device(device_flops, link_bytes, host_bytes)
     facts = find_facts(model, task, dtype, tiny, live=False)
 
     dims, describe = choose_dims(facts, batch_size, seq_len), describer(facts, model, task, tiny)
@@ -93,16 +96,17 @@ def program(
     _write(timelines, svg=svg, png=png, trace=trace)
 
 
-def _device(flops: float | None, link_bytes: float | None) -> Device:
+def _device(flops: float | None, link_bytes: float | None, host_bytes: float | None) -> Device:
     from phalanx.program.costs import Link
     from phalanx.program.from_facts import Device
 
     default = Device()
-    for name, value in (("device-flops", flops), ("link-bytes", link_bytes)):
+    for name, value in (("device-flops", flops), ("link-bytes", link_bytes), ("host-bytes", host_bytes)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"option {name} = {value} is not a speed", "give a number above 0, for example 1e14")
     link = Link(default.link.latency_s, link_bytes) if link_bytes else default.link
-    return Device(flops or default.flops_per_s, default.memory_bytes_per_s, link)
+    host = Link(default.host_link.latency_s, host_bytes) if host_bytes else default.host_link
+    return Device(flops or default.flops_per_s, default.memory_bytes_per_s, link, host)
 
 
 def _lowered(prediction: Prediction) -> list[str]:

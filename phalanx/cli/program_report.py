@@ -51,6 +51,7 @@ def _assumption(device: Device, is_fused: bool) -> str:
         f"assumed, not measured: devices that reach {number_text(device.flops_per_s, 'FLOP/s')} and "
         f"{number_text(device.memory_bytes_per_s, 'B/s')} from memory, links of "
         f"{number_text(device.link.bytes_per_s, 'B/s')} and {duration_text(device.link.latency_s)}, "
+        f"{number_text(device.host_link.bytes_per_s, 'B/s')} to the host and back, "
         f"a backward of two forwards, segments that are {'compiled' if is_fused else 'not compiled'}"
     )
 

@@ -27,6 +27,7 @@ from phalanx.params.state_facts import state_facts
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import compile_plan
+from phalanx.program.holders import chunks_of, hosted_of
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Compiled:
     def home(self) -> dict[str, int]:
         """The bucket of each parameter."""
         return {name: bucket for bucket, names in enumerate(self.composed.buckets.names) for name in names}
+
+    def hosted(self) -> dict[int, int]:
+        """The buckets whose optimizer state lies on the host, each in so many parts."""
+        plan, shape = self.plan, self.formation.shape
+        return {b: chunks_of(plan, shape, b) for b in hosted_of(plan, shape, self.formation.pp_index)}
 
     def _functions(self, trainable: Sequence[str], trains: bool) -> Functions:
         composed, formation, plan = self.composed, self.formation, self.plan

@@ -7,6 +7,7 @@ over the same ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,7 +70,20 @@ def compose(captured: Captured, plan: Plan, tp_index: int, dtype: torch.dtype, t
     policies = [plan.recompute_of(block, blocks.layers) for block in range(len(blocks.blocks))]
     by_unit, light = (_where(policies, policy) for policy in ("unit", "light"))
     chained = shard(captured, plan, tp_index, dtype) if plan.tp > 1 else unsplit(blocks, by_unit)
-    return Composed(captured, sliced, chained, bucket_names(blocks, trainable, chained, sliced), light)
+    buckets = bucket_names(blocks, trainable, chained, sliced)
+    return Composed(captured, sliced, chained, _measured(buckets, captured, chained, trainable), light)
+
+
+def _measured(buckets: BucketNames, captured: Captured, chained: Chained, trainable: Collection[str]) -> BucketNames:
+    """With the number of elements of each: as the first of the ranks that split tensors has them, for all alike."""
+    split = chained.parameters if isinstance(chained, Sharded) else {}
+    learns = set(trainable)
+
+    def elements(name: str) -> int:
+        return split[name].locals[0].numel if name in split else math.prod(captured.shapes[name])
+
+    counts = tuple(sum(elements(name) for name in names if name in learns) for names in buckets.names)
+    return replace(buckets, shape=replace(buckets.shape, elements=counts))
 
 
 def _where(policies: Sequence[str], policy: str) -> frozenset[int]:

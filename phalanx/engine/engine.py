@@ -96,11 +96,13 @@ class Engine:
 
     def _run(self, step: StepRun, end: int) -> None:
         values, watches = step.values, self.watches
-        for instruction, waits, run, frees, releases in step.linked.rows[step.position : end]:
+        for instruction, waits, drops, run, frees, releases in step.linked.rows[step.position : end]:
             for watch in watches:
                 watch.begin(instruction)
             for place, wait in waits:
                 values[place] = wait(values[place])
+            for place in drops:
+                values[place] = None
             for watch in watches:
                 watch.ready(instruction)
             run(values, step)

@@ -19,6 +19,7 @@ from phalanx.comm.pending import Pending
 from phalanx.engine.compute import Compute
 from phalanx.engine.gradients import BucketGradients, Reduced, Sum, together
 from phalanx.engine.graph import ExecutionGraph
+from phalanx.engine.host_copies import HostCopies, HostValue
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.redistribute import Arriving, Mover
 from phalanx.engine.reductions import GlobalReductions, Place, StepRun
@@ -27,13 +28,14 @@ from phalanx.model.graph.blocks import Block
 from phalanx.model.interpret import tensor_ports
 from phalanx.model.segment.segments import Call, Segment, Source, WeightCall
 from phalanx.model.shard.sharded import Redistribution
+from phalanx.params.hosted import HostedOptimizer, Left
 from phalanx.params.parameters import Parameters
 from phalanx.plan.plan import Plan
 from phalanx.program.bind import bind
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape, Partition
-from phalanx.program.values import Row, Table, Value
+from phalanx.program.values import HOST, Row, Table, Value
 
 Values = list[Any]
 Run = Callable[[Values, StepRun], None]
@@ -46,11 +48,12 @@ _PARAMETERS = ("parameters", "gathered")
 
 
 class LinkedRow(NamedTuple):
-    """waits: values that are on their way, each with how to wait for it. releases: what is done with a value besides
-    dropping it when it is freed."""
+    """waits: values that are on their way, each with how to wait for it. drops: what is freed before it runs. releases:
+    what is done with a value besides dropping it when it is freed."""
 
     instruction: Instruction
     waits: tuple[tuple[int, Callable[[Any], Any]], ...]
+    drops: tuple[int, ...]
     run: Run
     frees: tuple[int, ...]
     releases: tuple[tuple[int, Callable[[Any], None]], ...]
@@ -116,6 +119,8 @@ class Parts:
     gradients: Mapping[int, BucketGradients]
     totals: GlobalReductions | None
     home: Mapping[str, int]  # the bucket of each parameter
+    copies: HostCopies
+    hosted: HostedOptimizer | None = None
     stand_in: StandIn | None = None
     sends: Sends = field(default_factory=Sends)
 
@@ -161,7 +166,7 @@ class _Linker:
             Op.SEND_F: self._send_forward, Op.RECV_F: self._receive_forward, Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward, Op.GATHER: self._gather, Op.REDUCE: self._reduce, Op.SUM: self._sum,
             Op.TIE: self._sum, Op.COUNT: self._count, Op.NORM: self._norm, Op.STEP: self._optimize,
-            Op.SHARE: self._share,
+            Op.SHARE: self._share, Op.OUT: self._move_out, Op.IN: self._move_in,
         }  # fmt: skip
 
     def run(self) -> Linked:
@@ -170,7 +175,9 @@ class _Linker:
             made = self._collected(self._makers[it.op](it))
             waits = tuple((i, self._wait(i)) for i in self._row.waits)
             releases = [(i, release) for i in self._row.frees if (release := self._release(i)) is not None]
-            self._linked.rows.append(LinkedRow(it, waits, made, self._row.frees, tuple(releases)))
+            drops = tuple(i for i in self._row.dropped if self._release(i) is None)
+            frees = tuple(i for i in self._row.frees if i not in drops)
+            self._linked.rows.append(LinkedRow(it, waits, drops, made, frees, tuple(releases)))
         return self._linked
 
     # Computation.
@@ -446,6 +453,67 @@ class _Linker:
 
         return run
 
+    # Between device and host.
+
+    def _move_out(self, it: Instruction) -> Run:
+        if it.stage is None:
+            return self._gradients_out(it) if it.op_index is None else self._state_out(it)
+        moves, copies = list(zip(self._row.reads, self._row.writes, strict=True)), self._parts.copies
+
+        def run(values: Values, step: StepRun) -> None:
+            for source, target in moves:
+                values[target] = copies.out(values[source])
+
+        return run
+
+    def _gradients_out(self, it: Instruction) -> Run:
+        totals, hosted, bucket = self._parts.totals, self._parts.hosted, _block(it)
+        sums = [i for i, v in self._valued(self._row.reads) if v.kind in ("d_parameters", "reduced")]
+        ((there, _),) = self._valued(self._row.writes, f"{HOST}d_parameters")
+        ((norms, _),) = self._valued(self._row.writes, "norms")
+        parts = {i for _, own in self._row.collects for i in own}
+        assert totals is not None and hosted is not None, f"bucket {bucket} is not kept on the host"
+
+        def run(values: Values, step: StepRun) -> None:
+            gradients: dict[str, Tensor] = {}
+            for i in sums:
+                gradients |= {} if values[i] is None or i in parts else values[i].pieces()
+            values[norms] = totals.norms(gradients)
+            left = hosted.leave(gradients)
+            step.gradients |= left.pieces
+            values[there] = Arriving(left.copying, lambda: left)
+
+        return run
+
+    def _state_out(self, it: Instruction) -> Run:
+        hosted, part, (place,) = self._parts.hosted, _part(it), self._row.adds
+        assert hosted is not None
+
+        def run(values: Values, step: StepRun) -> None:
+            values[place] = Arriving(hosted.store(part), lambda: None)
+
+        return run
+
+    def _state_in(self, it: Instruction) -> Run:
+        hosted, part, (place,) = self._parts.hosted, _part(it), self._row.writes
+        assert hosted is not None
+
+        def run(values: Values, step: StepRun) -> None:
+            values[place] = Arriving(hosted.fetch(part), lambda: True)
+
+        return run
+
+    def _move_in(self, it: Instruction) -> Run:
+        if it.stage is None:
+            return self._state_in(it)
+        moves, copies = list(zip(self._row.reads, self._row.writes, strict=True)), self._parts.copies
+
+        def run(values: Values, step: StepRun) -> None:
+            for source, target in moves:
+                values[target] = copies.back(values[source])
+
+        return run
+
     # Parameters.
 
     def _gather(self, it: Instruction) -> Run:
@@ -490,18 +558,37 @@ class _Linker:
         totals, (place,) = self._parts.totals, self._row.writes
         losses = [i for i, _ in self._valued(self._row.reads, "loss")]
         sums = [i for i, v in self._valued(self._row.reads) if v.kind in ("d_parameters", "reduced")]
-        items = self._place("items")
+        items, left = self._place("items"), [i for i, _ in self._valued(self._row.reads, "norms")]
         assert totals is not None
 
         def run(values: Values, step: StepRun) -> None:
             gradients: dict[str, Tensor] = {}
             for i in sums:
                 gradients |= {} if values[i] is None else values[i].pieces()
-            values[place] = totals.norm(step, values[items], [values[i] for i in losses], gradients)
+            norms = {name: norm for i in left for name, norm in values[i].items()}
+            values[place] = totals.norm(step, values[items], [values[i] for i in losses], gradients, norms)
+
+        return run
+
+    def _optimize_part(self, it: Instruction) -> Run:
+        totals, hosted, part = self._parts.totals, self._parts.hosted, _part(it)
+        assert totals is not None and hosted is not None
+        if not self._parts.plan.steps_on_host:
+            return lambda values, step: hosted.step(part, step.gradients, totals.given(step))
+        ((place, _),) = self._valued(self._row.reads, f"{HOST}d_parameters")
+        bucket, is_last = self._parts.parameters.bucket(_block(it)), place in self._row.frees
+
+        def run(values: Values, step: StepRun) -> None:
+            left = values[place]
+            assert isinstance(left, Left)
+            updated = hosted.step_behind(part, left, totals.given_on_host(step), is_last)
+            bucket.update(lambda: updated.result().wait("updated parameters"))
 
         return run
 
     def _optimize(self, it: Instruction) -> Run:
+        if it.block is not None:
+            return self._optimize_part(it)
         totals, sends = self._parts.totals, self._parts.sends
         assert totals is not None
 
@@ -582,8 +669,8 @@ class _Linker:
         if value.kind == "gathered":
             bucket, parameters = int(value.what), self._parts.parameters
             return lambda there: parameters.free(bucket)
-        if value.kind in ("past", "reduced", "d_parameters"):
-            return lambda there: there.release() if isinstance(there, Reduced | _HeldPast) else None
+        if value.kind in ("past", "reduced", "d_parameters") or value.is_on_host:
+            return lambda there: there.release() if isinstance(there, Reduced | _HeldPast | HostValue) else None
         return None
 
 
@@ -597,6 +684,12 @@ class _HeldPast:
 
     def release(self) -> None:
         self.inputs.clear_past(self.degree, self.names)
+
+
+def _part(it: Instruction) -> tuple[int, int]:
+    """Of a bucket's state."""
+    assert it.op_index is not None
+    return _block(it), it.op_index
 
 
 def _unscaled(values: Values) -> None:

@@ -23,9 +23,9 @@ from phalanx.observe.metrics import peak_memory
 from phalanx.plan.plan import Plan
 from phalanx.program.from_steps import Moment
 from phalanx.program.groups import group_of
-from phalanx.program.instructions import COLLECTIVES, RECEIVES, SENDS, Instruction
+from phalanx.program.instructions import COLLECTIVES, MOVES, RECEIVES, SENDS, Instruction
 from phalanx.program.shape import ModelShape
-from phalanx.program.timeline import COMPUTE, Event, Timeline, channel_name, group_name
+from phalanx.program.timeline import COMPUTE, Event, Timeline, channel_name, copies_name, group_name
 from phalanx.state.rendezvous import StoreRendezvous
 
 _CLOCK_ROUNDS = 5
@@ -73,7 +73,7 @@ class Recorder:
         if op in SENDS or op in RECEIVES:
             assert peer is not None
             return channel_name(self._rank, peer, op) if op in SENDS else channel_name(peer, self._rank, op)
-        return COMPUTE
+        return copies_name(self._rank, op) if op in MOVES else COMPUTE
 
 
 @contextlib.contextmanager

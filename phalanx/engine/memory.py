@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,35 +23,53 @@ from phalanx.program.bind import bind
 from phalanx.program.costs import BucketCosts
 from phalanx.program.instructions import COMPUTE, Instruction, Op
 from phalanx.program.memory import Sizes, peak_in_order
-from phalanx.program.values import RESIDENT, Value
+from phalanx.program.values import HOST, RESIDENT, Value
 
 
-def rank_memory(compiled: Compiled, inputs: Mapping[Place, Inputs]) -> dict[str, int]:
-    """Bytes by component, of a step on these micro-batches."""
-    sizes, formation = _Sizes(compiled, inputs), compiled.formation
-    table = bind(compiled.plan, sizes.shape, compiled.program, formation.pp_index)
-    held = resident_memory(compiled)
-    return {name: size for name, size in (held | peak_in_order(table, sizes, sizes.working)).items() if size}
+class RankMemory(NamedTuple):
+    """Bytes by component, on the device and in the memory of the host."""
+
+    device: dict[str, int]
+    host: dict[str, int]
 
 
-def resident_memory(compiled: Compiled) -> dict[str, int]:
+def rank_memory(compiled: Compiled, inputs: Mapping[Place, Inputs]) -> RankMemory:
+    """Of a step on these micro-batches."""
+    sizes, compute = _Sizes(compiled, inputs), compiled.training.compute
+    table = bind(compiled.plan, sizes.shape, compiled.program, compiled.formation.pp_index)
+    held, hosted = state_memory(compiled)
+    held["buffers"] = _stored([*compute.buffers.values(), *compute.constants.values()])
+    device = held | peak_in_order(table, lambda value: 0 if value.is_on_host else sizes(value), sizes.working)
+    host = hosted | peak_in_order(table, lambda value: sizes(value) if value.is_on_host else 0, lambda it: 0)
+    return RankMemory(_more_than_none(device), _more_than_none(host))
+
+
+def state_memory(compiled: Compiled) -> RankMemory:
     """Held from step to step."""
-    layout, rank, compute = compiled.formation.state, compiled.rank, compiled.training.compute
-    facts, sharding = layout.facts, layout.sharding(compiled.rank)
-    found = {"parameters": 0, "masters": 0, "moments": 0}
-    for bucket in layout.buckets(rank).values():
+    layout, rank, elsewhere = compiled.formation.state, compiled.rank, compiled.hosted()
+    facts, whole, width = layout.facts, layout.sharding(rank).whole, compiled.dtype.itemsize
+    device, host = (dict.fromkeys(("parameters", "masters", "moments"), 0) for _ in range(2))
+    for number, bucket in layout.buckets(rank).items():
         for flat in filter(None, (bucket.trained, bucket.frozen)):
-            found["parameters"] += (flat.size if sharding.whole else flat.shard_size) * compiled.dtype.itemsize
+            device["parameters"] += (flat.size if whole else flat.shard_size) * width
         if bucket.trained is not None and facts.masters:
-            found["masters"] += bucket.trained.shard_size * torch.float32.itemsize
+            home = host if number in elsewhere else device
+            home["masters"] += bucket.trained.shard_size * torch.float32.itemsize
+        elif bucket.trained is not None and number in elsewhere and compiled.plan.steps_on_host:
+            host["parameters"] += bucket.trained.shard_size * width  # those that the host updates
     for kept in layout.kept(rank):
         elements = kept.piece.stop - kept.piece.start
         if kept.facts.integer:
-            found["parameters"] += elements * getattr(torch, kept.facts.integer).itemsize
+            device["parameters"] += elements * getattr(torch, kept.facts.integer).itemsize
         elif kept.facts.trained and kept.facts.bucket < facts.num_buckets:
+            home = host if kept.facts.bucket in elsewhere else device
             for slot in facts.slots or ():
-                found["moments"] += (1 if slot.is_counter else elements) * getattr(torch, slot.dtype).itemsize
-    return found | {"buffers": _stored([*compute.buffers.values(), *compute.constants.values()])}
+                home["moments"] += (1 if slot.is_counter else elements) * getattr(torch, slot.dtype).itemsize
+    return RankMemory(device, host)
+
+
+def _more_than_none(components: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in components.items() if size}
 
 
 class _Sizes:
@@ -66,11 +85,13 @@ class _Sizes:
     def __call__(self, value: Value) -> int:
         if value.kind in RESIDENT:
             return 0
-        if value.kind in ("gathered", "d_parameters", "reduced"):
+        if value.kind.removeprefix(HOST) in ("gathered", "d_parameters", "reduced", "staged"):
             return self._of_buckets(value)
         inputs = self._inputs.get((value.micro_batch or 0, value.half or 0))
-        if inputs is None or value.kind in ("loss", "items", "norm"):
+        if inputs is None or value.kind in ("loss", "items", "norm", "norms"):
             return 0
+        if value.is_on_host:
+            return self(value._replace(kind=value.kind.removeprefix(HOST)))
         if value.kind == "inputs":
             return inputs.num_bytes
         shape = self._tracer(inputs, value.slice or 0).shape(self._whole_shape)
@@ -99,8 +120,13 @@ def bucket_costs(compiled: Compiled) -> list[BucketCosts]:
     """Bytes of every bucket as it would lie on this rank."""
     shapes, trained = compiled.composed.local_shapes(), compiled.formation.shape.trained
     elements = [sum(math.prod(shapes[name]) for name in names) for names in compiled.composed.buckets.names]
-    width, added = compiled.dtype.itemsize, wide(compiled.dtype).itemsize
-    return [BucketCosts(n * width, n * added if learns else 0) for n, learns in zip(elements, trained, strict=True)]
+    facts, width, added = compiled.formation.facts, compiled.dtype.itemsize, wide(compiled.dtype).itemsize
+    moments = sum(getattr(torch, slot.dtype).itemsize for slot in facts.slots or () if not slot.is_counter)
+    masters = torch.float32.itemsize if facts.masters else 0
+    return [
+        BucketCosts(n * width, n * added, n * masters, n * moments) if learns else BucketCosts(n * width)
+        for n, learns in zip(elements, trained, strict=True)
+    ]
 
 
 def _footprint(segment: Segment) -> dict[Op, int]:

@@ -6,24 +6,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
 from phalanx.comm.links import Group
-from phalanx.comm.pending import Pending
 from phalanx.expressions import evaluate
 from phalanx.model.shard.sharded import BACKWARD, FORWARD, Redistribution
 
 Dims = Mapping[str, int]
 
 
+class Awaited(Protocol):
+    """Something that was started."""
+
+    def wait(self, what: str = "") -> None: ...
+
+
 @dataclass(frozen=True)
 class Arriving:
     """Something on its way: what is made of it when it is here."""
 
-    pending: Pending
+    pending: Awaited
     finish: Callable[[], object]
 
     def wait(self, what: str) -> object:

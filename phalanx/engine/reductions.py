@@ -16,8 +16,9 @@ from torch import Tensor
 from phalanx.comm.links import Group
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.redistribute import Arriving
+from phalanx.params.hosted import Given
 from phalanx.params.loss_scale import LossScale
-from phalanx.params.optimizer import Optimizer
+from phalanx.params.optimizer import Optimizer, norms_of
 
 Place = tuple[int, int]  # micro-batch, half
 
@@ -38,6 +39,7 @@ class StepRun:
     stop: Callable[[], bool] = lambda: False  # whether this rank is asked to stop; all do if one is
     counts: tuple[float, ...] = ()  # about this rank's part of the batch
     counted: tuple[Tensor, ...] = ()  # how many ranks are asked to stop; and counts over all parts
+    on_host: Callable[[], Given] | None = None  # what the host updates by
     linked: Any = None  # the program as calls
     values: list[Any] = field(default_factory=list[Any])  # per value of the table
     position: int = 0
@@ -63,9 +65,20 @@ class GlobalReductions:
         """The gradient of each summed loss."""
         return items.reciprocal() if self._loss_scale is None else self._loss_scale.value / items
 
-    def norm(self, step: StepRun, items: Tensor, losses: Sequence[Tensor], gradients: dict[str, Tensor]) -> Tensor:
-        step.items, step.gradients = items, gradients
-        square = self._squared_norm(gradients, items)
+    def norms(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of gradients that leave, as far as this rank answers for them."""
+        return norms_of(self._of_owned(gradients))
+
+    def _of_owned(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: gradient for name, gradient in gradients.items() if name in self._owned}
+
+    def norm(
+        self, step: StepRun, items: Tensor, losses: Sequence[Tensor], gradients: dict[str, Tensor],
+        left: Mapping[str, Tensor],
+    ) -> Tensor:  # fmt: skip
+        """left: norms of gradients that are on the host."""
+        step.items, step.gradients = items, step.gradients | gradients
+        square = self._optimizer.squared_norm(self._of_owned(gradients), items, left)
         loss = total_loss(losses if self._is_tp_leader else (), items)
         counts = [float(step.stop()), *(count if self._counts else 0.0 for count in step.counts)]
         # Filled there, not copied there: a copy from ordinary memory would wait for the whole backward.
@@ -76,25 +89,49 @@ class GlobalReductions:
             step.norm = step.norm / self._loss_scale.value
         return step.norm
 
-    def _squared_norm(self, gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """As far as this rank answers for them."""
-        owned = {name: gradient for name, gradient in gradients.items() if name in self._owned}
-        return self._optimizer.squared_norm(owned, like)
-
     def norm_of(self, gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The norm of the gradients of all ranks, as one vector."""
-        square = self._squared_norm(gradients, like)
+        square = self._optimizer.squared_norm(self._of_owned(gradients), like)
         self._world.all_reduce(square).wait("the gradients' norm")
         return square.sqrt()
 
-    def step(self, step: StepRun) -> None:
+    def given(self, step: StepRun) -> Given:
+        """What an update goes by."""
         assert step.norm is not None and step.loss is not None, "NORM comes before STEP"
         scale = None if self._loss_scale is None or step.unscaled else self._loss_scale.value
-        finite = step.norm.isfinite() & step.loss.isfinite()
-        self._optimizer.step(step.gradients, step.lr, step.norm, finite, scale)
+        return Given(step.lr, step.norm, step.norm.isfinite() & step.loss.isfinite(), scale)
+
+    def given_on_host(self, step: StepRun) -> Callable[[], Given]:
+        """The same on its way to the host, once a step; called, it waits."""
+        if step.on_host is None:
+            step.on_host = _to_host(self.given(step))
+        return step.on_host
+
+    def step(self, step: StepRun) -> None:
+        """The update of what is updated on the device, as a whole."""
+        given = self.given(step)
+        gradients = {name: own for name, own in step.gradients.items() if name in self._optimizer.weights}
+        self._optimizer.step(gradients, *given)
         if self._loss_scale is not None:
-            self._loss_scale.update(finite)
-        step.gradients, step.updated = {}, finite
+            self._loss_scale.update(given.finite)
+        step.gradients, step.updated = {}, given.finite
+
+
+def _to_host(given: Given) -> Callable[[], Given]:
+    if given.norm.device.type != "cuda":
+        return lambda: given
+    numbers = [given.norm, given.finite.double(), *([] if given.loss_scale is None else [given.loss_scale])]
+    on_host = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
+    on_host.copy_(torch.stack([number.double() for number in numbers]), non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> Given:
+        arrived.synchronize()
+        norm, finite, *scale = on_host.unbind()
+        return Given(given.lr, norm, finite.bool(), scale[0] if scale else None)
+
+    return read
 
 
 def total_items(parts: Collection[Inputs] | Mapping[Place, Inputs]) -> Tensor:

@@ -22,7 +22,7 @@ from phalanx.program.instructions import HALVES, RECEIVES, SENDS, Instruction, O
 from phalanx.program.timeline import COMPUTE, Event, Timeline
 
 _WIDTH, _LEFT, _RIGHT = 1280, 64, 16
-_HEIGHTS = {"compute": 22, "messages": 7, "collectives": 7}
+_HEIGHTS = {"compute": 22, "messages": 7, "collectives": 7, "copies": 7}
 _GAP, _TITLE, _AXIS, _LEGEND = 6, 30, 24, 30
 _CHARACTER = 6.5  # width of a digit in the labels
 

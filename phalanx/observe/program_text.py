@@ -14,13 +14,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from phalanx.program.instructions import COMPUTE as COMPUTES
-from phalanx.program.instructions import HALVES, RECEIVES, SENDS, Op
+from phalanx.program.instructions import HALVES, MOVES, RECEIVES, SENDS, Op
 from phalanx.program.timeline import COMPUTE, Event, Timeline
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-LANES = ("compute", "messages", "collectives")
+LANES = ("compute", "messages", "collectives", "copies")
 # Paul Tol's "bright" scheme: distinct for colour-blind readers too.
 COLOURS = {
     Op.F: "#4477aa", Op.B: "#ee6677", Op.W: "#ccbb44", Op.BW: "#ee6677", Op.STEP: "#aa3377",
@@ -28,11 +28,13 @@ COLOURS = {
     Op.GATHER: "#228833", Op.SHARE: "#228833", Op.REDUCE: "#99bb55", Op.SUM: "#99bb55", Op.TIE: "#99bb55",
     Op.INPUT: "#bbbbbb", Op.LF: "#117799", Op.LA: "#117799", Op.LB: "#994455",
     Op.COUNT: "#bbbbbb", Op.NORM: "#bbbbbb", Op.A: "#88aacc", Op.CF: "#117799", Op.CA: "#117799", Op.CB: "#994455",
+    Op.OUT: "#cc8844", Op.IN: "#eebb77",
 }  # fmt: skip
 MEANINGS = {
     "forward": Op.F, "backward": Op.B, "weight gradients": Op.W, "optimizer": Op.STEP, "message": Op.SEND_F,
     "message back": Op.SEND_B, "gather": Op.GATHER, "reduce": Op.REDUCE, "count, norm": Op.NORM,
     "forward again": Op.A, "redistribution": Op.CF, "redistribution back": Op.CB,
+    "to host": Op.OUT, "from host": Op.IN,
 }  # fmt: skip
 
 # Blocks of one stage follow each other: gaps below this share of the step are the clock's, not the schedule's.
@@ -90,6 +92,8 @@ def _bars(timeline: Timeline) -> Iterator[Bar]:
 def _lane(event: Event) -> str:
     if event.resource == COMPUTE:
         return "compute"
+    if event.instruction.op in MOVES or event.instruction.op is Op.STEP:
+        return "copies"
     return "messages" if event.instruction.op in SENDS | RECEIVES else "collectives"
 
 

@@ -79,6 +79,7 @@ class Bucket:
         self.buffers = [flat for flat in (trained, frozen) if flat is not None]
         self._unsharded = dict(unsharded)  # tables of integers, never trained
         self._arriving: list[tuple[FlatBuffer, Tensor, Pending]] = []
+        self._updates: list[Callable[[], None]] = []
         self._lent: list[Tensor] = []
         self.masters: Tensor | None = None
 
@@ -89,9 +90,24 @@ class Bucket:
             found |= flat.views(flat.full) if flat.full is not None else {}
         return found
 
+    @property
+    def updated(self) -> tuple[tuple[Piece, int], ...]:
+        """The pieces that this rank updates, and where each begins in the shard."""
+        return self.trained.pieces if self.trained is not None else ()
+
+    def update(self, wait: Callable[[], None]) -> None:
+        """Its trained parameters are being updated elsewhere; whoever needs them waits."""
+        self._updates.append(wait)
+
+    def _finish_updates(self) -> None:
+        updates, self._updates = self._updates, []
+        for wait in updates:
+            wait()
+
     def share(self, zero: Group) -> None:
         """Starts giving the updated shard to the ranks that did not update it, and taking theirs. zero: those that
         together hold all shards."""
+        self._finish_updates()
         if self.trained is not None and self.trained.full is not None:
             source = self.trained.shard.clone()  # a collective must not read what it writes
             self._arriving.append((self.trained, self.trained.full, zero.all_gather(self.trained.full, source)))
@@ -99,6 +115,7 @@ class Bucket:
     def gather(self, pool: BufferPool, zero: Group) -> None:
         """Starts collecting the whole from all shards."""
         assert not self._lent, "gathered twice"
+        self._finish_updates()
         for flat in self.buffers:
             if flat.full is None:
                 buffer = pool.take(flat.layout.size, flat.dtype, flat.device)
@@ -107,6 +124,7 @@ class Bucket:
 
     def arrive(self) -> dict[str, Tensor]:
         """Waits for what is on its way; the parameters that can be used from now on."""
+        self._finish_updates()
         found: dict[str, Tensor] = {}
         for flat, buffer, pending in self._arriving:
             pending.wait("parameters")
@@ -116,7 +134,7 @@ class Bucket:
 
     @property
     def is_arriving(self) -> bool:
-        return bool(self._arriving)
+        return bool(self._arriving or self._updates)
 
     def free(self, pool: BufferPool) -> list[str]:
         """Gives back what was gathered; the parameters that cannot be used any more."""

@@ -75,10 +75,15 @@ class Optimizer:
         if self._copied:
             torch._foreach_copy_(self._copies, self._copied)
 
-    def squared_norm(self, gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """The squared norm of these gradients as one vector; zero, on the device of `like`, if there are none."""
-        squares = self._streams.run(lambda part: squared_norm(list(part.values())), gradients)
-        return torch.stack(squares).sum() if squares else torch.zeros_like(like)
+    def squared_norm(
+        self, gradients: Mapping[str, Tensor], like: Tensor, others: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """The squared norm of these gradients as one vector; zero, on the device of `like`, if there are none. others:
+        norms of further gradients, which are not here any more."""
+        norms = dict(others or {})
+        for part in self._streams.run(norms_of, gradients):
+            norms |= part
+        return squared_norm(norms) if norms else torch.zeros_like(like)
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """The state's tensors as (slot, parameter, tensor)."""
@@ -151,12 +156,23 @@ class Optimizer:
         self.inner.zero_grad(set_to_none=True)
 
 
-def squared_norm(gradients: list[Tensor]) -> Tensor:
-    norms: list[Tensor] = []
-    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):  # torch fuses only over one dtype
+def norms_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The norm of each."""
+    found: dict[str, Tensor] = {}
+    for dtype in sorted(
+        {gradient.dtype for gradient in gradients.values()}, key=str
+    ):  # torch fuses only over one dtype
+        own = {name: gradient for name, gradient in gradients.items() if gradient.dtype == dtype}
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        norms += torch._foreach_norm([g for g in gradients if g.dtype == dtype], 2, dtype=wide)
-    return torch.stack(norms).double().square().sum()
+        found |= zip(own, torch._foreach_norm(list(own.values()), 2, dtype=wide), strict=True)
+    return found
+
+
+def squared_norm(norms: Mapping[str, Tensor]) -> Tensor:
+    """Of all these together, in an order that does not depend on who came first."""
+    ordered = [norms[name] for name in sorted(norms)]
+    alike = len({norm.dtype for norm in ordered}) == 1
+    return torch.stack(ordered if alike else [norm.double() for norm in ordered]).double().square().sum()
 
 
 def _divide(gradients: Mapping[str, Tensor], divisor: Tensor | None) -> None:
@@ -243,7 +259,7 @@ def _groups(weights: Mapping[str, Weight], config: RunConfig, decayed: bool, gro
     for number, group in ((None, None), *enumerate(groups.settings)):
         if group is not None and group.freeze:
             continue
-        mine = [weight for name, weight in weights.items() if groups.number.get(name) == number]
+        mine = [weight for weight in weights.values() if groups.number.get(weight.piece.name) == number]
         own = {} if group is None or group.lr == 1.0 else {_LR_SCALE: group.lr, "lr": config.lr * group.lr}
         if not decayed:
             found.append({"params": [w.exact for w in mine], **own})
@@ -272,7 +288,7 @@ def require_element_wise(kind: type[Any], weights: Mapping[str, Weight], argumen
     known = ", ".join(sorted(kind.__name__ for kind in KNOWN))
     raise ConfigError(
         f"optimizer {kind.__name__} does not update each element by itself, but the plan splits tensors",
-        f"use zero=0 and tp=1, or one of torch's {known}",
+        f"use zero=0, tp=1 and no offload of the optimizer, or one of torch's {known}",
     )
 
 

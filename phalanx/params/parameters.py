@@ -26,13 +26,13 @@ class Weight:
 
     piece: Piece
     exact: Tensor  # in the highest precision there is
-    copy: Tensor  # in the precision of training; the same tensor unless there are masters
+    copy: Tensor  # in the precision of training; the same tensor unless there are masters, or the host updates it
     trained: bool
 
     @property
     def key(self) -> str:
         """Its name in a checkpoint."""
-        return f"{'model' if self.exact is self.copy else 'master'}/{self.piece.name}"
+        return f"{'model' if self.exact.dtype == self.copy.dtype else 'master'}/{self.piece.name}"
 
 
 class Parameters:
@@ -111,8 +111,11 @@ class Parameters:
         self.ready(self._buckets)
 
 
-def load_parameters(state: StateLayout, rank: int, read: Read, *, device: torch.device) -> Parameters:
-    """What a rank keeps, read one parameter at a time."""
+def load_parameters(
+    state: StateLayout, rank: int, read: Read, *, device: torch.device, hosted: Collection[int] = ()
+) -> Parameters:
+    """What a rank keeps, read one parameter at a time. hosted: the buckets of which what is updated lies on the host:
+    masters, or where the host updates them the parameters."""
     sharding, dtype = state.sharding(rank), getattr(torch, state.facts.dtype)
     tables = {each.name: getattr(torch, each.integer) for each in state.facts.parameters if not each.sharded}
     found: dict[int, Bucket] = {}
@@ -122,7 +125,12 @@ def load_parameters(state: StateLayout, rank: int, read: Read, *, device: torch.
         frozen = FlatBuffer(layout.frozen, sharding, dtype, device) if layout.frozen else None
         found[index] = Bucket(trained, frozen, unsharded)
         if trained is not None:
-            found[index].masters = trained.fill(read, state.facts.masters)
+            masters = trained.fill(read, state.facts.masters)
+            if index in hosted and masters is not None:
+                masters = masters.cpu()
+            elif index in hosted and state.plan.steps_on_host:
+                masters = trained.shard.to("cpu", copy=True)
+            found[index].masters = masters
         if frozen is not None:
             frozen.fill(read, False)
     return Parameters(found)

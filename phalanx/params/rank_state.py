@@ -7,7 +7,7 @@ and go to is the caller's business, how they lie on the device is `buckets.py`'s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from phalanx.config import RunConfig
 from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
 from phalanx.params.groups import Groups
+from phalanx.params.hosted import HostedOptimizer
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.loss_scale import LossScale
 from phalanx.params.optimizer import Optimizer, make_optimizer
@@ -28,25 +29,40 @@ Filled = tuple[StateShard, Tensor]  # with its data
 
 
 class State:
-    """What a rank keeps from step to step. read: gives the initial values."""
+    """What a rank keeps from step to step. read: gives the initial values. hosted: the buckets whose optimizer state
+    lies on the host, each in so many parts."""
 
     def __init__(
         self, layout: StateLayout, rank: int, read: Read, config: RunConfig, device: torch.device,
         optimizer_class: type[Any] | None = None, groups: Groups | None = None,
+        hosted: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
         self.layout, self._rank = layout, rank
-        self.parameters = load_parameters(layout, rank, read, device=device)
-        weights = self.parameters.trained
+        self.parameters = load_parameters(layout, rank, read, device=device, hosted=hosted or {})
+        elsewhere = {piece.name for bucket in hosted or {} for piece, _ in self.parameters.bucket(bucket).updated}
+        weights = {name: weight for name, weight in self.parameters.trained.items() if name not in elsewhere}
         self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class, groups), weights, config.clip)
+        self.hosted: HostedOptimizer | None = None
+        if hosted:
+            self.hosted = HostedOptimizer(
+                self.parameters, hosted, lambda own: make_optimizer(own, config, optimizer_class, groups), config.clip,
+                device, on_host=layout.plan.steps_on_host,
+            )  # fmt: skip
         self.loss_scale = LossScale(device) if config.dtype == "float16" else None
 
     def shards(self) -> Iterator[Filled]:
         """Everything a checkpoint holds, as far as it lies here."""
         self.parameters.settle()
-        return of_checkpoint(self.layout, self._rank, self.parameters, self.optimizer)
+        return of_checkpoint(self.layout, self._rank, self.parameters, self._slots())
+
+    def _slots(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The optimizer's state by slot and parameter."""
+        yield from self.optimizer.tensors()
+        yield from self.hosted.tensors() if self.hosted is not None else ()
 
     def values(self) -> Iterator[Filled]:
         """The parameters alone, by their own names, in the precision of training."""
+        self.parameters.settle()
         return of_parameters(self.layout, self._rank, self.parameters)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -54,11 +70,13 @@ class State:
         yield from self.parameters.values.values()
         for weight in self.parameters.weights.values():
             yield from (weight.exact, weight.copy)
-        yield from (tensor for _, _, tensor in self.optimizer.tensors())
+        yield from (tensor for _, _, tensor in self._slots())
 
     def scalars(self) -> tuple[dict[str, Any], dict[str, float] | None]:
         """What a checkpoint holds beside tensors: of the optimizer, and of the scale of the loss where there is one."""
-        return self.optimizer.scalars(), self.loss_scale.state() if self.loss_scale else None
+        self.parameters.settle()
+        hosted = self.hosted.scalars() if self.hosted is not None else {}
+        return self.optimizer.scalars() | hosted, self.loss_scale.state() if self.loss_scale else None
 
     def restore(self, found: Checkpoint, optimizer: Mapping[str, Any], loss_scale: dict[str, float] | None) -> None:
         """Takes back what `shards` gave of the optimizer, as far as it concerns this rank, and what `scalars` gave."""
@@ -67,7 +85,10 @@ class State:
             return from_checkpoint(found, f"optimizer/{slot}/{name}", self.parameters.weights[name].piece)
 
         keys = (name.split("/", 2) for name in found.names() if name.startswith("optimizer/"))
-        self.optimizer.load([(slot, name) for _, slot, name in keys], read, optimizer)
+        slots = [(slot, name) for _, slot, name in keys]
+        self.optimizer.load(slots, read, optimizer)
+        if self.hosted is not None:
+            self.hosted.load(slots, read, optimizer)
         if self.loss_scale is not None and loss_scale is not None:
             self.loss_scale.load(loss_scale)
 
@@ -79,12 +100,14 @@ def of_parameters(state: StateLayout, rank: int, parameters: Parameters) -> Iter
         yield shard, weight.piece.packed(weight.copy)
 
 
-def of_checkpoint(state: StateLayout, rank: int, parameters: Parameters, optimizer: Optimizer) -> Iterator[Filled]:
-    """Everything that training must go on from; of the optimizer's state what there is by now."""
+def of_checkpoint(
+    state: StateLayout, rank: int, parameters: Parameters, slots: Iterable[tuple[str, str, Tensor]]
+) -> Iterator[Filled]:
+    """Everything that training must go on from. slots: of the optimizer's state, by parameter, what there is by now."""
     kept = {each.facts.name: each for each in state.kept(rank)}
     for name, each in kept.items():
         yield state.exact(each), each.piece.packed(parameters.weights[name].exact)
-    for slot, name, tensor in optimizer.tensors():
+    for slot, name, tensor in slots:
         each, key, dtype = kept[name], f"optimizer/{slot}/{name}", str(tensor.dtype).removeprefix("torch.")
         if tensor.shape == parameters.weights[name].exact.shape:
             yield each.shard(key, dtype), each.piece.packed(tensor)

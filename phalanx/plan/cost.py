@@ -223,5 +223,3 @@ def num_held(plan: Plan, place: int) -> float:
         case _:
             held = 1 + ahead
     return min(plan.mb, held)
-
-

@@ -17,7 +17,16 @@ from phalanx.plan.footprint import memory, parameters_of, place_blocks
 from phalanx.plan.plan import Plan
 from phalanx.plan.work import ModelWork
 
-PARTS = ("computation", "computed again", "tensor communication", "messages", "gradients", "optimizer", "bubble", "other")
+PARTS = (
+    "computation",
+    "computed again",
+    "tensor communication",
+    "messages",
+    "gradients",
+    "optimizer",
+    "bubble",
+    "other",
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ values go together is not known here (`rules.py`).
 Three fields have a grammar of their own. Slicings: lengths joined by '-', slicings by '/', a single number for so many
 equal slices, as in `512-512-1024` and `3-2-1/4`; lengths are relative, so that one fits sequences of any length.
 Degrees: a layer's units joined by ':', layers by '+', equal ones counted with '*', as in `4:4*2+2:1*6`. Recompute: a
-word for every block, or one for each layer, written as degrees are: `block*8+light*24`.
+word for every block, or one for each layer, written as degrees are: `block*8+light*24`. That of `offload` is in
+`offload.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from itertools import accumulate, groupby
 from typing import Any, cast
 
 from phalanx.errors import PlanError, nearest
+from phalanx.plan.offload import EXAMPLE as OFFLOAD_EXAMPLE
+from phalanx.plan.offload import read_offload, take_offload, write_offload
 
 Slicings = tuple[tuple[int, ...], ...]  # of the micro-batches in turn: micro-batch i has slicing i % their number
 
@@ -185,7 +188,7 @@ def _take_policies(value: object) -> Policies:
 Fields = dict[str, Any]  # a plan's fields by name, as many as are given
 
 # An empty one says as much as none at all.
-MAY_BE_EMPTY = ("slices", "stages", "recompute", "gather", "reduce", "degrees", "save")
+MAY_BE_EMPTY = ("slices", "stages", "recompute", "gather", "reduce", "degrees", "save", "offload")
 EXAMPLE = "mb=4,schedule=gpipe"
 
 
@@ -337,4 +340,5 @@ FORMS: Mapping[str, Form] = {
     "overlap": _word("oases"),
     "pairs": _yes_or_no(),
     "replicate": _yes_or_no(),
+    "offload": Form(read_offload, write_offload, take_offload, OFFLOAD_EXAMPLE),
 }

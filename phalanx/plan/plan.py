@@ -16,6 +16,7 @@ from typing import Any, cast
 from phalanx.errors import PlanError
 from phalanx.plan import fields
 from phalanx.plan.fields import Degrees, Policies, Slicings, bounds, check_layers, degrees_of_layer, write_policies
+from phalanx.plan.offload import Offload, spread
 from phalanx.plan.rules import OVERLAPS, VIRTUAL_STAGES, validate
 
 SCHEDULES = tuple(VIRTUAL_STAGES)
@@ -49,6 +50,7 @@ class Plan:
     overlap: how communication is hidden and, by some of its names, what is computed again (`rules.OVERLAPS`).
     pairs: the backward of a micro-batch and the forward of the next take turns, each hiding the other's communication.
     replicate: a unit with fewer heads than its degree lies whole on every rank, where it would be refused otherwise.
+    offload: what lies in the memory of the host (`offload.py`).
     """
 
     pp: int = 1
@@ -70,6 +72,7 @@ class Plan:
     overlap: str = "none"
     pairs: bool = False
     replicate: bool = False
+    offload: Offload = ()
 
     def __post_init__(self) -> None:
         for name, value in self._values().items():
@@ -143,6 +146,29 @@ class Plan:
             return self.policies[0]
         check_layers(f"recompute={write_policies(self.policies)}", len(self.policies), len(layers))
         return self.policies[layers.index(block)] if block in layers else "none"
+
+    def offloaded_blocks(self, stage: int, layers: Sequence[int]) -> tuple[int, ...]:
+        """The blocks of a stage of which what the backward needs lies on the host in between: of its layers, or of all
+        its blocks where a model has none."""
+        count = dict(self.offload).get("activations")
+        own = [block for block in self.stage_blocks(stage) if not layers or block in layers]
+        return () if count is None else spread(own, int(count))
+
+    def uses_to_leave(self, stage: int, layers: Sequence[int]) -> int:
+        """While so many blocks are computed, what left one has the way to the host for itself."""
+        own = [block for block in self.stage_blocks(stage) if not layers or block in layers]
+        return -(-len(own) // max(1, len(self.offloaded_blocks(stage, layers))))
+
+    @property
+    def hosted_share(self) -> float:
+        """Of the elements, those whose optimizer state lies on the host."""
+        found = dict(self.offload)
+        return float(found.get("optimizer", found.get("optimizer-step", 0.0)))
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the host also updates what it keeps the state of."""
+        return "optimizer-step" in dict(self.offload)
 
     @property
     def adds_gradients(self) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from phalanx.errors import PlanError, nearest
 from phalanx.plan import fields
 from phalanx.plan.fields import write_slicings
+from phalanx.plan.offload import check_offload
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -65,6 +66,7 @@ def validate(plan: Plan) -> None:
     _check_zero(plan)
     _check_moments(plan)
     _check_tensor(plan)
+    check_offload(plan.offload)
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:

@@ -7,23 +7,29 @@ in order, by the rules (`rules.py`). A value is freed by the last instruction th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Instruction, Op, Program
-from phalanx.program.rules import Key, Rules, of_bucket
+from phalanx.program.moved import moved_of
+from phalanx.program.rules import Key, Rules, bucket_of, of_bucket
 from phalanx.program.shape import ModelShape
 from phalanx.program.values import RESIDENT, Collect, Row, Table, Value
+from phalanx.program.visits import Use, seems_split, use_of
 
+# How many parts of the update may be on their way to the host when these begin.
+_LEFT_BEFORE = {Op.OUT: 1, Op.IN: 1, Op.NORM: 0, Op.STEP: 0}
 IN_FLIGHT = 2  # reductions under way at once where whole gradients are not to be kept (ZeRO 2 and 3)
 
 
 def bind(plan: Plan, shape: ModelShape, program: Program, pp_index: int) -> Table:
     """The table of a rank at this place of the pipeline; without a backward in the program nothing is saved for one."""
-    lives = _Lives(plan)
-    rules = Rules(plan, shape, program, pp_index, lives)
+    lives = _Lives(plan, shape, seems_split(program))
+    rules = Rules(plan, shape, program, pp_index, lives, moved_of(plan, shape, program, pp_index))
     lives.flat = sorted(rules.flat)
     for instruction in program:
+        lives.begin_row(instruction)
         rules.apply(instruction)
         lives.end_row(instruction)
     return lives.finish(keeps_losses=all(it.op is not Op.NORM for it in program))
@@ -51,8 +57,8 @@ class _Draft:
 class _Lives:
     """The lives of all values: a sink of the rules whose ids are places in the table."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, shape: ModelShape, split: bool) -> None:
+        self._plan, self._shape, self._split = plan, shape, split
         self.flat: list[int] = []  # buckets whose gradients are not this rank's alone
         self._values: list[Value] = []
         self._last: list[int] = []  # per value, the position of what touches it last
@@ -63,8 +69,26 @@ class _Lives:
         self._pending: dict[int, int] = {}  # what is on its way → position of what brings it
         self._held: dict[int, tuple[int, ...]] = {}  # by what is on its way: what its sender needs until it is here
         self._parts: list[tuple[int, int]] = []  # reductions under way: bucket, what they bring
+        self._uses: set[Use] = set()  # of blocks, so far
+        self._leaving: list[tuple[int, int]] = []  # on its way to the host, and the number of uses by which it is there
+        self._uses_to_leave = 0
         self._rows: list[Row] = []
         self._row = _Draft()
+
+    def begin_row(self, it: Instruction) -> None:
+        """What left long enough ago is waited for where a block is used anew, so that its memory is free again."""
+        if it.stage is None and it.op in _LEFT_BEFORE:
+            self._let_leave(_LEFT_BEFORE[it.op] if it.op is not Op.STEP or it.block is None else len(self._leaving))
+        if it.op is Op.OUT and it.stage is not None:
+            self._uses_to_leave = self._plan.uses_to_leave(it.stage, self._shape.layers)
+        use = use_of(it, self._split) if self._plan.offload else None
+        if use is None or use in self._uses:
+            return
+        for number in [number for due, number in self._leaving if due <= len(self._uses)]:
+            if number in self._pending:
+                self._arrive(number)
+        self._uses.add(use)
+        self._leaving = [(due, number) for due, number in self._leaving if number in self._pending]
 
     def end_row(self, it: Instruction) -> None:
         row, self._row = self._row, _Draft()
@@ -130,6 +154,8 @@ class _Lives:
         if arrives:
             self._pending[number] = len(self._rows)
             self._held[number] = holds
+            if self._values[number].is_on_host:
+                self._leaving.append((len(self._uses) + self._uses_to_leave, number))
         return number
 
     def add(self, key: Key, size: str = "") -> int:
@@ -190,15 +216,29 @@ class _Lives:
         self._row.adds.append(total)
         self._pending[total] = len(self._rows)
 
-    def read_sums(self) -> None:
+    def read_sums(self, without: Collection[int] = ()) -> None:
         for bucket in self.flat:
-            self._total(bucket)
-        for key in [key for key in self._live if key[0] == "d_parameters"]:
+            if bucket not in without:
+                self._total(bucket)
+        for key in [key for key in self._live if key[0] == "d_parameters" and int(bucket_of(key)) not in without]:
             self.read(key)
+
+    def read_sum(self, bucket: int) -> tuple[int, ...]:
+        if bucket in self.flat:
+            return (self._total(bucket),)
+        own = [key for key in self._live if key[0] == "d_parameters" and bucket_of(key) == str(bucket)]
+        return tuple(self.read(key) for key in own)
 
     def read_losses(self) -> None:
         for key in [key for key in self._live if key[0] == "loss"]:
             self.read(key)
+
+    def _let_leave(self, most: int) -> None:
+        """Waits for what is on its way to the host, the oldest first."""
+        while len(self._leaving) > most:
+            _, number = self._leaving.pop(0)
+            if number in self._pending:
+                self._arrive(number)
 
     # Lives.
 
@@ -255,8 +295,11 @@ class _Lives:
         here = len(self._rows)
         self._last[number] = here
         if number in self._pending and self._pending[number] != here:
-            del self._pending[number]
-            self._row.waits.append(number)
-            for held in self._held.pop(number, ()):
-                self._last[held] = here
+            self._arrive(number)
         return number
+
+    def _arrive(self, number: int) -> None:
+        del self._pending[number]
+        self._row.waits.append(number)
+        for held in self._held.pop(number, ()):
+            self._last[held] = max(self._last[held], len(self._rows))

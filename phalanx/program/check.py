@@ -17,8 +17,11 @@ from phalanx.program.block_ops import BlockOps
 from phalanx.program.check_ranks import check_messages, check_progress, check_ties
 from phalanx.program.check_values import Broken, check_values
 from phalanx.program.grid import Mark, draw, short_view
-from phalanx.program.holders import buckets_of, is_tied, reduced_of, summed_of
-from phalanx.program.instructions import HALVES, RECEIVES, SENDS, Instruction, Op, Program
+from phalanx.program.holders import buckets_of, hosted_of, is_tied, reduced_of, summed_of
+from phalanx.program.instructions import HALVES, MOVES, RECEIVES, SENDS, Instruction, Op, Program
+from phalanx.program.moved import moved_of
+from phalanx.program.passes.offload import update
+from phalanx.program.rules import place_of
 from phalanx.program.schedules.one_f_one_b import NUM_AHEAD, most_held
 from phalanx.program.shape import ModelShape
 from phalanx.program.values import Table
@@ -77,7 +80,7 @@ class Scope:
 
 
 def _check_rank(scope: Scope, index: int, program: Program) -> Table:
-    wanted = Counter(_wanted(scope, index))
+    wanted = Counter((*_wanted(scope, index), *_moves(scope, index, program)))
     stages, held = scope.plan.stages_of(index), buckets_of(scope.plan, scope.shape, index)
     for position, it in enumerate(program):
         for work in _works(it, scope.plan):
@@ -153,6 +156,13 @@ def _pieces(block: BlockOps, training: bool) -> Iterator[tuple[Op, int | None]]:
         yield from ((block.backward(i), name(i)) for i in block.moved_backward)
 
 
+def _moves(scope: Scope, index: int, program: Program) -> set[Instruction]:
+    """What goes to the host comes back. How much of what may go does is the affair of the pass."""
+    movable = moved_of(scope.plan, scope.shape, program, index)
+    moving = [it for it in program if it.op in MOVES and place_of(it) in movable]
+    return {it._replace(op=op) for it in moving for op in MOVES}
+
+
 def _messages(
     scope: Scope, stage: int, micro_batch: int, slice_: int | None, half: int | None
 ) -> Iterator[Instruction]:  # fmt: skip
@@ -170,7 +180,10 @@ def _messages(
 
 def _update(scope: Scope, index: int) -> Iterator[Instruction]:
     plan, shape = scope.plan, scope.shape
-    yield from (Instruction(op) for op in (Op.COUNT, Op.NORM, Op.STEP))
+    yield Instruction(Op.COUNT)
+    yield from update(plan, shape, index)
+    if plan.steps_on_host:
+        yield from (Instruction(Op.OUT, block=bucket) for bucket in hosted_of(plan, shape, index))
     trained = [bucket for bucket in buckets_of(plan, shape, index) if shape.trained[bucket]]
     moments = range(scope.num_micro_batches) if plan.reduces == "micro-batch" else (None,)
     for bucket in trained:
@@ -210,6 +223,8 @@ def _out_of_place(scope: Scope, stages: tuple[int, ...], it: Instruction) -> str
         if it.block not in scope.shape.blocks_with(it.slice, blocks):
             return f"has {it}, but block {it.block} runs once per micro-batch, with slice 0"
         return f"has {it}, for which block {it.block} has no op under this plan"
+    if it.op in MOVES:
+        return f"has {it}, but of block {it.block} nothing is to move there under this plan"
     if it.op in SENDS or it.op in RECEIVES:
         return f"has {it}, but nothing passes there between stage {it.stage} and rank {it.peer}"
     return f"has {it} once more than this plan needs"

@@ -7,12 +7,13 @@ put into it; then the values are followed from row to row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Instruction, Op
-from phalanx.program.rules import Key, Rules, of_bucket
+from phalanx.program.moved import moved_of
+from phalanx.program.rules import Key, Rules, bucket_of, of_bucket
 from phalanx.program.shape import ModelShape
 from phalanx.program.values import RESIDENT, Row, Table
 
@@ -38,7 +39,10 @@ class _Meaning:
     takes: set[Key] = field(default_factory=set[Key])
     arrives: set[Key] = field(default_factory=set[Key])
     holds: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
-    sums: str = ""  # what it does with the sums of parameters' gradients: reduce, further or all
+    sums: str = (
+        ""  # what it does with the sums of parameters' gradients: reduce, further, one (reads a bucket's) or all
+    )
+    without: frozenset[str] = frozenset()  # the buckets that are not among all
 
 
 class _Notes:
@@ -91,8 +95,12 @@ class _Notes:
     def reduce_further(self, bucket: int) -> None:
         self.found.sums = "further"
 
-    def read_sums(self) -> None:
-        self.found.sums = "all"
+    def read_sums(self, without: Collection[int] = ()) -> None:
+        self.found.sums, self.found.without = "all", frozenset(map(str, without))
+
+    def read_sum(self, bucket: int) -> tuple[Key, ...]:
+        self.found.sums = "one"
+        return ()
 
     def read_losses(self) -> None:
         pass
@@ -109,15 +117,16 @@ class _Follower:
         self._keys: list[Key] = [value[:6] for value in table.values]
         program = tuple(row.instruction for row in table.rows)
         self._notes = _Notes()
-        self._rules = Rules(plan, shape, program, index, self._notes)
+        self._rules = Rules(plan, shape, program, index, self._notes, moved_of(plan, shape, program, index))
         self._meanings = [self._meaning(it) for it in program]
         self._to_give = Counter(key for m in self._meanings for key in m.gives)
         self._to_give.update(key for m in self._meanings for key in m.writes if key[0] == "gradient")
         self._to_add: Counter[tuple[str, int | None]] = Counter()  # of each bucket and micro-batch
         for it, meaning in zip(program, self._meanings):
-            self._to_add.update((_bucket(key), it.micro_batch) for key in meaning.adds if key[0] == "d_parameters")
+            self._to_add.update((bucket_of(key), it.micro_batch) for key in meaning.adds if key[0] == "d_parameters")
         self._written: set[int] = {i for i, value in enumerate(table.values) if value.kind in RESIDENT}
         self._freed: set[int] = set()
+        self._gone: set[int] = set()  # to the host
         self._pending: set[int] = set()
         self._given: Counter[Key] = Counter()
         self._added: Counter[tuple[str, int | None]] = Counter()
@@ -177,8 +186,10 @@ class _Follower:
     def _follow(self, row: Row, meaning: _Meaning) -> Iterator[str]:
         for i in row.waits:
             self._pending.discard(i)
-            self._sending.subtract(self._held.pop(i, ()))
-            if i not in (*row.reads, *row.adds, *row.frees) and self._keys[i][0] not in RESIDENT:
+            sent = self._held.pop(i, set[int]())
+            self._sending.subtract(sent)
+            made_room = sent and self._table.values[i].is_on_host  # of what went to the host, nobody need read it yet
+            if not made_room and i not in (*row.reads, *row.adds, *row.frees) and self._keys[i][0] not in RESIDENT:
                 yield f"waits for {self._name(i)} and does nothing with it"
         new = set(row.writes)
         yield from (f"writes {self._name(i)} twice" for i in row.writes if i in self._written)
@@ -189,23 +200,28 @@ class _Follower:
                 yield f"uses {self._name(i)} before it is written"
             if i in self._pending:
                 yield f"uses {self._name(i)} without waiting for it"
+            if i in self._gone:
+                yield f"uses {self._name(i)}, which went to the host,"
         yield from self._incomplete(row, meaning)
         yield from self._out_of_order(row, meaning)
         yield from self._lost(row, meaning)
         self._touched.update(row.reads, row.adds)
+        if row.instruction.op is Op.OUT:
+            self._gone.update(row.reads)
         self._written |= new
         for key in (*meaning.gives, *(key for key in meaning.writes if key[0] == "gradient")):
             self._given[key] += 1
         for key in meaning.adds:
             if key[0] == "d_parameters":
-                self._added[_bucket(key), row.instruction.micro_batch] += 1
+                self._added[bucket_of(key), row.instruction.micro_batch] += 1
         self._pending.update(i for i in (*row.writes, *row.adds) if self._keys[i] in meaning.arrives)
         if meaning.sums == "further":
             self._pending.update(row.adds[-1:])
         summed = {part for _, parts in row.collects for part in parts}  # are needed only here, their sum longer
         for i in row.writes:
             sent = meaning.holds.get(self._keys[i], ())
-            held = {j for j in row.reads if self._keys[j] in sent and j not in summed}
+            leaves = meaning.sums == "one" and self._table.values[i].is_on_host
+            held = {j for j in row.reads if (leaves or self._keys[j] in sent) and j not in summed}
             if held:
                 self._held[i] = held
                 self._sending.update(held)
@@ -243,17 +259,26 @@ class _Follower:
             self._collected.update(parts)
         if meaning.sums == "reduce":
             self._collected.update(i for i in row.reads if self._keys[i][0] == "d_parameters")
-        added = {_bucket(self._keys[i]) for i in row.adds if i in row.reads}
+        added = {bucket_of(self._keys[i]) for i in row.adds if i in row.reads}
         if meaning.sums == "further" and str(row.instruction.block) not in added:
             yield "sums nothing over further ranks"
         if meaning.sums == "all":
             kinds = ("d_parameters", "reduced", *(["loss"] if row.instruction.op is Op.NORM else []))
             there = (i for i in self._written - self._freed - self._collected if self._keys[i][0] in kinds)
-            yield from (f"does not read {self._name(i)}" for i in sorted(there) if i not in row.reads)
+            wanted = (i for i in sorted(there) if bucket_of(self._keys[i]) not in meaning.without)
+            yield from (f"does not read {self._name(i)}" for i in wanted if i not in row.reads)
+        if meaning.sums == "one":
+            own = str(row.instruction.block)
+            there = self._written - self._freed - self._collected
+            sums = [i for i in sorted(there) if self._keys[i][0] in ("d_parameters", "reduced")]
+            wanted = (i for i in sums if bucket_of(self._keys[i]) == own)
+            yield from (f"does not read {self._name(i)}" for i in wanted if i not in row.reads)
+            yield from (f"reads {self._name(i)}, for which it has no use," for i in row.reads if self._strange(i, own))
         for i in row.frees:
-            if self._keys[i][0] == "reduced" and row.instruction.op is not Op.STEP and i not in self._collected:
+            used = row.instruction.op is Op.STEP or i in self._collected or i in self._gone
+            if self._keys[i][0] == "reduced" and not used:
                 yield f"frees {self._name(i)} before it was added up"
-        if self._plan.zero in (1, 2):
+        if self._plan.zero in (1, 2) or self._plan.steps_on_host:
             first = (i for i in (*row.reads, *row.adds) if self._keys[i][0] == "parameters" and i not in self._touched)
             yield from (f"uses {self._name(i)} without waiting for it" for i in first if i not in row.waits)
 
@@ -282,12 +307,12 @@ class _Follower:
             yield f"has the parameters of {num_blocks} blocks gathered, of which {MAX_BLOCKS} are allowed,"
         self._gathered.difference_update(row.frees)
 
+    def _strange(self, i: int, bucket: str) -> bool:
+        """Whether it is the sum of another bucket."""
+        return self._keys[i][0] in ("d_parameters", "reduced") and bucket_of(self._keys[i]) != bucket
+
     def _name(self, i: int) -> str:
         return str(self._table.values[i])
-
-
-def _bucket(key: Key) -> str:
-    return key[1].partition("/")[0]
 
 
 def _named(key: Key) -> str:

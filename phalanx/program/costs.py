@@ -45,6 +45,7 @@ class BucketCosts:
     master_bytes: int = 0
     moment_bytes: int = 0
     step_seconds: float = 0.0
+    host_step_seconds: float = 0.0  # where the host updates it
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Costs:
     """Costs of one micro-batch on one rank, per block, and of parameters, per bucket.
 
     backward: gradients of inputs; weight: gradients of weights. What is computed again takes as long as the forward.
+    host_link: between a device and the memory of its host, each way by itself.
     links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
     issue_seconds: what starting to send or receive a message takes of the rank's own time.
     dims: of a micro-batch, for the expressions in the ops of a block. element_bytes: of what redistributions send.
@@ -85,6 +87,7 @@ class Costs:
     buckets: tuple[BucketCosts, ...]
     message_link: Link = Link()
     group_link: Link = Link()
+    host_link: Link = Link()
     links: Mapping[Ranks, Link] = field(default_factory=dict[Ranks, Link])
     issue_seconds: float = 0.0
     dims: Mapping[str, int] = field(default_factory=dict[str, int])

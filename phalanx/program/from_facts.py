@@ -19,16 +19,20 @@ from phalanx.program.split_facts import Split, SplitFacts, Splits, read_all, spl
 
 FLOPS_PER_S = 1e14  # what one recent data-centre GPU reaches in bfloat16 training
 LINK_BYTES_PER_S = 2.5e10  # a 200 Gbit/s network
+HOST_BYTES_PER_S = 5e10  # of a recent data-centre GPU to the memory of its host, each way
 _NETWORK = Link(latency_s=1e-5, bytes_per_s=LINK_BYTES_PER_S)
+_HOST = Link(latency_s=1e-5, bytes_per_s=HOST_BYTES_PER_S)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank is assumed to reach, and what connects it to the others."""
+    """What a rank is assumed to reach, and what connects it to the others and to the memory of its host."""
 
     flops_per_s: float = FLOPS_PER_S
     memory_bytes_per_s: float = 2e12
     link: Link = _NETWORK
+    host_link: Link = _HOST
+    host_memory_bytes_per_s: float = 1e11
 
 
 def costs_of_facts(facts: SplitFacts, shape: ModelShape, dims: Dims, device: Device) -> Costs:
@@ -38,7 +42,8 @@ def costs_of_facts(facts: SplitFacts, shape: ModelShape, dims: Dims, device: Dev
     return Costs(
         forward=forward, backward=forward, weight=forward,
         buckets=tuple(bucket_costs(size, facts.dtype, device) for size in facts.elements),
-        message_link=device.link, group_link=device.link, dims=dims, element_bytes=DTYPE_BYTES[facts.dtype],
+        message_link=device.link, group_link=device.link, host_link=device.host_link, dims=dims,
+        element_bytes=DTYPE_BYTES[facts.dtype],
     )  # fmt: skip
 
 
@@ -70,8 +75,15 @@ def bucket_costs(size: int, dtype: str, device: Device) -> BucketCosts:
     masters = wide if width < wide else 0
     costs = BucketCosts(size * width, size * wide, size * masters, 2 * size * wide)
     # Everything is read, and all but the gradients is written.
-    moved = 2 * (costs.weight_bytes + costs.master_bytes + costs.moment_bytes) + costs.gradient_bytes
-    return replace(costs, step_seconds=moved / device.memory_bytes_per_s)
+    state = costs.master_bytes + costs.moment_bytes
+    moved = 2 * (costs.weight_bytes + state) + costs.gradient_bytes
+    exact = size * (wide if not masters else 0)  # without masters the host has the weights themselves
+    on_host = 2 * (exact + state) + costs.gradient_bytes
+    return replace(
+        costs,
+        step_seconds=moved / device.memory_bytes_per_s,
+        host_step_seconds=on_host / device.host_memory_bytes_per_s,
+    )
 
 
 def shipped(facts: ModelFacts, plan: Plan) -> SplitFacts | None:

@@ -20,6 +20,7 @@ from phalanx.program.instructions import (
     COLLECTIVES,
     COMPUTE,
     LOCAL_REDISTRIBUTIONS,
+    MOVES,
     RECEIVES,
     REDISTRIBUTIONS,
     SENDS,
@@ -89,7 +90,8 @@ def report(
     for it, journey in journeys:
         if it.op in RECEIVES:
             found.received.setdefault(channel_name(it.peer or 0, place, it.op), []).append(journey)
-    joint = [it for it in dict.fromkeys(row.instruction for row in table.rows) if _is_joint(compiled, rank, it)]
+    every = dict.fromkeys(row.instruction for row in table.rows)
+    joint = [it for it in every if it.op in MOVES or _is_joint(compiled, rank, it)]
     found.moving = _moving(joint, journeys, alike, sizes)
     for it in joint:
         if it.op is Op.NORM:  # it waits within itself
@@ -133,7 +135,7 @@ def _own(
 
 
 def _group(it: Instruction, alike: Callable[[Instruction], Hashable]) -> Hashable:
-    is_of_block = it.op in COMPUTE or it.op in REDISTRIBUTIONS or it.op in LOCAL_REDISTRIBUTIONS
+    is_of_block = it.op in COMPUTE or it.op in REDISTRIBUTIONS | LOCAL_REDISTRIBUTIONS | MOVES
     return (it.op, alike(it)) if is_of_block else kind_of(it)
 
 
@@ -145,7 +147,7 @@ def _journeys(table: Table, moments: Sequence[Moment]) -> list[tuple[Instruction
         for source in {brings.pop(value) for value in row.waits if value in brings}:
             begin, ready, _ = moments[position]
             arrived.setdefault(source, (ready, position == source + 1 or ready - begin > _NOTICEABLE_SECONDS))
-        if row.instruction.op in COLLECTIVES or row.instruction.op in RECEIVES:
+        if row.instruction.op in COLLECTIVES | RECEIVES | MOVES:
             brings.update(dict.fromkeys((*row.writes, *row.adds), position))
     found: list[tuple[Instruction, Journey]] = []
     for source, (ready, exact) in sorted(arrived.items()):
@@ -161,7 +163,7 @@ def _moving(
     """Of collectives. Those of buckets are hidden behind computation, so all are taken to be as fast as the one that
     was fastest for its size."""
     seen = _by_kind(
-        (_group(it, alike), journey) for it, journey in journeys if it.op in REDISTRIBUTIONS or it.op is Op.TIE
+        (_group(it, alike), journey) for it, journey in journeys if it.op in REDISTRIBUTIONS | MOVES | {Op.TIE}
     )
     found = {kind_of(it): seen[_group(it, alike)] for it in joint if _group(it, alike) in seen}
     rates: defaultdict[Op, list[float]] = defaultdict(list)

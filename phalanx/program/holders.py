@@ -3,8 +3,12 @@ the blocks that use them."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import ModelShape
+
+CHUNK = 1 << 25  # elements: with masters and two moments 400 MB
 
 
 def buckets_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
@@ -16,6 +20,43 @@ def buckets_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
 def holders(plan: Plan, shape: ModelShape, bucket: int) -> tuple[int, ...]:
     """The pp indices of the ranks that hold a bucket."""
     return tuple(pp_index for pp_index in range(plan.pp) if bucket in buckets_of(plan, shape, pp_index))
+
+
+def hosted_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
+    """The buckets of a rank whose optimizer state lies on the host, in the order in which a forward needs them. Which,
+    is the same for all ranks, so that those which keep the same update it alike."""
+    if not plan.hosted_share:
+        return ()
+    held = set(buckets_of(plan, shape, pp_index))
+    return tuple(sorted((b for b in _hosted(plan, shape) if b in held), key=lambda b: (shape.users(b)[0], b)))
+
+
+@lru_cache(maxsize=64)
+def _hosted(plan: Plan, shape: ModelShape) -> tuple[int, ...]:
+    """Whole buckets, evenly over the model, so that their share is as close as can be to what the plan wants."""
+    found: list[int] = []
+    hosted = seen = 0
+    for bucket in range(shape.num_buckets):
+        if shape.trained[bucket]:
+            size = _elements(shape, bucket)
+            seen += size
+            wanted = plan.hosted_share * seen
+            if abs(hosted + size - wanted) <= abs(hosted - wanted):
+                found.append(bucket)
+                hosted += size
+    return tuple(found)
+
+
+def chunks_of(plan: Plan, shape: ModelShape, bucket: int) -> int:
+    """In how many parts a bucket's state comes to the device or is updated on the host: none larger than a usual
+    bucket, nor than `CHUNK` elements."""
+    sizes = sorted(_elements(shape, b) for b in range(shape.num_buckets) if shape.trained[b])
+    largest = max(1, min(CHUNK, sizes[len(sizes) // 2] // plan.shards))
+    return max(1, -(-(_elements(shape, bucket) // plan.shards) // largest))
+
+
+def _elements(shape: ModelShape, bucket: int) -> int:
+    return shape.elements[bucket] if shape.elements else 1
 
 
 def is_tied(plan: Plan, shape: ModelShape, bucket: int) -> bool:

@@ -43,6 +43,8 @@ class Op(StrEnum):
     NORM = "NORM"  # the loss, the norm of all gradients, whether all is finite
     STEP = "STEP"  # the optimizer
     SHARE = "P"  # a bucket's updated parameters with the ranks that did not update them
+    OUT = "OUT"  # to the host: what an op's backward needs; a bucket's gradients; a part of its optimizer state
+    IN = "IN"  # the same back to the device
 
 
 COMPUTE = frozenset((Op.F, Op.B, Op.W, Op.BW, Op.A))
@@ -51,13 +53,14 @@ LOCAL_REDISTRIBUTIONS = frozenset((Op.LF, Op.LA, Op.LB))
 SENDS = frozenset((Op.SEND_F, Op.SEND_B))
 RECEIVES = frozenset((Op.RECV_F, Op.RECV_B))
 COLLECTIVES = REDISTRIBUTIONS | {Op.GATHER, Op.REDUCE, Op.SUM, Op.TIE, Op.COUNT, Op.NORM, Op.SHARE}
+MOVES = frozenset((Op.OUT, Op.IN))  # between the memories of device and host
 HALVES = "ab"
 
 
 class Instruction(NamedTuple):
     """`block` is the block of a computation or redistribution, the bucket of anything about parameters. `half`: of the
     micro-batch, where it is cut in two. `op_index`: of the block, where it is made of several (`shape.BlockOp`).
-    `slice`: of the micro-batch's tokens, where they are cut."""
+    `slice`: of the micro-batch's tokens, where they are cut. For the state of a bucket `op_index` is a part of it."""
 
     op: Op
     stage: int | None = None
@@ -113,17 +116,23 @@ def _well_formed(match: re.Match[str]) -> bool:
     op = Op(match["op"])
     named = {name for name, text in match.groupdict().items() if name not in ("op", "arrow", "peer") and text}
     arrow = ">" if op in SENDS else "<" if op in RECEIVES else None
-    needed, allowed = _places(op)
+    needed, allowed = _places(op, "stage" in named)
     return needed <= named <= needed | allowed and match["arrow"] == arrow
 
 
-def _places(op: Op) -> tuple[set[str], set[str]]:
+def _places(op: Op, staged: bool) -> tuple[set[str], set[str]]:
     """What an instruction of a kind must name, and what it may name besides."""
     place = {"stage", "micro_batch"}
     if op in COMPUTE:
         return place, {"slice", "half", "block", "op_index"}
     if op in REDISTRIBUTIONS or op in LOCAL_REDISTRIBUTIONS:
         return {*place, "block", "op_index"}, {"slice", "half"}
+    if op in MOVES and staged:
+        return {*place, "block"}, {"slice", "half", "op_index"}
+    if op in MOVES:  # of a bucket's state, or its gradients
+        return {"block"}, {"op_index"}
+    if op is Op.STEP:
+        return set(), {"block", "op_index"}
     if op is Op.INPUT:
         return {"micro_batch"}, {"half"}
     if op in SENDS or op in RECEIVES:

@@ -14,6 +14,7 @@ from phalanx.program.holders import buckets_of, is_tied, reduced_of, summed_of
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.blocks import add_inputs, at_their_grain, to_blocks
 from phalanx.program.passes.messages import Route, add_messages
+from phalanx.program.passes.offload import check_hosted, leave_gradients, move_activations, update
 from phalanx.program.passes.ops import to_ops
 from phalanx.program.passes.reductions import add_reductions, add_sums
 from phalanx.program.passes.zero import gather_per_micro_batch, gather_per_step
@@ -34,6 +35,8 @@ def lower(plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
     ]
     programs = [add_sums(program, summed_of(plan, shape, p)) for p, program in enumerate(programs)]
     programs = add_messages(programs, _route(plan), split, NUM_AHEAD.get(plan.schedule, 1))
+    programs = move_activations(programs, plan, shape)
+    check_hosted(plan, shape)
     return tuple(_complete(program, plan, shape, p) for p, program in enumerate(programs))
 
 
@@ -47,7 +50,7 @@ def lower_forward(plan: Plan, shape: ModelShape, num_micro_batches: int) -> tupl
 
 def without_overlap(plan: Plan) -> Plan:
     """How an evaluation runs a plan: without a backward there is nothing to compute again, and batches stay whole."""
-    return replace(plan, overlap="none", pairs=False, recompute=())
+    return replace(plan, overlap="none", pairs=False, recompute=(), offload=())
 
 
 def _stepped(order: Program, plan: Plan, shape: ModelShape) -> Program:
@@ -70,4 +73,5 @@ def _complete(program: Program, plan: Plan, shape: ModelShape, pp_index: int) ->
     trained = [bucket for bucket in buckets_of(plan, shape, pp_index) if shape.trained[bucket]]
     ties = [Instruction(Op.TIE, block=bucket) for bucket in trained if is_tied(plan, shape, bucket)]
     shares = [Instruction(Op.SHARE, block=bucket) for bucket in trained if plan.zero in (1, 2)]
-    return (Instruction(Op.COUNT), *program, *ties, Instruction(Op.NORM), Instruction(Op.STEP), *shares)
+    passes = leave_gradients((*program, *ties), plan, shape, pp_index)
+    return (Instruction(Op.COUNT), *passes, *update(plan, shape, pp_index), *shares)

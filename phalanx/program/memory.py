@@ -14,14 +14,14 @@ from phalanx.expressions import evaluate
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan
 from phalanx.program.costs import BucketCosts, Costs
-from phalanx.program.holders import buckets_of
+from phalanx.program.holders import buckets_of, chunks_of, hosted_of
 from phalanx.program.instructions import COMPUTE, SENDS, Instruction, Op
 from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape
 from phalanx.program.slice_costs import TOKENS
 from phalanx.program.timeline import COMPUTE as COMPUTE_RESOURCE
 from phalanx.program.timeline import Event
-from phalanx.program.values import RESIDENT, Row, Table, Value
+from phalanx.program.values import HOST, RESIDENT, Row, Table, Value
 
 _WORKING = {Op.F: 0, Op.A: 0, Op.B: 1, Op.W: 2, Op.BW: 3}  # places in `Step.working`
 Dims = Mapping[str, int]
@@ -31,7 +31,7 @@ COMPONENTS = {
     "activation": "activations", "loss": "activations", "saved_b": "activations", "saved_bw": "activations",
     "saved_w": "activations", "past": "activations", "d_past": "gradients of activations",
     "gradient": "gradients of activations", "inputs": "inputs", "d_parameters": "gradients", "reduced": "gradients",
-    "gathered": "gathered", "items": "inputs", "norm": "inputs",
+    "gathered": "gathered", "items": "inputs", "norm": "inputs", "norms": "inputs", "staged": "staging",
 }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ class Sizes:
         return dims
 
     def __call__(self, value: Value) -> int:
-        if value.kind in ("gathered", "d_parameters", "reduced"):
+        if value.kind in ("gathered", "d_parameters", "reduced", "staged", f"{HOST}d_parameters", f"{HOST}state"):
             return self._of_bucket(value)
         lengths = self.plan.slices and value.slice is not None
         key = (value.kind, value.what, value.half is None, (value.micro_batch, value.slice) if lengths else None)
@@ -102,6 +102,8 @@ class Sizes:
             case "saved_b" | "saved_bw" | "saved_w":
                 block, op = map(int, value.what.split(":"))
                 size = getattr(shape.ops_of(block)[op].bw, value.kind)
+            case kind if kind.startswith(HOST):
+                return self._evaluate(value._replace(kind=kind.removeprefix(HOST)))
             case "d_past":  # in float32 at least
                 return self._number(value.size, dims) * max(1, 4 // self.element_bytes)
             case _:
@@ -114,10 +116,15 @@ class Sizes:
 
     def _of_bucket(self, value: Value) -> int:
         bucket, _, op = value.what.partition("/")
+        if value.kind in ("staged", f"{HOST}state"):
+            bucket, _, _ = bucket.partition(":")
+            parts = self.plan.shards * chunks_of(self.plan, self.shape, int(bucket))
+            costs = self.buckets[int(bucket)]
+            return -(-(costs.master_bytes + costs.moment_bytes) // parts)
         costs = self.buckets[int(bucket)]
         if value.kind == "gathered":
             return costs.weight_bytes
-        if value.kind == "reduced" and self.plan.zero:
+        if value.kind in ("reduced", f"{HOST}d_parameters") and self.plan.zero:
             return -(-costs.gradient_bytes // self.plan.shards)
         if not op:
             return costs.gradient_bytes
@@ -126,11 +133,11 @@ class Sizes:
         return costs.gradient_bytes // max(1, len(users))
 
 
-def live_bytes(table: Table, size: Callable[[Value], int]) -> list[int]:
-    """Bytes of the values that exist after each row, each piece of memory once."""
+def live_bytes(table: Table, size: Callable[[Value], int], *, on_host: bool = False) -> list[int]:
+    """Bytes of the values that exist on the device, or on the host, after each row, each piece of memory once."""
     now, found = 0, list[int]()
-    for changes in _changes_in_order(table, size):
-        now += sum(size for _, size, _ in changes)
+    for changes in _changes_in_order(table, lambda value: size(value) if value.is_on_host == on_host else 0):
+        now += sum(change for _, _, change in changes)
         found.append(now)
     return found
 
@@ -141,35 +148,43 @@ def peak_in_order(table: Table, size: Callable[[Value], int], working: Callable[
     held: Counter[str] = Counter()
     peak, most = dict[str, int](), -1
     for row, changes in zip(table.rows, _changes_in_order(table, size), strict=True):
-        for component, change, taken in changes:
-            held[component] += change if taken else 0
+        for when, component, change in changes:
+            held[component] += change if when != _AFTER else 0
         held["working"] = working(row.instruction)
         if held.total() > most:
             peak, most = dict(held), held.total()
-        for component, change, taken in changes:
-            held[component] += 0 if taken else change
+        for when, component, change in changes:
+            held[component] += change if when == _AFTER else 0
     return peak
 
 
-def _changes_in_order(table: Table, size: Callable[[Value], int]) -> Iterator[list[tuple[str, int, bool]]]:
-    """Of each row the component, bytes more or less, and whether they are taken (else released)."""
+_BEFORE, _AFTER = "before", "after"  # a row runs
+
+
+def _changes_in_order(table: Table, size: Callable[[Value], int]) -> Iterator[list[tuple[str, str, int]]]:
+    """Of each row when something changes, of which component, and bytes more or less."""
     users: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for row in table.rows:
-        found: list[tuple[str, int, bool]] = []
+        found: list[tuple[str, str, int]] = []
         for i in row.writes:
             value = table.values[i]
             if not users.get(value.memory):
                 sizes[value.memory] = size(value)
-                found.append((COMPONENTS.get(value.kind, ""), sizes[value.memory], True))
+                found.append((_BEFORE, component_of(value), sizes[value.memory]))
             users[value.memory] = users.get(value.memory, 0) + 1
+        dropped = set(row.dropped)
         for i in row.frees:
             value = table.values[i]
             users[value.memory] -= 1
             if not users[value.memory]:
-                first = table.values[value.memory]
-                found.append((COMPONENTS.get(first.kind, ""), -sizes[value.memory], False))
+                when = _BEFORE if i in dropped else _AFTER
+                found.append((when, component_of(table.values[value.memory]), -sizes[value.memory]))
         yield found
+
+
+def component_of(value: Value) -> str:
+    return COMPONENTS.get(value.kind.removeprefix(HOST), "")
 
 
 def resident_bytes(compiled: CompiledPlan, costs: Costs, rank: int) -> dict[str, int]:
@@ -180,7 +195,8 @@ def resident_bytes(compiled: CompiledPlan, costs: Costs, rank: int) -> dict[str,
         return -(-size // plan.shards) if plan.zero >= from_stage else size
 
     held = buckets_of(plan, shape, compiled.pp_index(rank))
-    trained = [bucket for bucket in held if shape.trained[bucket]]
+    hosted = hosted_of(plan, shape, compiled.pp_index(rank))
+    trained = [bucket for bucket in held if shape.trained[bucket] and bucket not in hosted]
     return {
         "parameters": share(sum(costs.buckets[bucket].weight_bytes for bucket in held), 3),
         "masters": share(sum(costs.buckets[bucket].master_bytes for bucket in trained), 1),
@@ -222,16 +238,21 @@ def _changes(
         ended = event.end if computes or row.instruction.op in SENDS else now
         for i in row.writes:
             value = table.values[i]
-            if not users.get(value.memory) and value.kind not in RESIDENT:
+            if not users.get(value.memory) and value.kind not in RESIDENT and not value.is_on_host:
                 sizes[value.memory] = size(value)
                 yield issued, sizes[value.memory], COMPONENTS[value.kind]
             users[value.memory] = users.get(value.memory, 0) + 1
         yield from _working(table, size, row, event)
+        dropped = set(row.dropped)
         for i in row.frees:
             value = table.values[i]
             users[value.memory] = users.get(value.memory, 1) - 1
             if not users[value.memory] and value.memory in sizes:
-                yield ended, -sizes[value.memory], COMPONENTS[table.values[value.memory].kind]
+                yield (
+                    issued if i in dropped else ended,
+                    -sizes[value.memory],
+                    COMPONENTS[table.values[value.memory].kind],
+                )
         now = event.end if computes else now
 
 

@@ -7,13 +7,14 @@ the same activation, or the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from phalanx.plan.plan import Plan
-from phalanx.program.holders import buckets_of, is_tied, reduced_of
+from phalanx.program.holders import buckets_of, hosted_of, is_tied, reduced_of
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.shape import COLLECTIVE, BlockOp, ModelShape
+from phalanx.program.values import HOST
 
 Key = tuple[str, str, int | None, int | None, int | None, int | None]  # kind, what, micro-batch, slice, half, stage
 Place = tuple[int | None, int | None, int | None, int | None, int | None]  # of an op, without what is done with it
@@ -57,8 +58,12 @@ class Sink(Protocol[Id]):
         """Starts its sum over more ranks."""
         ...
 
-    def read_sums(self) -> None:
-        """All gradients of parameters, with everything that was added to them."""
+    def read_sums(self, without: Collection[int] = ()) -> None:
+        """The gradients of all buckets but some, with everything that was added to them."""
+        ...
+
+    def read_sum(self, bucket: int) -> tuple[Id, ...]:
+        """The gradients of a bucket, with everything that was added to them."""
         ...
 
     def read_losses(self) -> None: ...
@@ -121,13 +126,17 @@ def _distinct(names: list[str], same: dict[str, str]) -> tuple[str, ...]:
 
 class Rules(Generic[Id]):
     """The instructions of one rank's program. It is looked ahead only for which forwards are done again, and which
-    weight gradients are apart."""
+    weight gradients are apart. moved: what OUT and IN move, by the op that needs it (`moved.py`)."""
 
-    def __init__(self, plan: Plan, shape: ModelShape, program: Program, pp_index: int, sink: Sink[Id]) -> None:
-        self.plan, self.shape, self.sink = plan, shape, sink
+    def __init__(
+        self, plan: Plan, shape: ModelShape, program: Program, pp_index: int, sink: Sink[Id],
+        moved: Mapping[Place, tuple[Key, ...]] | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.shape, self.sink, self._moved = plan, shape, sink, moved or {}
         self.names = Names(plan, shape)
         self.first_stage = _first_stages(plan, pp_index)
         self.trained = [bucket for bucket in buckets_of(plan, shape, pp_index) if shape.trained[bucket]]
+        self.hosted = hosted_of(plan, shape, pp_index)
         reduced = reduced_of(plan, shape, pp_index)
         self.flat = {b for b in self.trained if b in reduced or is_tied(plan, shape, b)}
         self._ops = [shape.ops_of(block) for block in range(shape.num_blocks)]
@@ -141,7 +150,7 @@ class Rules(Generic[Id]):
             Op.LB: self._redistribute_back, Op.B: self._backward, Op.BW: self._backward, Op.W: self._weight,
             Op.SEND_F: self._send_forward, Op.RECV_F: self._receive_forward, Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward, Op.GATHER: self._gather, Op.COUNT: self._count, Op.NORM: self._norm,
-            Op.STEP: self._optimize, Op.SHARE: self._share,
+            Op.STEP: self._optimize, Op.SHARE: self._share, Op.OUT: self._move_out, Op.IN: self._move_in,
             Op.REDUCE: lambda it: sink.reduce(_number(it.block), it.micro_batch),
             Op.SUM: lambda it: sink.reduce_further(_number(it.block)),
             Op.TIE: lambda it: sink.reduce_further(_number(it.block)),
@@ -250,6 +259,40 @@ class Rules(Generic[Id]):
         for name in self.names.returning(_number(it.stage) + 1, it.slice):
             self.sink.write(self.gradient(it, name), self.names.size.get(name, ""), arrives=True)
 
+    # Between device and host.
+
+    def _move_out(self, it: Instruction) -> None:
+        if it.stage is None:
+            self._move_out_bucket(it)
+        for key in self._moved.get(place_of(it), ()):
+            here = self.sink.read(key)
+            self.sink.write(on_host(key), self._size(key), arrives=True, holds=(here,))
+
+    def _move_out_bucket(self, it: Instruction) -> None:
+        """Its gradients, or a part of its state."""
+        if it.op_index is None:
+            held = self.sink.read_sum(_number(it.block))
+            self.sink.write(on_host(of_bucket("d_parameters", it.block)), arrives=True, holds=held)
+            self.sink.write(of_bucket("norms", it.block))
+        else:
+            here = self.sink.read(_of_part("staged", it))
+            self.sink.write(on_host(_of_part("state", it)), arrives=True, holds=(here,))
+
+    def _move_in(self, it: Instruction) -> None:
+        if it.stage is None:
+            there = self.sink.read(on_host(_of_part("state", it)))
+            self.sink.write(_of_part("staged", it), arrives=True, holds=(there,))
+        for key in self._moved.get(place_of(it), ()):
+            there = self.sink.read(on_host(key))
+            self.sink.write(key, self._size(key), arrives=True, holds=(there,))
+
+    def _size(self, key: Key) -> str:
+        kind, what, *_ = key
+        if kind == "activation":
+            return self.names.size.get(what, "")
+        block, op_index = map(int, what.split(":"))
+        return getattr(self._ops[block][op_index].bw, kind)
+
     # Parameters and the update.
 
     def _gather(self, it: Instruction) -> None:
@@ -262,15 +305,32 @@ class Rules(Generic[Id]):
     def _norm(self, it: Instruction) -> None:
         self.sink.read_losses()
         self.sink.read(ITEMS)
-        self.sink.read_sums()
+        left = self.hosted if self.plan.steps_on_host else ()
+        self.sink.read_sums(without=left)
+        for bucket in left:
+            self.sink.read(of_bucket("norms", bucket))
         self.sink.write(NORM)
 
     def _optimize(self, it: Instruction) -> None:
         self.sink.read(NORM)
-        self.sink.read_sums()
+        if it.block is not None:
+            self._optimize_part(it)
+            return
+        self.sink.read_sums(without=self.hosted)
         for bucket in self.trained:
-            self.sink.add(of_bucket("state", bucket))
-            self.sink.add(of_bucket("parameters", bucket))
+            if bucket not in self.hosted:
+                self.sink.add(of_bucket("state", bucket))
+                self.sink.add(of_bucket("parameters", bucket))
+
+    def _optimize_part(self, it: Instruction) -> None:
+        if self.plan.steps_on_host:
+            self.sink.read(on_host(of_bucket("d_parameters", it.block)))
+            self.sink.add(on_host(_of_part("state", it)))
+            self.sink.write(of_bucket("parameters", it.block), arrives=True)
+        else:
+            self.sink.read_sum(_number(it.block))
+            self.sink.add(_of_part("staged", it))
+            self.sink.add(of_bucket("parameters", it.block))
 
     def _share(self, it: Instruction) -> None:
         self.sink.write(of_bucket("parameters", it.block), arrives=True)
@@ -344,8 +404,23 @@ class Rules(Generic[Id]):
         return found
 
 
+def on_host(key: Key) -> Key:
+    """The same in the memory of the host."""
+    return HOST + key[0], *key[1:]
+
+
 def of_bucket(kind: str, bucket: int | None) -> Key:
     return kind, str(bucket), None, None, None, None
+
+
+def bucket_of(key: Key) -> str:
+    """Of a sum of gradients, or of one segment's part of it."""
+    return key[1].partition("/")[0]
+
+
+def _of_part(kind: str, it: Instruction) -> Key:
+    """Of the state of a bucket."""
+    return kind, f"{it.block}:{it.op_index}", None, None, None, None
 
 
 def place_of(it: Instruction) -> Place:

@@ -86,7 +86,9 @@ class ModelShape:
 
     granularities: whether a block runs once per slice of a micro-batch's tokens, or once per micro-batch (an encoder),
     with slice 0; the latter come first. per_micro_batch: activations that belong to the micro-batch and not to one of
-    its slices. layers: the blocks that are layers of the model, for which a plan may give something one by one."""
+    its slices. layers: the blocks that are layers of the model, for which a plan may give something one by one.
+    elements: of each bucket's trained parameters, as the first tensor-parallel rank has them; () where they are not
+    known."""
 
     num_blocks: int
     shared: tuple[tuple[int, ...], ...]
@@ -98,6 +100,7 @@ class ModelShape:
     per_micro_batch: frozenset[str] = frozenset()
     inputs: str = "0"  # bytes of what a micro-batch's inputs are made into
     layers: tuple[int, ...] = ()
+    elements: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert all(granularity in GRANULARITIES for granularity in self.granularities) and len(self.granularities) in (

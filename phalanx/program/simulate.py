@@ -2,9 +2,10 @@
 
 A rank issues its program in order and computes one thing at a time. Messages and collectives are issued where they
 stand, once the computation before them has ended, and then run beside the computation, in the order of issue on their
-channel (two ranks, one direction) or group. Whoever touches what they bring waits for it. So the order on each resource
-is known beforehand, and a task simply begins when the last thing it waits for has ended. Ranks that differ only in whom
-they talk to are simulated once, unless their links differ. Nothing is printed here.
+channel (two ranks, one direction) or group; so do copies to the host and back. Whoever touches what they bring waits
+for it. So the order on each resource is known beforehand, and a task simply begins when the last thing it waits for
+has ended. Ranks that differ only in whom they talk to are simulated once, unless their links differ. Nothing is printed
+here.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from phalanx.program import timeline
 from phalanx.program.compile import CompiledPlan
 from phalanx.program.costs import Costs, Measured, Ranks, kind_of
 from phalanx.program.groups import group_of
-from phalanx.program.holders import buckets_of
-from phalanx.program.instructions import COLLECTIVES, COMPUTE, RECEIVES, REDISTRIBUTIONS, SENDS, Instruction, Op
+from phalanx.program.holders import buckets_of, chunks_of, hosted_of
+from phalanx.program.instructions import COLLECTIVES, COMPUTE, MOVES, RECEIVES, REDISTRIBUTIONS, SENDS, Instruction, Op
 from phalanx.program.memory import Sizes, peak_memory
 from phalanx.program.rules import Names
 from phalanx.program.shares import Shares
-from phalanx.program.timeline import Event, Timeline, channel_name, group_name
-from phalanx.program.values import Row
+from phalanx.program.timeline import Event, Timeline, channel_name, copies_name, group_name
+from phalanx.program.values import Row, Table
 
 SCALAR_BYTES = 8
 _NUM_SCALARS = {Op.COUNT: 1, Op.NORM: 3}  # the number of items; loss, squared norm, finiteness
@@ -114,6 +115,11 @@ class Setting:
             self.seconds[key] = self._sizes.crossing(self._names, stage, it)
         return int(self.seconds[key])
 
+    def moved_bytes(self, table: Table, row: Row) -> int:
+        """Of what goes to the host, or comes from it."""
+        moves = (i for i in row.reads if table.values[i].kind != "norm")
+        return sum(self._sizes(table.values[i]) for i in moves)
+
     def group(self, rank: int, instruction: Instruction) -> Ranks:
         key = (rank, instruction.op, instruction.block, instruction.op_index)
         if key not in self._groups:
@@ -151,11 +157,17 @@ class _Issuer:
         elif it.op in SENDS or it.op in RECEIVES:
             self._wait(waits)
             self._message(position, row)
+        elif it.op in MOVES:
+            self._wait(waits)
+            self._copy(position, row)
+        elif it.op is Op.STEP and it.block is not None and self.setting.compiled.plan.steps_on_host:
+            self._wait(waits)
+            self._copy(position, row, self._host_step_seconds(it))
         elif it.op in COLLECTIVES and len(self.setting.group(self.rank, it)) > 1:
             self._wait(waits)
             self._collective(position, row)
         else:
-            self._local(position, waits, self._step_seconds() if it.op is Op.STEP else 0.0)
+            self._local(position, waits, self._step_seconds(it) if it.op is Op.STEP else 0.0)
 
     def _issue_measured(self, position: int, row: Row, waits: list[int], measured: Measured) -> None:
         """Communication takes some of the rank's own time, too, before it is on its way."""
@@ -165,6 +177,9 @@ class _Issuer:
         if it.op in SENDS or it.op in RECEIVES:
             self._wait(waits, seconds)
             self._message(position, row, moving)
+        elif it.op in MOVES or (it.op is Op.STEP and moving is not None):
+            self._wait(waits, seconds)
+            self._copy(position, row, moving or 0.0)
         elif moving is not None:
             self._wait(waits, seconds)
             self._collective(position, row, moving)
@@ -188,10 +203,22 @@ class _Issuer:
             known[key] = self.setting.costs.seconds(it.op, it.block) * self.setting.shares.seconds(it)
         return known[key]
 
-    def _step_seconds(self) -> float:
+    def _host_step_seconds(self, it: Instruction) -> float:
+        """Until a part of a bucket is updated on the host, and back."""
         compiled, costs = self.setting.compiled, self.setting.costs
+        assert it.block is not None
+        parts = chunks_of(compiled.plan, compiled.shape, it.block) * compiled.plan.shards
+        bucket = costs.buckets[it.block]
+        return bucket.host_step_seconds / parts + costs.host_link.send(bucket.weight_bytes / parts)
+
+    def _step_seconds(self, it: Instruction) -> float:
+        compiled, costs = self.setting.compiled, self.setting.costs
+        if it.block is not None:
+            parts = chunks_of(compiled.plan, compiled.shape, it.block) * compiled.plan.shards
+            return costs.buckets[it.block].step_seconds / parts
+        hosted = hosted_of(compiled.plan, compiled.shape, compiled.pp_index(self.rank))
         held = buckets_of(compiled.plan, compiled.shape, compiled.pp_index(self.rank))
-        trained = [bucket for bucket in held if compiled.shape.trained[bucket]]
+        trained = [bucket for bucket in held if compiled.shape.trained[bucket] and bucket not in hosted]
         return sum(costs.buckets[bucket].step_seconds for bucket in trained) / compiled.plan.shards
 
     def _message(self, position: int, row: Row, seconds: float | None = None) -> None:
@@ -224,6 +251,16 @@ class _Issuer:
         self.brings.update(dict.fromkeys((*row.writes, *row.adds), place))
         if it.op is Op.NORM:
             self._wait([place])
+
+    def _copy(self, position: int, row: Row, seconds: float | None = None) -> None:
+        place = self._joint(copies_name(self.rank, row.instruction.op), position)
+        task = self.tasks.tasks[place]
+        task.needs += self.computed
+        if seconds is None:
+            table = self.setting.compiled.tables[self.place]
+            seconds = self.setting.costs.host_link.send(self.setting.moved_bytes(table, row))
+        task.seconds = seconds
+        self.brings.update(dict.fromkeys((*row.writes, *row.adds), place))
 
     def _redistribution_seconds(self, it: Instruction, ranks: Ranks) -> float:
         shares, costs = self.setting.shares, self.setting.costs
@@ -314,4 +351,4 @@ def _resource(setting: Setting, rank: int, it: Instruction, event: Event) -> str
         return group_name(group) if len(group) > 1 else event.resource
     if it.peer is not None:
         return channel_name(*((rank, it.peer) if it.op in SENDS else (it.peer, rank)), it.op)
-    return event.resource
+    return event.resource if event.resource == timeline.COMPUTE else copies_name(rank, it.op)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -64,7 +64,7 @@ class SplitFacts:
     parameters: tuple[int, ...]
 
     def shape(self, compiled: bool) -> ModelShape:
-        return self.compiled if compiled else self.eager
+        return replace(self.compiled if compiled else self.eager, elements=self.elements)
 
 
 def splits_path(name: str) -> Path:

@@ -24,6 +24,11 @@ def channel_name(source: int, target: int, op: Op) -> str:
     return f"{source}→{target} {'F' if op in (Op.SEND_F, Op.RECV_F) else 'B'}"
 
 
+def copies_name(rank: int, op: Op) -> str:
+    """The resource on which values travel from a rank's device to its host (OUT) or back (IN), or the host itself."""
+    return {Op.OUT: f"{rank}→host", Op.IN: f"host→{rank}"}.get(op, f"host of {rank}")
+
+
 @cache
 def group_name(ranks: tuple[int, ...]) -> str:
     """The resource on which collectives over these ranks run."""

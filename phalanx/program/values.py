@@ -16,7 +16,8 @@ Ids = tuple[int, ...]  # places in `Table.values`
 Collect = tuple[int, Ids]  # a sum, and what arrived to be added to it
 
 # What lives as long as the rank does: no instruction writes it for the first time, none frees it.
-RESIDENT = frozenset(("parameters", "state"))
+HOST = "host."  # before the kind of what lies in the memory of the host
+RESIDENT = frozenset(("parameters", "state", f"{HOST}state"))
 
 
 class Value(NamedTuple):
@@ -25,8 +26,9 @@ class Value(NamedTuple):
     kind: inputs (of a micro-batch), activation, loss, saved_b and saved_bw (what a forward leaves for B alone, and for
         W too), saved_w (what B leaves for W), past and d_past (keys and values of earlier slices, their gradients),
         gradient (of an activation), parameters, gathered, d_parameters (their gradients, summed up here), reduced (over
-        ranks), state (of the optimizer), items (of the global batch), norm.
-    what: an activation's name; the segment `block:step`; or the bucket.
+        ranks), norms (of those that left), state (of the optimizer), staged (a part of it that came from the host),
+        items (of the global batch), norm. With `host.` before it: on the host.
+    what: an activation's name; the segment `block:step`; the bucket; of state on the host `bucket:part`.
     slice: None for what belongs to the whole micro-batch. stage: the first of the consecutive stages of this rank in
         which it lives; on another visit of the rank the same activation is another value.
     version: how often it was written before; part: of a sum, which of those that arrive from other ranks.
@@ -45,6 +47,10 @@ class Value(NamedTuple):
     size: str
     memory: int
 
+    @property
+    def is_on_host(self) -> bool:
+        return self.kind.startswith(HOST)
+
     def __str__(self) -> str:
         place = "" if self.micro_batch is None else f".{self.micro_batch}"
         place += "" if self.slice is None else f".{self.slice}"
@@ -55,7 +61,8 @@ class Value(NamedTuple):
 
 class Row(NamedTuple):
     """One instruction. waits: values that are on their way and must have arrived. collects: parts of sums that have
-    arrived and are added up first. An instruction that frees a value it also writes leaves nothing of it behind."""
+    arrived and are added up first. An instruction that frees a value it also writes leaves nothing of it behind; one
+    that it does not touch, because what was made of it has arrived, is freed before it runs."""
 
     instruction: Instruction
     waits: Ids
@@ -64,6 +71,12 @@ class Row(NamedTuple):
     writes: Ids
     adds: Ids
     frees: Ids
+
+    @property
+    def dropped(self) -> Ids:
+        """What it frees before it runs."""
+        touched = {*self.reads, *self.writes, *self.adds}
+        return tuple(i for i in self.frees if i not in touched)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,14 @@ def visit_of(instruction: Instruction, split: bool) -> Instruction:
     return instruction._replace(op=op, block=None, half=None, op_index=None)
 
 
+Use = tuple[Instruction, int | None]
+
+
+def use_of(instruction: Instruction, split: bool) -> Use | None:
+    """What a visit does with one block, of which a computation or redistribution is part."""
+    return (visit_of(instruction, split), instruction.block) if instruction.op in _IN_VISITS else None
+
+
 def is_split(orders: Iterable[Program]) -> bool:
     """Whether a schedule, in the short view, orders the gradients of weights by themselves."""
     return any(instruction.op is Op.W for order in orders for instruction in order)

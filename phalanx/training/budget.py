@@ -15,7 +15,7 @@ import torch
 
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.inputs import split
-from phalanx.engine.memory import bucket_costs, rank_memory
+from phalanx.engine.memory import RankMemory, bucket_costs, rank_memory
 from phalanx.engine.step import micro_batches
 from phalanx.errors import PhalanxError
 from phalanx.observe.format import bytes_text
@@ -46,7 +46,7 @@ class Budget:
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             return cls(free, f"free of the {bytes_text(total)} of {torch.cuda.get_device_name(device)}")
-        free = _free_main_memory()
+        free = free_main_memory()
         return None if free is None else cls(free, "free main memory")
 
 
@@ -68,7 +68,7 @@ class Fit:
         self.plan, self.device, self._batch_size = compiled.plan, compiled.device, batch_size
         self._compile, self._batch = compile, batch
         self._place = compiled.formation.place
-        self.components, self._seconds = self._predict(compiled)
+        (self.components, self.on_host), self._seconds = self._predict(compiled)
 
     @property
     def bytes(self) -> int:
@@ -76,7 +76,8 @@ class Fit:
 
     def describe(self) -> str:
         """What a rank will hold, the largest parts first."""
-        return f"{bytes_text(self.bytes)} of tensors at the peak: {_listed(self.components)}"
+        beside = f"; on the host {_listed(self.on_host)}" if self.on_host else ""
+        return f"{bytes_text(self.bytes)} of tensors at the peak: {_listed(self.components)}{beside}"
 
     def require(self, budget: Budget | None) -> None:
         """Refuses what cannot be."""
@@ -85,6 +86,13 @@ class Fit:
                 f"plan {self.plan.shown} does not fit: {self._place} needs {bytes_text(self.bytes)} "
                 f"({_listed(self.components)}), and {bytes_text(budget.bytes)} are there ({budget.source})",
                 self.advice(budget.bytes),
+            )
+        free, needed = free_main_memory(), sum(self.on_host.values())
+        if self.device.type == "cuda" and free is not None and needed > free:
+            raise PhalanxError(
+                f"plan {self.plan.shown} does not fit: {self._place} needs {bytes_text(needed)} of main memory "
+                f"({_listed(self.on_host)}), and {bytes_text(free)} are free",
+                "offload less, or use more ranks on other machines",
             )
 
     def error(self, error: RuntimeError, what: str = "") -> PhalanxError:
@@ -115,10 +123,10 @@ class Fit:
         return f"a micro-batch of {samples} (batch_size {self._batch_size}, plan {self.plan.shown})"
 
     def _needs(self, plan: Plan) -> Needs:
-        components, seconds = self._predict(self._compile(plan))
-        return Needs(sum(components.values()), seconds)
+        memory, seconds = self._predict(self._compile(plan))
+        return Needs(sum(memory.device.values()), seconds)
 
-    def _predict(self, compiled: Compiled) -> tuple[dict[str, int], float]:
+    def _predict(self, compiled: Compiled) -> tuple[RankMemory, float]:
         batch, first = self._batch(compiled)
         parts = micro_batches(compiled.training.feeder, compiled.plan, batch, first)
         largest = next(iter(parts.values()))
@@ -136,7 +144,7 @@ def _listed(components: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {bytes_text(size)}" for name, size in largest)
 
 
-def _free_main_memory() -> int | None:
+def free_main_memory() -> int | None:
     """As the kernel says, within the limit of this process's control group."""
     if not _MEMINFO.exists():
         return None

@@ -80,6 +80,7 @@ def open(
     """
     refuse_while_loading("phalanx.open")
     config, optimizer_class = _config(plan, optimizer, options)
+    _refuse_hosted_state(config.plan)
     joined = join(config.device)
     if joined is None:
         needed = needed_ranks(config.plan) or 1
@@ -195,6 +196,16 @@ def _task(spec: ModelSpec, batch: Batch, dims: Mapping[str, Sequence[str | int]]
         if {each.name for each in inputs} == set(batch):
             return known
     return Custom(with_dims(infer_inputs(batch), dims))
+
+
+def _refuse_hosted_state(plan: str) -> None:
+    """A loop of the user's own finds gradients and parameters where they are computed with."""
+    words = [word for word, _ in fields.read(plan).get("offload", ()) if word.startswith("optimizer")]
+    if words:
+        raise PlanError(
+            f"plan: offload={words[0]} keeps on the host what a loop of your own would look for on the device",
+            "leave the optimizer out of offload, or train with phalanx.train",
+        )
 
 
 def _config(

@@ -20,6 +20,7 @@ from phalanx.engine.compiled import Compiled, Functions
 from phalanx.engine.engine import Engine, Watch
 from phalanx.engine.evaluation import Evaluator
 from phalanx.engine.gradients import BucketGradients
+from phalanx.engine.host_copies import HostCopies
 from phalanx.engine.layout import ProcessGroups
 from phalanx.engine.link import Parts
 from phalanx.engine.redistribute import Mover
@@ -83,7 +84,9 @@ class Session:
             context.slot.set_place(compiled.formation.place)
         own = links or Links(context, timeout=config.timeout)
         connected = ProcessGroups(compiled.formation, own, owns_links=links is None)
-        state = State(compiled.formation.state, context.rank, read, config, device, optimizer_class, groups)
+        state = State(
+            compiled.formation.state, context.rank, read, config, device, optimizer_class, groups, compiled.hosted()
+        )  # fmt: skip
         return cls(compiled, connected, state, watches)
 
     @property
@@ -109,6 +112,8 @@ class Session:
 
     def close(self) -> None:
         self.step.engine.settle()
+        if self.state.hosted is not None:
+            self.state.hosted.close()
         self.connected.close()
 
     def _engine(
@@ -119,7 +124,7 @@ class Session:
         parts = Parts(
             compiled.plan, formation.shape, compiled.rank, formation.pp_index, compiled.graph, functions.compute,
             functions.tracer, self.state.parameters, connected.gather, self._movers(), connected.channel, gradients,
-            totals, compiled.home(),
+            totals, compiled.home(), HostCopies(compiled.device), self.state.hosted,
         )  # fmt: skip
         warms_up = compiled.device.type == "cuda" and compiled.plan.pp * compiled.plan.tp > 1
         return Engine(parts, watches=watches, warms_up=warms_up)

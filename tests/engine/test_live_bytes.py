@@ -10,7 +10,8 @@ from tests.engine.live_bytes import mismatches, on_rank
 
 ALONE = [
     "mb=2", "mb=2,recompute=yes", "mb=2,recompute=unit", "mb=2,recompute=light", "mb=2,schedule=zb-h1",
-    "mb=2,schedule=zb-h1,recompute=block+unit+light+none", "mb=2,schedule=zb-v", "mb=2,schedule=gpipe,slices=3",
+    "mb=2,schedule=zb-h1,recompute=block+unit+light+none", "mb=2,recompute=light,offload=activations",
+    "mb=2,schedule=zb-v", "mb=2,schedule=gpipe,slices=3",
 ]  # fmt: skip
 TOGETHER = [
     (captured.GPT2, "pp=2,mb=4,schedule=zb-h1"),
@@ -21,7 +22,8 @@ TOGETHER = [
     (captured.LLAMA, "pp=2,mb=2,slices=2,recompute=light+unit+none+block"),
     (captured.LLAMA, "tp=2,mb=1,overlap=halves,recompute=unit+light+block*2"),
     (captured.WHISPER, "pp=2,mb=2,schedule=interleaved,v=2"),
-    (captured.WHISPER, "pp=2,tp=2,slices=2,mb=2"),
+    (captured.WHISPER, "pp=2,tp=2,slices=2,mb=2,offload=activations"),
+    (captured.LLAMA, "tp=2,mb=2,overlap=oases,offload=activations:2"),
 ]
 
 

@@ -18,7 +18,7 @@ def components(plan: str) -> dict[str, int]:
     session = case.session(plan)
     compiled = session.compiled
     try:
-        return rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, case.batch, 0))
+        return rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, case.batch, 0)).device
     finally:
         session.close()
 
@@ -38,7 +38,7 @@ def test_state_is_what_lies_there_after_a_step(dtype: str) -> None:
     session = case.session("", dtype=dtype)
     session.step(case.batch, 0, 0.0).read()
     compiled, state = session.compiled, session.state
-    found = rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, case.batch, 0))
+    found = rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, case.batch, 0)).device
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.tensors()}
     assert sum(found.get(name, 0) for name in STATE) == sum(held.values())
     assert ("masters" in found) == (dtype == "bfloat16")
@@ -53,7 +53,7 @@ def of_rank(context: RankContext, plan: str) -> tuple[int, int]:
     batch = {name: tensor[first : first + count] for name, tensor in case.batch.items()}
     session.step(batch, first, 0.0).read()
     compiled, state = session.compiled, session.state
-    found = rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, batch, first))
+    found = rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, batch, first)).device
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.tensors()}
     session.close()
     return sum(found.get(name, 0) for name in STATE), sum(held.values())

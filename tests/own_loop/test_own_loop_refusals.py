@@ -155,3 +155,9 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_split(pool: Wo
 def test_a_pipeline_takes_the_next_batch_after_the_backward_of_the_last(pool: WorkerPool) -> None:
     with pytest.raises(ConfigError, match="called again before the backward of the call before"):
         pool.run(jobs.two_forwards, "pp=2", world=2)
+
+
+def test_state_on_the_host_is_not_for_loops_of_ones_own() -> None:
+    with pytest.raises(PlanError, match="offload=optimizer keeps on the host what a loop of your own") as caught:
+        open_net(plan="mb=2,offload=activations+optimizer:0.5")
+    assert "leave the optimizer out of offload" in caught.value.hint

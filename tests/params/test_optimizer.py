@@ -287,7 +287,7 @@ def test_a_part_of_a_tensor_is_only_given_to_optimizers_that_update_each_element
     assert make_optimizer(part, RunConfig()) and make_optimizer(part, RunConfig(), OfElements)
     with pytest.raises(ConfigError, match="OfWholeTensors does not update each element by itself") as info:
         make_optimizer(part, RunConfig(), OfWholeTensors)
-    assert "use zero=0 and tp=1" in info.value.hint and "AdamW" in info.value.hint
+    assert "use zero=0, tp=1" in info.value.hint and "AdamW" in info.value.hint
     with pytest.raises(ConfigError, match="Adafactor does not update each element by itself"):
         make_optimizer(part, RunConfig(), torch.optim.Adafactor)
     columns = held_piece(Piece.whole("matrix", Local((4, 3), 1, ((0, 2),))))

@@ -38,6 +38,13 @@ def tensor_fields(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+shares = st.integers(1, 100).map(lambda hundredths: hundredths / 100)
+states = st.none() | st.tuples(st.sampled_from(["optimizer", "optimizer-step"]), shares)
+offloads = st.tuples(st.none() | st.tuples(st.just("activations"), st.integers(0, 99)), states).map(
+    lambda words: tuple(word for word in words if word is not None)
+)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Any valid plan."""
@@ -63,7 +70,7 @@ def plans(draw: st.DrawFn) -> Plan:
         zero=zero, slices=slices, **within,
         zero_degree=draw(st.sampled_from([0, *(d for d in range(2, dp + 1) if dp % d == 0)])) if zero else 0,
         gather=gather, pairs=may_pair and draw(st.booleans()),
-        reduce=draw(st.sampled_from(moments)) if dp > 1 else "",
+        reduce=draw(st.sampled_from(moments)) if dp > 1 else "", offload=draw(offloads),
     )  # fmt: skip
 
 
@@ -181,8 +188,8 @@ def test_when_parameters_are_gathered_and_gradients_reduced_depends_on_zero() ->
 # What is said about a wrong plan.
 
 ALL = (
-    "allowed: degrees, dp, gather, mb, overlap, pairs, pp, recompute, reduce, replicate, save, schedule, sequence, "
-    "slices, stages, tp, v, zero, zero_degree"
+    "allowed: degrees, dp, gather, mb, offload, overlap, pairs, pp, recompute, reduce, replicate, save, schedule, "
+    "sequence, slices, stages, tp, v, zero, zero_degree"
 )
 
 WRONG = {
@@ -228,6 +235,16 @@ WRONG = {
     "dp=2,zero=2,gather=step": ("gather=step does nothing with zero=2", "zero=3, or leave gather out"),
     "dp=2,reduce=x": ("unknown reduce 'x'", "allowed: micro-batch, step"),
     "reduce=step": ("reduce=step does nothing with dp=1", "dp=2 or more, or leave reduce out"),
+    "offload=": ("offload='' is nothing that can lie on the host", "activations, optimizer, optimizer-step"),
+    "offload=optimiser": ("'optimiser' is nothing that can lie on the host", "did you mean 'optimizer'"),
+    "offload=activations+x:1": ("offload='activations+x:1': 'x' is nothing that can lie", "allowed: activations"),
+    "offload=activations:0": ("activations:0 is not a number of layers per stage", "activations:1 or more, or"),
+    "offload=activations:": ("activations: is not a number of layers per stage", "activations for all layers"),
+    "offload=activations:1.5": ("activations:1.5 is not a number of layers", "activations:1 or more"),
+    "offload=optimizer:0": ("optimizer:0 is not a share of the elements", "above 0 and up to 1 such as optimizer:0.6"),
+    "offload=optimizer-step:2": ("optimizer-step:2 is not a share", "or optimizer-step for all of them"),
+    "offload=activations+activations:2": ("has 'activations' twice", "write each word once"),
+    "offload=optimizer+optimizer-step": ("keeps the optimizer's state on the host twice", "updates on the device, or"),
     "dp=2,zero=1,reduce=micro-batch": ("reduce=micro-batch saves nothing with zero=1", "zero=2 or 3, or reduce=step"),
 }
 
@@ -250,6 +267,10 @@ WRONG_JSON = {
     '{"recompute": 1}': ("recompute=1 has the wrong type", "for example 'light'"),
     '{"recompute": ["block", 2]}': ("recompute=['block', 2] has the wrong type", "for example 'light'"),
     '{"recompute": "lite"}': ("recompute='lite' does not say what", "use none, light, unit or block"),
+    '{"offload": 1}': ("offload=1 has the wrong type", "for example 'activations:12+optimizer:0.6'"),
+    '{"offload": [["activations"]]}': ("has the wrong type", "for example 'activations:12+optimizer:0.6'"),
+    '{"offload": [["weights", 1]]}': ("has the wrong type", "for example 'activations:12+optimizer:0.6'"),
+    '{"offload": [["optimizer", 2]]}': ("optimizer:2 is not a share", "up to 1 such as optimizer:0.6"),
     '{"schedule": 1}': ("schedule=1 has the wrong type", "for example '1f1b'"),
     '{"stages": "3-4"}': ("stages='3-4' has the wrong type", "for example [3, 4, 4, 3]"),
     '{"stages": [3.0]}': ("stages=[3.0] has the wrong type", "for example [3, 4, 4, 3]"),

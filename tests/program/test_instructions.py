@@ -10,6 +10,7 @@ from phalanx.errors import PlanError
 from phalanx.program.instructions import (
     COMPUTE,
     LOCAL_REDISTRIBUTIONS,
+    MOVES,
     RECEIVES,
     REDISTRIBUTIONS,
     SENDS,
@@ -37,6 +38,7 @@ instructions = (
     | st.builds(made, computes | redistributions, number, number, number, half=half, op_index=number, slice=slice)
     | st.builds(made, st.sampled_from(sorted(SENDS | RECEIVES)), number, number, peer=number, half=half, slice=slice)
     | st.builds(made, st.just(Op.GATHER), number, number, number, slice=slice)
+    | st.builds(made, st.sampled_from(sorted(MOVES)), number, number, number, half=half, op_index=number, slice=slice)
     | st.builds(made, st.just(Op.INPUT), micro_batch=number, half=half)
     | st.builds(made, st.just(Op.REDUCE), number, number, number)
     | st.builds(made, st.sampled_from([Op.SUM, Op.TIE, Op.SHARE]), block=number)

@@ -78,6 +78,8 @@ PLANS = {
     "oases": ("pp=2,tp=2,overlap=oases,sequence=yes,stages=1-1", stack(2, sequence=True, sums=True)),
     "slices": ("pp=2,mb=2,slices=3,stages=1-1", attending(2)),
     "halves of slices": ("tp=2,slices=2,overlap=halves,stages=1", stack(1)),
+    "offload": ("mb=2,stages=6,offload=activations", chain(6, "1", "1", "1")),
+    "offload in a pipeline": ("pp=2,mb=2,recompute=unit,stages=3-3,offload=activations:1", by_units(6)),
     "encoder-decoder": ("pp=2,tp=2,mb=2,slices=2,stages=2-1", encoder_decoder(1, 2)),
 }  # fmt: skip
 

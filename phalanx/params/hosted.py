@@ -1,0 +1,225 @@
+"""The optimizer's state that lies on the host: masters and moments of some buckets, in parts.
+
+Either a part comes to the device for its update and goes back, or the host updates it, in a thread of its own, and what
+the model computes with comes to the device. Both are exact: the same arithmetic on the same elements. In a checkpoint
+state has the names and shapes that it has without offload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.params.flat import Piece
+from phalanx.params.host_memory import Copying, HostMemory
+from phalanx.params.optimizer import Optimizer
+from phalanx.params.parameters import Parameters, Weight
+
+PartName = tuple[int, int]  # bucket, part
+Make = Callable[[Mapping[str, Weight]], torch.optim.Optimizer]
+
+
+class Range(NamedTuple):
+    """Elements [start, stop) of this rank's piece of a parameter."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}[{self.start}:{self.stop}]"
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(-1)[self.start : self.stop]
+
+
+class Given(NamedTuple):
+    """What an update goes by: on the device, or on the host once it has arrived there."""
+
+    lr: float | None  # None: as it stands in the optimizer
+    norm: Tensor
+    finite: Tensor
+    loss_scale: Tensor | None
+
+
+@dataclass(frozen=True)
+class Left:
+    """Gradients of a bucket on the host, by parameter, as soon as they are there."""
+
+    pieces: dict[str, Tensor]
+    copying: Copying
+    release: Callable[[], None]
+
+
+class HostedOptimizer:
+    """parts: into how many each bucket's state is divided. make: the torch optimizer for some weights. on_host: the
+    host updates, too."""
+
+    def __init__(
+        self, parameters: Parameters, parts: Mapping[int, int], make: Make, clip: float | None, device: torch.device,
+        *, on_host: bool,
+    ) -> None:  # fmt: skip
+        self._parameters, self._memory, self._device = parameters, HostMemory(device), device
+        self._on_host = on_host
+        self.ranges = {
+            (bucket, part): own
+            for bucket, count in parts.items()
+            for part, own in enumerate(_divide(parameters.bucket(bucket).updated, count))
+        }
+        self._weights = {
+            each.key: _part_of(parameters.weights[each.name], each) for own in self.ranges.values() for each in own
+        }
+        self._of_name: dict[str, list[Range]] = {}
+        for own in self.ranges.values():
+            for each in own:
+                self._of_name.setdefault(each.name, []).append(each)
+        for own in self._of_name.values():
+            own.sort()
+        self._core = Optimizer(make(self._weights), self._weights, clip)
+        self._thread: ThreadPoolExecutor | None = None
+
+    # Updates on the device.
+
+    def fetch(self, part: PartName) -> Copying:
+        """Starts to bring a part's state to the device, in memory of its own; nothing else may read it until it is
+        back."""
+        return self._memory.fetch(self._moving(part))
+
+    def store(self, part: PartName) -> Copying:
+        """Starts to bring it back."""
+        return self._memory.store(self._moving(part))
+
+    def step(self, part: PartName, gradients: Mapping[str, Tensor], given: Given) -> None:
+        """Updates a part where its state is."""
+        own = {each.key: each.of(gradients[each.name]) for each in self.ranges[part] if each.name in gradients}
+        self._core.step(own, given.lr, given.norm, given.finite, given.loss_scale)
+        for each in self.ranges[part]:
+            weight = self._parameters.weights[each.name]
+            if weight.copy is not weight.exact and not self._memory.is_at_home(self._weights[each.key].exact):
+                each.of(weight.copy).copy_(self._weights[each.key].exact)
+
+    def _moving(self, part: PartName) -> list[Tensor]:
+        """Masters and moments; what is no larger than a number stays."""
+        found: list[Tensor] = []
+        for each in self.ranges[part]:
+            weight, exact = self._parameters.weights[each.name], self._weights[each.key].exact
+            found += [exact] if weight.copy is not weight.exact else []
+            state = self._core.inner.state.get(exact, {})
+            found += [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+        return found
+
+    # Updates on the host.
+
+    def step_behind(self, part: PartName, left: Left, given: Callable[[], Given], is_last: bool) -> Future[Copying]:
+        """Starts the update of a part, after those that were started before; then it comes to the device. given: waits
+        until it is on the host. is_last: of its bucket, so that nobody needs the gradients after it."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "phalanx-optimizer")
+        issued = self._memory.mark()
+
+        def update() -> Copying:
+            left.copying.wait_here()
+            with torch.no_grad():
+                self.step(part, left.pieces, given())
+                if is_last:
+                    left.release()
+                ranges = self.ranges[part]
+                exact = [self._weights[each.key].exact for each in ranges]
+                copies = [each.of(self._parameters.weights[each.name].copy) for each in ranges]
+                return self._memory.bring(copies, exact, issued)
+
+        return self._thread.submit(update)
+
+    def leave(self, gradients: Mapping[str, Tensor]) -> Left:
+        """Starts to bring gradients to the host."""
+        pieces, copying, release = self._memory.take_in(gradients)
+        return Left(pieces, copying, release)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    # As checkpoints have it.
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """As `Optimizer.tensors`, the parts of a parameter put together."""
+        for name, ranges in self._of_name.items():
+            states = [self._core.inner.state.get(self._weights[each.key].exact, {}) for each in ranges]
+            for slot, value in states[0].items():
+                if isinstance(value, Tensor):
+                    whole = value if value.dim() == 0 else torch.cat([state[slot] for state in states])
+                    yield slot, name, whole if value.dim() == 0 else whole.view(self._shape(name))
+
+    def scalars(self) -> dict[str, Any]:
+        first = {ranges[0].key: name for name, ranges in self._of_name.items()}
+        found: dict[str, Any] = {}
+        for key, value in self._core.scalars().items():
+            prefix, slot, own = key.split("/", 2)
+            if own in first or own not in self._weights:
+                found[f"{prefix}/{slot}/{first.get(own, own)}"] = value
+        return found
+
+    def load(
+        self, slots: Iterable[tuple[str, str]], read: Callable[[str, str], Tensor], scalars: Mapping[str, Any]
+    ) -> None:
+        parts: dict[tuple[str, str], tuple[str, Range]] = {}
+        for slot, name in slots:
+            parts |= {(slot, each.key): (name, each) for each in self._of_name.get(name, ())}
+        known: dict[tuple[str, str], Tensor] = {}
+
+        def read_part(slot: str, key: str) -> Tensor:
+            name, own = parts[slot, key]
+            if (slot, name) not in known:
+                known.clear()  # parts of one parameter follow each other
+                known[slot, name] = read(slot, name)
+            whole = known[slot, name]
+            return whole.clone() if whole.dim() == 0 else own.of(whole).clone()
+
+        renamed: dict[str, Any] = {}
+        for key, value in scalars.items():
+            prefix, slot, name = key.split("/", 2)
+            own = [each.key for each in self._of_name.get(name, ())] or [name]
+            renamed |= {f"{prefix}/{slot}/{each}": value for each in own}
+        self._core.load(parts, read_part, renamed)
+        for weight in self._weights.values():
+            state = self._core.inner.state.get(weight.exact, {})
+            state |= {slot: self._settled(value) for slot, value in state.items() if isinstance(value, Tensor)}
+
+    def _settled(self, value: Tensor) -> Tensor:
+        """Where it lies between steps. Counters of what the device updates by fused kernels lie there."""
+        fused = bool(self._core.inner.defaults.get("fused"))
+        return value.cpu() if value.dim() > 0 else value.to(self._device) if fused and not self._on_host else value
+
+    def _shape(self, name: str) -> torch.Size:
+        return self._parameters.weights[name].exact.shape
+
+
+def _divide(pieces: Sequence[tuple[Piece, int]], count: int) -> list[list[Range]]:
+    """A shard's pieces, which lie at these offsets, as so many parts of about equal size."""
+    end = max((offset + piece.stop - piece.start for piece, offset in pieces), default=0)
+    edges = [end * i // count for i in range(count + 1)]
+    parts: list[list[Range]] = []
+    for begin, stop in pairwise(edges):
+        own: list[Range] = []
+        for piece, offset in pieces:
+            size = piece.stop - piece.start
+            first, last = max(begin - offset, 0), min(stop - offset, size)
+            if first < last:
+                own.append(Range(piece.name, first, last))
+        parts.append(own)
+    return parts
+
+
+def _part_of(weight: Weight, own: Range) -> Weight:
+    """A weight whose copy is left to others."""
+    piece = weight.piece
+    exact = own.of(weight.exact)
+    return Weight(Piece(piece.name, piece.local, piece.start + own.start, piece.start + own.stop), exact, exact, True)

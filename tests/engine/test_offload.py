@@ -1,0 +1,69 @@
+"""What lies on the host: bit for bit what left, and a step that changes nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.engine.host_copies import HostCopies, HostValue
+from phalanx.program.instructions import Op
+from phalanx.training.session import Session
+from tests import captured
+
+CPU = torch.device("cpu")
+
+
+def there_and_back(copies: HostCopies, value: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    held = copies.out(value).wait("")
+    assert isinstance(held, HostValue)
+    back = copies.back(held).wait("")
+    held.release()
+    return back  # pyright: ignore
+
+
+def test_tensors_come_back_as_they_were_in_memory_of_their_own() -> None:
+    base = torch.randn(4, 6)
+    value = [base.t(), base[1:, ::2], torch.tensor(3), torch.empty(0, 2), torch.randn(2, 3, dtype=torch.bfloat16)]
+    back = there_and_back(HostCopies(CPU), value)
+    for one, other in zip(value, back, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride() and one.dtype == other.dtype
+        assert not one.numel() or one.data_ptr() != other.data_ptr()
+    assert back[0].untyped_storage().data_ptr() == back[1].untyped_storage().data_ptr()  # views of one memory still
+    single = there_and_back(HostCopies(CPU), base)
+    assert isinstance(single, Tensor) and torch.equal(single, base)
+
+
+def test_memory_of_the_host_is_used_again() -> None:
+    copies, places = HostCopies(CPU), set[int]()
+    for _ in range(3):
+        held = copies.out([torch.randn(5), torch.randn(7)]).wait("")
+        assert isinstance(held, HostValue) and held.num_bytes == 48
+        places |= {buffer.data_ptr() for buffer in held.buffers}
+        held.release()
+    assert len(places) == 2
+
+
+def trained(session: Session, batch: dict[str, Tensor], steps: int = 3) -> dict[str, Tensor]:
+    """Parameters and the optimizer's state after some steps."""
+    for step in range(steps):
+        outcome = session.step(batch, 4 * step, lr=1e-2)
+        assert outcome.read()[2]
+    return {shard.name: data.clone() for shard, data in session.state.shards()}
+
+
+def require_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("plan", [
+    "mb=2,offload=activations", "mb=2,recompute=block,schedule=zb-h1,offload=activations:2",
+])  # fmt: skip
+def test_training_is_the_same_to_the_last_bit(plan: str) -> None:
+    case = captured.named(captured.GPT2, samples=4, tokens=8, dropout=0.1)
+    session = case.session(plan)
+    plain = case.session(plan.partition(",offload")[0])
+    require_same(trained(session, case.batch), trained(plain, case.batch))
+    assert session.step.engine.executed[Op.OUT] == session.step.engine.executed[Op.IN] > 0

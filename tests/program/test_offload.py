@@ -1,0 +1,160 @@
+"""Offload in programs: what leaves after the forward comes back before the backward, its memory is free in between, and
+nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from phalanx.errors import PlanError
+from phalanx.observe.program_text import bars_of, lanes_of
+from phalanx.plan.offload import spread
+from phalanx.plan.plan import Plan
+from phalanx.program.check import check
+from phalanx.program.compile import CompiledPlan, compile_forward, compile_plan
+from phalanx.program.costs import Costs, Link, uniform
+from phalanx.program.instructions import MOVES, Op, from_text, to_text
+from phalanx.program.lower import lower
+from phalanx.program.memory import Sizes, live_bytes
+from phalanx.program.shape import ModelShape
+from phalanx.program.simulate import simulate
+from tests.program.random_plans import cases, chain, simple_shape
+from tests.program.sliced_plans import Case, sliced_cases
+from tests.program.tensor_shapes import chained_cases, tensor_cases
+
+SIZED = chain(6, "10", saved="100")
+
+
+@st.composite
+def offloaded(draw: st.DrawFn) -> Case:
+    """Any plan of which something can be moved."""
+    plan, shape = draw(cases() | chained_cases() | tensor_cases() | sliced_cases())
+    moved = replace(plan, mb=min(plan.mb, 4), offload=(("activations", draw(st.integers(0, 2))),))
+    try:
+        lower(moved, shape)
+    except PlanError:
+        assume(False)
+    return moved, shape
+
+
+def costs_of(shape: ModelShape, **changes: object) -> Costs:
+    return replace(uniform(shape), **changes)  # pyright: ignore
+
+
+def live(compiled: CompiledPlan, *, on_host: bool = False) -> dict[str, int]:
+    found = live_bytes(compiled.tables[0], Sizes.of(compiled, costs_of(compiled.shape)), on_host=on_host)
+    return dict(zip(map(str, compiled.programs[0]), found, strict=True))
+
+
+@settings(max_examples=25)
+@given(offloaded())
+def test_moves_are_added_to_the_programs_of_any_plan_and_what_moves_is_on_one_side_only(case: Case) -> None:
+    plan, shape = case
+    compiled = compile_plan(plan, shape)  # which checks it
+    for program, plain in zip(compiled.programs, lower(replace(plan, offload=()), shape), strict=True):
+        assert tuple(it for it in program if it.op not in MOVES) == plain
+        assert from_text(to_text(program)) == program
+    for table in compiled.tables:
+        at = {row.instruction: position for position, row in enumerate(table.rows)}
+        for it, left in at.items():
+            if it.op is Op.OUT:
+                back = at[it._replace(op=Op.IN)]
+                freed = [p for p, row in enumerate(table.rows) if set(table.rows[left].reads) & set(row.frees)]
+                assert left < max(freed) < back
+
+
+def test_bytes_on_the_device_fall_by_what_lies_on_the_host() -> None:
+    plain, moved = (
+        live(compile_plan(Plan.parse(text), SIZED)) for text in ("stages=6", "stages=6,offload=activations")
+    )
+    host = live(compile_plan(Plan.parse("stages=6,offload=activations"), SIZED), on_host=True)
+    # Of four blocks: what each saved and, but for the first, what it was given.
+    assert host["F0.0/5"] == 4 * 100 + 3 * 10 and plain["F0.0/5"] - moved["F0.0/5"] == host["F0.0/5"]
+    assert host["BW0.0/0"] == 0
+    assert max(moved.values()) < max(plain.values())
+
+
+def test_of_a_forward_that_is_done_again_the_inputs_of_blocks_move() -> None:
+    table = compile_plan(Plan.parse("recompute=block,stages=6,offload=activations"), SIZED).tables[0]
+    moved = {str(table.values[i]) for row in table.rows if row.instruction.op is Op.OUT for i in row.reads}
+    assert moved == {f"activation(h{n}).0" for n in (1, 2, 3)}
+
+
+def test_so_many_layers_of_each_stage_are_spread_over_it_and_other_blocks_stay() -> None:
+    assert spread((1, 2, 3, 4, 5, 6), 2) == (1, 4) and spread((1, 2, 3, 4, 5), 3) == (1, 2, 4)
+    assert spread((1, 2), 0) == (1, 2) and spread((), 3) == ()
+    shape = replace(chain(10, "10", saved="100"), layers=tuple(range(1, 9)))
+    program = compile_plan(Plan.parse("pp=2,mb=2,stages=5-5,offload=activations:2"), shape).programs
+    left = [{it.block for it in own if it.op is Op.OUT} for own in program]
+    assert left == [{1, 3}, {5, 7}]
+
+
+def test_a_layer_whose_backward_follows_at_once_stays() -> None:
+    program = compile_plan(Plan.parse("stages=6,offload=activations"), SIZED).programs[0]
+    assert {it.block for it in program if it.op is Op.OUT} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(("text", "shape", "message", "hint"), [
+    ("stages=2,offload=activations", simple_shape(2), "moves no activations: in every stage", "more blocks"),
+    ("stages=6,offload=activations:7", SIZED, "is for 7 layers per stage: the stage with most layers has 6",
+     "use activations:6 or less, or activations for all layers"),
+])  # fmt: skip
+def test_what_cannot_move_is_refused(text: str, shape: ModelShape, message: str, hint: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        compile_plan(Plan.parse(text), shape)
+    assert message in refused.value.message and hint in refused.value.hint
+
+
+def test_an_evaluation_moves_nothing() -> None:
+    compiled = compile_forward(Plan.parse("stages=6,offload=activations"), SIZED, 2)
+    assert not any(it.op in MOVES for it in compiled.programs[0])
+
+
+# What is wrong with a program.
+
+GOOD = to_text(lower(Plan.parse("stages=6,offload=activations"), SIZED)[0])
+
+
+@pytest.mark.parametrize(("program", "message"), [
+    (GOOD.replace("IN0.0/2 ", ""), "never runs IN0.0/2"),
+    (GOOD.replace("OUT0.0/2 ", ""), "never runs OUT0.0/2"),
+    (GOOD.replace("OUT0.0/2 ", "OUT0.0/2 OUT0.0/2 "), "runs OUT0.0/2 twice"),
+    (GOOD.replace("IN0.0/1 ", "").replace("BW0.0/1", "BW0.0/1 IN0.0/1"), "which went to the host, at BW0.0/1"),
+    (GOOD.replace("OUT0.0/1 ", "").replace("F0.0/1", "OUT0.0/1 F0.0/1"), "before it is written at OUT0.0/1"),
+    (GOOD.replace("STEP", "OUT0.1/1 STEP"), "has OUT0.1/1, but there are 1 micro-batches"),
+    (GOOD.replace("F0.0/4", "F0.0/4 OUT0.0/4:3"), "has OUT0.0/4:3, but of block 4 nothing is to move there"),
+])  # fmt: skip
+def test_a_wrong_move_is_found(program: str, message: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        check(Plan.parse("stages=6,offload=activations"), SIZED, [from_text(program)], 1, training=True)
+    assert message in refused.value.message
+
+
+# Simulated.
+
+
+def test_copies_travel_beside_computation_each_way_by_itself() -> None:
+    plan = Plan.parse("stages=6,offload=activations")
+    timeline = simulate(compile_plan(plan, SIZED), costs_of(SIZED, host_link=Link(0, 220.0)))  # 110 bytes in 0.5 s
+    events = {str(event.instruction): event for event in timeline.events}
+    out, back = events["OUT0.0/1"], events["IN0.0/1"]
+    assert (out.resource, back.resource) == ("0→host", "host→0")
+    assert out.seconds == back.seconds == pytest.approx(0.5)
+    assert out.start == events["F0.0/1"].end == events["F0.0/2"].start
+    assert timeline.makespan == simulate(compile_plan(replace(plan, offload=()), SIZED), costs_of(SIZED)).makespan
+    assert "copies" in lanes_of(bars_of(timeline))
+
+
+def test_copies_that_are_slower_than_the_computation_hold_it_up() -> None:
+    compiled = compile_plan(Plan.parse("stages=6,offload=activations"), SIZED)
+    fast, slow = (simulate(compiled, costs_of(SIZED, host_link=Link(0, rate))) for rate in (1000.0, 50.0))
+    assert slow.makespan > fast.makespan + 4
+
+
+def test_replicas_have_links_to_hosts_of_their_own() -> None:
+    compiled = compile_plan(Plan.parse("dp=2,stages=6,offload=activations"), SIZED)
+    timeline = simulate(compiled, costs_of(SIZED, host_link=Link(0, 1000.0)))
+    assert {event.resource for event in timeline.events if event.instruction.op is Op.OUT} == {"0→host", "1→host"}
