@@ -87,10 +87,10 @@ class Engine:
 
     def abandon(self, step: StepRun) -> None:
         """What is left of a run is not run; what it would have freed is."""
-        for _, _, _, frees, releases in step.linked.rows[step.position :]:
-            for place, release in releases:
+        for row in step.linked.rows[step.position :]:
+            for place, release in row.releases:
                 release(step.values[place])
-            for place in frees:
+            for place in (*row.drops, *row.frees):
                 step.values[place] = None
         step.position = len(step.linked.rows)
 

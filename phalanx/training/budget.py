@@ -7,7 +7,8 @@ all the same is told in the same words.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,11 +51,33 @@ class Budget:
         return None if free is None else cls(free, "free main memory")
 
 
-def limit_device(given: int | None, device: torch.device) -> None:
-    """Holds torch's allocator to a budget that was asked for."""
-    if given is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, given / total), device)
+class MemoryGuard:
+    """Refuses a plan that cannot fit before anything lies on the device, and explains memory that runs out. batch: the
+    part of the first batch that a plan gives this rank, and its place in the stream."""
+
+    fit: Fit
+
+    def __init__(
+        self, given: int | None, device: torch.device, batch_size: int, batch: Callable[[Compiled], tuple[Batch, int]]
+    ) -> None:
+        self._given, self._device, self._batch_size, self._batch = given, device, batch_size, batch
+        if given is not None and device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, given / total), device)
+
+    def look(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> None:
+        self.fit = Fit(compiled, compile, self._batch, self._batch_size)
+        self.fit.require(Budget.of(self._given, self._device))
+
+    @contextmanager
+    def explained(self, what: str = "") -> Iterator[None]:
+        """what: does not fit, if memory runs out within it (default: a micro-batch)."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self.fit.error(error, what) from error
 
 
 class Fit:

@@ -38,7 +38,6 @@ from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
 from phalanx.params.flat import Piece
 from phalanx.params.lr_schedule import change_text, learning_rate
-from phalanx.plan.plan import Plan
 from phalanx.state.folders import replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
@@ -47,7 +46,7 @@ from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, Ran
 from phalanx.state.saving import AsyncSaver, StorageError
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
-from phalanx.training.budget import Budget, Fit, is_out_of_memory, limit_device
+from phalanx.training.budget import MemoryGuard
 from phalanx.training.exporting import export_model
 from phalanx.training.job import Job, Summary
 from phalanx.training.prediction import NUM_STEPS, Predictor
@@ -65,7 +64,7 @@ class Loop:
 
     run: Prepared
     session: Session
-    memory: Fit
+    memory: MemoryGuard
     snapshot: Snapshot
 
     def __init__(self, job: Job, context: RankContext, emit: Emit) -> None:
@@ -100,7 +99,8 @@ class Loop:
             stack.callback(_settle, saver)
             self._emit("on_start")
             reporter.start(rows)
-            log.write("memory", predicted_bytes=self.memory.bytes, components=self.memory.components)
+            fit = self.memory.fit
+            log.write("memory", predicted_bytes=fit.bytes, components=fit.components, on_host=fit.on_host)
             with stop_request(speaks=self._is_rank0) as stop:
                 self._train(reporter, saver, stop)
             return self._end(reporter, saver, stop)
@@ -129,7 +129,7 @@ class Loop:
                 reporter.step(self._facts(step, eval_loss), outcome)
                 if predictor.is_due:
                     with reporter.paused():
-                        reporter.predicted(**predictor.fields(self.memory.bytes))
+                        reporter.predicted(**predictor.fields(self.memory.fit.bytes))
                 # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
                 # and leaving loses no step.
                 stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
@@ -169,7 +169,7 @@ class Loop:
             require_labels(run.captured, batch, run.plan.shown)
         sizes = split(next(iter(batch.values())).shape[0], run.plan.mb)
         counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes))
-        with self._memory_explained():
+        with self.memory.explained():
             return self.session.step(batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None)
 
     def _evaluate(self, step: int, outcome: Outcome, reporter: Reporter) -> float | None:
@@ -179,7 +179,7 @@ class Loop:
             return None
         outcome.read()  # so that the step's time is not taken for the evaluation's
         samples = min(self.config.eval_samples, batches.num_samples or self.config.eval_samples)
-        with reporter.paused(), self.context.slot.within("evaluate"), self._memory_explained():
+        with reporter.paused(), self.context.slot.within("evaluate"), self.memory.explained():
             loss = self.session.evaluate(batches, samples)
         self._emit("on_evaluate", {"step": step, "eval_loss": loss, "eval_samples": samples})
         return loss
@@ -276,39 +276,29 @@ class Loop:
                 return piece.read(weights, name)
             return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
-        limit_device(config.memory_bytes, run.device)
-        with self._phases.phase("weights"), self._memory_explained("the model's state"):
+        self.memory = self._memory_guard()
+        with self._phases.phase("weights"), self.memory.explained("the model's state"):
             self.session = Session.open(
                 run.captured, config, run.plan, context=self.context, trainable=run.trainable, read=read,
                 buffers=load_buffers(run.captured, weights, run.device), optimizer_class=job.optimizer_class,
                 groups=run.groups, watches=[BoardWatch(self.context.slot)] if self.context.world > 1 else [],
-                look=self._require_fit,
+                look=self.memory.look,
             )  # fmt: skip
             if found is not None:
                 self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
                 before = found.state["total_steps"]
                 changed = change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
-        return header(run, config, self.session, origin, self.memory)
+        return header(run, config, self.session, origin, self.memory.fit)
 
-    def _require_fit(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> None:
-        """Nothing is put on a device that cannot hold it."""
+    def _memory_guard(self) -> MemoryGuard:
         size, batches = self.config.batch_size, self.run.batches
 
         def first_batch(of: Compiled) -> tuple[Batch, int]:
-            return batches.batch(*of.part(0, size)), of.part(0, size)[0]
+            first, count = of.part(0, size)
+            return batches.batch(first, count), first
 
-        self.memory = Fit(compiled, compile, first_batch, size)
-        self.memory.require(Budget.of(self.config.memory_bytes, self.run.device))
-
-    @contextlib.contextmanager
-    def _memory_explained(self, what: str = "") -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self.memory.error(error, what) from error
+        return MemoryGuard(self.config.memory_bytes, self.run.device, size, first_batch)
 
     @contextlib.contextmanager
     def _rank_0_first(self) -> Iterator[None]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from phalanx import tasks
 from phalanx.config import RunConfig
 from phalanx.data.given import given_batches
+from phalanx.engine.compiled import Compiled
 from phalanx.engine.inputs import num_samples
-from phalanx.engine.out_of_memory import explain_out_of_memory, model_needs
 from phalanx.errors import ConfigError, LinkError, PhalanxError, PlanError, nearest
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.join import Joined, join
@@ -38,6 +38,7 @@ from phalanx.plan.plan import Plan
 from phalanx.spellings import said_here
 from phalanx.tasks.base import Batch, Task
 from phalanx.tasks.custom import Custom, infer_inputs, with_dims
+from phalanx.training.budget import MemoryGuard
 from phalanx.training.outputs import Scope
 from phalanx.training.own_batch import TARGET, BatchForm
 from phalanx.training.own_session import Opened, OwnSession
@@ -47,7 +48,8 @@ from phalanx.training.session import Session
 # The others are about data, the length of a run, its folder and what it shows, which are the loop's own business.
 OPTIONS = (
     "task", "tiny", "model_options", "init", "dropout", "freeze", "lora", "merge_lora", "dtype", "master_weights",
-    "compile", "device", "timeout", "silence", "seed", "lr", "betas", "eps", "weight_decay", "optimizer_options",
+    "compile", "device", "timeout", "silence", "memory", "seed", "lr", "betas", "eps", "weight_decay",
+    "optimizer_options",
 )  # fmt: skip
 
 OUTER, _FORWARDS = "outer", "schedule=gpipe"
@@ -136,14 +138,23 @@ def open_on(
     def first(name: str, is_master: bool, piece: Piece) -> Tensor:
         return piece.read(weights, name)
 
-    with explain_out_of_memory(*model_needs(config.dtype), device):
+    memory = MemoryGuard(config.memory_bytes, device, config.batch_size, lambda of: _first_part(of, batch))
+    with memory.explained("the model's state"):
         session = Session.open(
             read.captured, config, read.plan, context=context, trainable=read.trainable, read=first,
             buffers=load_buffers(read.captured, weights, device), optimizer_class=optimizer_class, groups=read.groups,
-            watches=[BoardWatch(context.slot)] if context.world > 1 else [],
+            watches=[BoardWatch(context.slot)] if context.world > 1 else [], look=memory.look,
         )  # fmt: skip
-    opened = Opened(spec, task, form, context, has_optimizer, leave or _nobody, ends, outputs, merges=config.merge_lora)
+    opened = Opened(
+        spec, task, form, context, memory, has_optimizer, leave or _nobody, ends, outputs, merges=config.merge_lora
+    )  # fmt: skip
     return OwnSession(session, opened)
+
+
+def _first_part(compiled: Compiled, batch: Batch) -> tuple[Batch, int]:
+    """What a rank gets of the example."""
+    first, count = compiled.part(0, num_samples(batch))
+    return {name: tensor[first : first + count] for name, tensor in batch.items()}, first
 
 
 def _ended(

@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from phalanx.data.given import given_batches
 from phalanx.engine.inputs import num_samples
-from phalanx.engine.out_of_memory import explain_out_of_memory, step_needs
 from phalanx.engine.reductions import StepRun
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.context import RankContext
@@ -33,6 +32,7 @@ from phalanx.plan.plan import Plan
 from phalanx.state import checkpoint
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, StoreRendezvous
 from phalanx.tasks.base import Batch, Task
+from phalanx.training.budget import MemoryGuard
 from phalanx.training.exporting import export_model, whole_parameters
 from phalanx.training.outputs import Outputs, Scope
 from phalanx.training.own_batch import BatchForm
@@ -50,6 +50,7 @@ class Opened:
     task: Task
     form: BatchForm
     context: RankContext
+    memory: MemoryGuard
     has_optimizer: bool
     leave: Callable[[BaseException | None], None]
     ends: Ends | None = None  # where outputs leave
@@ -318,10 +319,10 @@ class OwnSession:
 
     @contextlib.contextmanager
     def _running(self, batch: Batch, phase: str = "step") -> Iterator[None]:
-        slot, device = self._context.slot, self._session.compiled.device
+        slot = self._context.slot
         slot.at_step(self.steps + 1)
         slot.enter(phase)
-        with explain_out_of_memory(*step_needs(self.plan, num_samples(batch)), device):
+        with self._opened.memory.explained(f"a batch of {num_samples(batch)} samples"):
             yield
         slot.enter("loop")
 
