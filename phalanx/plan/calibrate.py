@@ -73,7 +73,9 @@ def _residuals(
     """Of each run, of equal weight whatever their number; and how far numbers are from usual ones."""
     tried = _software(numbers, software)
     predicted = np.log([step_seconds(run, tried) for run in runs])
-    return np.concatenate([(predicted - measured) / math.sqrt(len(runs)), PULL * (numbers - usual) / np.array(list(FITTED.values()))])
+    return np.concatenate(
+        [(predicted - measured) / math.sqrt(len(runs)), PULL * (numbers - usual) / np.array(list(FITTED.values()))]
+    )
 
 
 def _numbers(software: Software) -> NDArray[np.float64]:

@@ -23,7 +23,9 @@ def read_software(mapping: Mapping[str, Any], device: str) -> Software:
         raise ConfigError(message, "calibrate with runs on that device, or leave the calibration out")
     shares = known[device].get("software") if isinstance(known[device], dict) else None
     if not isinstance(shares, dict):
-        raise ConfigError(f"devices: {device} has no `software`", "write it with `phalanx calibrate RUNS.csv --out FILE`")
+        raise ConfigError(
+            f"devices: {device} has no `software`", "write it with `phalanx calibrate RUNS.csv --out FILE`"
+        )
     given = cast(dict[str, Any], shares)
     for name, value in given.items():
         if name not in NAMES:

@@ -127,7 +127,10 @@ class Cluster:
 
 def _differences(kind: Nodes) -> str:
     usual, found = kind.device, ""
-    for word, value, standard in (("link", kind.link, usual.link.value), ("network", kind.network, usual.network.value)):
+    for word, value, standard in (
+        ("link", kind.link, usual.link.value),
+        ("network", kind.network, usual.network.value),
+    ):
         found += f" {word} {value / 1e9:g}GB/s" if value != standard else ""
     if kind.memory != usual.memory.value:
         found += f" memory {kind.memory / 1e9:g}GB"
@@ -149,7 +152,9 @@ def _kind(text: str, general: Mapping[str, float]) -> Nodes:
 
 def _kind_of_row(row: object, general: Mapping[str, float]) -> Nodes:
     if not isinstance(row, dict):
-        raise ConfigError(f"cluster: nodes: {row!r} is not a kind of nodes", "write {count: 8, devices: 8, device: H100}")
+        raise ConfigError(
+            f"cluster: nodes: {row!r} is not a kind of nodes", "write {count: 8, devices: 8, device: H100}"
+        )
     given = {str(name): value for name, value in cast(dict[Any, Any], row).items()}
     name = str(given.pop("device", ""))
     counts = {key: given.pop(key, 1) for key in ("count", "devices")}
@@ -196,7 +201,9 @@ def _values(given: Mapping[str, object]) -> dict[str, float]:
     for name, value in given.items():
         word = "link" if name in _LINKS else name
         if word not in _WORDS:
-            raise ConfigError(f"cluster: unknown word {name!r}", f"{nearest(name, _WORDS)}; write for example {EXAMPLE}")
+            raise ConfigError(
+                f"cluster: unknown word {name!r}", f"{nearest(name, _WORDS)}; write for example {EXAMPLE}"
+            )
         found[word] = _number(name, str(value).strip())
     return found
 
@@ -207,7 +214,9 @@ def _number(word: str, text: str) -> float:
     form = {"memory": "80GB", "flops": "989e12", "price": "2.5"}.get(word, "450GB/s, 400Gb/s or 8x400Gb/s")
     needs_unit = word not in ("flops", "price")
     if match is None or (match[3] is None) == needs_unit:
-        raise ConfigError(f"cluster: {word} {text!r} is not a {'size' if word == 'memory' else 'rate'}", f"write {form}")
+        raise ConfigError(
+            f"cluster: {word} {text!r} is not a {'size' if word == 'memory' else 'rate'}", f"write {form}"
+        )
     times, number, unit = match.groups()
     value = int(times or 1) * float(number)
     if unit:

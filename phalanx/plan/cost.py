@@ -27,12 +27,13 @@ class Software:
 
     products, attention: shares of a device's FLOP/s. small: rows of a matrix, of which products reach half of that.
     odd: of that, where a side is not a multiple of 8. memory: of its bandwidth. passes, between, scores: times that
-    element-wise work goes over what it moves inside units, between them, and in attention. launch: seconds that a unit's forward takes at least. link, network: shares of bandwidths.
-    *_latency: seconds of one hop. behind_weights: of a backward's sums over tensor-parallel ranks, the share that
-    travels behind weight gradients. hidden: of the backward of a last micro-batch, the share behind which gradients are
-    reduced. messages: of messages between stages, the share that is waited for. step, micro_batch: seconds besides.
-    gradient: bytes of a parameter's gradient sum, kept and reduced. reserved: bytes that libraries keep of a device's
-    memory; slack: share of the rest that an allocator cannot use.
+    element-wise work goes over what it moves inside units, between them, and in attention. launch: seconds that a
+    unit's forward takes at least. link, network: shares of bandwidths. *_latency: seconds of one hop. behind_weights:
+    of a backward's sums over tensor-parallel ranks, the share that travels behind weight gradients. hidden: of the
+    backward of a last micro-batch, the share behind which gradients are reduced. messages: of messages between stages,
+    the share that is waited for. step, micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum,
+    kept and reduced. reserved: bytes that libraries keep of a device's memory; slack: share of the rest that an
+    allocator cannot use.
     """
 
     products: float = 0.72
@@ -223,5 +224,3 @@ def num_held(plan: Plan, place: int) -> float:
         case _:
             held = 1 + ahead
     return min(plan.mb, held)
-
-

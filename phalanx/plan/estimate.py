@@ -17,7 +17,18 @@ from phalanx.plan.footprint import memory, parameters_of, place_blocks
 from phalanx.plan.plan import Plan
 from phalanx.plan.work import ModelWork
 
-PARTS = ("computation", "computed again", "tensor communication", "messages", "gradients", "optimizer", "bubble", "other")
+PARTS = (
+    "computation",
+    "computed again",
+    "tensor communication",
+    "messages",
+    "gradients",
+    "optimizer",
+    "bubble",
+    "other",
+)
+
+MOST_RESERVED = 0.1  # of a device's memory
 
 
 @dataclass(frozen=True)
@@ -74,9 +85,9 @@ class Estimate:
 
 
 def budget_of(machine: Machine) -> float:
-    """What a rank may use of its device's memory."""
-    software = machine.software
-    return (machine.nodes.memory - software.reserved) * (1 - software.slack)
+    """What a rank may use of its device's memory. Of a small one libraries keep less."""
+    software, size = machine.software, machine.nodes.memory
+    return (size - min(software.reserved, MOST_RESERVED * size)) * (1 - software.slack)
 
 
 def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software, batch: int) -> Estimate:

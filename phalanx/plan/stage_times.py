@@ -87,9 +87,7 @@ class StageTimes:
     def _own(self, place: int, runs: tuple[tuple[int, int], ...]) -> tuple[float, Mix | None]:
         problem, machine = self._problem, self._places[place]
         layers = tuple(sum(own[end] - own[begin] for begin, end in runs) for own in problem.counted)
-        ends = tuple(
-            problem.ends[i] for begin, end in runs for i in range(problem.before[begin], problem.before[end])
-        )
+        ends = tuple(problem.ends[i] for begin, end in runs for i in range(problem.before[begin], problem.before[end]))
         key = (machine.number, self._held[place], layers, ends)
         if key not in self._times:
             self._times[key] = self._worked_out(place, runs, layers, ends)
@@ -251,9 +249,7 @@ class StageTimes:
         policies = tuple(chosen[block] for block in self._problem.model.layers)
         recompute = () if set(policies) <= {"none"} else policies
         plan = replace(self._plan, stages=counts, recompute=recompute)
-        found = estimate(
-            self._problem.model, plan, self._problem.cluster, self._problem.software, self._problem.batch
-        )
+        found = estimate(self._problem.model, plan, self._problem.cluster, self._problem.software, self._problem.batch)
         return found if found.fits else None
 
 

@@ -38,7 +38,9 @@ def random_cluster(random: random.Random, model: ModelWork) -> Cluster:
     """With memory around what a device's part of the model's state takes, so that it matters."""
     nodes, devices = random.choice([(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)])
     state = 18 * model.num_parameters / (nodes * devices)
-    text = f"{nodes}x{devices} H100, nvlink {random.choice([5, 50, 450])}GB/s, network {random.choice([1, 10, 100])}GB/s"
+    text = (
+        f"{nodes}x{devices} H100, nvlink {random.choice([5, 50, 450])}GB/s, network {random.choice([1, 10, 100])}GB/s"
+    )
     cluster = Cluster.read(text)
     size = state * random.uniform(0.7, 6) + random.choice([0, 1e8])
     return Cluster(tuple(replace(kind, memory=size) for kind in cluster.nodes))
