@@ -100,8 +100,8 @@ def test_a_command_that_the_program_does_not_take_is_found():
         parse(["verify", "--modle", "gpt2"])
     with pytest.raises(Exception, match="lr_schedule"):
         parse(["train", "--lr-schedule", "cosin"])
-    with pytest.raises(AssertionError, match="no verb 'plan'"):
-        parse(["plan", "gpt2"])
+    with pytest.raises(AssertionError, match="no verb 'plot'"):
+        parse(["plot", "gpt2"])
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)

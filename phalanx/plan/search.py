@@ -223,7 +223,8 @@ def _schedules(plan: Plan, num_blocks: int, known: Mapping[str, Any]) -> list[di
     if plan.pp == 1:
         return [{"schedule": "1f1b"}]
     virtual = [v for v in range(2, MOST_VIRTUAL + 1) if plan.pp * v <= num_blocks and plan.mb >= plan.pp]
-    return [{"schedule": "1f1b"}, {"schedule": "zb-h1"}, *({"schedule": "interleaved", "v": v} for v in virtual)]
+    single = ({"schedule": name} for name in ("1f1b", "eager-1f1b", "zb-h1"))
+    return [*single, *({"schedule": "interleaved", "v": v} for v in virtual)]
 
 
 def _shardings(plan: Plan, cluster: Cluster, known: Mapping[str, Any]) -> list[dict[str, Any]]:
