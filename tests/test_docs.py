@@ -193,7 +193,7 @@ def run(block: Block) -> None:
             assert main(words) == 0, f"{block}: {line}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/guide.md", "docs/planning.md"])
 def test_what_is_marked_as_running_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     marked = [block for block in blocks(ROOT / name) if block.runs]
