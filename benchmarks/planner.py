@@ -34,11 +34,14 @@ LAYERS = (20, 40, 80, 160)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = [_row(name, _work(*case[:1], case[3]), *case[1:3], options.rounds, case[4]) for name, case in CASES.items()]
+    rows = [
+        _row(name, _work(model, tokens), cluster, batch, options.rounds, target)
+        for name, (model, cluster, batch, tokens, target) in CASES.items()
+    ]
     seventy = _work("meta-llama/Llama-3.3-70B-Instruct", 4096)
     rows += [_row(f"70B, {n} nodes", seventy, f"{n}x8 H100", 16 * n, options.rounds) for n in NODES]
     rows += [_row(f"{n} layers on 64", _with_layers(seventy, n), "8x8 H100", 512, options.rounds) for n in LAYERS]

@@ -33,7 +33,7 @@ Judged = tuple[Run, Software]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -62,7 +62,8 @@ def judge_device(device: str, groups: dict[tuple[str, str], list[Run]]) -> list[
     for half in (0, 1):
         seen = {name: [run for run in runs if is_seen(run, runs, half)] for name, runs in own.items()}
         # What everybody's runs on this device say comes first; a group's own runs then say how its program differs.
-        common = fit([run for runs in seen.values() for run in some(runs, FEW)]) if any(map(timed, seen.values())) else None
+        few = [run for runs in seen.values() for run in some(runs, FEW)]
+        common = fit(few) if few else None
         for name, runs in own.items():
             software = common or Software()
             if timed(seen[name]):

@@ -100,8 +100,8 @@ def test_a_command_that_the_program_does_not_take_is_found():
         parse(["verify", "--modle", "gpt2"])
     with pytest.raises(Exception, match="lr_schedule"):
         parse(["train", "--lr-schedule", "cosin"])
-    with pytest.raises(AssertionError, match="no verb 'plan'"):
-        parse(["plan", "gpt2"])
+    with pytest.raises(AssertionError, match="no verb 'plot'"):
+        parse(["plot", "gpt2"])
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
@@ -193,7 +193,7 @@ def run(block: Block) -> None:
             assert main(words) == 0, f"{block}: {line}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/guide.md", "docs/own_loop.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/guide.md", "docs/own_loop.md", "docs/planning.md"])
 def test_what_is_marked_as_running_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     marked = [block for block in blocks(ROOT / name) if block.runs]

@@ -23,9 +23,7 @@ def register(app: typer.Typer) -> None:
 
 def calibrate(
     runs: Annotated[Path, typer.Argument(help="a CSV file of measured runs; its columns are in docs/planning.md")],
-    out: Annotated[Path, typer.Option(help="where to write what was fitted, for --calibration")] = Path(
-        "calibration.json"
-    ),
+    out: Annotated[Path, typer.Option(help="where to write it, for --calibration")] = Path("calibration.json"),
     source: Annotated[str, typer.Option(help="only runs whose source holds this word: one program's, say")] = "",
 ) -> None:
     """Fit what programs reach of devices to measured runs, for `phalanx plan --calibration`."""
@@ -40,10 +38,11 @@ def calibrate(
         typer.echo(f"left out {count}: {reason}")
     if not sections:
         named = f" of {source!r}" if source else ""
-        message = (
-            f"runs: {runs} holds {len(chosen)} timed runs{named} that say enough, and a fit needs {FEWEST} on a device"
+        enough = f"holds {len(chosen)} timed runs{named} that say enough, and a fit needs {FEWEST} on a device"
+        raise DataError(
+            f"runs: {runs} {enough}",
+            "give more runs, with layers, hidden, heads, seq_len, tp, pp, dp, batches and a time",
         )
-        raise DataError(message, "give more runs, with layers, hidden, heads, seq_len, tp, pp, dp, batches and a time")
     for device, section in sections.items():
         told = section["mean_error"]
         typer.echo(f"{device}: {section['runs']} runs, mean error {told:.1%}, worst {section['worst_error']:.1%}")

@@ -73,7 +73,8 @@ def plan(
     from phalanx.plan.search import search
 
     case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration)
-    found = search(case.work, case.cluster, case.software, case.batch, _fixed(given))
+    case.fixed = _fixed(given)
+    found = search(case.work, case.cluster, case.software, case.batch, case.fixed)
     beside = [_estimate(case, text) for text in compare or ()]
     from phalanx.cli import plan_report
 
@@ -113,6 +114,7 @@ class Case:
 
     def __init__(self, work: ModelWork, cluster: Cluster, software: Software, batch: int) -> None:
         self.work, self.cluster, self.software, self.batch = work, cluster, software, batch
+        self.fixed: dict[str, Any] = {}  # fields of a plan that are given
 
 
 def _case(

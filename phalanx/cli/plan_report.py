@@ -1,4 +1,4 @@
-"""What `phalanx plan` and `phalanx estimate` print: plans beside each other, sentences about them, and the same as data."""
+"""What `phalanx plan` and `phalanx estimate` print: plans side by side, sentences about them, and the same as data."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
     for other in found.plans[1:]:
         _say(console, f"  {other.plan.shown}\n      {why_lost(best, other)}")
     _say(console, f"\nlimits: {what_limits(best)}")
-    helps = what_helps(case.work, case.cluster, case.software, best)
-    useful = [f"{help.what}: {help.speedup:.2g}×" for help in helps if help.speedup >= _HELPS]
+    helps = what_helps(case.work, case.cluster, case.software, best, case.fixed)
+    useful = [f"{help.what}: {help.speedup:.2f}×" for help in helps if help.speedup >= _HELPS]
     _say(console, f"would help: {'; '.join(useful) or 'nothing of nodes, memory, network and links, for this batch'}")
     _say(console, f"pipeline or tensor: {pipeline_or_tensor(case.work, case.cluster, case.software, best)}")
     _say(console, f"\n{found.tried} of {found.known} candidates worked out; rates are {_rates(case)}")
@@ -59,7 +59,7 @@ def as_data(case: Case, found: Found, beside: Sequence[Estimate]) -> dict[str, A
     from phalanx.plan.explain import pipeline_or_tensor, what_helps, what_limits, why_lost
 
     best = found.plans[0]
-    helps = what_helps(case.work, case.cluster, case.software, best)
+    helps = what_helps(case.work, case.cluster, case.software, best, case.fixed)
     return {
         "model": case.work.name,
         "cluster": str(case.cluster),

@@ -21,9 +21,9 @@ from phalanx.plan.runs import Run
 # hardware decides is known well, what programs overlap hardly at all.
 FITTED = {
     "products": 0.5, "attention": 0.7, "small": 1.0, "odd": 0.7, "passes": 0.7, "between": 0.7,
-    "scores": 0.7, "launch": 2.0, "link": 1.0, "network": 1.0,
-    "link_latency": 1.5, "network_latency": 1.5, "behind_weights": 2.0, "hidden": 3.0, "messages": 2.0, "step": 2.0,
-    "micro_batch": 2.0,
+    "scores": 0.7, "launch": 2.0, "link": 1.0, "network": 1.0, "link_latency": 1.5, "network_latency": 1.5,
+    "behind_weights": 2.0, "hidden": 3.0, "messages": 2.0, "contention": 0.7,
+    "step": 2.0, "micro_batch": 2.0,
 }  # fmt: skip
 SHARES = ("products", "attention", "odd", "link", "network", "behind_weights", "hidden")  # at most 1
 PULL = 0.01  # so much error in the time of all runs counts as a number that is as far off as it easily is

@@ -27,12 +27,13 @@ class Software:
 
     products, attention: shares of a device's FLOP/s. small: rows of a matrix, of which products reach half of that.
     odd: of that, where a side is not a multiple of 8. memory: of its bandwidth. passes, between, scores: times that
-    element-wise work goes over what it moves inside units, between them, and in attention. launch: seconds that a unit's forward takes at least. link, network: shares of bandwidths.
-    *_latency: seconds of one hop. behind_weights: of a backward's sums over tensor-parallel ranks, the share that
-    travels behind weight gradients. hidden: of the backward of a last micro-batch, the share behind which gradients are
-    reduced. messages: of messages between stages, the share that is waited for. step, micro_batch: seconds besides.
-    gradient: bytes of a parameter's gradient sum, kept and reduced. reserved: bytes that libraries keep of a device's
-    memory; slack: share of the rest that an allocator cannot use.
+    element-wise work goes over what it moves inside units, between them, and in attention. launch: seconds that a
+    unit's forward takes at least. link, network: shares of bandwidths. *_latency: seconds of one hop. behind_weights:
+    of a backward's sums over tensor-parallel ranks, the share that travels behind weight gradients. hidden: of the
+    backward of a last micro-batch, the share behind which gradients are reduced. messages: of messages between stages,
+    the share that is waited for. contention: seconds that computation loses for each of communication beneath it.
+    step, micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum, kept and reduced. reserved: bytes
+    that libraries keep of a device's memory; slack: share of the rest that an allocator cannot use.
     """
 
     products: float = 0.72
@@ -51,6 +52,7 @@ class Software:
     behind_weights: float = 0.8
     hidden: float = 0.8
     messages: float = 1.0
+    contention: float = 0.3
     step: float = 5e-3
     micro_batch: float = 0.0
     gradient: float = 4.0
@@ -121,7 +123,7 @@ class Machine:
         again, repeated = {
             "none": (0.0, 0.0), "light": (moved, 0.0), "unit": (forward, 0.0), "block": (forward, sums),
         }[rung]  # fmt: skip
-        waits = sums - behind + repeated
+        waits = sums - behind + self.software.contention * behind + repeated
         return Seconds(forward + sums, backward + waits, weight, again, sums + waits)
 
     def _forward(self, work: BlockWork) -> float:

@@ -28,6 +28,8 @@ PARTS = (
     "other",
 )
 
+MOST_RESERVED = 0.1  # of a device's memory
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -83,9 +85,9 @@ class Estimate:
 
 
 def budget_of(machine: Machine) -> float:
-    """What a rank may use of its device's memory."""
-    software = machine.software
-    return (machine.nodes.memory - software.reserved) * (1 - software.slack)
+    """What a rank may use of its device's memory. Of a small one libraries keep less."""
+    software, size = machine.software, machine.nodes.memory
+    return (size - min(software.reserved, MOST_RESERVED * size)) * (1 - software.slack)
 
 
 def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software, batch: int) -> Estimate:
@@ -166,20 +168,26 @@ def timed_place(
     width: int, plan: Plan, machine: Machine, seconds: Seconds, parameters: float, largest: float
 ) -> Place:  # fmt: skip
     """parameters: elements of all blocks of the place; largest: of the largest block."""
-    hidden = machine.software.hidden
+    hidden, contention = machine.software.hidden, machine.software.contention
     behind = hidden * (seconds.backward + seconds.weight + seconds.again)
     reduce = machine.reduce_seconds(parameters)
     per_micro_batch = reduce if plan.reduces == "micro-batch" and plan.dp > 1 else 0.0
     waits = 0.0
     if plan.gathers == "micro-batch":
         gathered = plan.v * machine.gather_seconds(parameters / plan.v, width)
-        waits += max(0.0, gathered - hidden * seconds.forward)
+        waits += beneath(gathered, hidden * seconds.forward, contention)
         per_micro_batch += gathered
-    waits += max(0.0, per_micro_batch - behind)
+    waits += beneath(per_micro_batch, behind, contention)
     once = machine.gather_seconds(parameters, width) if plan.gathers == "step" else 0.0
     last = machine.reduce_seconds(largest)
-    tail = last if per_micro_batch else max(min(reduce, last), reduce - behind)
+    tail = last if per_micro_batch else max(min(reduce, last), beneath(reduce, behind, contention))
     return Place(seconds, waits, tail, behind, machine.update_seconds(parameters, width) + once)
+
+
+def beneath(communication: float, window: float, contention: float) -> float:
+    """What communication costs that may take place beneath computation of so many seconds."""
+    covered = min(communication, window)
+    return communication - covered + contention * covered
 
 
 def message_seconds(model: ModelWork, plan: Plan, places: Sequence[Machine]) -> float:
@@ -194,11 +202,11 @@ def step_parts(plan: Plan, places: Sequence[Place], message: float, software: So
     """Where the seconds of a step go, for the place with most to do."""
     busiest = max(places, key=lambda place: place.seconds.total + place.waits)
     seconds = busiest.seconds
-    waiting = 2 * message * (plan.pp - 1) / plan.pp * software.messages if plan.schedule in _WAITING else 0.0
-    others = sum(
-        place.seconds.drained if plan.schedule == "zb-h1" else place.seconds.total for place in places
-    ) - (seconds.drained if plan.schedule == "zb-h1" else seconds.total)  # fmt: skip
-    fill = max(0.0, others) / plan.v + 2 * message * (plan.pp - 1)
+    # Under 1F1B a rank waits for messages again with every micro-batch; the others have more under way.
+    waiting = 2 * message * (plan.pp - 1) / plan.pp * software.messages if plan.schedule in ("1f1b", "gpipe") else 0.0
+    is_filled = plan.schedule == "zb-h1"  # gaps, with weight gradients
+    others = sum(_adds(place, is_filled) for place in places) - _adds(busiest, is_filled)
+    fill = max(0.0, others) / plan.v + _num_messages(plan) * message
     slack, gradients = 0.0, 0.0
     for place in places:  # a later stage is done earlier
         gradients = max(gradients, place.reduce - slack)
@@ -217,4 +225,13 @@ def step_parts(plan: Plan, places: Sequence[Place], message: float, software: So
     }
 
 
-_WAITING = ("1f1b", "zb-h1")  # schedules under which a rank waits for messages again with every micro-batch
+def _adds(place: Place, is_filled: bool) -> float:
+    """What a place adds to the time that a pipeline takes to fill and drain."""
+    return place.seconds.drained if is_filled else place.seconds.total
+
+
+def _num_messages(plan: Plan) -> int:
+    """That follow each other while a pipeline fills and drains."""
+    if plan.pp == 1:
+        return 0
+    return 4 * (plan.pp - 1) if plan.schedule == "zb-h1" else 2 * (plan.num_stages - 1)

@@ -3,14 +3,15 @@ say about pipelines and tensor parallelism. Everything follows from estimates.""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx.errors import PlanError
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.cost import Machine, Software
 from phalanx.plan.estimate import Estimate
-from phalanx.plan.plan import Plan
+from phalanx.plan.plan import AXES, Plan
 from phalanx.plan.search import search
 from phalanx.plan.work import ModelWork
 
@@ -50,8 +51,10 @@ class Help(NamedTuple):
     speedup: float
 
 
-def what_helps(model: ModelWork, cluster: Cluster, software: Software, best: Estimate) -> list[Help]:
-    """The most helpful first."""
+def what_helps(
+    model: ModelWork, cluster: Cluster, software: Software, best: Estimate, fixed: Mapping[str, Any] | None = None
+) -> list[Help]:
+    """The most helpful first. fixed: fields of a plan that are given; with more devices the mesh is open."""
     kinds = cluster.nodes
     changes = {"twice the nodes": cluster.scaled(2)}
     changes["twice the memory"] = Cluster(tuple(replace(kind, memory=2 * kind.memory) for kind in kinds))
@@ -62,7 +65,8 @@ def what_helps(model: ModelWork, cluster: Cluster, software: Software, best: Est
     found: list[Help] = []
     for what, changed in changes.items():
         try:
-            other = search(model, changed, software, best.batch, keep=1, most=8).plans[0]
+            given = {name: v for name, v in (fixed or {}).items() if changed.world == cluster.world or name not in AXES}
+            other = search(model, changed, software, best.batch, given, keep=1, most=8).plans[0]
         except PlanError:
             continue  # a batch that has no sample for so many
         found.append(Help(what, best.step_seconds / other.step_seconds))

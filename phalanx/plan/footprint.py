@@ -57,10 +57,10 @@ def state_bytes(
 
 def again_bytes(work: BlockWork, rung: str, plan: Plan) -> float:
     """What a sample needs more while its block is computed again."""
-    if rung in ("none", "light") or not work.is_layer:
+    if rung in ("none", "light"):
         return 0.0
     whole = kept_bytes(work.kept["none"], plan) - kept_bytes(work.kept[rung], plan)
-    return whole if rung == "block" else 0.75 * whole  # of two units the larger
+    return 0.75 * whole if rung == "unit" else whole  # of two units the larger
 
 
 def working_bytes(work: BlockWork, rung: str, plan: Plan, samples: int) -> float:

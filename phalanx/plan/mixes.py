@@ -116,11 +116,11 @@ class Mixer:
         key = (num_layers, ends)
         if key not in self._rows:
             rows = counts(num_layers, len(self._options))
-            kept = ends.first_kept + np.cumsum(rows * self._kept, axis=1)
+            kept: Numbers = ends.first_kept + np.cumsum(rows * self._kept, axis=1, dtype=np.float64)
             moments = np.where(rows > 0, kept + self._working, 0.0).max(axis=1)
             whole = kept[:, -1] + ends.last_kept
             peak = np.maximum(np.maximum(moments, ends.first_kept + ends.first_working), whole + ends.last_working)
-            self._rows[key] = (rows @ self._seconds, whole, peak)
+            self._rows[key] = (np.asarray(rows @ self._seconds, dtype=np.float64), whole, peak)
         return self._rows[key]
 
     def _mix(self, row: NDArray[np.int64]) -> Mix:

@@ -169,8 +169,8 @@ def _plan(row: Mapping[str, str], work: ModelWork, tp: int, pp: int, dp: int, ba
     if row["recompute"] not in _RUNGS:
         raise _Skip("another recomputation")
     zero = int(row["zero_stage"] or 0) if dp > 1 else 0
-    sequence = tp > 1 and ("sequence_parallel=1" in notes or ("sequence parallelism" in notes
-                           and "no sequence" not in notes))  # fmt: skip
+    says = "sequence parallelism" in notes and "no sequence" not in notes
+    sequence = tp > 1 and (says or "sequence_parallel=1" in notes)
     virtual = re.search(r"VP=(\d+)", notes)
     v = int(virtual[1]) if virtual and int(virtual[1]) > 1 and pp > 1 else 1
     named = re.search(r"schedule=([\w-]+)", notes)

@@ -44,12 +44,14 @@ def search(
     model: ModelWork, cluster: Cluster, software: Software, batch: int, fixed: Mapping[str, Any] | None = None,
     keep: int = KEEP, most: int = MOST_TRIED,
 ) -> Found:  # fmt: skip
-    """fixed: fields of a plan that are given. keep: plans to return; most: to work out. A PlanError where nothing fits."""
+    """fixed: fields of a plan that are given. keep: plans to return. most: to work out. A PlanError where none fits."""
     problem = Problem(model, cluster, software, batch)
     bases = sorted(meshes(problem, fixed or {}), key=lambda base: base.least)
     if not bases:
         raise _no_candidates(model, cluster, batch, fixed or {})
     promising, known = _promising(problem, bases, fixed or {}, keep)
+    if not promising and fixed:
+        _require_possible(problem, bases, fixed)
     best: dict[tuple[int, ...], Estimate] = {}
     tried = 0
     for seconds, plan in promising:
@@ -69,6 +71,13 @@ def search(
     return Found(tuple(sorted(plans, key=_seconds)[:keep]), tried, known)
 
 
+def _require_possible(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any]) -> None:
+    """Where what is given goes with no mesh at all: a PlanError that says why it does not with one of them."""
+    every = [fields for base in bases for fields, _ in variants(problem, base, fixed)]
+    if every and all(_plan(fields, fixed) is None for fields in every):
+        Plan(**every[-1])
+
+
 def _promising(
     problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any], keep: int
 ) -> tuple[list[tuple[float, Plan]], int]:
@@ -81,7 +90,9 @@ def _promising(
             known += 1
             if least >= _worst_of(best, keep):
                 continue
-            plan = Plan(**fields)
+            plan = _plan(fields, fixed)
+            if plan is None:
+                continue
             stages = StageTimes(problem, plan)
             seconds = stages.quick()
             if math.isinf(seconds) and stages.is_hopeless():
@@ -92,6 +103,16 @@ def _promising(
             if seconds < best.get(key, math.inf):
                 best[key] = seconds
     return sorted(quick, key=lambda pair: pair[0]), known
+
+
+def _plan(fields: Mapping[str, Any], fixed: Mapping[str, Any]) -> Plan | None:
+    """None where what is given does not go with this mesh, such as zero=1 with one replica."""
+    try:
+        return Plan(**fields)
+    except PlanError:
+        if not fixed:
+            raise
+        return None
 
 
 def polished(problem: Problem, own: Estimate) -> Estimate:
@@ -202,13 +223,14 @@ def _schedules(plan: Plan, num_blocks: int, known: Mapping[str, Any]) -> list[di
     if plan.pp == 1:
         return [{"schedule": "1f1b"}]
     virtual = [v for v in range(2, MOST_VIRTUAL + 1) if plan.pp * v <= num_blocks and plan.mb >= plan.pp]
-    return [{"schedule": "1f1b"}, {"schedule": "zb-h1"}, *({"schedule": "interleaved", "v": v} for v in virtual)]
+    single = ({"schedule": name} for name in ("1f1b", "eager-1f1b", "zb-h1"))
+    return [*single, *({"schedule": "interleaved", "v": v} for v in virtual)]
 
 
 def _shardings(plan: Plan, cluster: Cluster, known: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Over all replicas or, where these lie on several nodes, over those of one node."""
     if plan.dp == 1:
-        return [{}]
+        return [{}]  # what is given of this is refused with the mesh
     inside = cluster.per_node // plan.tp
     degrees = [0, inside] if 1 < inside < plan.dp and plan.dp % inside == 0 else [0]
     found: list[dict[str, Any]] = [{"zero": 0}]
@@ -238,7 +260,8 @@ def nothing_fits(problem: Problem, fixed: Mapping[str, Any]) -> PlanError:
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in held.items() if size > 0.01 * sum(held.values()))
     nodes = next((n for n in (2, 4, 8, 16, 32, 64) if _fits_on(problem, cluster.scaled(n), fixed)), None)
     hints = [f"{nodes} times the nodes"] if nodes else []
-    hints += [f"devices with {sum(held.values()) / GIB * 1.05:.0f} GiB or more", "shorter samples"]
+    needed = sum(held.values()) / (1 - problem.software.slack) + problem.software.reserved
+    hints += [f"devices with {math.ceil(needed / GIB)} GiB or more", "shorter samples"]
     given = f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}" if fixed else ""
     message = (
         f"plan: {model.name} does not fit on {cluster}{given}: the leanest plan ({leanest.plan.shown}) lacks "

@@ -125,10 +125,12 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
     keys = h * shape.kv_heads // shape.heads
     attention_parameters, ffn_parameters = 2 * h * h + 2 * h * keys, (3 if shape.gated else 2) * h * f
     parameters = attention_parameters + ffn_parameters + 4 * h
+    scores = shape.heads * s * s
     layer = BlockWork(
-        "layer", 2.0 * s * (attention_parameters + ffn_parameters), 2.0 * s * s * h * _SLOWER.get(shape.attention, 1.0), parameters,
+        "layer", 2.0 * s * (attention_parameters + ffn_parameters),
+        2.0 * s * s * h * _SLOWER.get(shape.attention, 1.0), parameters,
         _kept_of_layer(shape, width), _moved_by_layer(shape, width), width * s * h, exchanges=2, units=2,
-        working=4.0 * s * f + _SCORE_WORK[shape.attention] * shape.heads * s * s, scores=_SCORE_MOVES[shape.attention] * shape.heads * s * s,
+        working=4.0 * s * f + _SCORE_WORK[shape.attention] * scores, scores=_SCORE_MOVES[shape.attention] * scores,
     )  # fmt: skip
     vocabulary = shape.vocabulary * h
     token = kept(8.0 * s, 0, 0)
@@ -137,7 +139,8 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
     logits = kept((4.0 + width) * s * shape.vocabulary, width * s * h, width * s * h)
     head = BlockWork(
         "head", 2.0 * s * vocabulary, 0, vocabulary + h, {"none": logits, "block": kept(0, 0, width * s * h)},
-        kept(16.0 * s * shape.vocabulary, width * s * h, width * s * h), width * s * h, working=4.0 * s * shape.vocabulary,
+        kept(16.0 * s * shape.vocabulary, width * s * h, width * s * h), width * s * h,
+        working=4.0 * s * shape.vocabulary,
         tied=vocabulary if shape.tied else 0, odd=shape.vocabulary % 8 != 0,
     )  # fmt: skip
     total = shape.layers * parameters + (1 if shape.tied else 2) * vocabulary + h

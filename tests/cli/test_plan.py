@@ -1,0 +1,155 @@
+"""`phalanx plan`, `phalanx estimate` and `phalanx calibrate`: what they print and write, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.plan.plan import Plan
+from phalanx.plan.runs import COLUMNS
+
+GPT2 = ("--model", "gpt2", "--seq-len", "512")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_the_answer_names_plans_reasons_limits_and_what_helps(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    text = shown(capsys, "plan", *GPT2, "--cluster", "2x4 A100", "--batch-size", "64", "--out", str(out))
+    assert text.startswith("gpt2 (124.4M parameters) on 2x4 A100, 64 samples of 512 tokens")
+    for word in ("tokens/s", "MFU", "bubble", "exposed", "memory", "best", "slower:", "limits: ", "would help: "):
+        assert word in text
+    assert "pipeline or tensor: over the 4 devices of a node" in text
+    assert "published figures of A100 times assumed shares" in text
+    plan = Plan.from_json(out.read_text("utf-8"))
+    assert plan.world == 8 and sum(plan.stages) == 14
+
+
+def test_json_holds_all_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", *GPT2, "--cluster", "4 A100, price 2", "--batch-size", "32", "--compare", "pp=4", "--json")
+    data = json.loads(shown(capsys, *arguments))
+    best = data["plans"][0]
+    assert {"plan", "step_seconds", "tokens_per_second", "mfu", "bubble", "memory_bytes", "fits"} <= set(best)
+    assert best["step_seconds"] == pytest.approx(sum(best["parts_seconds"].values()))
+    assert best["dollars_per_million_tokens"] == pytest.approx(8 / 3600 / best["tokens_per_second"] * 1e6)
+    assert all(own["step_seconds"] >= best["step_seconds"] for own in data["plans"])
+    assert "pp=4" in data["compared"][0]["plan"] and "slower" in data["compared"][0]["lost"]
+
+
+def test_what_is_given_of_a_plan_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(shown(capsys, "plan", *GPT2, "--cluster", "4 A100", "--plan", "pp=2,zero=1", "--json"))
+    assert all(Plan.parse(own["plan"]).pp == 2 and Plan.parse(own["plan"]).zero == 1 for own in data["plans"])
+
+
+def test_an_estimate_says_where_time_and_memory_go(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "estimate", *GPT2, "--cluster", "4 A100", "--plan", "pp=4,mb=8")
+    for word in ("a step's time", "computation", "bubble", "place", "weights", "activations", "limits:"):
+        assert word in text
+    huge = ("estimate", "--model", "gpt3-175b", "--cluster", "8 A100", "--plan", "pp=8")
+    assert "does not fit: " in shown(capsys, *huge)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--cluster", "8x8 H101"), "cluster: no device 'H101' is known"),
+        (("--cluster", "nowhere.yaml"), "cluster: nowhere.yaml: cannot be read: No such file or directory"),
+        (("--cluster", "3 A100", "--plan", "tp=2"), "no plan with tp=2 divides 3 devices and a batch of 24 samples"),
+        (("--cluster", "8 A100", "--batch-size", "2", "--plan", "dp=8"), "no plan with dp=8 divides 8 devices"),
+        (("--cluster", "4 A100", "--plan", "recompute=block"), "recompute is what the search decides"),
+        (("--cluster", "1 A100", "--plan", "zero=1"), "plan: zero=1 does nothing with dp=1"),
+        (("--cluster", "4 A100", "--dtype", "int8"), "option dtype = 'int8' is not one of"),
+        (("--cluster", "4 A100", "--calibration", "no.json"), "option calibration = 'no.json': cannot be read"),
+        (("--cluster", "4 A100", "--out", "no/plan.json"), "option out = 'no/plan.json' cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    error = refused(capsys, "plan", *GPT2, *arguments)
+    assert message in error and "→" in error
+
+
+def test_a_batch_without_a_sample_for_every_replica_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, "plan", *GPT2, "--cluster", "1024x8 A100", "--batch-size", "1")
+    assert "a batch of 1 samples is too small for 8192 devices: every replica needs a sample" in error
+    assert "→ use a batch of" in error
+
+
+def test_a_model_that_fits_nowhere_says_what_it_lacks_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, "plan", "--model", "meta-llama/Llama-3.1-405B", "--cluster", "8 H100")
+    assert "meta-llama/Llama-3.1-405B does not fit on 1x8 H100: the leanest plan (tp=8" in error
+    assert "lacks" in error and "optimizer" in error
+    assert "→ use 16 times the nodes, devices with" in error
+
+
+def run_row(**given: object) -> str:
+    row = {
+        "source": "here", "model": "m1", "layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 8192,
+        "vocab": 51200, "seq_len": 1024, "gpu": "A100-80GB", "n_gpus": 8, "gpus_per_node": 8, "tp": 1, "pp": 1, "cp": 1,
+        "dp": 8, "micro_batch": 4, "global_batch": 64, "recompute": "none", "dtype": "bf16", "measured_iter_s": 0.6,
+    } | given  # fmt: skip
+    return ",".join(str(row.get(name, "")) for name in COLUMNS)
+
+
+def test_a_calibration_is_written_with_its_residuals_and_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    runs, out = tmp_path / "runs.csv", tmp_path / "fitted.json"
+    rows = [run_row(), run_row(micro_batch=8, measured_iter_s=0.58), run_row(tp=2, dp=4, measured_iter_s=0.65)]
+    skipped = [run_row(cp=2), run_row(dtype="fp8"), run_row(gpu="Z80")]
+    runs.write_text("\n".join([",".join(COLUMNS), *rows, *skipped]) + "\n", encoding="utf-8")
+    text = shown(capsys, "calibrate", str(runs), "--out", str(out))
+    assert "A100: 3 runs, mean error" in text
+    assert "left out 1: context or expert parallelism" in text and "left out 1: products in 8 bits or fewer" in text
+    section = json.loads(out.read_text("utf-8"))["devices"]["A100"]
+    assert section["residuals"]["here"]["runs"] == 3 and section["mean_error"] < 0.1
+    plan = ("plan", *GPT2, "--cluster", "4 A100", "--calibration", str(out))
+    assert "rates are calibrated" in shown(capsys, *plan)
+    error = refused(capsys, "plan", *GPT2, "--cluster", "4 H100", "--calibration", str(out))
+    assert "is about A100, and the cluster has H100" in error
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a,b\n1,2\n", "has no column 'source'"),
+        (",".join(COLUMNS) + "\n" + run_row() + "\n", "holds 1 timed runs that say enough, and a fit needs 3"),
+    ],
+)
+def test_a_table_of_too_little_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    runs = tmp_path / "runs.csv"
+    runs.write_text(text, encoding="utf-8")
+    assert message in refused(capsys, "calibrate", str(runs), "--out", str(tmp_path / "out.json"))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{}", "holds no `devices`"),
+        ('{"devices": {"A100": {}}}', "devices: A100 has no `software`"),
+        ('{"devices": {"A100": {"software": {"speed": 1}}}}', "devices: A100: unknown share 'speed'"),
+        ('{"devices": {"A100": {"software": {"link": -1}}}}', "devices: A100: link = -1 is not a number of 0 or more"),
+    ],
+)
+def test_a_calibration_that_is_not_one_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(content, encoding="utf-8")
+    assert message in refused(capsys, "plan", *GPT2, "--cluster", "4 A100", "--calibration", str(path))
