@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import signal
 import sys
 import traceback
@@ -118,16 +119,21 @@ def outcomes(family: str, task: str, plans: list[str], limit: int, helpers: Help
                     spec, captured, _ = prepare(case)
                     row["share"] = share(captured, next(case.batches(spec))[1])
         except PhalanxError as error:
-            row |= {"outcome": "wrong" if WRONG in error.message else "refused", "reason": error.message}
+            row |= {"outcome": "wrong" if WRONG in error.message else "refused", "reason": shortened(error.message)}
         except TooLong:
             row |= {"outcome": "crash", "reason": f"no end within {limit} s"}
             helpers.close()
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(last.filename).name}:{last.lineno}"
-            row |= {"outcome": "crash", "reason": f"{type(error).__name__}: {error} ({place})"}
+            row |= {"outcome": "crash", "reason": shortened(f"{type(error).__name__}: {error} ({place})")}
             helpers.close()
         yield row
+
+
+def shortened(reason: str) -> str:
+    """One line, with paths below the installed packages."""
+    return re.sub(r"/\S*?/site-packages/", "", " ".join(reason.split()))
 
 
 @contextlib.contextmanager
