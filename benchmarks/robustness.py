@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import signal
 import sys
 import traceback
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
-from robustness_families import FAMILIES, MISSING, OWN
+from robustness_families import FAMILIES, MISSING, OWN, PADDED
 
 PLANS = ("mb=2", "pp=2", "tp=2", "dp=2,zero=2", "slices=2")
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "robustness.json"
@@ -71,14 +72,14 @@ def config_of(family: str) -> Any:
         if name in vars(config) and getattr(config, name) is None:
             setattr(config, name, value)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0
+        config.decoder_start_token_id = config.get_text_config(decoder=True).decoder_start_token_id = 0
     for name, value in OWN.get(family, {}).items():
         setattr(config, name, value)
     return tiny(config)
 
 
 def share(captured: Any, batch: dict[str, Any]) -> float:
-    """Of the layers' parameters, how much two ranks divide between them."""
+    """Of the layers' parameters, which have a number in their names, how much two ranks divide between them."""
     import torch
 
     from phalanx.model.shard import report as split
@@ -86,12 +87,12 @@ def share(captured: Any, batch: dict[str, Any]) -> float:
 
     total = divided = 0
     for block in split.report(captured, Plan(tp=2), torch.float64, captured.dims(batch)).blocks:
-        name = block.names[0]
-        if not name.rpartition(".")[2].partition("#")[0].isdigit():
-            continue
         for weight in block.weights:
-            shape = captured.shapes.get(f"{name}.{weight.name}")
-            size = len(block.names) * prod(shape or ())
+            name = f"{block.names[0]}.{weight.name}"
+            name = name if name in captured.shapes else weight.name
+            if not any(part.isdigit() for part in name.split(".")):
+                continue
+            size = len(block.names) * prod(captured.shapes[name])
             total += size
             divided += 0 if weight.how in ("whole", "samples") else size
     return divided / max(total, 1)
@@ -111,23 +112,28 @@ def outcomes(family: str, task: str, plans: list[str], limit: int, helpers: Help
         try:
             with _at_most(limit):
                 config = config or config_of(family)
-                case = Case(config, plan, task=task, dropout=0.0, batch=4)
+                case = Case(config, plan, task=task, dropout=0.0, batch=4, padding=family in PADDED)
                 found = verify_case(case, *helpers.get())
                 row |= {"outcome": "exact"} if found.ok else {"outcome": "wrong", "reason": found.failures[0]}
                 if found.ok and plan.startswith("tp="):
                     spec, captured, _ = prepare(case)
                     row["share"] = share(captured, next(case.batches(spec))[1])
         except PhalanxError as error:
-            row |= {"outcome": "wrong" if WRONG in error.message else "refused", "reason": error.message}
+            row |= {"outcome": "wrong" if WRONG in error.message else "refused", "reason": shortened(error.message)}
         except TooLong:
             row |= {"outcome": "crash", "reason": f"no end within {limit} s"}
             helpers.close()
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(last.filename).name}:{last.lineno}"
-            row |= {"outcome": "crash", "reason": f"{type(error).__name__}: {error} ({place})"}
+            row |= {"outcome": "crash", "reason": shortened(f"{type(error).__name__}: {error} ({place})")}
             helpers.close()
         yield row
+
+
+def shortened(reason: str) -> str:
+    """One line, with paths below the installed packages."""
+    return re.sub(r"/\S*?/site-packages/", "", " ".join(reason.split()))
 
 
 @contextlib.contextmanager

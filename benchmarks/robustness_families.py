@@ -47,3 +47,6 @@ OWN: Mapping[str, Mapping[str, object]] = {
     "beit": {"drop_path_rate": 0.0},
     "swin": {"drop_path_rate": 0.0},
 }
+
+# Models that do not work without an attention mask, so that their samples are padded.
+PADDED = ("longt5", "switch_transformers")

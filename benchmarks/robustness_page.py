@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def _reasons(results: list[dict[str, Any]]) -> list[str]:
     cases: dict[str, dict[str, list[str]]] = {}
     for row in results:
         if "reason" in row:
-            reason = f"{row['outcome']}: {shortened(row['reason'])}"
+            reason = f"{row['outcome']}: {row['reason']}"
             cases.setdefault(reason, {}).setdefault(row["family"], []).append(row["plan"])
     return [
         f"- {', '.join(f'{family} ({_plans(plans)})' for family, plans in families.items())} — {reason}"
@@ -86,8 +85,3 @@ def _reasons(results: list[dict[str, Any]]) -> list[str]:
 
 def _plans(plans: list[str]) -> str:
     return "all plans" if len(plans) >= len(PLANS) - 1 else ", ".join(f"`{plan}`" for plan in plans)
-
-
-def shortened(reason: str) -> str:
-    """One line, with paths below the installed packages."""
-    return re.sub(r"/\S*?/site-packages/", "", " ".join(reason.split()))

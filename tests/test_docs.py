@@ -2,8 +2,9 @@
 
 A fenced block after a line `<!-- runs -->` is really run, page by page, in one folder per page, and what a block
 without a language right after it shows is compared with what was printed: line by line, `…` for what may be anything,
-numbers with a point to two per cent. All other commands are parsed as the program would. `python tests/test_docs.py`
-renews the options table in the guide and the picture in the README.
+numbers with a point to two per cent. After `<!-- runs long -->` that is done in the long run of the tests, as is what
+the README shows of the demo. All other commands are parsed as the program would. `python tests/test_docs.py` renews
+the options table in the guide and the picture in the README.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Block:
     line: int
     language: str
     text: str
-    runs: bool
+    runs: str  # the mark before it: "", "runs" or "runs long"
     shows: str = ""  # what the block after it says is printed
 
     def __str__(self) -> str:
@@ -51,9 +52,11 @@ def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     found: list[Block] = []
-    for match in re.finditer(r"^(<!-- runs -->\n)?```(\w*)\n(.*?)^```$(?:\n```\n(.*?)^```$)?", text, re.S | re.M):
+    for match in re.finditer(
+        r"^(?:<!-- (runs|runs long) -->\n)?```(\w*)\n(.*?)^```$(?:\n```\n(.*?)^```$)?", text, re.S | re.M
+    ):
         line = text.count("\n", 0, match.start()) + 1
-        found.append(Block(page, line, match[2], match[3], runs=match[1] is not None, shows=match[4] or ""))
+        found.append(Block(page, line, match[2], match[3], runs=match[1] or "", shows=match[4] or ""))
     return found
 
 
@@ -193,16 +196,35 @@ def run(block: Block) -> None:
             assert main(words) == 0, f"{block}: {line}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/guide.md", "docs/own_loop.md", "docs/planning.md"])
-def test_what_is_marked_as_running_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("name", "mark"),
+    [
+        ("README.md", "runs"), ("docs/guide.md", "runs"), ("docs/own_loop.md", "runs"), ("docs/planning.md", "runs"),
+        pytest.param("README.md", "runs long", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_what_is_marked_as_running_runs(name: str, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    marked = [block for block in blocks(ROOT / name) if block.runs]
+    marked = [block for block in blocks(ROOT / name) if block.runs == mark]
     assert marked
     for block in marked:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             run(block)
         absent = missing(block.shows, said.getvalue())
         assert not absent, f"{block}: not printed: {absent}"
+
+
+@pytest.mark.long
+def test_the_demo_prints_what_the_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"^\t\$\(BIN\)/phalanx (train .*runs/demo)$", (ROOT / "Makefile").read_text(), re.M)
+    shown = next(
+        block.text for block in blocks(ROOT / "README.md") if block.text.startswith("model       phalanx-demo")
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(shlex.split(command)) == 0
+    absent = missing(f"…\n{shown}…\n", said.getvalue())
+    assert not absent, f"not printed: {absent}"
 
 
 def missing(shown: str, said: str) -> str:
@@ -264,8 +286,8 @@ def test_the_picture_in_the_readme_is_what_the_command_below_it_draws(tmp_path: 
 
 def test_every_mark_stands_before_a_block():
     for page in PAGES:
-        marks = re.findall(r"^<!-- runs -->$", page.read_text(encoding="utf-8"), re.M)
-        assert len(marks) == sum(block.runs for block in blocks(page)), page.name
+        marks = re.findall(r"^<!-- runs(?: long)? -->$", page.read_text(encoding="utf-8"), re.M)
+        assert len(marks) == sum(bool(block.runs) for block in blocks(page)), page.name
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

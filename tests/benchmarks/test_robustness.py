@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import robustness  # noqa: E402
 from robustness_families import FAMILIES  # noqa: E402
-from robustness_page import page, shortened  # noqa: E402
+from robustness_page import page  # noqa: E402
 
 from phalanx.errors import CaptureError  # noqa: E402
 
@@ -29,6 +29,12 @@ def test_at_least_sixty_families_are_tried_and_none_is_wrong_or_crashes() -> Non
     assert not [row for row in RESULTS if row["outcome"] in ("wrong", "crash")]
 
 
+def test_fifty_families_are_exact_in_a_pipeline_and_split_with_nine_tenths_of_their_parameters_divided() -> None:
+    exact = {(row["family"], row["plan"]): row for row in RESULTS if row["outcome"] == "exact"}
+    split = [family for family in FAMILIES if exact.get((family, "tp=2"), {}).get("share", 0) >= 0.9]
+    assert len([family for family in split if (family, "pp=2") in exact]) >= 50
+
+
 def row(family: str, plan: str, outcome: str, **more: object) -> dict[str, object]:
     return {"family": family, "task": "causal-lm", "plan": plan, "outcome": outcome, **more}
 
@@ -36,7 +42,7 @@ def row(family: str, plan: str, outcome: str, **more: object) -> dict[str, objec
 def test_a_family_is_one_row_and_a_reason_stands_once(tmp_path: Path) -> None:
     results = [
         row("llama", "mb=2", "exact"), row("llama", "pp=2", "exact"), row("llama", "tp=2", "exact", share=0.97),
-        row("mamba", "mb=2", "refused", reason="a loop\n over tokens"),
+        row("mamba", "mb=2", "refused", reason="a loop over tokens"),
         row("mamba", "tp=2", "refused", reason="a loop over tokens"),
     ]  # fmt: skip
     machine = {"torch": "2", "transformers": "5", "date": "today"}
@@ -48,7 +54,7 @@ def test_a_family_is_one_row_and_a_reason_stands_once(tmp_path: Path) -> None:
 
 
 def test_reasons_name_files_below_the_installed_packages() -> None:
-    assert shortened("in /a/b/site-packages/transformers/x.py,\n line 3") == "in transformers/x.py, line 3"
+    assert robustness.shortened("in /a/b/site-packages/transformers/x.py,\n line 3") == "in transformers/x.py, line 3"
 
 
 class Nobody(robustness.Helpers):
