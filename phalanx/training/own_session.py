@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group
 from phalanx.data.given import given_batches
 from phalanx.engine.inputs import num_samples
 from phalanx.engine.out_of_memory import explain_out_of_memory, step_needs
 from phalanx.engine.reductions import StepRun
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.model.attach import Ends
 from phalanx.model.separable import require_labels
@@ -69,6 +70,7 @@ class OwnSession:
         self._optimizer: torch.optim.Optimizer | None = session.state.optimizer.inner if opened.has_optimizer else None
         self._is_own = not opened.has_optimizer  # whether the user steps it
         self.steps = self.samples = 0
+        self._schedules = {session.plan.schedule: session}
         self._kept = OwnState(session, opened.context)
         self._last: StepRun | None = None
         self._norm: Tensor | None = None  # finite if all gradients since the last zero_grad are
@@ -237,6 +239,20 @@ class OwnSession:
     def plan(self) -> Plan:
         return self._session.plan
 
+    def use_schedule(self, schedule: str) -> None:
+        """From now on steps follow another schedule of the pipeline, one that leaves blocks where they are."""
+        plan = replace(self.plan, schedule=schedule)
+        if plan.num_stages != self.plan.num_stages or self._outputs is not None:
+            why = "outputs leave this session" if self._outputs is not None else "it has other stages"
+            raise PlanError(
+                f"schedule {schedule!r} cannot follow {self.plan.schedule!r} in a session: {why}",
+                "open another session, with a plan that has this schedule",
+            )
+        if plan.schedule not in self._schedules:
+            self._schedules[schedule] = self._session.under(plan)
+        self._session = self._schedules[schedule]
+        self._last = None  # its program was another
+
     @property
     def rank(self) -> int:
         return self._context.rank
@@ -244,6 +260,20 @@ class OwnSession:
     @property
     def world(self) -> int:
         return self._context.world
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Of the pipeline, those that this rank computes."""
+        return self._session.compiled.formation.stages
+
+    @property
+    def device(self) -> torch.device:
+        return self._session.compiled.device
+
+    @property
+    def world_group(self) -> Group:
+        """All ranks, for what a loop wants to tell the others."""
+        return self._session.connected.world
 
     @property
     def is_main(self) -> bool:
