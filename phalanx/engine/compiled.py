@@ -55,6 +55,7 @@ class Compiled:
         optimizer_class: type[Any] | None = None,
     ) -> None:
         self.plan, self.rank, self.device, self.dtype = plan, rank, device, getattr(torch, config.dtype)
+        self._given = (captured, config, tuple(trainable), optimizer_class)
         self.composed = compose(captured, plan, Mesh.of(plan).coordinates(rank)[2], self.dtype, trainable)
         self.graph = self.composed.graph
         self.compiler = Compiler(resolve_mode(config.compile, device))
@@ -64,6 +65,14 @@ class Compiled:
         self.samples = split(split(config.batch_size, plan.dp)[0], plan.mb)[0]  # of a micro-batch, the largest
         self._seed, self.buffers = config.seed, buffers
         self.training, self.evaluation = self._functions(trainable, trains=True), self._functions((), trains=False)
+
+    def under(self, plan: Plan) -> Compiled:
+        """The same model under another plan."""
+        captured, config, trainable, optimizer_class = self._given
+        return Compiled(
+            captured, config, plan, rank=self.rank, device=self.device, trainable=trainable, buffers=self.buffers,
+            optimizer_class=optimizer_class,
+        )  # fmt: skip
 
     @property
     def captured(self) -> Captured:

@@ -7,21 +7,20 @@ the same calls with the same global batch, of which it computes its own part. Ho
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from phalanx.comm.links import Group
 from phalanx.data.given import given_batches
 from phalanx.engine.inputs import num_samples
 from phalanx.engine.reductions import StepRun
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.model.attach import Ends
 from phalanx.model.separable import require_labels
@@ -29,13 +28,12 @@ from phalanx.model.zoo.zoo import ModelSpec
 from phalanx.params.optimizer import Optimizer, require_element_wise
 from phalanx.plan.complete import require_evaluation
 from phalanx.plan.plan import Plan
-from phalanx.state import checkpoint
-from phalanx.state.rendezvous import LocalRendezvous, Meeting, StoreRendezvous
 from phalanx.tasks.base import Batch, Task
 from phalanx.training.budget import MemoryGuard
-from phalanx.training.exporting import export_model, whole_parameters
 from phalanx.training.outputs import Outputs, Scope
 from phalanx.training.own_batch import BatchForm
+from phalanx.training.own_optimizer import watch_optimizers
+from phalanx.training.own_state import OwnState
 from phalanx.training.session import Session
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -72,12 +70,14 @@ class OwnSession:
         self._ids = {id(weight.exact) for weight in self._weights.values()}
         self._optimizer: torch.optim.Optimizer | None = session.state.optimizer.inner if opened.has_optimizer else None
         self._is_own = not opened.has_optimizer  # whether the user steps it
-        self.steps = self.samples = self._num_meetings = 0
+        self.steps = self.samples = 0
+        self._schedules = {session.plan.schedule: session}
+        self._kept = OwnState(session, opened.context)
         self._last: StepRun | None = None
         self._norm: Tensor | None = None  # finite if all gradients since the last zero_grad are
         self._is_updating = self._is_closed = False
         self._outputs = None if opened.ends is None else Outputs(session, opened.ends, opened.scope, self._keep)
-        self._hooks = _watch_optimizers(self)
+        self._hooks = watch_optimizers(self)
         self._context.slot.enter("loop")
 
     # A step.
@@ -214,63 +214,45 @@ class OwnSession:
 
     # What is kept.
 
-    @torch.no_grad()
     def save(self, folder: Path | str, keep: int = 2) -> Path:
         """A checkpoint in `folder`, which any plan can load; of earlier ones there the newest are kept."""
-        state = self._session.state
-        optimizer, loss_scale = state.scalars()
-        record = {"step": self.steps, "samples": self.samples, "optimizer": optimizer, "loss_scale": loss_scale}
         with self._context.slot.within("save"):
-            return checkpoint.save(
-                Path(folder).expanduser(), self.steps, state.shards(), record, keep, meeting=self._meeting()
-            )
+            return self._kept.save(Path(folder).expanduser(), keep, self.steps, self.samples)
 
-    @torch.no_grad()
     def load(self, path: Path | str) -> None:
         """Goes on from a checkpoint, or from the newest one in a folder of them, whatever plan wrote it."""
-        folder, meeting = Path(path).expanduser(), self._meeting()
-        found = checkpoint.open_newest(folder, meeting, print)
-        found = checkpoint.open_together(folder, meeting) if found is None else found
-        state, names = self._session.state, set(found.names())
-        missing = [name for name in self._session.compiled.captured.shapes if not _keys(name) & names]
-        if missing:
-            raise CheckpointError(
-                f"{found.path} holds no tensor {missing[0]!r}", "it was saved by a run with another model"
-            )
-        state.parameters.fill(lambda name, _, piece: piece.read(found, next(iter(_keys(name) & names))))
-        if self._optimizer is not None:
-            state.restore(found, found.state.get("optimizer", {}), found.state.get("loss_scale"))
-        self.steps, self.samples = found.step, int(found.state.get("samples", 0))
+        self.steps, self.samples = self._kept.load(Path(path).expanduser(), with_optimizer=self._optimizer is not None)
         self.zero_grad()
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU of rank 0, as `load_state_dict` of the module takes it; empty on other ranks,
         which must call it too."""
-        captured = self._session.compiled.captured
-        found = {name: tensor.cpu().clone() for name, tensor in self._whole()}
-        if not self.is_main:
-            return {}
-        found |= {alias: found[name] for alias, name in captured.aliases.items()}
-        return found
+        return self._kept.state_dict(self._opened.spec)
 
-    @torch.no_grad()
     def export(self, folder: Path | str) -> Path:
-        """The trained model as a HuggingFace folder; of a module of the user's own its weights."""
-        return export_model(
-            self._session,
-            self._context,
-            self._opened.spec,
-            Path(folder).expanduser(),
-            name=self._next_name(),
-            merges=self._opened.merges,
-        )
+        """The trained model as a HuggingFace folder, of a module of the user's own its weights; of adapters a folder as
+        peft has it, unless they are merged."""
+        return self._kept.export(Path(folder).expanduser(), self._opened.spec, self._opened.merges)
 
     # Where it runs.
 
     @property
     def plan(self) -> Plan:
         return self._session.plan
+
+    def use_schedule(self, schedule: str) -> None:
+        """From now on steps follow another schedule of the pipeline, one that leaves blocks where they are."""
+        plan = replace(self.plan, schedule=schedule)
+        if plan.num_stages != self.plan.num_stages or self._outputs is not None:
+            why = "outputs leave this session" if self._outputs is not None else "it has other stages"
+            raise PlanError(
+                f"schedule {schedule!r} cannot follow {self.plan.schedule!r} in a session: {why}",
+                "open another session, with a plan that has this schedule",
+            )
+        if plan.schedule not in self._schedules:
+            self._schedules[schedule] = self._session.under(plan)
+        self._session = self._schedules[schedule]
+        self._last = None  # its program was another
 
     @property
     def rank(self) -> int:
@@ -279,6 +261,20 @@ class OwnSession:
     @property
     def world(self) -> int:
         return self._context.world
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Of the pipeline, those that this rank computes."""
+        return self._session.compiled.formation.stages
+
+    @property
+    def device(self) -> torch.device:
+        return self._session.compiled.device
+
+    @property
+    def world_group(self) -> Group:
+        """All ranks, for what a loop wants to tell the others."""
+        return self._session.connected.world
 
     @property
     def is_main(self) -> bool:
@@ -341,7 +337,7 @@ class OwnSession:
         self._session.step.engine.parts.sends.settle()
         self._last = run
 
-    def _before_own_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_own_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to change parameters of this session."""
         if optimizer is not self._optimizer:
             self.optimizer = optimizer
@@ -352,46 +348,12 @@ class OwnSession:
             if not bool(finite):  # with nothing to go by it changes nothing
                 self.zero_grad()
 
-    def _after_own_step(self) -> None:
+    def after_own_step(self) -> None:
         self.refresh()
         self.steps += 1
         self._norm = None
 
-    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
+    def updates(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._is_updating or self._is_closed:
             return False
         return any(id(tensor) in self._ids for group in optimizer.param_groups for tensor in group["params"])
-
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        return whole_parameters(self._session, self._context, self._next_name())
-
-    def _next_name(self) -> str:
-        """All ranks count alike, so that what they do together never meets what they did before."""
-        self._num_meetings += 1
-        return f"own/{self._context.generation}/{self._num_meetings}"
-
-    def _meeting(self) -> Meeting:
-        context = self._context
-        rendezvous = StoreRendezvous(context.store, context.rank) if context.world > 1 else LocalRendezvous()
-        return Meeting(context.rank, context.world, rendezvous, key=self._next_name())
-
-
-def _keys(name: str) -> set[str]:
-    return {f"master/{name}", f"model/{name}"}
-
-
-def _watch_optimizers(session: OwnSession) -> list[Any]:
-    """Optimizers of the user's own know nothing of sessions; torch tells of every step that one makes."""
-    known = weakref.ref(session)
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        own = known()
-        if own is not None and own._updates(optimizer):
-            own._before_own_step(optimizer)
-
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        own = known()
-        if own is not None and own._updates(optimizer):
-            own._after_own_step()
-
-    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

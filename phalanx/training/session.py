@@ -42,9 +42,9 @@ class Session:
     def __init__(
         self, compiled: Compiled, connected: ProcessGroups, state: State, watches: Iterable[Watch] = ()
     ) -> None:
-        self.compiled, self.connected, self.state = compiled, connected, state
-        training = self._engine(compiled.training, watches, self._gradients(), self._totals())
-        evaluation = self._engine(compiled.evaluation, watches, {}, None)
+        self.compiled, self.connected, self.state, self._watches = compiled, connected, state, tuple(watches)
+        training = self._engine(compiled.training, self._watches, self._gradients(), self._totals())
+        evaluation = self._engine(compiled.evaluation, self._watches, {}, None)
         self.step = Step(compiled.training.feeder, training, compiled.program, compiled.plan)
         self._evaluator = Evaluator(
             evaluation, compiled.evaluation.feeder, compiled.formation, connected, compiled.samples
@@ -88,6 +88,11 @@ class Session:
             compiled.formation.state, context.rank, read, config, device, optimizer_class, groups, compiled.hosted()
         )  # fmt: skip
         return cls(compiled, connected, state, watches)
+
+    def under(self, plan: Plan) -> Session:
+        """The same state and connections with the programs of another plan, one that leaves everything where it is."""
+        self.step.engine.settle()
+        return Session(self.compiled.under(plan), self.connected, self.state, self._watches)
 
     @property
     def plan(self) -> Plan:

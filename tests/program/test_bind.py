@@ -291,7 +291,7 @@ def test_what_is_gathered_for_a_backward_that_does_nothing_is_gone_before_it_is_
     first = replace(segment("", "a"), traced=nothing)
     second = replace(segment("a", "loss"), traced=Backward(("loss",), (), ("a",), (), ()))
     shape = ModelShape(2, (), (True, True), (False, True), ops=((first,), (second,)))
-    plan = Plan(dp=2, zero=3, mb=3, stages=(2,))
+    plan = Plan(dp=2, zero=3, mb=3, schedule="gpipe", stages=(2,))
     table = compile_plan(plan, shape).tables[0]
     here: set[str] = set()
     for row in table.rows:

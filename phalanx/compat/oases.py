@@ -1,0 +1,89 @@
+"""Oases' interface: a language model of a given size that is split over tensor-parallel ranks, used as any module is.
+
+The loss is computed outside, from outputs that every rank has for the whole batch. The training schedules have their
+original names, which are those of a plan's `overlap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config
+
+from phalanx.config import RunConfig
+from phalanx.errors import ConfigError, nearest
+from phalanx.launch.context import RankContext
+from phalanx.plan.rules import OVERLAPS
+from phalanx.training.open import OUTER, open_on
+from phalanx.training.open import open as open_session
+from phalanx.training.own_session import OwnSession
+
+SCHEDULES = ("default_checkpoint", "optim_comm_checkpoint", "overlap_checkpoint", "oases")
+_TOKENS = 8  # of the example; batches may have any number up to `tokens`
+
+
+class BenchmarkLM(nn.Module):
+    """num_l layers of width h with n heads, over tp × dp ranks. `model(ids)` gives [samples, vocabulary, tokens], as
+    torch's cross entropy takes it beside labels of [samples, tokens]. tokens: the most in a sample."""
+
+    session: OwnSession
+
+    def __init__(
+        self,
+        schedule: str = "oases",
+        num_l: int = 24,
+        h: int = 3072,
+        n: int = 48,
+        tp: int = 1,
+        dp: int = 1,
+        *,
+        vocabulary: int = 50304,
+        tokens: int = 1024,
+        num_mb: int = 1,
+        dtype: str = "float32",
+        device: str = "auto",
+        seed: int = 0,
+        context: RankContext | None = None,
+    ) -> None:
+        super().__init__()
+        if schedule not in SCHEDULES:
+            raise ConfigError(f"BenchmarkLM: schedule = {schedule!r} is unknown", nearest(schedule, SCHEDULES))
+        if h % n:
+            raise ConfigError(f"BenchmarkLM: h = {h} is not a multiple of n = {n} heads", "choose another n")
+        config = GPT2Config(
+            n_layer=num_l, n_embd=h, n_head=n, n_positions=tokens, vocab_size=vocabulary, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        )  # fmt: skip
+        halves = OVERLAPS[schedule].halves if tp > 1 else 1
+        example = {"input_ids": torch.zeros(dp * num_mb * tp * halves, _TOKENS, dtype=torch.int64)}
+        options: dict[str, Any] = {"plan": _plan(schedule, tp, dp, num_mb), "dtype": dtype, "device": device}
+        dims = {"input_ids": ("batch", "tokens")}
+        if context is None:
+            session = open_session(config, example=example, loss=OUTER, dims=dims, seed=seed, **options)
+        else:
+            run = RunConfig.create(clip=None, seed=seed, **options)
+            session = open_on(context, config, run, example, OUTER, dims=dims)
+        vars(self)["session"] = session
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """inputs: token ids of the global batch, the same on every rank."""
+        return self.session(inputs)["logits"].transpose(1, 2)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """What this rank updates."""
+        return self.session.parameters()
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        return self.session.named_parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.session.zero_grad()
+
+
+def _plan(schedule: str, tp: int, dp: int, num_mb: int) -> str:
+    """Without tensor parallelism there is nothing to overlap, and a schedule is what it computes again."""
+    again = f"overlap={schedule}" if tp > 1 else f"recompute={OVERLAPS[schedule].recompute}"
+    return f"tp={tp},dp={dp},mb={num_mb},{again}"

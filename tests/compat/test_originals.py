@@ -1,0 +1,116 @@
+"""The originals' interfaces: their documents' own examples run on ranks, and are exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.compat.oases import BenchmarkLM
+from phalanx.compat.optimus_prime import Optimus_p
+from phalanx.errors import ConfigError
+from phalanx.launch.context import RankContext
+from phalanx.launch.worker_pool import WorkerPool
+from phalanx.model import reference
+from tests.compat import jobs
+from tests.compat.jobs import LR, SAMPLES, STEPS, gpt2, texts
+
+
+def require_equal(found: dict[str, Tensor], model: nn.Module) -> None:
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def plain_optimus_prime() -> tuple[list[float], nn.Module]:
+    model = gpt2()
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    losses: list[float] = []
+    for step in range(STEPS):
+        batch = torch.stack(texts()[step * SAMPLES : (step + 1) * SAMPLES])
+        optimizer.zero_grad()
+        with reference.default_dtype(torch.float64), reference.Widen():
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses, model
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mode"),
+    [
+        ({}, "1f1b"),
+        pytest.param({"pp_size": 2}, "gpipe", marks=pytest.mark.long),
+        pytest.param({"pp_size": 2, "dp_size": 2}, "1f1b", marks=pytest.mark.long),
+        pytest.param({"pp_size": 2, "tp_size": 2, "activation_ckpt": True}, "gpipe", marks=pytest.mark.long),
+    ],
+)
+def test_optimus_primes_example_is_exact(pool: WorkerPool, tmp_path: Path, sizes: dict[str, Any], mode: str) -> None:
+    world = 2 * sizes.get("dp_size", 1) * sizes.get("tp_size", 1)
+    found = pool.run(jobs.optimus_prime, sizes, mode, tmp_path if not sizes else None, world=world)
+    losses, model = plain_optimus_prime()
+    assert found[0][2] == [True, False] and found[-1][2] == [False, True]
+    torch.testing.assert_close(found[-1][0], losses, rtol=1e-9, atol=1e-12)
+    require_equal(found[0][1], model)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tp", "dp"),
+    [
+        ("oases", 1, 1),
+        ("oases", 2, 1),
+        pytest.param("default_checkpoint", 2, 1, marks=pytest.mark.long),
+        pytest.param("optim_comm_checkpoint", 2, 1, marks=pytest.mark.long),
+        pytest.param("overlap_checkpoint", 2, 2, marks=pytest.mark.long),
+    ],
+)
+def test_oases_sample_usage_is_exact(pool: WorkerPool, schedule: str, tp: int, dp: int) -> None:
+    if tp * dp == 1:
+        found = [jobs.oases(RankContext.alone(), schedule, tp, dp)]
+    else:
+        found = pool.run(jobs.oases, schedule, tp, dp, world=tp * dp)
+    losses, model = jobs.plain_oases(found[0][1][0])
+    assert all(rank[0] == found[0][0] for rank in found)
+    torch.testing.assert_close(found[0][0], losses, rtol=1e-9, atol=1e-12)
+    require_equal(found[0][1][1], model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"swap_model_in_optstep": True}, "needs swap_opt_in_fwdbwd = True", "set both"),
+        ({"swap_opt_in_fwdbwd": True}, "updates parameters where they are computed with", "leave it out"),
+        ({"pp_size": 0}, "Optimus_p: pp_size = 0 is below 1", "1 or more"),
+        ({"pp_size": 2}, "needs 2 ranks, and this process was started alone", "torchrun"),
+        ({"model": nn.Linear(2, 2)}, "nothing is known of the inputs of Linear", "example=…"),
+    ],
+)
+def test_an_optimus_p_that_cannot_be_says_why(options: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=message) as info:
+        Optimus_p(**{"model": gpt2(), "num_mb": 2, **options})
+    assert hint in info.value.hint
+
+
+def test_what_optimus_p_is_given_wrong_is_said() -> None:
+    optimus_p = Optimus_p(gpt2(), 2, dtype="float64", context=RankContext.alone())
+    with pytest.raises(ConfigError, match="there is no loss yet"):
+        optimus_p.get_loss()
+    with pytest.raises(ConfigError, match="the first stage was given no data"):
+        optimus_p.run(None, None)
+    with pytest.raises(ConfigError, match="mode = 'zero-bubble' is unknown") as info:
+        optimus_p.run(None, None, mode="zero-bubble")  # pyright: ignore[reportArgumentType]
+    assert "gpipe or 1f1b" in info.value.hint
+
+
+def test_a_benchmark_model_that_cannot_be_says_why() -> None:
+    with pytest.raises(ConfigError, match="schedule = 'oasis' is unknown") as info:
+        BenchmarkLM(schedule="oasis")
+    assert "did you mean 'oases'" in info.value.hint
+    with pytest.raises(ConfigError, match="h = 30 is not a multiple of n = 4 heads"):
+        BenchmarkLM(h=30, n=4)
