@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from phalanx.engine.compiled import Compiled
@@ -15,6 +16,7 @@ from phalanx.engine.reductions import StepRun
 from phalanx.engine.step import Step
 from phalanx.model.segment.segments import Segment
 from phalanx.params.rank_state import State
+from phalanx.params.state_facts import StateFacts
 from phalanx.program.costs import BucketCosts
 from phalanx.program.instructions import COMPUTE, Instruction, Op
 from phalanx.program.memory import Sizes, live_bytes
@@ -47,10 +49,10 @@ class _Sizes:
     def __call__(self, value: Value) -> int:
         if value.kind in RESIDENT:
             return 0
-        if value.kind in ("gathered", "d_parameters", "reduced"):
+        if value.kind in ("gathered", "d_parameters", "reduced", "staged"):
             return self._of_buckets(value)
         inputs = self._inputs.get((value.micro_batch or 0, value.half or 0))
-        if inputs is None or value.kind in ("loss", "items", "norm"):
+        if inputs is None or value.kind in ("loss", "items", "norm", "norms"):
             return 0
         if value.kind == "inputs":
             return inputs.num_bytes
@@ -78,8 +80,17 @@ def bucket_costs(compiled: Compiled) -> list[BucketCosts]:
     """Bytes of every bucket as it would lie on this rank."""
     shapes, trained = compiled.composed.local_shapes(), compiled.formation.shape.trained
     elements = [sum(math.prod(shapes[name]) for name in names) for names in compiled.composed.buckets.names]
-    width, added = compiled.dtype.itemsize, wide(compiled.dtype).itemsize
-    return [BucketCosts(n * width, n * added if learns else 0) for n, learns in zip(elements, trained, strict=True)]
+    width, added, kept = compiled.dtype.itemsize, wide(compiled.dtype).itemsize, _state_bytes(compiled.formation.facts)
+    return [
+        BucketCosts(n * width, n * added, n * kept) if learns else BucketCosts(n * width)
+        for n, learns in zip(elements, trained, strict=True)
+    ]
+
+
+def _state_bytes(facts: StateFacts) -> int:
+    """Of the optimizer, for each element: masters, and what is known to be kept beside them."""
+    slots = (getattr(torch, slot.dtype).itemsize for slot in facts.slots or () if not slot.is_counter)
+    return sum(slots) + (torch.float32.itemsize if facts.masters else 0)
 
 
 def _footprint(segment: Segment) -> dict[Op, int]:

@@ -82,6 +82,8 @@ class HostedOptimizer:
                 self._of_name.setdefault(each.name, []).append(each)
         for own in self._of_name.values():
             own.sort()
+        exact = {name: parameters.weights[name] for name in self._of_name}
+        self.masters = {name for name, weight in exact.items() if weight.exact is not weight.copy}  # on the host, too
         self._core = Optimizer(make(self._weights), self._weights, clip)
         self._thread: ThreadPoolExecutor | None = None
 
