@@ -120,7 +120,7 @@ class _Walk:
                 chain.append(op)
             ops.append(tuple(chain))
         inputs = self._expression("the inputs", [probe.inputs for probe in probes])
-        return replace(self._shape, ops=tuple(ops), inputs=inputs)
+        return replace(self._shape, ops=tuple(ops), inputs=inputs, elements=())  # which facts have beside it
 
     def _probe(self, compute: Compute, tracer: Tracer, dims: dict[str, int]) -> _Probe:
         inputs = self._inputs(compute, dims)

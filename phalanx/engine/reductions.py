@@ -74,7 +74,7 @@ class GlobalReductions:
 
     def norm(
         self, step: StepRun, items: Tensor, losses: Sequence[Tensor], gradients: dict[str, Tensor],
-        left: Mapping[str, Tensor],
+        left: Mapping[str, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """left: norms of gradients that are on the host."""
         step.items, step.gradients = items, step.gradients | gradients

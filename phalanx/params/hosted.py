@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.params.flat import Piece
+from phalanx.params.flat import ALIGNMENT, Piece
 from phalanx.params.host_memory import Copying, HostMemory
 from phalanx.params.optimizer import Optimizer
 from phalanx.params.parameters import Parameters, Weight
@@ -82,6 +82,8 @@ class HostedOptimizer:
                 self._of_name.setdefault(each.name, []).append(each)
         for own in self._of_name.values():
             own.sort()
+        exact = {name: parameters.weights[name] for name in self._of_name}
+        self.masters = {name for name, weight in exact.items() if weight.exact is not weight.copy}  # on the host, too
         self._core = Optimizer(make(self._weights), self._weights, clip)
         self._thread: ThreadPoolExecutor | None = None
 
@@ -210,12 +212,17 @@ def _divide(pieces: Sequence[tuple[Piece, int]], count: int) -> list[list[Range]
     for begin, stop in pairwise(edges):
         own: list[Range] = []
         for piece, offset in pieces:
-            size = piece.stop - piece.start
-            first, last = max(begin - offset, 0), min(stop - offset, size)
+            first, last = (_cut(edge - offset, piece.stop - piece.start) for edge in (begin, stop))
             if first < last:
                 own.append(Range(piece.name, first, last))
         parts.append(own)
     return parts
+
+
+def _cut(place: int, size: int) -> int:
+    """Where a piece is cut: so that vectorised kernels, which treat what is left at the end differently, see the same
+    elements together as in the whole."""
+    return size if place >= size else max(place, 0) // ALIGNMENT * ALIGNMENT
 
 
 def _part_of(weight: Weight, own: Range) -> Weight:

@@ -66,11 +66,13 @@ class State:
         return of_parameters(self.layout, self._rank, self.parameters)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that lies here from step to step."""
+        """Everything that lies on the device from step to step."""
         yield from self.parameters.values.values()
-        for weight in self.parameters.weights.values():
-            yield from (weight.exact, weight.copy)
-        yield from (tensor for _, _, tensor in self._slots())
+        elsewhere = self.hosted.masters if self.hosted is not None else ()
+        for name, weight in self.parameters.weights.items():
+            yield weight.copy
+            yield from () if name in elsewhere else (weight.exact,)
+        yield from (tensor for _, _, tensor in self.optimizer.tensors())
 
     def scalars(self) -> tuple[dict[str, Any], dict[str, float] | None]:
         """What a checkpoint holds beside tensors: of the optimizer, and of the scale of the loss where there is one."""

@@ -227,6 +227,12 @@ class Plan:
     @property
     def kept(self) -> str:
         """What happens to activations between forward and backward, in words."""
+        count = dict(self.offload).get("activations")
+        moved = "" if count is None else f"; on the host in between: of {count or 'all'} layers per stage"
+        return self._kept_here + moved
+
+    @property
+    def _kept_here(self) -> str:
         if len(self.policies) == 1:
             return _KEPT[self.policies[0]]
         counts = Counter(self.policies)

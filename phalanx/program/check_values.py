@@ -218,7 +218,7 @@ class _Follower:
         if meaning.sums == "further":
             self._pending.update(row.adds[-1:])
         summed = {part for _, parts in row.collects for part in parts}  # are needed only here, their sum longer
-        for i in row.writes:
+        for i in (*row.writes, *row.adds):
             sent = meaning.holds.get(self._keys[i], ())
             leaves = meaning.sums == "one" and self._table.values[i].is_on_host
             held = {j for j in row.reads if (leaves or self._keys[j] in sent) and j not in summed}

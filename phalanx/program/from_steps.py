@@ -135,7 +135,7 @@ def _own(
 
 
 def _group(it: Instruction, alike: Callable[[Instruction], Hashable]) -> Hashable:
-    is_of_block = it.op in COMPUTE or it.op in REDISTRIBUTIONS | LOCAL_REDISTRIBUTIONS | MOVES
+    is_of_block = it.op in COMPUTE | REDISTRIBUTIONS | LOCAL_REDISTRIBUTIONS | MOVES and it.stage is not None
     return (it.op, alike(it)) if is_of_block else kind_of(it)
 
 

@@ -96,9 +96,11 @@ class Table:
         """The most values of a kind that exist at once."""
         now = most = 0
         for row in self.rows:
+            dropped = row.dropped
+            now -= sum(self.values[i].kind == kind for i in dropped)
             now += sum(self.values[i].kind == kind for i in row.writes)
             most = max(most, now)
-            now -= sum(self.values[i].kind == kind for i in row.frees)
+            now -= sum(self.values[i].kind == kind for i in row.frees if i not in dropped)
         return most
 
     def named(self, ids: Iterable[int]) -> list[str]:

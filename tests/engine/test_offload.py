@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +13,7 @@ from phalanx.engine.host_copies import HostCopies, HostValue
 from phalanx.program.instructions import Op
 from phalanx.training.session import Session
 from tests import captured
+from tests.run_helpers import records, short_run
 
 CPU = torch.device("cpu")
 
@@ -67,3 +71,31 @@ def test_training_is_the_same_to_the_last_bit(plan: str) -> None:
     plain = case.session(plan.partition(",offload")[0])
     require_same(trained(session, case.batch), trained(plain, case.batch))
     assert session.step.engine.executed[Op.OUT] == session.step.engine.executed[Op.IN] > 0
+
+
+@pytest.mark.parametrize(("plan", "options"), [
+    ("mb=2,offload=optimizer", {"clip": 0.1}),
+    ("mb=2,offload=activations+optimizer-step:0.6", {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}),
+])  # fmt: skip
+def test_updates_on_either_side_are_the_same_to_the_last_bit(plan: str, options: dict[str, Any]) -> None:
+    case = captured.named(captured.LLAMA, samples=4, tokens=8, vocab_size=640)  # the embedding is larger than a layer
+    session, plain = case.session(plan, **options), case.session("mb=2", **options)
+    assert max(session.compiled.hosted().values()) > 1
+    require_same(trained(session, case.batch), trained(plain, case.batch))
+    session.close()
+
+
+def test_a_run_on_the_host_is_evaluated_saved_resumed_and_exported_as_one_without(tmp_path: Path) -> None:
+    options = {"steps": 4, "lr": 1e-2, "eval_every": 2, "eval_data": "synthetic:4", "checkpoint_every": 2}
+    plan = "mb=2,offload=activations+optimizer-step"
+    plain = short_run(captured.GPT2, "synthetic:8", tmp_path / "plain", plan="mb=2", **options)
+    moved = short_run(captured.GPT2, "synthetic:8", tmp_path / "moved", plan=plan, **options)
+    assert moved.losses == plain.losses
+    for field, count in (("eval_loss", 2), ("grad_norm", 4)):
+        one, other = ([r.get(field) for r in records(tmp_path / name, "step")] for name in ("plain", "moved"))
+        assert one == other and sum(value is not None for value in one) == count
+    middle = tmp_path / "moved" / "checkpoints" / "step-00000002"
+    again = short_run(captured.GPT2, "synthetic:8", tmp_path / "again", plan="mb=2", resume=str(middle), **options)
+    assert again.losses == plain.losses[2:]
+    ours, expected = (result.module().state_dict() for result in (moved, plain))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)

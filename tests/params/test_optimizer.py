@@ -16,7 +16,7 @@ from phalanx.engine.inputs import split
 from phalanx.errors import CheckpointError, ConfigError, PlanError
 from phalanx.params.flat import Piece
 from phalanx.params.lr_schedule import lr_factor
-from phalanx.params.optimizer import Optimizer, make_optimizer, squared_norm
+from phalanx.params.optimizer import Optimizer, make_optimizer, norms_of, squared_norm
 from phalanx.params.parameters import Weight, choose_trainable
 from phalanx.params.streams import Streams, divide
 from phalanx.state.local import Local
@@ -81,7 +81,7 @@ def made(values: dict[str, Tensor], clip: float | None = 1.0, **options: Any) ->
 
 def update(optimizer: Optimizer, found: dict[str, Tensor], lr: float) -> Tensor:
     """A step of the only rank; returns the norm of its gradients."""
-    norm = squared_norm(list(found.values())).sqrt()
+    norm = squared_norm(norms_of(found)).sqrt()
     optimizer.step(found, lr, norm, norm.isfinite())
     return norm
 
@@ -139,7 +139,7 @@ def test_the_scale_of_the_loss_is_taken_out_of_gradients_before_they_are_clipped
     scaled, plain = weights(), weights()
     update(made(plain, clip, **options), gradients(0), 0.1)
     scale = torch.tensor(512.0, dtype=torch.float64)
-    norm = squared_norm(list(gradients(0).values())).sqrt()
+    norm = squared_norm(norms_of(gradients(0))).sqrt()
     larger = {name: 512 * gradient for name, gradient in gradients(0).items()}
     made(scaled, clip, **options).step(larger, 0.1, norm, norm.isfinite(), scale)
     for name, value in plain.items():
@@ -147,8 +147,8 @@ def test_the_scale_of_the_loss_is_taken_out_of_gradients_before_they_are_clipped
 
 
 def test_the_norm_is_that_of_all_gradients_as_one_vector():
-    mixed = [torch.full((3,), 2.0), torch.full((2, 2), 1.0, dtype=torch.bfloat16)]
-    assert squared_norm(mixed).item() == pytest.approx(16.0)
+    mixed = {"a": torch.full((3,), 2.0), "b": torch.full((2, 2), 1.0, dtype=torch.bfloat16)}
+    assert squared_norm(norms_of(mixed)).item() == pytest.approx(16.0)
     assert made(weights()).squared_norm({}, torch.ones(())).item() == 0
 
 

@@ -39,6 +39,8 @@ instructions = (
     | st.builds(made, st.sampled_from(sorted(SENDS | RECEIVES)), number, number, peer=number, half=half, slice=slice)
     | st.builds(made, st.just(Op.GATHER), number, number, number, slice=slice)
     | st.builds(made, st.sampled_from(sorted(MOVES)), number, number, number, half=half, op_index=number, slice=slice)
+    | st.builds(made, st.sampled_from(sorted(MOVES)), block=number, op_index=st.none() | number)
+    | st.builds(made, st.just(Op.STEP), block=number, op_index=number)
     | st.builds(made, st.just(Op.INPUT), micro_batch=number, half=half)
     | st.builds(made, st.just(Op.REDUCE), number, number, number)
     | st.builds(made, st.sampled_from([Op.SUM, Op.TIE, Op.SHARE]), block=number)

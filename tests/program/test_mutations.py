@@ -80,6 +80,9 @@ PLANS = {
     "halves of slices": ("tp=2,slices=2,overlap=halves,stages=1", stack(1)),
     "offload": ("mb=2,stages=6,offload=activations", chain(6, "1", "1", "1")),
     "offload in a pipeline": ("pp=2,mb=2,recompute=unit,stages=3-3,offload=activations:1", by_units(6)),
+    "optimizer": ("dp=2,mb=2,zero=1,stages=3,offload=optimizer", replace(simple_shape(3), elements=(3, 1, 1))),
+    "optimizer-step": ("mb=2,stages=3,offload=optimizer-step:0.7", replace(simple_shape(3), elements=(3, 1, 1))),
+    "gradients of ranks leave": ("dp=2,mb=2,zero=2,stages=3,offload=optimizer-step", simple_shape(3)),
     "encoder-decoder": ("pp=2,tp=2,mb=2,slices=2,stages=2-1", encoder_decoder(1, 2)),
 }  # fmt: skip
 
@@ -134,10 +137,13 @@ def changes_nothing(compiled: CompiledPlan, mutation: Mutation) -> bool:
     parameters that are shared at its end may be on their way when the next begins."""
     row = mutation.table.rows[mutation.position]
     if mutation.name == "omit reads":
-        return mutation.kind == "state" and mutation.value in row.adds
+        return mutation.kind in ("state", "host.state") and mutation.value in row.adds
     shared = {it.block for program in compiled.programs for it in program if it.op is Op.SHARE}
     on_its_way = mutation.kind == "parameters" and int(mutation.table.values[mutation.value].what) in shared
-    return mutation.name == "omit waits" and mutation.kind in ("parameters", "state") and not on_its_way
+    earlier = (row for row in mutation.table.rows[: mutation.position] if row.instruction.op is Op.OUT)
+    on_its_way = on_its_way or any(mutation.value in row.adds for row in earlier)
+    resident = mutation.kind in ("parameters", "state", "host.state")
+    return mutation.name == "omit waits" and resident and not on_its_way
 
 
 HOLES = {

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
 from phalanx.observe.program_text import bars_of, lanes_of
-from phalanx.plan.offload import spread
+from phalanx.plan.offload import spread, take_offload
 from phalanx.plan.plan import Plan
 from phalanx.program.check import check
 from phalanx.program.compile import CompiledPlan, compile_forward, compile_plan
-from phalanx.program.costs import Costs, Link, uniform
+from phalanx.program.costs import BucketCosts, Costs, Link, uniform
 from phalanx.program.instructions import MOVES, Op, from_text, to_text
 from phalanx.program.lower import lower
 from phalanx.program.memory import Sizes, live_bytes
@@ -32,7 +32,12 @@ SIZED = chain(6, "10", saved="100")
 def offloaded(draw: st.DrawFn) -> Case:
     """Any plan of which something can be moved."""
     plan, shape = draw(cases() | chained_cases() | tensor_cases() | sliced_cases())
-    moved = replace(plan, mb=min(plan.mb, 4), offload=(("activations", draw(st.integers(0, 2))),))
+    words = draw(st.sampled_from(["activations", "activations:1", "optimizer:0.5", "optimizer-step"]))
+    more = draw(st.sampled_from(["", "+optimizer", "+optimizer-step:0.6"])) if "activations" in words else ""
+    moved = replace(plan, mb=min(plan.mb, 4), offload=take_offload(words + more))
+    if draw(st.booleans()):
+        sizes = st.integers(1, 9) | st.integers(20, 90)
+        shape = replace(shape, elements=tuple(draw(sizes) for _ in range(shape.num_buckets)))
     try:
         lower(moved, shape)
     except PlanError:
@@ -55,12 +60,13 @@ def test_moves_are_added_to_the_programs_of_any_plan_and_what_moves_is_on_one_si
     plan, shape = case
     compiled = compile_plan(plan, shape)  # which checks it
     for program, plain in zip(compiled.programs, lower(replace(plan, offload=()), shape), strict=True):
-        assert tuple(it for it in program if it.op not in MOVES) == plain
+        moves = [it for it in program if it.op in MOVES or (it.op is Op.STEP and it.block is not None)]
+        assert tuple(it for it in program if it not in moves) == plain
         assert from_text(to_text(program)) == program
     for table in compiled.tables:
         at = {row.instruction: position for position, row in enumerate(table.rows)}
         for it, left in at.items():
-            if it.op is Op.OUT:
+            if it.op is Op.OUT and it.stage is not None:
                 back = at[it._replace(op=Op.IN)]
                 freed = [p for p, row in enumerate(table.rows) if set(table.rows[left].reads) & set(row.frees)]
                 assert left < max(freed) < back
@@ -113,6 +119,74 @@ def test_an_evaluation_moves_nothing() -> None:
     assert not any(it.op in MOVES for it in compiled.programs[0])
 
 
+# The optimizer.
+
+BUCKETS = replace(simple_shape(3), elements=(250, 100, 100))
+
+
+def lines(text: str, shape: ModelShape = BUCKETS) -> str:
+    """The update, from the first OUT, IN or NORM of it."""
+    program = compile_plan(Plan.parse(f"{text},stages={shape.num_blocks}"), shape).programs[0]
+    update = [it for it in program if it.op in (Op.NORM, Op.STEP, Op.SHARE) or (it.op in MOVES and it.stage is None)]
+    return to_text(update)
+
+
+def test_state_comes_to_the_device_part_by_part_and_one_part_ahead() -> None:
+    parts = "IN/0:0 NORM IN/0:1 STEP/0:0 OUT/0:0 IN/0:2 STEP/0:1 OUT/0:1 IN/1:0 STEP/0:2 OUT/0:2"
+    assert lines("offload=optimizer") == f"{parts} IN/2:0 STEP/1:0 OUT/1:0 STEP/2:0 OUT/2:0 STEP"
+    compiled = compile_plan(Plan.parse("offload=optimizer,stages=3"), BUCKETS)
+    assert compiled.tables[0].peak("staged") == 3
+
+
+def test_gradients_leave_as_they_are_complete_and_the_host_updates_in_the_order_of_the_forward() -> None:
+    assert lines("offload=optimizer-step") == (
+        "OUT/2 OUT/1 OUT/0 NORM STEP/0:0 STEP/0:1 STEP/0:2 STEP/1:0 STEP/2:0 STEP"
+    )
+    tied = replace(simple_shape(3, (0, 2)), elements=(10, 10, 10, 10))
+    assert lines("offload=optimizer-step", tied).endswith("NORM STEP/0:0 STEP/3:0 STEP/1:0 STEP/2:0 STEP")
+    program = to_text(compile_plan(Plan.parse("dp=2,offload=optimizer-step,stages=3"), BUCKETS).programs[0])
+    assert "BW0.0/1 R0.0/1 OUT/2 BW0.0/0 R0.0/0 OUT/1 OUT/0 NORM" in program  # not before they are reduced
+
+
+def test_gradients_that_left_are_not_on_the_device_any_more() -> None:
+    costs = replace(uniform(BUCKETS), buckets=(BucketCosts(100, 200, 600),) * 3)
+    compiled = compile_plan(Plan.parse("offload=optimizer-step,stages=3"), BUCKETS)
+    size = Sizes.of(compiled, costs)
+    device, host = live_bytes(compiled.tables[0], size), live_bytes(compiled.tables[0], size, on_host=True)
+    at = [str(it) for it in compiled.programs[0]].index("NORM")
+    assert (device[at], host[at]) == (0, 600)
+    assert simulate(compiled, costs).memory[0]["optimizer"] == 0
+
+
+@pytest.mark.parametrize(("text", "hosted"), [("0.5", {0, 2, 4}), ("0.34", {1, 4}), ("1", set(range(6)))])
+def test_the_share_on_the_host_is_spread_over_the_buckets(text: str, hosted: set[int]) -> None:
+    program = compile_plan(Plan.parse(f"stages=6,offload=optimizer:{text}"), simple_shape(6)).programs[0]
+    assert {it.block for it in program if it.op is Op.IN} == hosted
+
+
+def test_a_share_that_is_less_than_any_bucket_is_refused() -> None:
+    with pytest.raises(PlanError) as refused:
+        compile_plan(Plan.parse("stages=2,offload=optimizer:0.01"), simple_shape(2))
+    assert "keeps nothing of the optimizer on the host: the state of whole buckets lies there" in refused.value.message
+    assert "use a larger share" in refused.value.hint
+
+
+def test_ranks_that_keep_the_same_bucket_update_it_alike() -> None:
+    tied = replace(simple_shape(3, (0, 2)), elements=(1, 50, 60, 40))
+    programs = compile_plan(Plan.parse("pp=2,mb=2,stages=2-1,offload=optimizer-step:0.5"), tied).programs
+    assert len({any(it.op is Op.OUT and it.block == 3 for it in program) for program in programs}) == 1
+
+
+def test_the_hosts_update_runs_beside_the_ranks_own() -> None:
+    costs = replace(uniform(BUCKETS), buckets=(BucketCosts(host_step_seconds=2.0, step_seconds=1.0),) * 3)
+    events = simulate(compile_plan(Plan.parse("offload=optimizer-step,stages=3"), BUCKETS), costs).events
+    assert {e.resource for e in events if e.instruction.block is not None and e.instruction.op is Op.STEP} == {
+        "host of 0"
+    }
+    streamed = simulate(compile_plan(Plan.parse("offload=optimizer,stages=3"), BUCKETS), costs)
+    assert streamed.makespan == pytest.approx(9.0 + 3.0)
+
+
 # What is wrong with a program.
 
 GOOD = to_text(lower(Plan.parse("stages=6,offload=activations"), SIZED)[0])
@@ -130,6 +204,22 @@ GOOD = to_text(lower(Plan.parse("stages=6,offload=activations"), SIZED)[0])
 def test_a_wrong_move_is_found(program: str, message: str) -> None:
     with pytest.raises(PlanError) as refused:
         check(Plan.parse("stages=6,offload=activations"), SIZED, [from_text(program)], 1, training=True)
+    assert message in refused.value.message
+
+
+UPDATE = to_text(lower(Plan.parse("stages=3,offload=optimizer-step"), BUCKETS)[0])
+
+
+@pytest.mark.parametrize(("program", "message"), [
+    (UPDATE.replace("STEP/0:1 ", ""), "never runs STEP/0:1"),
+    (UPDATE.replace("OUT/1 ", ""), "never runs OUT/1"),
+    (UPDATE.replace("OUT/1 ", "").replace("BW0.0/1", "OUT/1 BW0.0/1"), "before micro-batch 0 has added all"),
+    (UPDATE.replace("OUT/0 NORM", "NORM OUT/0"), "before it is written at NORM"),
+    (UPDATE.replace("NORM STEP/0:0", "STEP/0:0 NORM"), "has STEP/0:0 before NORM"),
+])  # fmt: skip
+def test_a_wrong_update_is_found(program: str, message: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        check(Plan.parse("stages=3,offload=optimizer-step"), BUCKETS, [from_text(program)], 1, training=True)
     assert message in refused.value.message
 
 

@@ -242,9 +242,9 @@ def _other_betas(scene: Scene) -> None:
 
 def _local_norm(scene: Scene) -> None:
     def norm(
-        original: Any, counting: GlobalReductions, step: StepRun, items: Any, losses: Any, gradients: Any
+        original: Any, counting: GlobalReductions, step: StepRun, items: Any, losses: Any, gradients: Any, left: Any
     ) -> Tensor:
-        original(counting, step, items, losses, gradients)
+        original(counting, step, items, losses, gradients, left)
         step.norm = counting._optimizer.squared_norm(gradients, items).sqrt()
         return step.norm
 

@@ -107,10 +107,10 @@ def leave_gradients(program: Program, plan: Plan, shape: ModelShape, pp_index: i
             complete[it.block] = position
     order = sorted(complete, key=lambda bucket: complete[bucket])
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
-    for bucket, following in zip(order, [*order[1:], None], strict=True):
+    for number, bucket in enumerate(order, start=1):
         position = complete[bucket]
         if program[position].op in _SUMS:
-            position = len(program) - 1 if following is None else complete[following]
+            position = complete[order[number]] if number < len(order) else len(program) - 1
         after[position].append(Instruction(Op.OUT, block=bucket))
     return insert(program, {}, after)
 
