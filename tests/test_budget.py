@@ -85,11 +85,11 @@ def test_the_cheapest_changes_come_first_and_pairs_only_where_single_ones_do_not
         again = {"none": 0, "light": 10, "unit": 20, "block": 40}[plan.policies[0]]
         return Needs(100 - again - 5 * (plan.mb - 1), 1.0 + again / 100 + 0.3 * plan.mb)
 
-    fitting, least = lighter_plans(Plan(mb=1), 4, 90, needs)
+    fitting, least = lighter_plans(Plan(mb=1), 4, 90, needs, has_host=False)
     assert [own.change for own in fitting] == ["recompute=light", "recompute=unit", "recompute=block"]
-    fitting, _ = lighter_plans(Plan(mb=1), 4, 50, needs)
+    fitting, _ = lighter_plans(Plan(mb=1), 4, 50, needs, has_host=False)
     assert [own.change for own in fitting] == ["mb=4,recompute=block"]
-    fitting, least = lighter_plans(Plan(mb=1), 4, 1, needs)
+    fitting, least = lighter_plans(Plan(mb=1), 4, 1, needs, has_host=False)
     assert fitting == [] and least is not None and least.needs.memory == 45
 
 
@@ -100,11 +100,26 @@ def test_replicas_are_told_to_share_and_gpipe_to_interleave() -> None:
         tried.append(plan.shown)
         return Needs(1, 1.0)
 
-    lighter_plans(Plan(dp=2, zero=1, mb=2, schedule="gpipe", recompute=("block",)), 4, 1, needs)
+    lighter_plans(Plan(dp=2, zero=1, mb=2, schedule="gpipe", recompute=("block",)), 4, 1, needs, has_host=False)
     assert tried == [
         "dp=2,mb=2,schedule=gpipe,recompute=block,zero=2", "dp=2,mb=2,schedule=gpipe,recompute=block,zero=3",
         "dp=2,mb=2,recompute=block,zero=1",
     ]  # fmt: skip
+
+
+def test_what_a_host_can_take_is_offered_where_there_is_one() -> None:
+    tried: list[str] = []
+
+    def needs(plan: Plan) -> Needs:
+        tried.append(plan.shown)
+        return Needs(1, 1.0)
+
+    given = Plan(recompute=("block",), offload="activations:2")  # pyright: ignore[reportArgumentType]
+    lighter_plans(given, 1, 1, needs, has_host=True)
+    assert tried == [
+        "recompute=block,offload=activations:2+optimizer",
+        "recompute=block,offload=activations:2+optimizer-step",
+    ]
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:

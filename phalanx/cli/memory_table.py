@@ -53,7 +53,7 @@ def fit_lines(
         return
     yield f"does not fit: {held}, and {bytes_text(budget)} are there"
     fitting, least = lighter_plans(
-        prediction.completed.plan, batch_size, budget, lambda plan: _needs(predict(plan))
+        prediction.completed.plan, batch_size, budget, lambda plan: _needs(predict(plan)), has_host=True
     )  # fmt: skip
     for own in fitting:
         ratio = own.needs.seconds / needs.seconds

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from phalanx.errors import PlanError
 from phalanx.plan.complete import with_micro_batches
 from phalanx.plan.fields import POLICIES
+from phalanx.plan.offload import read_offload, write_offload
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import divisors
 
@@ -33,13 +34,13 @@ class Lighter(NamedTuple):
 
 
 def lighter_plans(
-    plan: Plan, batch_size: int, budget: int, needs: Callable[[Plan], Needs], most: int = 3
+    plan: Plan, batch_size: int, budget: int, needs: Callable[[Plan], Needs], *, has_host: bool, most: int = 3
 ) -> tuple[list[Lighter], Lighter | None]:
     """The cheapest plans that fit, quickest first; and of those that were tried the one that needs the least memory.
 
-    Where single changes give enough of them, no two are combined.
+    Where single changes give enough of them, no two are combined. has_host: whether the host has memory of its own.
     """
-    single = list(_changes(plan, batch_size))
+    single = [*_changes(plan, batch_size), *(_offloads(plan) if has_host else ())]
     tried = list(_predicted(plan, batch_size, single, needs))
     if sum(own.needs.memory <= budget for own in tried) < most:
         pairs = [one | other for one, other in combinations(single, 2) if not one.keys() & other.keys()]
@@ -76,3 +77,11 @@ def _changes(plan: Plan, batch_size: int) -> Iterator[Change]:
         yield from ({"zero": zero} for zero in range(plan.zero + 1, 4))
     if plan.schedule == "gpipe" and plan.mb > 1 and not plan.slices:
         yield {"schedule": "1f1b"}
+
+
+def _offloads(plan: Plan) -> Iterator[Change]:
+    """Beside what lies on the host already."""
+    there = {word.partition("-")[0] for word, _ in plan.offload}
+    for word in ("activations", "optimizer", "optimizer-step"):
+        if word.partition("-")[0] not in there:
+            yield {"offload": write_offload((*plan.offload, *read_offload("offload", word)))}

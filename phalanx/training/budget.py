@@ -129,7 +129,9 @@ class Fit:
 
     def advice(self, budget: int) -> str:
         """The cheapest changes after which the plan needs no more than so many bytes."""
-        fitting, least = lighter_plans(self.plan, self._batch_size, budget, self._needs)
+        fitting, least = lighter_plans(
+            self.plan, self._batch_size, budget, self._needs, has_host=self.device.type == "cuda"
+        )
         if fitting:
             changes = [
                 f"{own.change} ({bytes_text(own.needs.memory)}, {own.needs.seconds / self._seconds:.2f}× the step)"
