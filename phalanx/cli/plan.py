@@ -67,23 +67,31 @@ def plan(
     tiny: Tiny = False,
     calibration: Calibration = None,
     out: Annotated[Path | None, typer.Option(help="write the best plan to this .json file")] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(help="print the best plan, alone, for megatron, deepspeed, torchtitan or accelerate"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best plan for a model on a cluster: how fast it is, what it needs, why others lost."""
     from phalanx.plan.search import search
 
+    if export is not None:
+        _require_framework(export)
     case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration)
     case.fixed = _fixed(given)
     found = search(case.work, case.cluster, case.software, case.batch, case.fixed)
     beside = [_estimate(case, text) for text in compare or ()]
     from phalanx.cli import plan_report
 
-    if as_json:
+    if export is not None:
+        _export(case, export, found.plans[0].plan)
+    elif as_json:
         typer.echo(json.dumps(plan_report.as_data(case, found, beside), indent=2, ensure_ascii=False))
     else:
         plan_report.print_answer(case, found, beside)
     if out is not None:
-        _write(out, found.plans[0].plan, quiet=as_json)
+        _write(out, found.plans[0].plan, quiet=as_json or export is not None)
 
 
 def estimate(
@@ -183,6 +191,26 @@ def _estimate(case: Case, text: str) -> Estimate:
     costs = [work.products + work.attention for work in map(case.work.block, range(len(case.work.blocks)))]
     chosen = complete(plan_text(text), world=case.cluster.world, batch_size=case.batch, costs=costs).plan
     return estimate(case.work, chosen, case.cluster, case.software, case.batch)
+
+
+def _require_framework(name: str) -> None:
+    from phalanx.plan.export import FRAMEWORKS
+
+    if name not in FRAMEWORKS:
+        message = f"option export = {name!r} is not one of {', '.join(FRAMEWORKS)}"
+        raise ConfigError(message, nearest(name, FRAMEWORKS))
+
+
+def _export(case: Case, framework: str, plan: Plan) -> None:
+    """The text to stdout, what it lacks to stderr."""
+    from phalanx.plan.export import Job, export
+
+    work, cluster = case.work, case.cluster
+    job = Job(plan, case.batch, work.tokens, len(work.layers), cluster.num_nodes, cluster.per_node)
+    exported = export(framework, job)
+    typer.echo(exported.text)
+    for lost in exported.cannot:
+        typer.echo(f"{framework} cannot express: {lost}", err=True)
 
 
 def _write(path: Path, plan: Plan, quiet: bool) -> None:
