@@ -29,7 +29,7 @@ SAMPLES_PER_DEVICE = 8
 
 Model = Annotated[str, typer.Option(help="zoo name, HuggingFace folder or cached hub id")]
 ClusterText = Annotated[
-    str, typer.Option("--cluster", help='for example "8x8 H100, network 400Gb/s"; or a .yaml or .json file')
+    str, typer.Option("--cluster", help='"8x8 H100, network 400Gb/s", a .yaml or .json file, or lab:nodes=2,link=1gbit')
 ]
 BatchSize = Annotated[
     int | None, typer.Option(min=1, help=f"samples of the global batch (default: {SAMPLES_PER_DEVICE} for each device)")
@@ -153,6 +153,10 @@ def _case(
 def _cluster(text: str) -> Cluster:
     from phalanx.plan.cluster import Cluster
 
+    if text.startswith("lab:"):
+        from phalanx.lab.spec import LabSpec
+
+        return LabSpec.read(text.removeprefix("lab:")).cluster
     if not text.endswith((".yaml", ".yml", ".json")):
         return Cluster.read(text)
     try:

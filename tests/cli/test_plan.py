@@ -54,6 +54,12 @@ def test_what_is_given_of_a_plan_is_kept(capsys: pytest.CaptureFixture[str]) -> 
     assert all(Plan.parse(own["plan"]).pp == 2 and Plan.parse(own["plan"]).zero == 1 for own in data["plans"])
 
 
+def test_a_lab_is_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    lab = "lab:nodes=2,ranks_per_node=2,link=1gbit"
+    data = json.loads(shown(capsys, "plan", "--model", "phalanx-demo", "--cluster", lab, "--json"))
+    assert data["cluster"] == "2x2 CPU network 0.125GB/s"
+
+
 def test_an_estimate_says_where_time_and_memory_go(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "estimate", *GPT2, "--cluster", "4 A100", "--plan", "pp=4,mb=8")
     for word in ("a step's time", "computation", "bubble", "place", "weights", "activations", "limits:"):
