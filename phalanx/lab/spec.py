@@ -125,8 +125,8 @@ class LabSpec:
 
     @property
     def cluster(self) -> Cluster:
-        """As planning sees it: a device for every rank. A part of a GPU is planned for as a CPU rank is, by figures that
-        are assumed: what matters in a lab is the network."""
+        """As planning sees it: a device for every rank. A part of a GPU is planned for as a CPU rank is, by assumed
+        figures: what matters in a lab is the network."""
         device = DEVICES["CPU"]
         network = device.network.value if self.link is None else self.link / 8
         return Cluster(

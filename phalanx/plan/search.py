@@ -26,7 +26,7 @@ from phalanx.plan.work import ModelWork
 KEEP = 6  # plans that are shown: the best, and the best of other meshes
 MOST_TRIED = 32  # plans that are worked out, of those that look best quickly
 UNEVEN = 1.15
-NEAR, MOST_POLISHED, FEW_BLOCKS = 1.1, 8, 24  # plans that are polished: so much slower than the best, their stages
+FEW_BLOCKS, MOST_POLISHED = 12, 8  # in a model of which every plan is polished; stages of a plan that may be
 MOST_VIRTUAL = 4
 MOST_STAGES = 128
 
@@ -60,15 +60,15 @@ def search(
             break
         tried += 1
         found = worked_out(problem, plan)
+        if found is not None and len(model.blocks) <= FEW_BLOCKS:
+            found = polished(problem, found)
         if found is not None and (key not in best or found.step_seconds < best[key].step_seconds):
             best[key] = found
     if not best:
         raise nothing_fits(problem, fixed or {})
-    near = sorted(best.values(), key=_seconds)[: 2 * keep]
-    # With many blocks, one of them is little: only the best is polished.
-    limit = NEAR * near[0].step_seconds if len(model.blocks) <= FEW_BLOCKS else near[0].step_seconds
-    plans = [polished(problem, own) if own.step_seconds <= limit else own for own in near]
-    return Found(tuple(sorted(plans, key=_seconds)[:keep]), tried, known)
+    first, *others = sorted(best.values(), key=_seconds)[:keep]
+    # Of many blocks one is little: only the best plan is polished.
+    return Found((polished(problem, first), *others), tried, known)
 
 
 def _require_possible(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any]) -> None:
