@@ -29,7 +29,7 @@ SAMPLES_PER_DEVICE = 8
 
 Model = Annotated[str, typer.Option(help="zoo name, HuggingFace folder or cached hub id")]
 ClusterText = Annotated[
-    str, typer.Option("--cluster", help='for example "8x8 H100, network 400Gb/s"; or a .yaml or .json file')
+    str, typer.Option("--cluster", help='"8x8 H100, network 400Gb/s", a .yaml or .json file, or lab:nodes=2,link=1gbit')
 ]
 BatchSize = Annotated[
     int | None, typer.Option(min=1, help=f"samples of the global batch (default: {SAMPLES_PER_DEVICE} for each device)")
@@ -67,23 +67,31 @@ def plan(
     tiny: Tiny = False,
     calibration: Calibration = None,
     out: Annotated[Path | None, typer.Option(help="write the best plan to this .json file")] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(help="print the best plan, alone, for megatron, deepspeed, torchtitan or accelerate"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best plan for a model on a cluster: how fast it is, what it needs, why others lost."""
     from phalanx.plan.search import search
 
+    if export is not None:
+        _require_framework(export)
     case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration)
     case.fixed = _fixed(given)
     found = search(case.work, case.cluster, case.software, case.batch, case.fixed)
     beside = [_estimate(case, text) for text in compare or ()]
     from phalanx.cli import plan_report
 
-    if as_json:
+    if export is not None:
+        _export(case, export, found.plans[0].plan)
+    elif as_json:
         typer.echo(json.dumps(plan_report.as_data(case, found, beside), indent=2, ensure_ascii=False))
     else:
         plan_report.print_answer(case, found, beside)
     if out is not None:
-        _write(out, found.plans[0].plan, quiet=as_json)
+        _write(out, found.plans[0].plan, quiet=as_json or export is not None)
 
 
 def estimate(
@@ -145,6 +153,10 @@ def _case(
 def _cluster(text: str) -> Cluster:
     from phalanx.plan.cluster import Cluster
 
+    if text.startswith("lab:"):
+        from phalanx.lab.spec import LabSpec
+
+        return LabSpec.read(text.removeprefix("lab:")).cluster
     if not text.endswith((".yaml", ".yml", ".json")):
         return Cluster.read(text)
     try:
@@ -169,6 +181,7 @@ def _fixed(text: str) -> dict[str, Any]:
     from phalanx.plan import fields
 
     given = fields.read(plan_text(text))
+    _require_weighed(given)
     searched = ("stages", "recompute")
     if decided := [name for name in searched if name in given]:
         message = f"option plan: {decided[0]} is what the search decides, and cannot be given beside it"
@@ -176,13 +189,48 @@ def _fixed(text: str) -> dict[str, Any]:
     return given
 
 
+_NOT_WEIGHED = ("slices", "degrees", "save", "overlap", "pairs")
+
+
+def _require_weighed(given: dict[str, Any]) -> None:
+    """What an estimate says nothing about is refused, not ignored."""
+    unknown = [name for name in _NOT_WEIGHED if name in given]
+    if given.get("schedule") == "zb-v":
+        unknown.append("schedule=zb-v")
+    if unknown:
+        message = f"option plan: {unknown[0]} is not in what planning estimates"
+        raise PlanError(message, "leave it out, or see what it does with `phalanx program --plan`")
+
+
 def _estimate(case: Case, text: str) -> Estimate:
+    from phalanx.plan import fields
     from phalanx.plan.complete import complete
     from phalanx.plan.estimate import estimate
 
     costs = [work.products + work.attention for work in map(case.work.block, range(len(case.work.blocks)))]
+    _require_weighed(fields.read(plan_text(text)))
     chosen = complete(plan_text(text), world=case.cluster.world, batch_size=case.batch, costs=costs).plan
     return estimate(case.work, chosen, case.cluster, case.software, case.batch)
+
+
+def _require_framework(name: str) -> None:
+    from phalanx.plan.export import FRAMEWORKS
+
+    if name not in FRAMEWORKS:
+        message = f"option export = {name!r} is not one of {', '.join(FRAMEWORKS)}"
+        raise ConfigError(message, nearest(name, FRAMEWORKS))
+
+
+def _export(case: Case, framework: str, plan: Plan) -> None:
+    """The text to stdout, what it lacks to stderr."""
+    from phalanx.plan.export import Job, export
+
+    work, cluster = case.work, case.cluster
+    job = Job(plan, case.batch, work.tokens, len(work.layers), cluster.num_nodes, cluster.per_node)
+    exported = export(framework, job)
+    typer.echo(exported.text)
+    for lost in exported.cannot:
+        typer.echo(f"{framework} cannot express: {lost}", err=True)
 
 
 def _write(path: Path, plan: Plan, quiet: bool) -> None:

@@ -220,7 +220,7 @@ def write_shipped(names: Sequence[str]) -> None:
 def _all_splits(name: str, captured: Captured) -> Iterator[SplitFacts]:
     """Those that the model can be split into."""
     splits = [Split(tp, sequence=sequence) for tp in TP for sequence in (False, True)] if name in SPLIT_MODELS else []
-    for split in (Split(), Split(sliced=True), *splits):
+    for split in (Split(), Split(recompute=("light",)), Split(sliced=True), *splits):
         try:
             yield describe(captured, split.plan, "bfloat16")
         except PlanError as refused:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError, PhalanxError, nearest
+from phalanx.plan.cluster import Cluster, Nodes
+from phalanx.plan.devices import DEVICES
 
 # Bits per second. Links are sold in decimal units.
 RATE_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "kB/s": 8 * 10**3, "MB/s": 8 * 10**6, "GB/s": 8 * 10**9}
@@ -120,6 +122,16 @@ class LabSpec:
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def cluster(self) -> Cluster:
+        """As planning sees it: a device for every rank. A part of a GPU is planned for as a CPU rank is, by assumed
+        figures: what matters in a lab is the network."""
+        device = DEVICES["CPU"]
+        network = device.network.value if self.link is None else self.link / 8
+        return Cluster(
+            (Nodes(self.nodes, self.ranks_per_node, device, device.link.value, network, device.memory.value),)
+        )
 
     def __str__(self) -> str:
         parts = [f"nodes={self.nodes},ranks_per_node={self.ranks_per_node}"]

@@ -76,6 +76,10 @@ _DEVICES = (
             ("nvlink", 450, "NVIDIA H100 datasheet: 900 GB/s both ways"), (3200, "DGX H100: 8 x 400 Gbit/s")),
     _device("H200", "NVIDIA H200 datasheet (SXM)", 140, 989.4, 4800,
             ("nvlink", 450, "NVIDIA H200 datasheet: 900 GB/s both ways"), (3200, "DGX H200: 8 x 400 Gbit/s")),
+    _device("H100-96", "torchtitan's reports name it: 500 W, HBM2e; rates assumed in proportion", 96, 800, 2400,
+            ("nvlink", 450, "NVIDIA H100 datasheet: 900 GB/s both ways"), (3200, "8 x 400 Gbit/s"), known="assumed"),
+    _device("GH200", "NVIDIA GH200 datasheet (96 GB)", 96, 989.4, 4000,
+            ("nvlink", 450, "NVIDIA GH200 datasheet: 900 GB/s both ways"), (800, "Alps: 4 x 200 Gbit/s"), 4),
     _device("B200", "NVIDIA DGX B200 datasheet", 180, 2250, 8000,
             ("nvlink", 900, "NVIDIA DGX B200 datasheet: 14.4 TB/s of 8 devices, both ways"),
             (3200, "DGX B200: 8 x 400 Gbit/s")),
@@ -92,7 +96,7 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}
 _OTHER_NAMES = {
     "a100-80": "A100", "a100-80gb": "A100", "a100-40gb": "A100-40", "v100-32": "V100", "v100-32gb": "V100",
     "v100-16gb": "V100-16", "h100-80gb": "H100", "h200-141gb": "H200", "3090": "RTX 3090", "4090": "RTX 4090",
-    "t4-16gb": "T4", "a800-80gb": "A100", "mi300": "MI300X",
+    "t4-16gb": "T4", "h100-96gb": "H100-96", "gh200-96gb": "GH200", "a800-80gb": "A100", "mi300": "MI300X",
 }  # fmt: skip
 
 

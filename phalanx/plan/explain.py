@@ -54,7 +54,8 @@ class Help(NamedTuple):
 def what_helps(
     model: ModelWork, cluster: Cluster, software: Software, best: Estimate, fixed: Mapping[str, Any] | None = None
 ) -> list[Help]:
-    """The most helpful first. fixed: fields of a plan that are given; with more devices the mesh is open."""
+    """The most helpful first, each at least so much: the schedule stays. fixed: fields of a plan that are given; with
+    more devices the mesh is open."""
     kinds = cluster.nodes
     changes = {"twice the nodes": cluster.scaled(2)}
     changes["twice the memory"] = Cluster(tuple(replace(kind, memory=2 * kind.memory) for kind in kinds))
@@ -63,9 +64,10 @@ def what_helps(
     if cluster.per_node > 1:
         changes["links twice as fast"] = Cluster(tuple(replace(kind, link=2 * kind.link) for kind in kinds))
     found: list[Help] = []
+    kept = {"schedule": best.plan.schedule, "v": best.plan.v} | dict(fixed or {})
     for what, changed in changes.items():
         try:
-            given = {name: v for name, v in (fixed or {}).items() if changed.world == cluster.world or name not in AXES}
+            given = {name: v for name, v in kept.items() if changed.world == cluster.world or name not in AXES}
             other = search(model, changed, software, best.batch, given, keep=1, most=8).plans[0]
         except PlanError:
             continue  # a batch that has no sample for so many

@@ -113,7 +113,18 @@ def _seconds(row: Mapping[str, str], batch: int) -> float | None:
         return float(row["measured_iter_s"])
     if row["measured_tokens_per_s"]:
         return batch * _number(row, "seq_len") / float(row["measured_tokens_per_s"])
+    if row.get("measured_tflops_per_gpu") and "96 B s l h^2" in row["notes"]:
+        return _seconds_of_rate(row, batch)
     raise _Skip("no measured time")
+
+
+def _seconds_of_rate(row: Mapping[str, str], batch: int) -> float:
+    """From FLOP/s as some count them: 96 B s l h² (1 + s / 6h + V / 16lh), all computed again once."""
+    layers, hidden, tokens = (_number(row, name) for name in ("layers", "hidden", "seq_len"))
+    vocabulary = _number(row, "vocab", default=VOCABULARY)
+    flops = 96.0 * batch * tokens * layers * hidden**2
+    flops *= 1 + tokens / (6 * hidden) + vocabulary / (16 * layers * hidden)
+    return flops / (float(row["measured_tflops_per_gpu"]) * 1e12 * _number(row, "n_gpus"))
 
 
 def _cluster(row: Mapping[str, str]) -> Cluster:

@@ -19,14 +19,14 @@ from phalanx.plan.devices import GIB
 from phalanx.plan.estimate import Estimate, estimate
 from phalanx.plan.partition import evenly
 from phalanx.plan.plan import Plan
-from phalanx.plan.rules import divisors, listed
+from phalanx.plan.rules import VIRTUAL_STAGES, divisors, listed
 from phalanx.plan.stage_times import Problem, StageTimes
 from phalanx.plan.work import ModelWork
 
 KEEP = 6  # plans that are shown: the best, and the best of other meshes
 MOST_TRIED = 32  # plans that are worked out, of those that look best quickly
 UNEVEN = 1.15
-NEAR, MOST_POLISHED, FEW_BLOCKS = 1.1, 8, 24  # plans that are polished: so much slower than the best, their stages
+FEW_BLOCKS, MOST_POLISHED = 12, 8  # in a model of which every plan is polished; stages of a plan that may be
 MOST_VIRTUAL = 4
 MOST_STAGES = 128
 
@@ -60,21 +60,23 @@ def search(
             break
         tried += 1
         found = worked_out(problem, plan)
+        if found is not None and len(model.blocks) <= FEW_BLOCKS:
+            found = polished(problem, found)
         if found is not None and (key not in best or found.step_seconds < best[key].step_seconds):
             best[key] = found
     if not best:
         raise nothing_fits(problem, fixed or {})
-    near = sorted(best.values(), key=_seconds)[: 2 * keep]
-    # With many blocks, one of them is little: only the best is polished.
-    limit = NEAR * near[0].step_seconds if len(model.blocks) <= FEW_BLOCKS else near[0].step_seconds
-    plans = [polished(problem, own) if own.step_seconds <= limit else own for own in near]
-    return Found(tuple(sorted(plans, key=_seconds)[:keep]), tried, known)
+    first, *others = sorted(best.values(), key=_seconds)[:keep]
+    # Of many blocks one is little: only the best plan is polished.
+    return Found((polished(problem, first), *others), tried, known)
 
 
 def _require_possible(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any]) -> None:
     """Where what is given goes with no mesh at all: a PlanError that says why it does not with one of them."""
     every = [fields for base in bases for fields, _ in variants(problem, base, fixed)]
-    if every and all(_plan(fields, fixed) is None for fields in every):
+    if not every:
+        raise _no_candidates(problem.model, problem.cluster, problem.batch, fixed)
+    if all(_plan(fields, fixed) is None for fields in every):
         Plan(**every[-1])
 
 
@@ -219,7 +221,8 @@ def _micro_batches(samples: int) -> list[int]:
 
 def _schedules(plan: Plan, num_blocks: int, known: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "schedule" in known:
-        return [{name: known[name] for name in ("schedule", "v") if name in known}]
+        v = known.get("v") or VIRTUAL_STAGES.get(known["schedule"], 1)
+        return [{"schedule": known["schedule"], "v": v}] if plan.pp * v <= num_blocks else []
     if plan.pp == 1:
         return [{"schedule": "1f1b"}]
     virtual = [v for v in range(2, MOST_VIRTUAL + 1) if plan.pp * v <= num_blocks and plan.mb >= plan.pp]
@@ -245,7 +248,10 @@ def _no_candidates(model: ModelWork, cluster: Cluster, batch: int, fixed: Mappin
     given = ", ".join(f"{name}={value}" for name, value in fixed.items())
     if given:
         message = f"plan: no plan with {given} divides {cluster.world} devices and a batch of {batch} samples"
-        return PlanError(message, "leave some of them open, or give numbers whose product divides the devices")
+        hint = (
+            f"leave some of them open, or give numbers whose product divides the devices; pp × v ≤ {len(model.blocks)}"
+        )
+        return PlanError(message, hint)
     largest = 2 * cluster.per_node * min(len(model.blocks), MOST_STAGES)
     message = f"plan: a batch of {batch} samples is too small for {cluster.world} devices: every replica needs a sample"
     return PlanError(message, f"use a batch of {-(-cluster.world // largest)} samples or more, or fewer devices")

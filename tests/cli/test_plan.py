@@ -54,6 +54,12 @@ def test_what_is_given_of_a_plan_is_kept(capsys: pytest.CaptureFixture[str]) -> 
     assert all(Plan.parse(own["plan"]).pp == 2 and Plan.parse(own["plan"]).zero == 1 for own in data["plans"])
 
 
+def test_a_lab_is_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    lab = "lab:nodes=2,ranks_per_node=2,link=1gbit"
+    data = json.loads(shown(capsys, "plan", "--model", "phalanx-demo", "--cluster", lab, "--json"))
+    assert data["cluster"] == "2x2 CPU network 0.125GB/s"
+
+
 def test_an_estimate_says_where_time_and_memory_go(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "estimate", *GPT2, "--cluster", "4 A100", "--plan", "pp=4,mb=8")
     for word in ("a step's time", "computation", "bubble", "place", "weights", "activations", "limits:"):
@@ -70,6 +76,10 @@ def test_an_estimate_says_where_time_and_memory_go(capsys: pytest.CaptureFixture
         (("--cluster", "3 A100", "--plan", "tp=2"), "no plan with tp=2 divides 3 devices and a batch of 24 samples"),
         (("--cluster", "8 A100", "--batch-size", "2", "--plan", "dp=8"), "no plan with dp=8 divides 8 devices"),
         (("--cluster", "4 A100", "--plan", "recompute=block"), "recompute is what the search decides"),
+        (("--cluster", "4 A100", "--plan", "slices=4"), "option plan: slices is not in what planning estimates"),
+        (("--cluster", "4 A100", "--plan", "schedule=zb-v"), "schedule=zb-v is not in what planning estimates"),
+        (("--cluster", "4 A100", "--plan", "schedule=interleaved,v=9,pp=2"), "no plan with schedule=interleaved"),
+        (("--cluster", "4 A100", "--compare", "pp=2,dp=2,slices=2"), "slices is not in what planning estimates"),
         (("--cluster", "1 A100", "--plan", "zero=1"), "plan: zero=1 does nothing with dp=1"),
         (("--cluster", "4 A100", "--dtype", "int8"), "option dtype = 'int8' is not one of"),
         (("--cluster", "4 A100", "--calibration", "no.json"), "option calibration = 'no.json': cannot be read"),

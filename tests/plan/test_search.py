@@ -172,6 +172,24 @@ def test_stages_are_cut_as_trying_every_cut_would(seed: int) -> None:
         assert cost(found) <= best * (1 + 1e-3)
 
 
+def test_faster_devices_get_more_layers() -> None:
+    model = transformer("m", Shape(24, 2048, 16, 16, 8192, 32000, 1024))
+    alike, mixed = Cluster.read("2x4 A100"), Cluster.read("1x4 H100 + 1x4 A100")
+    fixed = {"pp": 2, "schedule": "1f1b"}
+    even, uneven = (search(model, cluster, Software(), 64, fixed).plans[0] for cluster in (alike, mixed))
+    assert abs(even.plan.stages[0] - even.plan.stages[1]) <= 4
+    assert uneven.plan.stages[0] > 1.8 * uneven.plan.stages[1]
+    assert uneven.step_seconds < even.step_seconds
+
+
+def test_memory_that_is_given_is_respected() -> None:
+    model = transformer("m", Shape(24, 4096, 32, 32, 16384, 32000, 2048))
+    roomy, tight = Cluster.read("8 H100"), Cluster.read("8 H100, memory 30GB")
+    first, second = (search(model, cluster, Software(), 64).plans[0] for cluster in (roomy, tight))
+    assert first.fits and second.fits and second.peak_bytes < 30e9 < first.peak_bytes
+    assert second.step_seconds >= first.step_seconds
+
+
 def test_even_stages_take_every_block_and_none_is_empty() -> None:
     assert evenly([1.0] * 8, 4) == (2, 2, 2, 2)
     assert evenly([0.0, 1, 1, 1, 1, 2], 3) == (3, 2, 1)

@@ -80,7 +80,7 @@ def test_after_the_forward_of_every_shipped_model_lives_what_its_facts_say(path:
     kept = sum(evaluate(size, dims) for size in others.values())
     keys = facts.saved_bytes(dims) - kept + LOSS_BYTES - live[False]  # of dropout: they belong to the inputs
     assert 0 <= keys <= 8 * dims["batch"] * len(facts.blocks)
-    assert live[True] <= live[False]
+    assert live[True] <= live[False] + 4 * len(facts.blocks)  # of OPT's layers a compiler keeps a number more
 
 
 def test_tied_parameters_are_a_bucket_of_their_own(gpt2: SplitFacts):
