@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.compat import terapipe
 from phalanx.compat.oases import BenchmarkLM
 from phalanx.compat.optimus_prime import Optimus_p
 from phalanx.errors import ConfigError
@@ -64,7 +65,7 @@ def test_optimus_primes_example_is_exact(pool: WorkerPool, tmp_path: Path, sizes
     ("schedule", "tp", "dp"),
     [
         ("oases", 1, 1),
-        ("oases", 2, 1),
+        pytest.param("oases", 2, 1, marks=pytest.mark.long),
         pytest.param("default_checkpoint", 2, 1, marks=pytest.mark.long),
         pytest.param("optim_comm_checkpoint", 2, 1, marks=pytest.mark.long),
         pytest.param("overlap_checkpoint", 2, 2, marks=pytest.mark.long),
@@ -114,3 +115,27 @@ def test_a_benchmark_model_that_cannot_be_says_why() -> None:
     assert "did you mean 'oases'" in info.value.hint
     with pytest.raises(ConfigError, match="h = 30 is not a multiple of n = 4 heads"):
         BenchmarkLM(h=30, n=4)
+
+
+def test_terapipes_benchmark_takes_its_seven_arguments(
+    capsys: pytest.CaptureFixture[str], lent_ranks: list[int]
+) -> None:
+    assert terapipe.main(["1", "2", "1", "2", "test", "8", "3", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in said[:3]] == [["step", "1"], ["step", "2"], ["step", "3"]]
+    assert said[-1].startswith("mean ") and lent_ranks == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("1 2 2 2 test 8 3", "1 nodes × 2 GPUs are not 2 model-parallel × 2 pipeline-parallel"),
+        ("1 1 1 1 tset 8 3", "model 'tset' is unknown\n  → did you mean 'test'?"),
+        ("1 1 1 1 test 0 3", "is below 1"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_run_says_why(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert terapipe.main(arguments.split()) == 2
+    assert message in capsys.readouterr().err
