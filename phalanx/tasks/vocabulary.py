@@ -75,7 +75,7 @@ _LAST_TOKEN_FIRST = ("mbart", "plbart")
 def shift_right(labels: Tensor, config: Any) -> Tensor:
     """What the decoder reads to predict `labels`, exactly as HuggingFace derives it."""
     pad = _required_id(config, "pad_token_id")
-    if config.model_type in _LAST_TOKEN_FIRST:
+    if getattr(config, "model_type", "") in _LAST_TOKEN_FIRST:
         shown = labels.masked_fill(labels == IGNORE, pad)
         last = ((shown != pad).sum(1, keepdim=True) - 1).clamp(min=0)
         return torch.cat([shown.gather(1, last), shown[:, :-1]], dim=1)
