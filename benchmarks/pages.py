@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import attention
 import compare_page
+import faults
 import overlap_page
 import peers_page
 import robustness_page
@@ -39,6 +40,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "tp_shares": tp_shares_page.page,
     "overlap": overlap_page.page,
     "robustness": robustness_page.page,
+    "faults": faults.page,
     "tp_dispatch": tp_dispatch.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }

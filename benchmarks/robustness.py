@@ -100,7 +100,7 @@ def share(captured: Any, batch: dict[str, Any]) -> float:
 
 def outcomes(family: str, task: str, plans: list[str], limit: int, helpers: Helpers) -> Iterator[dict[str, Any]]:
     """One result per plan, each beforehand as the crash that it is if nothing follows."""
-    from phalanx.errors import PhalanxError
+    from phalanx.errors import PhalanxError, RankError
     from phalanx.verification.case import Case
     from phalanx.verification.plan_side import prepare
     from phalanx.verification.verify import verify_case
@@ -114,10 +114,13 @@ def outcomes(family: str, task: str, plans: list[str], limit: int, helpers: Help
                 config = config or config_of(family)
                 case = Case(config, plan, task=task, dropout=0.0, batch=4, padding=family in PADDED)
                 found = verify_case(case, *helpers.get())
-                row |= {"outcome": "exact"} if found.ok else {"outcome": "wrong", "reason": found.failures[0]}
+                row |= {"outcome": "exact"} if found.ok else _not_exact(case, found.failures[0])
                 if found.ok and plan.startswith("tp="):
                     spec, captured, _ = prepare(case)
                     row["share"] = share(captured, next(case.batches(spec))[1])
+        except RankError as error:
+            row |= {"outcome": "crash", "reason": shortened(error.message)}
+            helpers.close()
         except PhalanxError as error:
             row |= {"outcome": "wrong" if WRONG in error.message else "refused", "reason": shortened(error.message)}
         except TooLong:
@@ -129,6 +132,21 @@ def outcomes(family: str, task: str, plans: list[str], limit: int, helpers: Help
             row |= {"outcome": "crash", "reason": shortened(f"{type(error).__name__}: {error} ({place})")}
             helpers.close()
         yield row
+
+
+def _not_exact(case: Any, failure: str) -> dict[str, str]:
+    """What training would say of it: a backward of a model's own, which no graph of the forward has, is refused there.
+    Every other difference is wrong."""
+    from phalanx.errors import CaptureError
+    from phalanx.model.capture import capture
+
+    spec = case.spec()
+    try:
+        capture(spec, case.task_of(spec).inputs(spec.config), dtype=case.torch_dtype, dropout=0.0, use_cache=False)
+    except CaptureError as error:
+        if "autograd.Function" in error.hint:
+            return {"outcome": "refused", "reason": shortened(f"{error.message}: {error.hint}")}
+    return {"outcome": "wrong", "reason": failure}
 
 
 def shortened(reason: str) -> str:

@@ -16,8 +16,8 @@ Each family is a tiny model, made from the defaults of its configuration class: 
 case is `phalanx verify` in float64: two steps of two shapes, and every gradient and every updated parameter must equal
 those of the plain HuggingFace model to 1e-9. *refused* means that Phalanx says before training why it cannot; the
 reasons are below. *wrong* is a result that differs, *crash* an error without a reason or no end in time: neither may
-occur. Slices of the tokens are for causal models. `split` is the share of the layers' parameters that two ranks divide
-between them under `tp=2`.
+occur. Slices of the tokens are for causal models; – is what was not tried. `split` is the share of the layers'
+parameters that two ranks divide between them under `tp=2`.
 """
 
 

@@ -68,10 +68,21 @@ def random_ids(config: Any, shape: tuple[int, ...], generator: torch.Generator) 
     return ids if pad is None else torch.where(ids == pad, (pad + 1) % size, ids)
 
 
+# Models whose decoder begins with the last token of the target, which names its language.
+_LAST_TOKEN_FIRST = ("mbart", "plbart")
+# What others call the token that it begins with.
+_START = {"t5gemma": "bos_token_id"}
+
+
 def shift_right(labels: Tensor, config: Any) -> Tensor:
     """What the decoder reads to predict `labels`, exactly as HuggingFace derives it."""
-    start = _required_id(config, "decoder_start_token_id")
     pad = _required_id(config, "pad_token_id")
+    family = getattr(config, "model_type", "")
+    if family in _LAST_TOKEN_FIRST:
+        shown = labels.masked_fill(labels == IGNORE, pad)
+        last = ((shown != pad).sum(1, keepdim=True) - 1).clamp(min=0)
+        return torch.cat([shown.gather(1, last), shown[:, :-1]], dim=1)
+    start = _required_id(config, _START.get(family, "decoder_start_token_id"))
     shifted = torch.full_like(labels, start)
     shifted[:, 1:] = labels[:, :-1]
     return shifted.masked_fill(shifted == IGNORE, pad)

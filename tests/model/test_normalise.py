@@ -147,11 +147,32 @@ def mask_seen_by_another_name(self, x):
     return x * other.view(-1, 4)
 
 
+def parts_of_a_new_tensor(self, x):
+    y = x.new_empty(x.shape[0], 6)
+    y[:, :4], y[:, 4:] = x, x[:, :2]
+    return y
+
+
+def a_part_of_a_new_tensor_twice(self, x):
+    y = x.new_empty(x.shape[0], 6)
+    y[:, :5], y[:, 3:] = x[:, :1], x[:, 1:]
+    return y
+
+
+def neighbours_by_their_numbers(self, x):
+    return x[:, [1, 2]] * x[:, [-1]] + x[:, [0, 2]]
+
+
+def operators_by_other_names(self, x):
+    return torch.multiply(x, x).reshape_as(x) + x[:, :1].expand_as(x) + x @ self.linear.weight.T
+
+
 EXACT = [
     in_place, in_place_on_a_copy, in_place_with_promotion, in_place_logic, in_place_on_the_only_name,
     in_place_on_a_cast, in_place_dropout_of_nothing, stopped_gradient, without_gradients, constants,
     switched_off_autocast, stock_attention, stock_attention_aligned_at_the_first_key, part_of_a_tensor, assignment,
-    part_of_a_part, parts_one_after_the_other, mask_seen_by_another_name,
+    part_of_a_part, parts_one_after_the_other, mask_seen_by_another_name, parts_of_a_new_tensor,
+    a_part_of_a_new_tensor_twice, neighbours_by_their_numbers, operators_by_other_names,
 ]  # fmt: skip
 
 
@@ -161,6 +182,20 @@ def test_loss_and_gradients_are_those_of_the_module(function) -> None:
     captured.require_equal(case.interpreted(), case.plain())
     mutating = [node.target for node in nodes(case) if node.target._schema.is_mutable] if function is in_place else []
     assert not mutating
+
+
+def test_the_same_is_said_with_plain_operators() -> None:
+    joined, twice = (
+        targets(captured.own(Applied(f), x=X)) for f in (parts_of_a_new_tensor, a_part_of_a_new_tensor_twice)
+    )
+    assert aten.cat.default in joined and aten.slice_scatter.default not in joined
+    assert aten.slice_scatter.default in twice
+    picked = [node for node in nodes(captured.own(Applied(neighbours_by_their_numbers), x=X))]
+    assert [node.args[1:] for node in picked if node.target is aten.slice.Tensor] == [(1, 1, 3), (1, -1, 2**63 - 1)]
+    assert sum(node.target is aten.index.Tensor for node in picked) == 1
+    assert not targets(captured.own(Applied(operators_by_other_names), x=X)) & {
+        aten.multiply.Tensor, aten.reshape_as.default, aten.expand_as.default, aten.numpy_T.default,
+    }  # fmt: skip
 
 
 def through_a_reshape(self, x):

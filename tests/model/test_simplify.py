@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from phalanx.model.segment.joint import simplify
+from phalanx.model.segment.joint import settle_strides, simplify
 
 aten = torch.ops.aten
 
@@ -37,3 +37,19 @@ def test_an_output_keeps_its_own_node() -> None:
     module = make_fx(lambda x: aten.detach(x))(torch.randn(3))
     simplify(module.graph)
     assert _targets(module.graph) == [aten.detach.default]
+
+
+def test_what_torch_foretells_of_memory_layouts_comes_true() -> None:
+    """Of the gradient of softplus it does not, where the gradient that comes is transposed."""
+
+    def function(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return aten.softplus_backward(aten.transpose(gradient, 0, 1), x, 1, 20)
+
+    arguments = torch.randn(3, 4), torch.randn(4, 3)
+    module = make_fx(function, tracing_mode="fake")(*arguments)
+    expected = module(*arguments)
+    settle_strides(module.graph)
+    module.recompile()
+    (foretold,) = (n.meta["val"].stride() for n in module.graph.nodes if n.target is aten.softplus_backward.default)
+    found = module(*arguments)
+    assert found.stride() == foretold != expected.stride() and torch.equal(found, expected)

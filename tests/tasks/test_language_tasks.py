@@ -15,6 +15,7 @@ from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.errors import ConfigError, DataError
 from phalanx.tasks.base import IGNORE, BrokenRecord, RecordRemark, Windows, random_starts
 from phalanx.tasks.masked_lm import hide
+from phalanx.tasks.vocabulary import shift_right
 
 CONFIG = SimpleNamespace(vocab_size=300, pad_token_id=None)
 
@@ -225,3 +226,16 @@ def test_conversations_are_padded_to_the_sample_length():
     assert batch["input_ids"].tolist() == [[1, 2, 3, 0, 0, 0], [4] * 6]
     assert batch["labels"].tolist() == [[IGNORE, 2, 3] + [IGNORE] * 3, [4] * 6]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0], [1] * 6]
+
+
+@pytest.mark.parametrize("family", ["mbart", "plbart"])
+def test_a_decoder_that_begins_with_the_last_token_reads_what_its_own_model_would_give_it(family: str):
+    import importlib
+
+    from transformers import AutoConfig
+
+    labels = torch.tensor([[5, 6, 7, 9], [5, 9, -100, -100]])
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config = AutoConfig.for_model(family)
+    expected = module.shift_tokens_right(labels.clone(), config.pad_token_id)
+    assert shift_right(labels, config).tolist() == expected.tolist() == [[9, 5, 6, 7], [9, 5, 9, 1]]

@@ -48,6 +48,8 @@ def simplify(flat: FlatGraph) -> None:
             replace(flat.graph, node, node.args[0])
         elif node.target is aten.index.Tensor:
             _slice_instead(flat, node)
+        elif node.target is aten.slice_scatter.default and tuple(node.args[3:]) in ((0, _END), (0, _END, 1)):
+            replace(flat.graph, node, node.args[1])
         elif node.target is aten.slice_scatter.default:
             _join_instead(flat, node)
 

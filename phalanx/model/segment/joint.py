@@ -23,6 +23,10 @@ _VIEWS = (
     aten.view.default, aten.t.default, aten.transpose.int, aten.slice.Tensor, aten.unsqueeze.default,
     aten.expand.default,
 )  # fmt: skip
+_LAID_OUT_OTHERWISE = (
+    aten.softplus_backward.default, aten.elu_backward.default, aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+)  # fmt: skip
 
 
 def simplify(graph: fx.Graph) -> None:
@@ -115,12 +119,27 @@ def trace(
             plain = [t.detach() for t in tensors]
             module = make_fx(torch.func.functionalize(module), decomposition_table=decompositions)(plain, tangents)
     module.graph.eliminate_dead_code()
+    settle_strides(module.graph)
     simplify(module.graph)
     joint = _describe(module.graph, len(tensors), differentiable)
     wide = tuple(_before_rounding(g, joint) if p else g for g, p in zip(joint.gradients, is_parameter, strict=True))
     module.graph.output_node().args = ((*joint.outputs, *wide),)
     module.graph.eliminate_dead_code()
     return replace(joint, gradients=wide)
+
+
+def settle_strides(graph: fx.Graph) -> None:
+    """Of some operators torch foretells another memory layout than they give where the gradient they get is not
+    contiguous; what is traced after them relies on it, so the gradient is made contiguous."""
+    for node in list(graph.nodes):
+        gradient = node.args[0] if node.target in _LAID_OUT_OTHERWISE else None
+        if isinstance(gradient, fx.Node) and not gradient.meta["val"].is_contiguous():
+            with graph.inserting_before(node):
+                copied = graph.call_function(
+                    aten.clone.default, (gradient,), {"memory_format": torch.contiguous_format}
+                )
+            copied.meta["val"] = gradient.meta["val"].contiguous()
+            node.update_arg(0, copied)
 
 
 def _before_rounding(gradient: fx.Node | None, joint: Joint) -> fx.Node | None:

@@ -151,7 +151,9 @@ class Localiser:
     def _value(self, node: fx.Node) -> Value:
         value = node.meta["val"]
         return Value(
-            self._dims.has_batch(value.shape), self.walk.home(node).kind == "tokens", value.is_floating_point()
+            self._dims.has_batch(value.shape),
+            self.walk.home(node).kind == "tokens",
+            value.is_floating_point() and self.walk.differentiable[node],
         )
 
     def slice_of(self, user: fx.Node, source: fx.Node) -> Placement | None:

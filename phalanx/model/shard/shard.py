@@ -32,7 +32,7 @@ from phalanx.model.shard.sharded import (
     Redistribution,
     Sharded,
 )
-from phalanx.model.shard.walk import Choices, Setting, Walk, place_all
+from phalanx.model.shard.walk import Choices, Setting, Walk, depends_on, place_all
 from phalanx.model.shard.weights import Cut, Use, cut_of, local_parameter
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import BlockOp
@@ -67,6 +67,7 @@ class _Sharder:
         self.torn: set[str] = set()
         self._placed: dict[tuple[object, ...], _Placed] = {}
         self._activation_degrees: dict[str, int] = {}
+        self._differentiable = set(captured.trainable)  # parameters and activations to which a gradient flows
         self._segments: list[Block] = []
         self._templates: dict[str, Template] = {}
         self._cuts: dict[str, Cut] = {}
@@ -120,9 +121,11 @@ class _Sharder:
             if port.kind == "activation"
         }
         kept = tuple(p.name in self._whole for p in block.ports if p.kind == "parameter")
-        key = (graph, *degrees.values(), *incoming.values(), *kept)
+        flows = {node: port.name in self._differentiable for node, port in zip(placeholders, block.ports, strict=True)}
+        key = (graph, *degrees.values(), *incoming.values(), *kept, *flows.values())
         if key not in self._placed:
             walk = self._walk(block, graph, degrees, incoming, placeholders)
+            walk.differentiable = depends_on(graph, flows.__getitem__)
             items = Localiser(walk, self.dims, self.plan.tp, self.index).items()
             self._placed[key] = _Placed(walk, items, placeholders)
         return self._placed[key]
@@ -161,6 +164,8 @@ class _Sharder:
         self._activation_degrees |= {
             activation: placed.walk.degree(node) for activation, node in zip(block.outputs, made, strict=True)
         }
+        flows = zip(block.outputs, made, strict=True)
+        self._differentiable |= {activation for activation, node in flows if placed.walk.differentiable[node]}
 
     def _note_weights(self, block: Block, placed: _Placed) -> None:
         for node, port in zip(placed.placeholders, block.ports, strict=True):
@@ -256,7 +261,7 @@ class _Assembly:
         size = dims.name(value.shape[1]) if is_tokens else ""
         redistribution = Redistribution(move.kind, source, target, move.cells, move.dim, size, move.factor)
         self.parts.append(Part(redistribution=redistribution, degree=move.degree))
-        differentiable = value.is_floating_point()
+        differentiable = value.is_floating_point() and self._placed.walk.differentiable[moved.source.node]
         self.ops.append(
             BlockOp(
                 "redistribution", (source,), (target,), move.degree, moved.source.node.meta["unit"],

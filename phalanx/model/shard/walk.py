@@ -69,7 +69,8 @@ class Walk:
     ) -> None:
         self.graph, self.setting, self.choices, self._activations = graph, setting, choices, activations
         self._rules, self._otherwise = rules, otherwise
-        self.live = _depends_on_data(graph)
+        self.live = depends_on(graph, lambda node: node.name.startswith(("activation", "parameter")))
+        self.differentiable: Mapping[fx.Node, bool] = self.live  # whether a gradient flows to a value
         self.places: dict[fx.Node, Any] = {}
         self.wants: dict[tuple[fx.Node, fx.Node], Placement] = {}
         self.weights: dict[fx.Node, tuple[int, Cuts]] = {}
@@ -211,13 +212,14 @@ def _moved(view: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
     return dims
 
 
-def _depends_on_data(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Whether a value depends on an activation or a parameter; all others are computed wherever they are used."""
-    live: dict[fx.Node, bool] = {}
+def depends_on(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> dict[fx.Node, bool]:
+    """Whether each value depends on one of some placeholders. Those that depend on no activation and no parameter are
+    computed wherever they are used."""
+    found: dict[fx.Node, bool] = {}
     for node in graph.nodes:
-        own = node.op == "placeholder" and node.name.startswith(("activation", "parameter"))
-        live[node] = own or any(live[source] for source in node.all_input_nodes)
-    return live
+        own = node.op == "placeholder" and wanted(node)
+        found[node] = own or any(found[source] for source in node.all_input_nodes)
+    return found
 
 
 def shape(node: fx.Node) -> torch.Size:

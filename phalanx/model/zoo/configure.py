@@ -267,8 +267,9 @@ def _stages(config: PretrainedConfig) -> dict[str, object]:
         "depths": [2] * len(depths), "hidden_sizes": widths, "embed_dim": widths[0], "hidden_size": widths[-1],
         "image_size": _PIXELS["patch_size"] * 2 ** (len(depths) - 1),
     }  # fmt: skip
-    if isinstance(getattr(config, "num_heads", None), list | tuple):
-        stages |= {"num_heads": [width // 8 for width in widths], "window_size": 4}
+    if isinstance(getattr(config, "num_heads", None), list | tuple):  # attention in windows, which fit the last stage
+        stages |= {"num_heads": [width // 8 for width in widths], "window_size": 2}
+        stages["image_size"] = _PIXELS["patch_size"] * 2 ** len(depths)
     return stages
 
 

@@ -54,7 +54,7 @@ def run(case: captured.Case, ranks: Sequence[Sharded]) -> tuple[Tensor, dict[str
     torch.autograd.backward([loss / count for loss in losses])
     for loss in losses:
         torch.testing.assert_close(loss, losses[0])
-    return (losses[0] / count).detach(), {name: _whole(name, ranks, leaves) for name in leaves[0]}
+    return (losses[0] / count).detach(), {name: _whole(name, ranks, leaves) for name in case.captured.trainable}
 
 
 def _redistribute(redistribution: Redistribution, values: list[Values], dims: dict[str, int]) -> None:
@@ -69,7 +69,8 @@ def _local(case: captured.Case, rank: Sharded) -> dict[str, Tensor]:
     for name, value in case.parameters.items():
         local = rank.parameters[name].local
         parts = [value.narrow(local.dim, start, stop - start) for start, stop in local.ranges]
-        found[name] = (torch.cat(parts, local.dim) if parts else value.clone()).requires_grad_()
+        found[name] = torch.cat(parts, local.dim) if parts else value.clone()
+        found[name].requires_grad_(name in case.captured.trainable)
     return found
 
 

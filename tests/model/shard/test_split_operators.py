@@ -177,6 +177,20 @@ def test_a_split_operator_is_exact_and_splits_its_weights(compute, shapes: Mappi
         assert left == set(whole.split()), f"{plan}: {ranks[0].replicated}"
 
 
+def with_a_fixed_table(self, x):
+    return functional.linear(functional.linear(x, self.up) * self.table.cumsum(0), self.out)
+
+
+def test_nothing_is_sent_for_the_gradient_of_what_is_not_trained() -> None:
+    layer = Layer(with_a_fixed_table, up=SQUARE, table=(T, D), out=SQUARE)
+    for trained in (True, False):
+        layer.table.requires_grad_(trained)
+        case = captured.own(layer, x=X)
+        ranks = views(case, "tp=2")
+        captured.require_equal(run(case, ranks), case.plain())
+        assert sum(op.backward == "all_reduce" for ops in ranks[0].ops for op in ops) == trained
+
+
 def test_joint_keys_and_values_with_fewer_heads_than_ranks_are_dealt_out() -> None:
     """Ranks that had the same heads, but other queries, would have to sum gradients of a part of their weight."""
     case = captured.own(Layer(two_joint_key_value_heads, qkv=(D + 4 * D // H, D), out=SQUARE), x=X)
