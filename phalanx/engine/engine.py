@@ -101,10 +101,10 @@ class Engine:
                 watch.begin(instruction)
             for place, wait in waits:
                 values[place] = wait(values[place])
-            for place in drops:
-                values[place] = None
             for watch in watches:
                 watch.ready(instruction)
+            for place in drops:
+                values[place] = None
             run(values, step)
             for place, release in releases:
                 release(values[place])

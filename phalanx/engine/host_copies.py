@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.redistribute import Arriving
-from phalanx.params.host_memory import Copying, HostBuffers
+from phalanx.params.host_memory import Copying, HostBuffers, event_on
 
 Held = Tensor | Sequence[Tensor]
 
@@ -68,7 +68,7 @@ class HostCopies:
             assert tensor.device.type == self._device.type, f"a value on {tensor.device}, not on {self._device}"
             storage = tensor.untyped_storage()
             number, _ = storages.setdefault(storage.data_ptr(), (len(storages), _bytes_of(storage)))
-            looks.append(_Look(number, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()))
+            looks.append(_Look(number, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())))
         sources = [content for _, content in storages.values()]
         held = HostValue(self._pool, [self._pool.take(s.numel()) for s in sources], looks, isinstance(value, Tensor))
         return Arriving(_copy(held.buffers, sources, self._out), lambda: held)
@@ -90,7 +90,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.cu
     with torch.cuda.stream(stream):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
-        return Copying(stream.record_event())
+    return Copying(event_on(stream))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -87,7 +87,7 @@ class HostMemory:
 
     def mark(self) -> torch.cuda.Event | None:
         """The place of the current stream, for others to wait for."""
-        return torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
+        return event_on(torch.cuda.current_stream(self._device)) if self._on_gpu else None
 
     def fetch(self, tensors: Sequence[Tensor]) -> Copying:
         """Starts to bring tensors to new memory of the device, where they are then; `store` brings them back."""
@@ -171,4 +171,11 @@ class HostMemory:
 
     @staticmethod
     def _ended(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        return None if stream is None else stream.record_event()
+        return None if stream is None else event_on(stream)
+
+
+def event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Passes when the stream has done what it was given so far."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event

@@ -7,6 +7,7 @@ state has the names and shapes that it has without offload.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class HostedOptimizer:
         """Starts the update of a part, after those that were started before; then it comes to the device. given: waits
         until it is on the host. is_last: of its bucket, so that nobody needs the gradients after it."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "phalanx-optimizer")
+            self._thread = ThreadPoolExecutor(1, "phalanx-optimizer", initializer=self._join_device)
         issued = self._memory.mark()
 
         def update() -> Copying:
@@ -138,6 +139,13 @@ class HostedOptimizer:
                 return self._memory.bring(copies, exact, issued)
 
         return self._thread.submit(update)
+
+    def _join_device(self) -> None:
+        """Of the thread that updates: it pins memory for this device, and with one rank for each GPU of the machine
+        leaves the others their share of the processor."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, torch.cuda.device_count())))
 
     def leave(self, gradients: Mapping[str, Tensor]) -> Left:
         """Starts to bring gradients to the host."""

@@ -160,11 +160,11 @@ def _moving(
     joint: Sequence[Instruction], journeys: Sequence[tuple[Instruction, Journey]],
     alike: Callable[[Instruction], Hashable], sizes: Sequence[int],
 ) -> dict[str, float]:  # fmt: skip
-    """Of collectives. Those of buckets are hidden behind computation, so all are taken to be as fast as the one that
-    was fastest for its size."""
-    seen = _by_kind(
-        (_group(it, alike), journey) for it, journey in journeys if it.op in REDISTRIBUTIONS | MOVES | {Op.TIE}
-    )
+    """Of collectives and copies. Those of buckets are hidden behind computation, so all are taken to be as fast as the
+    one that was fastest for its size; copies between device and host count where somebody waited for them."""
+    known = [(it, journey) for it, journey in journeys if it.op in REDISTRIBUTIONS or it.op is Op.TIE]
+    known += [(it, journey) for it, journey in journeys if it.op in MOVES and journey.exact]
+    seen = _by_kind((_group(it, alike), journey) for it, journey in known)
     found = {kind_of(it): seen[_group(it, alike)] for it in joint if _group(it, alike) in seen}
     rates: defaultdict[Op, list[float]] = defaultdict(list)
     for it, journey in journeys:

@@ -86,6 +86,8 @@ def _step(session: Session, case: Case, consumed: int, batch: dict[str, Tensor],
     step = session.step.begin(mine, first, case.training.lr)
     program = session.step.program
     session.step.engine.run(program, step, until=Op.STEP)
+    if session.compiled.device.type == "cuda":
+        torch.cuda.synchronize()  # gradients may be on their way to the host
     trace.gradients.append(_owned(session, step.gradients))
     session.step.engine.run(program, step)
     trace.keeps_only_inputs = step.linked.table.keeps_only_inputs

@@ -45,8 +45,9 @@ def compiled_record(facts: str, plan_json: str, dims: Dims) -> list[Record]:
     plan = Plan.from_json(plan_json)
     described = read_all(facts).get(Split.of(plan))
     assert described is not None
-    compiled = compile_plan(plan, described.eager)
-    size = Sizes.of(compiled, costs_of_facts(described, described.eager, dims, Device()))
+    shape = described.shape(compiled=False)
+    compiled = compile_plan(plan, shape)
+    size = Sizes.of(compiled, costs_of_facts(described, shape, dims, Device()))
     found: list[Record] = []
     for table in compiled.tables:
         rows: Record = [

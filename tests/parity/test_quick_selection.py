@@ -7,7 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from phalanx.plan.plan import OVERLAPS, SCHEDULES, Plan
-from tests.parity import architectures, test_ranks_are_exact, test_slices_are_exact, test_tensor_parallel_is_exact
+from tests.parity import (
+    architectures,
+    test_offload_is_exact,
+    test_ranks_are_exact,
+    test_slices_are_exact,
+    test_tensor_parallel_is_exact,
+)
 
 WHOLE = {**test_ranks_are_exact.QUICK, **test_slices_are_exact.QUICK}
 SPLIT = {
@@ -16,7 +22,7 @@ SPLIT = {
     **test_tensor_parallel_is_exact.QUICK_CUBES,
 }
 OTHERS = (test_slices_are_exact.CUBE, test_ranks_are_exact.BY_LAYER, test_tensor_parallel_is_exact.BY_LAYER)
-PLANS = [Plan.parse(text) for text in (*WHOLE, *SPLIT, *OTHERS)]
+PLANS = [Plan.parse(text) for text in (*WHOLE, *SPLIT, *test_offload_is_exact.QUICK, *OTHERS)]
 
 KINDS: dict[str, Callable[[Plan], bool]] = {
     "blocks computed again": lambda plan: plan.policies == ("block",) and plan.tp == 1,
@@ -39,6 +45,14 @@ KINDS: dict[str, Callable[[Plan], bool]] = {
     "slicings in turn": lambda plan: len(plan.slices) > 1,
     "slices beside tensor parallelism": lambda plan: bool(plan.slices) and plan.tp > 1,
     "slices beside ZeRO": lambda plan: bool(plan.slices) and plan.zero == 3,
+    "activations on the host beside slices and tensor parallelism": lambda plan: (
+        "activations" in dict(plan.offload) and bool(plan.slices) and plan.tp > 1
+    ),
+    "activations on the host beside halves": lambda plan: "activations" in dict(plan.offload) and plan.halves > 1,
+    "state on the host beside ZeRO": lambda plan: "optimizer" in dict(plan.offload) and plan.zero > 0,
+    "updates on the host beside ZeRO 3 and a pipeline": lambda plan: (
+        plan.steps_on_host and plan.zero == 3 and plan.pp > 1
+    ),
     "three dimensions and ZeRO": lambda plan: min(plan.pp, plan.tp, plan.dp) > 1 and plan.zero == 3,
     "three dimensions and slices": lambda plan: min(plan.pp, plan.tp, plan.dp) > 1 and bool(plan.slices),
 }

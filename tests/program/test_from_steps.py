@@ -62,6 +62,8 @@ def reports_of(compiled: CompiledPlan, timeline: Timeline) -> list[Report]:
 PLANS = (
     {"mb": 3}, {"pp": 2, "mb": 4}, {"pp": 3, "mb": 5, "schedule": "gpipe"}, {"pp": 2, "mb": 4, "schedule": "zb-h1"},
     {"pp": 2, "mb": 4, "schedule": "interleaved", "v": 2}, {"dp": 2, "mb": 2}, {"dp": 2, "mb": 2, "zero": 3},
+    {"pp": 3, "mb": 4, "schedule": "gpipe", "offload": (("activations", 0), ("optimizer", 1.0))},
+    {"mb": 2, "offload": (("optimizer-step", 1.0),)},
 )  # fmt: skip
 
 
