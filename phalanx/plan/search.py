@@ -56,7 +56,7 @@ def search(
     tried = 0
     for seconds, plan in promising:
         key = _mesh_key(plan)
-        if tried >= most and best and (seconds > _worst(best.values(), keep) or tried >= 4 * most):
+        if tried >= most and best and (seconds > _worst(best.values(), keep) or tried >= 2 * most):
             break
         tried += 1
         found = worked_out(problem, plan)
