@@ -255,8 +255,7 @@ def parse_steps(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)}
+_UNITS = {"": 1} | {f"{u}{i}": (1024 if i else 1000) ** n for n, u in enumerate("kmgt", start=1) for i in ("", "i")}
 
 
 def parse_bytes(option: str, text: str) -> int:

@@ -148,7 +148,7 @@ class Optimus_p:
             return _required(given)
         if self.session.rank == 0:
             _required(given)
-        return {name: self._told(given and given.get(name)) for name in self._names}
+        return {name: self._told((given or {}).get(name)) for name in self._names}
 
     def _told(self, tensor: Tensor | None) -> Tensor:
         """What rank 0 has, on every rank."""

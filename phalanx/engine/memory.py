@@ -25,6 +25,8 @@ from phalanx.program.instructions import COMPUTE, Instruction, Op
 from phalanx.program.memory import Sizes, peak_in_order
 from phalanx.program.values import HOST, RESIDENT, Value
 
+_STATE: tuple[str, ...] = ("parameters", "masters", "moments")
+
 
 class RankMemory(NamedTuple):
     """Bytes by component, on the device and in the memory of the host."""
@@ -48,7 +50,7 @@ def state_memory(compiled: Compiled) -> RankMemory:
     """Held from step to step."""
     layout, rank, elsewhere = compiled.formation.state, compiled.rank, compiled.hosted()
     facts, whole, width = layout.facts, layout.sharding(rank).whole, compiled.dtype.itemsize
-    device, host = (dict.fromkeys(("parameters", "masters", "moments"), 0) for _ in range(2))
+    device, host = ({name: 0 for name in _STATE} for _ in range(2))
     for number, bucket in layout.buckets(rank).items():
         for flat in filter(None, (bucket.trained, bucket.frozen)):
             device["parameters"] += (flat.size if whole else flat.shard_size) * width

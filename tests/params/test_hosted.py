@@ -18,7 +18,6 @@ from phalanx.params.layout_of import StateLayout
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
 from tests.params.sharded_cases import CPU, Model, Split
-from tests.run_helpers import NoDecay
 
 SHAPES = {"embedding": (37, 11), "matrix": (8, 9), "bias": (13,), "norm": (5,), "head": (7, 11)}
 MODEL = Model(
@@ -146,15 +145,24 @@ def test_an_error_of_the_host_reaches_whoever_needs_its_parameters() -> None:
         state.parameters.settle()
 
 
-def test_an_optimizer_that_may_look_at_whole_tensors_is_refused() -> None:
+class ByNorm(torch.optim.SGD):
+    """Divides every gradient by its norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.grad = weight.grad / weight.grad.norm()
+        return super().step(closure)
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
     layout = StateLayout(Plan.parse("stages=3,offload=optimizer-step:0.5"), MODEL.facts())
     values = MODEL.values()
     with pytest.raises(ConfigError) as refused:
-        State(layout, 0, lambda n, m, piece: piece.of(values[n]), RunConfig(), CPU, NoDecay, hosted=PARTS)
-    assert "NoDecay is not known to update each element by itself, but plan offload=optimizer-step:0.5" in str(
-        refused.value
-    )
-    assert "leave optimizer out of offload, or use one of torch's ASGD, Adadelta" in str(refused.value)
+        State(layout, 0, lambda n, m, piece: piece.of(values[n]), RunConfig(), CPU, ByNorm, hosted=PARTS)
+    assert "optimizer ByNorm does not update each element by itself, but the plan splits tensors" in str(refused.value)
+    assert "no offload of the optimizer, or one of torch's ASGD, Adadelta" in str(refused.value)
 
 
 def test_what_is_on_the_device_for_a_while_comes_home() -> None:
