@@ -34,13 +34,14 @@ class Crash:
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        (GPT2, {"plan": "mb=3"}),
-        (LLAMA, {"dtype": "bfloat16", "seq_len": 8}),
-        (LLAMA, {"dtype": "float16", "seq_len": 8}),
-        (GPT2, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}),
-        (GPT2, {"optimizer": "torch.optim.NAdam"}),
+        pytest.param(GPT2, {"plan": "mb=3"}, id="accumulation"),
+        pytest.param(LLAMA, {"dtype": "bfloat16", "seq_len": 8}, id="masters", marks=pytest.mark.long),
+        pytest.param(LLAMA, {"dtype": "float16", "seq_len": 8}, id="scaled loss"),
+        pytest.param(
+            GPT2, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}, id="momentum", marks=pytest.mark.long
+        ),
+        pytest.param(GPT2, {"optimizer": "torch.optim.NAdam"}, id="own optimizer", marks=pytest.mark.long),
     ],
-    ids=["accumulation", "masters", "scaled loss", "momentum", "own optimizer"],
 )
 def test_a_resumed_run_repeats_the_losses_bit_for_bit(model: str, options: dict[str, Any], tmp_path: Path):
     # GPT-2 has dropout; 7 samples in batches of 4: every batch ends inside an epoch.

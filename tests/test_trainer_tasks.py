@@ -62,7 +62,7 @@ def text(path: Path) -> Path:
     [
         ("google/vit-base-patch16-224-in21k", None, images),
         ("openai/whisper-small", None, speech),
-        ("google-t5/t5-small", None, pairs),
+        pytest.param("google-t5/t5-small", None, pairs, marks=pytest.mark.long),
         ("google/electra-base-generator", None, text),
         ("bert-base-cased", "text-classification", labelled),
     ],

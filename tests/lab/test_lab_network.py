@@ -77,6 +77,7 @@ def test_a_pipeline_across_two_nodes_has_the_losses_of_one_rank(alone: dict[int,
     assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_link_slowed_while_training_slows_the_steps(alone: dict[int, float], tmp_path: Path):
     out, rate = tmp_path / "run", 8_000_000
 

@@ -53,7 +53,8 @@ def test_a_timed_step_learns_nothing() -> None:
     assert all(weight.copy.equal(before[name]) for name, weight in session.state.parameters.trained.items())
 
 
-@pytest.mark.parametrize("plan", [pytest.param("pp=2,mb=4,dp=2", marks=pytest.mark.long), "tp=4,overlap=oases"])
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["pp=2,mb=4,dp=2", "tp=4,overlap=oases"])
 def test_more_ranks_than_cores_train_in_a_timed_lab(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     with Lab("ranks=4,device=cpu:1thread,compute=timed", logs=tmp_path / "logs") as lab:
         assert lab.run([*TRAIN, "--plan", plan, "--out", str(tmp_path / "run")]) == 0

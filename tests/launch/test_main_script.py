@@ -128,11 +128,13 @@ def test_every_rank_loads_the_script_once_under_another_name(tmp_path: Path):
     assert said.count("loaded as __main__") == said.count("loaded as __mp_main__") == 1, said  # rank 1 is not shown
 
 
+@pytest.mark.long
 def test_a_module_that_was_started_by_its_name_is_loaded_by_it(tmp_path: Path):
     said = run_script(tmp_path / "started.py", JOB + GUARDED, started_as=("-m", "started"))
     assert "[(0, '__mp_main__'), (1, '__mp_main__')]" in said, said
 
 
+@pytest.mark.long
 def test_a_script_of_which_nothing_is_needed_is_not_loaded_and_needs_no_guard(tmp_path: Path):
     unguarded = (
         "from tests.launch import jobs\nwith pool() as ranks:\n    print(len(ranks.run(jobs.describe)), 'ranks')\n"
@@ -141,6 +143,7 @@ def test_a_script_of_which_nothing_is_needed_is_not_loaded_and_needs_no_guard(tm
     assert "2 ranks" in said and said.count("loaded as") == 1, said
 
 
+@pytest.mark.long
 def test_what_is_defined_under_the_guard_is_not_found(tmp_path: Path):
     definition = "    def late(context): return 1\n    with pool()"
     said = run_script(
@@ -156,7 +159,9 @@ def test_what_an_interactive_session_defines_is_refused(tmp_path: Path):
     assert "put it into a file of its own and import it from there" in said
 
 
-@pytest.mark.parametrize("leaves", ["raise ValueError('no data')", "sys.exit('no data')"])
+@pytest.mark.parametrize(
+    "leaves", ["raise ValueError('no data')", pytest.param("sys.exit('no data')", marks=pytest.mark.long)]
+)
 def test_a_script_that_cannot_be_loaded_says_why(tmp_path: Path, leaves: str):
     text = f"import sys\nif __name__ != '__main__':\n    {leaves}\n{JOB}{GUARDED}"
     said = run_script(tmp_path / "script.py", text)

@@ -86,6 +86,7 @@ def test_under_torchrun_the_losses_are_those_of_our_own_ranks(pool: WorkerPool, 
     assert losses(tmp_path / "joined") == local(pool, tmp_path / "local", 4)
 
 
+@pytest.mark.long
 def test_under_slurm_a_killed_rank_ends_the_job_and_rank_0_tells_of_it(pool: WorkerPool, tmp_path: Path):
     ranks = slurm(1, tmp_path / "joined", steps=ENDLESS)
     wait_for_step(tmp_path / "joined", 1, 4, ranks[1])

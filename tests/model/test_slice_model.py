@@ -36,7 +36,8 @@ def test_every_block_of_a_decoder_runs_on_slices(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "encoder", "decoder"), [
-    (WHISPER, "model.encoder.layers.", "model.decoder.layers."), (T5, "encoder.block.", "decoder.block."),
+    (WHISPER, "model.encoder.layers.", "model.decoder.layers."),
+    pytest.param(T5, "encoder.block.", "decoder.block.", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_an_encoder_runs_once_per_micro_batch_and_what_it_hands_on_is_whole(
     name: str, encoder: str, decoder: str
