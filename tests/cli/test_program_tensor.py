@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli import program
+from phalanx.cli import models, program
 from phalanx.cli.main import main
 from phalanx.cli.program_report import redistribution_seconds
 from phalanx.program.instructions import Instruction, Op, from_text
@@ -26,7 +26,7 @@ def once() -> Iterator[None]:
     """The model is captured and measured once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "find_facts", cache(program.find_facts))
-        patch.setattr(program, "capture_model", cache(program.capture_model))
+        patch.setattr(models, "capture_model", cache(models.capture_model))
         yield
 
 

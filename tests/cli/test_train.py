@@ -18,7 +18,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
     class Trainer:
         @classmethod
-        def from_config(cls, config: RunConfig) -> Trainer:
+        def from_config(cls, config: RunConfig, began: float) -> Trainer:
             cls.config = config
             return cls()
 
