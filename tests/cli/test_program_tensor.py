@@ -71,6 +71,7 @@ def test_a_rank_holds_about_half_of_a_split_model(capsys: pytest.CaptureFixture[
         assert 0.45 < half[part] / whole[part] < 0.75, part
 
 
+@pytest.mark.long  # describes the model for six plans
 def test_splitting_tokens_and_computing_again_keep_less(capsys: pytest.CaptureFixture[str]) -> None:
     plans = (
         "tp=2", "tp=2,recompute=light", "tp=2,sequence=yes,recompute=light", "tp=2,sequence=yes,recompute=unit",
