@@ -18,6 +18,10 @@ those of the plain HuggingFace model to 1e-9. *refused* means that Phalanx says 
 reasons are below. *wrong* is a result that differs, *crash* an error without a reason or no end in time: neither may
 occur. Slices of the tokens are for causal models; – is what was not tried. `split` is the share of the layers'
 parameters that two ranks divide between them under `tp=2`.
+
+What `verify` finds wrong because a model has a backward of its own, which no graph of its forward has, is asked of the
+check that training makes first, and is *refused* where that refuses it (yoso). Cases were tried while the code grew, those
+that failed or that a change touched again; `--again` tries all of them anew.
 """
 
 
