@@ -20,8 +20,8 @@ occur. Slices of the tokens are for causal models; – is what was not tried. `s
 parameters that two ranks divide between them under `tp=2`.
 
 What `verify` finds wrong because a model has a backward of its own, which no graph of its forward has, is asked of the
-check that training makes first, and is *refused* where that refuses it (yoso). Cases were tried while the code grew, those
-that failed or that a change touched again; `--again` tries all of them anew.
+check that training makes first, and is *refused* where that refuses it (yoso). Cases were tried while the code grew,
+those that failed or that a change touched again; `--again` tries all of them anew.
 """
 
 
