@@ -28,6 +28,12 @@ ALWAYS = (GPT2, LLAMA, "openai/whisper-small", "google-t5/t5-small", "mistralai/
 PLANS = [
     "pp=2,mb=4,schedule=zb-h1", "pp=2,mb=4,schedule=zb-v", "pp=2,tp=2,mb=2", "tp=2,overlap=oases,sequence=yes",
     "dp=2,zero=3,mb=2", "pp=2,mb=2,slices=5-3-1",
+    "pp=2,mb=4,offload=activations+optimizer-step", "dp=2,zero=2,mb=2,offload=optimizer",
+    "tp=2,mb=2,recompute=light,offload=activations",
+]  # fmt: skip
+OFFLOADS = [
+    "mb=2,offload=activations", "mb=2,offload=optimizer", "mb=2,offload=optimizer-step",
+    "mb=2,slices=3-2,recompute=light,offload=activations:1+optimizer:0.5",
 ]  # fmt: skip
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -83,6 +89,12 @@ def require_exact(case: Case, plain: PlainProcess, pool: WorkerPool | None = Non
 def test_every_architecture_compiled_is_exact(name: str, plain: PlainProcess) -> None:
     case = Case(name, "mb=2", tiny=True, dtype="float32", dropout=0.1, compile="inductor", device=DEVICE)
     require_exact(case, plain)
+
+
+@pytest.mark.parametrize("plan", OFFLOADS)
+def test_what_moves_to_the_host_and_back_is_exact(plan: str, plain: PlainProcess) -> None:
+    """Copies run on streams of their own there, into pinned memory."""
+    require_exact(Case(LLAMA, plan, tiny=True, dtype="float32", dropout=0.1, steps=3, device=DEVICE), plain)
 
 
 @pytest.mark.parametrize("name", [GPT2, LLAMA])
