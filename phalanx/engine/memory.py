@@ -41,8 +41,8 @@ def rank_memory(compiled: Compiled, inputs: Mapping[Place, Inputs]) -> RankMemor
     table = bind(compiled.plan, sizes.shape, compiled.program, compiled.formation.pp_index)
     held, hosted = state_memory(compiled)
     held["buffers"] = _stored([*compute.buffers.values(), *compute.constants.values()])
-    device = held | peak_in_order(table, lambda value: 0 if value.is_on_host else sizes(value), sizes.working)
-    host = hosted | peak_in_order(table, lambda value: sizes(value) if value.is_on_host else 0, lambda it: 0)
+    device = held | peak_in_order(table, sizes, sizes.single, sizes.working)
+    host = hosted | peak_in_order(table, sizes, sizes, lambda it: 0, on_host=True)
     return RankMemory(_more_than_none(device), _more_than_none(host))
 
 
@@ -105,6 +105,10 @@ class _Sizes:
             width = self._of_buckets.element_bytes
             return int(op.past_bytes) * (max(1, 4 // width) if value.kind == "d_past" else 1)
         return int(getattr(op.bw, value.kind) or 0)
+
+    def single(self, value: Value) -> int:
+        """The same of what nothing was added to yet."""
+        return self._of_buckets.single(value) if value.kind == "d_parameters" else self(value)
 
     def working(self, it: Instruction) -> int:
         if it.op not in COMPUTE:

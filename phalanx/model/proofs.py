@@ -66,9 +66,9 @@ def _own_code() -> str | None:
     """Of every file that is loaded and neither installed nor ours. None where a script has no file."""
     digest = hashlib.blake2b(digest_size=8)
     ours = str(Path(phalanx.__file__).parent)
-    for module in list(sys.modules.values()):
+    for name, module in list(sys.modules.items()):  # where libraries also put what is no module
         file = getattr(module, "__file__", None)
-        if module.__name__ == "__main__" and (file is None or not Path(file).is_file()):
+        if name == "__main__" and (file is None or not Path(file).is_file()):
             return None
         if not isinstance(file, str) or not file.endswith(".py") or file.startswith((*_INSTALLED, ours)):
             continue

@@ -14,7 +14,7 @@ from phalanx.expressions import evaluate
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan
 from phalanx.program.costs import BucketCosts, Costs
-from phalanx.program.holders import buckets_of, chunks_of, hosted_of
+from phalanx.program.holders import buckets_of, chunks_of, hosted_of, is_tied
 from phalanx.program.instructions import COMPUTE, SENDS, Instruction, Op
 from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape
@@ -114,6 +114,14 @@ class Sizes:
     def _number(size: str, dims: Dims) -> int:
         return int(size or 0) if size.isdigit() or not size else evaluate(size, dims)
 
+    def single(self, value: Value) -> int:
+        """The same of what nothing was added to yet: a gradient that no other rank has a part of is kept as it came."""
+        bucket, _, op = value.what.partition("/")
+        if value.kind != "d_parameters" or op or self.plan.adds_gradients:
+            return self(value)
+        is_alone = not self.shape.cells(int(bucket)) and not is_tied(self.plan, self.shape, int(bucket))
+        return min(self.buckets[int(bucket)].weight_bytes, self(value)) if is_alone else self(value)
+
     def _of_bucket(self, value: Value) -> int:
         bucket, _, op = value.what.partition("/")
         if value.kind in ("staged", f"{HOST}state"):
@@ -133,21 +141,32 @@ class Sizes:
         return costs.gradient_bytes // max(1, len(users))
 
 
-def live_bytes(table: Table, size: Callable[[Value], int], *, on_host: bool = False) -> list[int]:
+Size = Callable[[Value], int]
+
+
+def live_bytes(table: Table, size: Size, *, on_host: bool = False) -> list[int]:
     """Bytes of the values that exist on the device, or on the host, after each row, each piece of memory once."""
     now, found = 0, list[int]()
-    for changes in _changes_in_order(table, lambda value: size(value) if value.is_on_host == on_host else 0):
+    here = _where(on_host, size)
+    for changes in _changes_in_order(table, here, here):
         now += sum(change for _, _, change in changes)
         found.append(now)
     return found
 
 
-def peak_in_order(table: Table, size: Callable[[Value], int], working: Callable[[Instruction], int]) -> dict[str, int]:
+def _where(on_host: bool, size: Size) -> Size:
+    return lambda value: size(value) if value.is_on_host == on_host else 0
+
+
+def peak_in_order(
+    table: Table, size: Size, single: Size, working: Callable[[Instruction], int], *, on_host: bool = False
+) -> dict[str, int]:
     """Bytes by component when values that exist and what a computation needs beside them are most, as rows follow each
-    other."""
+    other. single: of a sum to which nothing was added yet."""
     held: Counter[str] = Counter()
     peak, most = dict[str, int](), -1
-    for row, changes in zip(table.rows, _changes_in_order(table, size), strict=True):
+    in_order = _changes_in_order(table, _where(on_host, size), _where(on_host, single))
+    for row, changes in zip(table.rows, in_order, strict=True):
         for when, component, change in changes:
             held[component] += change if when != _AFTER else 0
         held["working"] = working(row.instruction)
@@ -161,7 +180,7 @@ def peak_in_order(table: Table, size: Callable[[Value], int], working: Callable[
 _BEFORE, _AFTER = "before", "after"  # a row runs
 
 
-def _changes_in_order(table: Table, size: Callable[[Value], int]) -> Iterator[list[tuple[str, str, int]]]:
+def _changes_in_order(table: Table, size: Size, single: Size) -> Iterator[list[tuple[str, str, int]]]:
     """Of each row when something changes, of which component, and bytes more or less."""
     users: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -170,9 +189,14 @@ def _changes_in_order(table: Table, size: Callable[[Value], int]) -> Iterator[li
         for i in row.writes:
             value = table.values[i]
             if not users.get(value.memory):
-                sizes[value.memory] = size(value)
+                sizes[value.memory] = single(value)
                 found.append((_BEFORE, component_of(value), sizes[value.memory]))
             users[value.memory] = users.get(value.memory, 0) + 1
+        for i in row.adds:
+            value = table.values[i]
+            if more := size(value) - sizes.get(value.memory, size(value)):
+                sizes[value.memory] += more
+                found.append((_BEFORE, component_of(value), more))
         dropped = set(row.dropped)
         for i in row.frees:
             value = table.values[i]
@@ -239,9 +263,14 @@ def _changes(
         for i in row.writes:
             value = table.values[i]
             if not users.get(value.memory) and value.kind not in RESIDENT and not value.is_on_host:
-                sizes[value.memory] = size(value)
+                sizes[value.memory] = size.single(value)
                 yield issued, sizes[value.memory], COMPONENTS[value.kind]
             users[value.memory] = users.get(value.memory, 0) + 1
+        for i in row.adds:
+            value = table.values[i]
+            if more := size(value) - sizes.get(value.memory, size(value)):
+                sizes[value.memory] += more
+                yield issued, more, COMPONENTS[value.kind]
         yield from _working(table, size, row, event)
         dropped = set(row.dropped)
         for i in row.frees:

@@ -29,6 +29,8 @@ from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.joint import Joint, base, closure, tensors_of, trace
 from phalanx.model.segment.products import Forms, Gradient
 
+aten = torch.ops.aten
+
 Source = tuple[str, int]
 """Where an argument comes from: the number of a tensor `port`, of an `output`, of the `gradient` of an output, or a
 place in what was left behind: in `saved_b` by F for B alone, in `saved_bw` by F for W too, in `saved_w` by B."""
@@ -269,7 +271,8 @@ def running_bytes(
     graph: fx.Graph, outputs: Iterable[fx.Node | None], sources: Sequence[fx.Node], fuses: bool = False
 ) -> list[int]:
     """While `outputs` are computed from `sources`, which do not count, at each operator; views cost nothing. fuses:
-    nor does what is computed element by element and read by nothing but such operators and reductions."""
+    nor does what is computed element by element and read by nothing but such operators and reductions, or what is
+    written over what is read for the last time."""
     given = set(sources)
     wanted = [node for node in outputs if node is not None]
     needed = closure(wanted, given)
@@ -283,7 +286,12 @@ def running_bytes(
     alive: dict[int, int] = {}
     found: list[int] = []
     for place, node in enumerate(order):
-        alive.update({storage: size for storage, size in _storages(node) if storage not in held})
+        new = {storage: size for storage, size in _storages(node) if storage not in held}
+        if fuses and _is_pointwise(node):
+            ending = {size: storage for storage, size in alive.items() if last[storage] == place}
+            for size in set(new.values()) & ending.keys():
+                del alive[ending[size]]
+        alive.update(new)
         found.append(sum(alive.values()))
         alive = {storage: size for storage, size in alive.items() if last[storage] > place}
     return found
@@ -293,14 +301,26 @@ def _never_written(order: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[i
     """The storages that a compiler which fuses keeps in registers."""
     written = {storage for node in wanted for storage, _ in _storages(node)}
     for node in order:
-        tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else []
         own = {storage for storage, _ in _storages(node)}
-        read = {storage for source in node.all_input_nodes for storage, _ in _storages(source)}
+        sources = node.all_input_nodes[1:] if node.target in _CHANGES_A_COPY else node.all_input_nodes
+        read = {storage for source in sources for storage, _ in _storages(source)}
         is_view = own <= read
-        if torch.Tag.pointwise not in tags and not is_view:
+        if not _is_pointwise(node) and not is_view:
             written |= own
-            written |= read if torch.Tag.reduction not in tags else set()
+            written |= read if torch.Tag.reduction not in _tags(node) else set()
     return {storage for node in order for storage, _ in _storages(node)} - written
+
+
+# Of their first argument, which is computed right where it is changed.
+_CHANGES_A_COPY = (aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.index_put.default)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in _tags(node)
+
+
+def _tags(node: fx.Node) -> Sequence[torch.Tag]:
+    return node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
 
 
 def total_bytes(nodes: Iterable[fx.Node], besides: Iterable[fx.Node] = ()) -> int:
