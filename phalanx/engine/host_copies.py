@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.redistribute import Arriving
-from phalanx.params.host_memory import Copying, HostBuffers, event_on
+from phalanx.params.host_memory import HostBuffers, copy_on
 
 Held = Tensor | Sequence[Tensor]
 
@@ -71,26 +71,13 @@ class HostCopies:
             looks.append(_Look(number, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())))
         sources = [content for _, content in storages.values()]
         held = HostValue(self._pool, [self._pool.take(s.numel()) for s in sources], looks, isinstance(value, Tensor))
-        return Arriving(_copy(held.buffers, sources, self._out), lambda: held)
+        return Arriving(copy_on(self._out, held.buffers, sources), lambda: held)
 
     def back(self, held: HostValue) -> Arriving:
         """Starts a copy to new memory of the device. The host's memory must stay until it has arrived."""
         targets = [torch.empty(b.numel(), dtype=torch.uint8, device=self._device) for b in held.buffers]
         tensors = [look.on(targets[look.buffer].untyped_storage()) for look in held.looks]
-        return Arriving(_copy(targets, held.buffers, self._back), lambda: tensors[0] if held.single else tensors)
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.cuda.Stream | None) -> Copying:
-    """After everything that the current stream has been given so far, and beside what it is given next."""
-    if stream is None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-        return Copying()
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
-    return Copying(event_on(stream))
+        return Arriving(copy_on(self._back, targets, held.buffers), lambda: tensors[0] if held.single else tensors)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

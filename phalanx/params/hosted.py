@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.params.flat import ALIGNMENT, Piece
-from phalanx.params.host_memory import Copying, HostMemory
+from phalanx.params.host_memory import Copying, HostMemory, on_host
 from phalanx.params.optimizer import Optimizer
 from phalanx.params.parameters import Parameters, Weight
 
@@ -98,6 +98,10 @@ class HostedOptimizer:
     def store(self, part: PartName) -> Copying:
         """Starts to bring it back."""
         return self._memory.store(self._moving(part))
+
+    def settle(self) -> None:
+        """Waits until all state is on the host."""
+        self._memory.settle()
 
     def step(self, part: PartName, gradients: Mapping[str, Tensor], given: Given) -> None:
         """Updates a part where its state is."""
@@ -205,8 +209,10 @@ class HostedOptimizer:
 
     def _settled(self, value: Tensor) -> Tensor:
         """Where it lies between steps. Counters of what the device updates by fused kernels lie there."""
+        if value.dim() > 0:
+            return value.cpu() if self._on_host else on_host(value, self._device)
         fused = bool(self._core.inner.defaults.get("fused"))
-        return value.cpu() if value.dim() > 0 else value.to(self._device) if fused and not self._on_host else value
+        return value.to(self._device) if fused and not self._on_host else value
 
     def _shape(self, name: str) -> torch.Size:
         return self._parameters.weights[name].exact.shape

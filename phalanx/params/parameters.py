@@ -17,6 +17,7 @@ from phalanx.comm.links import Group
 from phalanx.errors import ConfigError, nearest
 from phalanx.params.buckets import Bucket, BufferPool, FlatBuffer, Read
 from phalanx.params.flat import Piece
+from phalanx.params.host_memory import on_host
 from phalanx.params.layout_of import StateLayout
 
 
@@ -127,9 +128,9 @@ def load_parameters(
         if trained is not None:
             masters = trained.fill(read, state.facts.masters)
             if index in hosted and masters is not None:
-                masters = masters.cpu()
+                masters = on_host(masters, device)
             elif index in hosted and state.plan.steps_on_host:
-                masters = trained.shard.to("cpu", copy=True)
+                masters = on_host(trained.shard, device)
             found[index].masters = masters
         if frozen is not None:
             frozen.fill(read, False)

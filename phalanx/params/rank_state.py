@@ -50,9 +50,15 @@ class State:
             )  # fmt: skip
         self.loss_scale = LossScale(device) if config.dtype == "float16" else None
 
+    def settle(self) -> None:
+        """Waits for everything that is on its way."""
+        self.parameters.settle()
+        if self.hosted is not None:
+            self.hosted.settle()
+
     def shards(self) -> Iterator[Filled]:
         """Everything a checkpoint holds, as far as it lies here."""
-        self.parameters.settle()
+        self.settle()
         return of_checkpoint(self.layout, self._rank, self.parameters, self._slots())
 
     def _slots(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -62,7 +68,7 @@ class State:
 
     def values(self) -> Iterator[Filled]:
         """The parameters alone, by their own names, in the precision of training."""
-        self.parameters.settle()
+        self.settle()
         return of_parameters(self.layout, self._rank, self.parameters)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -76,7 +82,7 @@ class State:
 
     def scalars(self) -> tuple[dict[str, Any], dict[str, float] | None]:
         """What a checkpoint holds beside tensors: of the optimizer, and of the scale of the loss where there is one."""
-        self.parameters.settle()
+        self.settle()
         hosted = self.hosted.scalars() if self.hosted is not None else {}
         return self.optimizer.scalars() | hosted, self.loss_scale.state() if self.loss_scale else None
 
