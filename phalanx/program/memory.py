@@ -167,36 +167,37 @@ def peak_in_order(
     peak, most = dict[str, int](), -1
     in_order = _changes_in_order(table, _where(on_host, size), _where(on_host, single))
     for row, changes in zip(table.rows, in_order, strict=True):
-        for when, component, change in changes:
-            held[component] += change if when != _AFTER else 0
-        held["working"] = working(row.instruction)
-        if held.total() > most:
-            peak, most = dict(held), held.total()
-        for when, component, change in changes:
-            held[component] += change if when == _AFTER else 0
+        for when in (_BEFORE, _AT_ITS_END, _AFTER):
+            for own, component, change in changes:
+                held[component] += change if own == when else 0
+            held["working"] = working(row.instruction) if when == _BEFORE else 0
+            if held.total() > most:
+                peak, most = dict(held), held.total()
     return peak
 
 
-_BEFORE, _AFTER = "before", "after"  # a row runs
+_BEFORE, _AT_ITS_END, _AFTER = range(3)  # a row runs
 
 
-def _changes_in_order(table: Table, size: Size, single: Size) -> Iterator[list[tuple[str, str, int]]]:
-    """Of each row when something changes, of which component, and bytes more or less."""
+def _changes_in_order(table: Table, size: Size, single: Size) -> Iterator[list[tuple[int, str, int]]]:
+    """Of each row when something changes, of which component, and bytes more or less. What a row computes of the
+    gradients of parameters it needs while it runs, and only then adds to their sums."""
     users: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for row in table.rows:
-        found: list[tuple[str, str, int]] = []
+        found: list[tuple[int, str, int]] = []
         for i in row.writes:
             value = table.values[i]
             if not users.get(value.memory):
                 sizes[value.memory] = single(value)
-                found.append((_BEFORE, component_of(value), sizes[value.memory]))
+                when = _AT_ITS_END if value.kind == "d_parameters" else _BEFORE
+                found.append((when, component_of(value), sizes[value.memory]))
             users[value.memory] = users.get(value.memory, 0) + 1
         for i in row.adds:
             value = table.values[i]
             if more := size(value) - sizes.get(value.memory, size(value)):
                 sizes[value.memory] += more
-                found.append((_BEFORE, component_of(value), more))
+                found.append((_AT_ITS_END, component_of(value), more))
         dropped = set(row.dropped)
         for i in row.frees:
             value = table.values[i]
@@ -260,17 +261,19 @@ def _changes(
             now = event.end if row.instruction.op is Op.NORM else now
         issued = event.start if computes else now
         ended = event.end if computes or row.instruction.op in SENDS else now
+        summed = issued if size.plan.adds_gradients else ended  # else they are the sum
         for i in row.writes:
             value = table.values[i]
             if not users.get(value.memory) and value.kind not in RESIDENT and not value.is_on_host:
                 sizes[value.memory] = size.single(value)
-                yield issued, sizes[value.memory], COMPONENTS[value.kind]
+                when = summed if value.kind == "d_parameters" else issued
+                yield when, sizes[value.memory], COMPONENTS[value.kind]
             users[value.memory] = users.get(value.memory, 0) + 1
         for i in row.adds:
             value = table.values[i]
             if more := size(value) - sizes.get(value.memory, size(value)):
                 sizes[value.memory] += more
-                yield issued, more, COMPONENTS[value.kind]
+                yield summed, more, COMPONENTS[value.kind]
         yield from _working(table, size, row, event)
         dropped = set(row.dropped)
         for i in row.frees:

@@ -292,7 +292,7 @@ def running_bytes(
             for size in set(new.values()) & ending.keys():
                 del alive[ending[size]]
         alive.update(new)
-        found.append(sum(alive.values()))
+        found.append(sum(alive.values()) + (_padding(node) if fuses else 0))
         alive = {storage: size for storage, size in alive.items() if last[storage] > place}
     return found
 
@@ -315,8 +315,20 @@ def _never_written(order: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[i
 _CHANGES_A_COPY = (aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.index_put.default)
 
 
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+_ALIGNED = 8  # elements of half precision, for tensor cores
+
+
+def _padding(node: fx.Node) -> int:
+    """Bytes of the copies of a product's factors that a compiler makes where their sizes suit no tensor core."""
+    factors = [source.meta["val"] for source in node.all_input_nodes[-2:]] if node.target in _PRODUCTS else []
+    uneven = [own for own in factors if own.itemsize == 2 and any(size % _ALIGNED for size in own.shape[-2:])]
+    return sum(own.numel() * own.itemsize for own in uneven)
+
+
 def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in _tags(node)
+    """Computed element by element, each from one of every source."""
+    return torch.Tag.pointwise in _tags(node) or node.target is aten.gather.default
 
 
 def _tags(node: fx.Node) -> Sequence[torch.Tag]:
