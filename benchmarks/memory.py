@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,15 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = report.options(__doc__ or "")
-    parser.add_argument("--models", nargs="+", default=[own.model for own in SETTINGS], help="of those in the table")
+    parser.add_argument(
+        "--models", nargs="+", default=[own.model for own in SETTINGS], help="those of the table, or any other"
+    )
     parser.add_argument("--plans", nargs="+", default=PLANS)
     parser.add_argument(
         "--precisions", nargs="+", choices=PRECISIONS, help="default: all with the first plan, then the first"
     )
-    parser.add_argument("--batch", type=int, help="samples (default: as the table has it)")
+    parser.add_argument("--batch", type=int, help="samples (default: as the table has it, else 4)")
+    parser.add_argument("--tokens", type=int, help="of a sample (default: as the table has it, else 4096)")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny models, predictions alone")
     return parser.parse_args()
@@ -94,12 +97,13 @@ def _require_gpu() -> None:
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     """Those of one precision and model beside each other: they share what is compiled."""
-    for own in SETTINGS:
-        if own.model in options.models:
-            setting = Setting(own.model, options.batch or own.batch, own.tokens, own.fields)
-            for precision in options.precisions or PRECISIONS:
-                whole = options.precisions is not None or precision == PRECISIONS[0]
-                yield from (Case(setting, plan, precision) for plan in (options.plans if whole else options.plans[:1]))
+    known = {own.model: own for own in SETTINGS}
+    for model in options.models:
+        own = known.get(model, Setting(model, 4, 4096))
+        setting = replace(own, batch=options.batch or own.batch, tokens=options.tokens or own.tokens)
+        for precision in options.precisions or PRECISIONS:
+            whole = options.precisions is not None or precision == PRECISIONS[0]
+            yield from (Case(setting, plan, precision) for plan in (options.plans if whole else options.plans[:1]))
 
 
 def _attempt(case: Case, options: argparse.Namespace) -> dict[str, Any]:
