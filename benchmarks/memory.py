@@ -1,16 +1,20 @@
 """Memory, predicted and measured: the peak of a step on one GPU for models × batches × recompute × precision × offload.
 
     python benchmarks/memory.py [--models meta-llama/Llama-3.2-1B …] [--plans recompute=light …] [--steps 6]
+    python benchmarks/memory.py --again FILE … --out FILE
 
 Each case is predicted from what is compiled and the shapes of the batch, before anything lies on the device; then it
 trains, and the allocator tells what was held at most. Both are of tensors: what libraries and the allocator keep for
-themselves stands apart (reserved). Seconds are the median of the steps after the first two.
+themselves stands apart (reserved). Seconds are the median of the steps after the first two. `--again` predicts cases
+anew that were measured before, beside what was measured then: that needs no GPU, and shows what a change of the
+prediction does.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
@@ -58,15 +62,17 @@ class Case:
 
 def main() -> None:
     options = _options()
-    if options.device == "cuda":
+    if options.device == "cuda" and not options.again:
         _require_gpu()
     results: list[dict[str, Any]] = []
-    for case in _cases(options):
-        results.append(asdict(case) | _attempt(case, options))
-        print(_row(results[-1]), file=sys.stderr, flush=True)
-    print(report.table(_HEADERS, [_row(r) for r in results]))
-    print(_summary(results))
-    setting = {name: value for name, value in vars(options).items() if name not in ("out", "plot")}
+    for result in _again(options.again) if options.again else _measured(options):
+        results.append(result)
+        print(row(result), file=sys.stderr, flush=True)
+    print(report.table(HEADERS, [row(r) for r in results]))
+    print(summary(results))
+    setting = {name: value for name, value in vars(options).items() if name not in ("out", "plot", "again")}
+    if options.again:
+        setting["measured_on"] = json.loads(Path(options.again[0]).read_text())["machine"]
     report.publish(options, "memory", setting, results, [_panel(results)])
 
 
@@ -82,6 +88,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="samples (default: as the table has it, else 4)")
     parser.add_argument("--tokens", type=int, help="of a sample (default: as the table has it, else 4096)")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--again", nargs="+", metavar="FILE", help="results of earlier runs, to be predicted anew")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny models, predictions alone")
     return parser.parse_args()
 
@@ -104,6 +111,52 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
         for precision in options.precisions or PRECISIONS:
             whole = options.precisions is not None or precision == PRECISIONS[0]
             yield from (Case(setting, plan, precision) for plan in (options.plans if whole else options.plans[:1]))
+
+
+def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for case in _cases(options):
+        yield asdict(case) | _attempt(case, options)
+
+
+def _again(files: Sequence[str]) -> Iterator[dict[str, Any]]:
+    from phalanx.model.ops.operators import as_on_gpu
+
+    for old in (result for file in files for result in json.loads(Path(file).read_text())["results"]):
+        own = old["setting"]
+        setting = Setting(own["model"], own["batch"], own["tokens"], tuple((k, v) for k, v in own["fields"]))
+        with as_on_gpu():
+            predicted = predict(Case(setting, old["plan"], old["precision"]))
+        yield old | {"predicted": predicted.device, "on_host": predicted.host}
+
+
+def predict(case: Case) -> Any:
+    """As the segments of a GPU would be compiled, without one."""
+    import torch
+    from one_rank import captured_model
+
+    from phalanx import tasks
+    from phalanx.config import RunConfig
+    from phalanx.engine.compiled import Compiled
+    from phalanx.engine.memory import rank_memory
+    from phalanx.engine.step import micro_batches
+    from phalanx.plan.complete import complete
+
+    own, dtype = case.setting, case.precision.split(",")[0]
+    spec, captured = captured_model(own.model, dtype, **dict(own.fields))
+    batch = tasks.get(spec.task).synthetic(spec.config, batch=own.batch, tokens=own.tokens, seed=0)
+    plan = complete(case.plan, world=1, batch_size=own.batch, costs=[1.0] * len(captured.blocks.blocks)).plan
+    options = _precision(case) | {"batch_size": own.batch, "device": "cpu", "compile": "inductor"}
+    compiled = Compiled(
+        captured, RunConfig(**options), plan, rank=0, device=torch.device("cpu"), trainable=captured.trainable,
+        buffers=captured.buffers,
+    )  # fmt: skip
+    return rank_memory(compiled, micro_batches(compiled.training.feeder, plan, batch, 0))
+
+
+def _precision(case: Case) -> dict[str, Any]:
+    """As options of a run."""
+    dtype = case.precision.split(",")[0]
+    return {"dtype": dtype} | ({} if dtype == "float32" else {"master_weights": case.precision.endswith("masters")})
 
 
 def _attempt(case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -136,13 +189,12 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     plan = complete(case.plan, world=1, batch_size=samples, costs=costs).plan
     predicted = RankMemory({}, {})
 
-    def predict(compiled: Any, _: object) -> None:
+    def look(compiled: Any, _: object) -> None:
         nonlocal predicted
         predicted = rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, batch, 0))
 
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    masters = {} if dtype == "float32" else {"master_weights": case.precision.endswith("masters")}
-    session = open_session(captured, plan, device, look=predict, dtype=dtype, batch_size=samples, **masters)
+    session = open_session(captured, plan, device, look=look, batch_size=samples, **_precision(case))
     fed = on_device(batch, device)
     held = sum(tensor.nbytes for tensor in fed.values())  # the batch itself, which a run would feed from the host
     seconds = _seconds(session, fed, device, steps)
@@ -177,7 +229,7 @@ def _give_back(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-_HEADERS = [
+HEADERS = [
     "model",
     "batch",
     "precision",
@@ -191,7 +243,7 @@ _HEADERS = [
 ]
 
 
-def _row(r: dict[str, Any]) -> list[str]:
+def row(r: dict[str, Any]) -> list[str]:
     own = r["setting"]
     known = [own["model"], f"{own['batch']} × {own['tokens']}", r["precision"], r["plan"]]
     if "error" in r:
@@ -210,7 +262,7 @@ def error_of(r: dict[str, Any]) -> float:
     return sum(r["predicted"].values()) / r["measured_bytes"] - 1
 
 
-def _summary(results: Sequence[dict[str, Any]]) -> str:
+def summary(results: Sequence[dict[str, Any]]) -> str:
     errors = [abs(error_of(r)) for r in results if "measured_bytes" in r]
     failed = sum("error" in r for r in results)
     if not errors:

@@ -34,7 +34,8 @@ def open_session(captured: Captured, plan: Plan, device: str, look: Any = None, 
 
     return Session.open(
         captured, RunConfig(device=device, **options), plan, context=context, trainable=captured.trainable,
-        read=random_values, buffers={name: buffer.to(context.device) for name, buffer in captured.buffers.items()}, look=look,
+        read=random_values, look=look,
+        buffers={name: buffer.to(context.device) for name, buffer in captured.buffers.items()},
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import attention
 import compare_page
 import faults
+import memory_page
 import overlap_page
 import peers_page
 import robustness_page
@@ -41,6 +42,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "overlap": overlap_page.page,
     "robustness": robustness_page.page,
     "faults": faults.page,
+    "memory": memory_page.page,
     "tp_dispatch": tp_dispatch.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }

@@ -278,6 +278,7 @@ def running_bytes(
     needed = closure(wanted, given)
     order = [node for node in graph.nodes if node in needed and node not in given]
     held = {storage for node in sources for storage, _ in _storages(node)}
+    fixed = held | {storage for node in wanted for storage, _ in _storages(node)}
     if fuses:
         held |= _never_written(order, wanted)
     last = {storage: place for place, node in enumerate(order) for used in (node, *node.all_input_nodes)
@@ -292,7 +293,7 @@ def running_bytes(
             for size in set(new.values()) & ending.keys():
                 del alive[ending[size]]
         alive.update(new)
-        found.append(sum(alive.values()) + (_padding(node) if fuses else 0))
+        found.append(sum(alive.values()) + (_padding(node, fixed) if fuses else 0))
         alive = {storage: size for storage, size in alive.items() if last[storage] > place}
     return found
 
@@ -319,11 +320,17 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _ALIGNED = 8  # elements of half precision, for tensor cores
 
 
-def _padding(node: fx.Node) -> int:
-    """Bytes of the copies of a product's factors that a compiler makes where their sizes suit no tensor core."""
-    factors = [source.meta["val"] for source in node.all_input_nodes[-2:]] if node.target in _PRODUCTS else []
-    uneven = [own for own in factors if own.itemsize == 2 and any(size % _ALIGNED for size in own.shape[-2:])]
-    return sum(own.numel() * own.itemsize for own in uneven)
+def _padding(node: fx.Node, fixed: set[int]) -> int:
+    """Bytes of the copies that a compiler makes of a product's factors where their sizes suit no tensor core. What is
+    summed over has room behind it from the beginning, unless it is `fixed` how that storage lies."""
+    if node.target not in _PRODUCTS or node.meta["val"].itemsize != 2:
+        return 0
+    left, right = node.all_input_nodes[-2:] if len(node.all_input_nodes) > 1 else node.all_input_nodes * 2
+    (rows, inner), columns = left.meta["val"].shape[-2:], right.meta["val"].shape[-1]
+    is_fixed = any(storage in fixed for storage, _ in _storages(left))
+    copied = [left] if rows % 2 or (inner % _ALIGNED and is_fixed) else []
+    copied += [right] if inner % _ALIGNED or columns % _ALIGNED else []
+    return sum(own.meta["val"].numel() * 2 for own in copied)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
