@@ -16,7 +16,7 @@ from phalanx.plan.plan import Plan
 from phalanx.program.check import check
 from phalanx.program.compile import CompiledPlan, compile_forward, compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link, uniform
-from phalanx.program.instructions import MOVES, Op, from_text, to_text
+from phalanx.program.instructions import COMPUTE, MOVES, Op, from_text, to_text
 from phalanx.program.lower import lower
 from phalanx.program.memory import Sizes, live_bytes
 from phalanx.program.shape import ModelShape
@@ -65,8 +65,12 @@ def test_moves_are_added_to_the_programs_of_any_plan_and_what_moves_is_on_one_si
         assert from_text(to_text(program)) == program
     for table in compiled.tables:
         at = {row.instruction: position for position, row in enumerate(table.rows)}
+        read = {i for row in table.rows for i in row.reads}
+        # Random models have redistributions whose result nobody reads: their sources are held until the end.
+        moved = [row for row in table.rows if row.instruction.op not in COMPUTE]
+        ends_late = {i for row in moved if not read.issuperset(row.writes) for i in row.reads}
         for it, left in at.items():
-            if it.op is Op.OUT and it.stage is not None:
+            if it.op is Op.OUT and it.stage is not None and not ends_late & set(table.rows[left].reads):
                 back = at[it._replace(op=Op.IN)]
                 freed = [p for p, row in enumerate(table.rows) if set(table.rows[left].reads) & set(row.frees)]
                 assert left < max(freed) < back
