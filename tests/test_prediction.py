@@ -8,7 +8,6 @@ import pytest
 
 from tests.run_helpers import records, short_run
 
-
 long = pytest.mark.long
 PLANS = ["mb=2", "pp=2,mb=2", pytest.param("tp=2", marks=long), pytest.param("dp=2,zero=1", marks=long)]
 

@@ -57,6 +57,7 @@ def peer(found: dict[str, float]) -> dict[str, Any]:
     return {"peer": "DDP", "variant": "plain", "tried": [], "peak_bytes": 2**29, "seconds": times, "ratio": found}
 
 
+@pytest.mark.long  # starts four ranks; test_compare.py holds the same of the pipelines that are compared
 def test_a_round_compares_sides_that_train_alike(lab: Lab) -> None:
     said: list[str] = []
     with Rounds(lab, LLAMA, rounds=2, steps=1, say=said.append) as rounds:

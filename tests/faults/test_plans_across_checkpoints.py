@@ -25,15 +25,12 @@ OPTIONS = {
 DATA = "synthetic:13"
 TOLERANCE = {"float64": 1e-9, "float32": 2e-5}
 
-RELAY = (
-    "pp=2", "dp=2,zero=1", "pp=2,dp=2,zero=3", "", "pp=2,mb=4,schedule=zb-h1", "dp=4,zero=2,zero_degree=2",
-    "pp=3,mb=4,schedule=gpipe",
-)  # fmt: skip
+RELAY = ("pp=2,mb=4,schedule=zb-h1", "dp=2,zero=1", "", "pp=2,dp=2,zero=3", "dp=4,zero=2,zero_degree=2")
 PAIRS = [
     ("pp=2", "dp=2,zero=1"),
     ("pp=2,dp=2,zero=3", ""),
     ("", "pp=2,mb=4,schedule=zb-h1"),
-    ("dp=4,zero=2,zero_degree=2", "pp=3,mb=4"),
+    ("dp=4,zero=2,zero_degree=2", "pp=3,mb=4,schedule=gpipe"),
     ("pp=2,mb=4,schedule=zb-v", "dp=3,zero=3,gather=step"),
     ("pp=2,v=2,mb=4,schedule=interleaved", "pp=2,dp=2,zero=1"),
 ]

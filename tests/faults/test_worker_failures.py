@@ -62,8 +62,9 @@ class Blow(threading.Thread):
 @pytest.mark.parametrize(
     ("how", "number"),
     [
-        ("collective", signal.SIGKILL), ("messages", signal.SIGKILL), ("messages", signal.SIGSTOP),
-        ("collective", signal.SIGSEGV), pytest.param("collective", signal.SIGSTOP, marks=pytest.mark.long),
+        ("collective", signal.SIGKILL), ("messages", signal.SIGSTOP), ("collective", signal.SIGSEGV),
+        pytest.param("collective", signal.SIGSTOP, marks=pytest.mark.long),
+        pytest.param("messages", signal.SIGKILL, marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_a_lost_rank_is_named_and_the_others_end(pool: WorkerPool, tmp_path: Path, how: str, number: signal.Signals):
@@ -143,7 +144,7 @@ def test_a_job_that_is_suspended_and_continued_lives(tmp_path: Path):
     assert parent.stdout is not None
     pids = [parent.pid, *map(int, parent.stdout.readline().split())]
     wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
-    for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
+    for number, seconds in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 0.0)):
         for pid in pids:
             os.kill(pid, number)
         time.sleep(seconds)

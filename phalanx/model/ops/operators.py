@@ -95,9 +95,13 @@ def as_on_gpu() -> Iterator[None]:
         _AS_ON_GPU.reset(token)
 
 
+def is_as_on_gpu() -> bool:
+    return _AS_ON_GPU.get()
+
+
 def _fuses(x: Tensor) -> bool:
     """Whether a compiler will see the operator, or torch runs it step by step."""
-    return x.device.type != "cpu" or _AS_ON_GPU.get()
+    return x.device.type != "cpu" or is_as_on_gpu()
 
 
 def _dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
