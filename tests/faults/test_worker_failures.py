@@ -16,6 +16,7 @@ import pytest
 from phalanx.errors import RankError
 from phalanx.launch.processes import memory_kills
 from phalanx.launch.worker_pool import WorkerPool
+from tests import children
 from tests.launch import jobs
 from tests.launch.test_worker_pool import main_thread_only, signal_when_under_way
 
@@ -139,7 +140,7 @@ with WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT, silence
 def test_a_job_that_is_suspended_and_continued_lives(tmp_path: Path):
     parent = subprocess.Popen(
         [sys.executable, "-c", SUSPENDED.format(folder=str(tmp_path))], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=children.environment(),
     )  # fmt: skip
     assert parent.stdout is not None
     pids = [parent.pid, *map(int, parent.stdout.readline().split())]
@@ -237,7 +238,7 @@ def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path):
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=children.environment(),
     )  # fmt: skip
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from phalanx.verification.case import Case, Start, Training
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.plan_side import prepare
 from phalanx.verification.verify import verify_case
+from tests import children
 
 
 class Net(nn.Module):
@@ -173,7 +173,7 @@ if {condition}:
 def test_a_script_verifies_its_own_module(module: str, condition: str, message: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(module=module, condition=condition))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = children.environment(OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert message in done.stdout + done.stderr, done.stderr
 
