@@ -120,11 +120,6 @@ class Compute:
             "activation",
         )
 
-    @property
-    def num_segments(self) -> int:
-        """Distinct ones, traced so far."""
-        return len(self._segments)
-
     def _arguments(self, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> list[Tensor | int]:
         held = {"input": inputs, "buffer": self.buffers, "constant": self.constants}
         return [

@@ -8,7 +8,7 @@ shows a plan takes it from here. Plain data, no torch.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,7 +55,7 @@ class CompiledPlan:
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def without_collection() -> Generator[None]:
     """Python searches all objects for cycles again and again while millions are made; here none are made in cycles."""
     was_on = gc.isenabled()
     gc.disable()

@@ -133,21 +133,12 @@ class Sizes:
         return costs.gradient_bytes // max(1, len(users))
 
 
-def live_bytes(table: Table, size: Callable[[Value], int], *, on_host: bool = False) -> list[int]:
-    """Bytes of the values that exist on the device, or on the host, after each row, each piece of memory once."""
-    now, found = 0, list[int]()
-    for changes in _changes_in_order(table, lambda value: size(value) if value.is_on_host == on_host else 0):
-        now += sum(change for _, _, change in changes)
-        found.append(now)
-    return found
-
-
 def peak_in_order(table: Table, size: Callable[[Value], int], working: Callable[[Instruction], int]) -> dict[str, int]:
     """Bytes by component when values that exist and what a computation needs beside them are most, as rows follow each
     other."""
     held: Counter[str] = Counter()
     peak, most = dict[str, int](), -1
-    for row, changes in zip(table.rows, _changes_in_order(table, size), strict=True):
+    for row, changes in zip(table.rows, changes_in_order(table, size), strict=True):
         for when, component, change in changes:
             held[component] += change if when != _AFTER else 0
         held["working"] = working(row.instruction)
@@ -161,7 +152,7 @@ def peak_in_order(table: Table, size: Callable[[Value], int], working: Callable[
 _BEFORE, _AFTER = "before", "after"  # a row runs
 
 
-def _changes_in_order(table: Table, size: Callable[[Value], int]) -> Iterator[list[tuple[str, str, int]]]:
+def changes_in_order(table: Table, size: Callable[[Value], int]) -> Iterator[list[tuple[str, str, int]]]:
     """Of each row when something changes, of which component, and bytes more or less."""
     users: dict[int, int] = {}
     sizes: dict[int, int] = {}
