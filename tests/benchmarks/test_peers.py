@@ -70,9 +70,10 @@ def test_a_round_compares_sides_that_train_alike(lab: Lab) -> None:
     assert any(line.startswith("DDP, 25 MiB buckets: ") for line in said)
 
 
-def test_what_a_side_cannot_do_comes_back_in_one_line(lab: Lab) -> None:
-    wrong = Entrant("DDP", "nothing", "torch_data_parallel.no_such_thing", "dp=2")
-    with pytest.raises(WorkersError, match=r"^AttributeError: module 'torch_data_parallel' has no attribute"):
+def test_what_a_side_cannot_do_comes_back_in_one_line() -> None:
+    wrong = Entrant("DDP", "nothing", "torch_data_parallel.no_such_thing", "dp=1")
+    lab = Lab("ranks=1,device=cpu:1thread", say=lambda text: None)
+    with lab, pytest.raises(WorkersError, match=r"^AttributeError: module 'torch_data_parallel' has no attribute"):
         Workers(lab, wrong, LLAMA, seconds=60).__enter__()
 
 
