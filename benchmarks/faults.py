@@ -65,7 +65,8 @@ class Run:
 
     def start(self, steps: int) -> None:
         command = [sys.executable, str(JOB), str(self.out), self.plan, str(steps), str(self.trigger), str(SILENCE)]
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         self.number += 1
         job = {"SLURM_NTASKS": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost"}
         job["SLURM_JOB_ID"] = f"{os.getpid()}{self.number:05}"

@@ -33,7 +33,7 @@ def open_session(captured: Captured, plan: Plan, device: str, look: Any = None, 
         return values.normal_(0, 0.02) if values.dim() > 1 else values.fill_(1.0)
 
     return Session.open(
-        captured, RunConfig(device=device, **options), plan, context=context, trainable=captured.trainable,
+        captured, RunConfig(**options, **{"device": device}), plan, context=context, trainable=captured.trainable,
         read=random_values, look=look,
         buffers={name: buffer.to(context.device) for name, buffer in captured.buffers.items()},
     )  # fmt: skip

@@ -89,8 +89,8 @@ def _both(seconds: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def _python(*arguments: str, **variables: str) -> str:
-    root = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **variables}
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **variables}
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"python {' '.join(arguments)} failed:\n{done.stderr}")

@@ -95,6 +95,12 @@ def lent_ranks(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
+@pytest.fixture
+def lent_plain_process(plain_process: PlainProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verification in this process gets the plain side that is there instead of starting one."""
+    monkeypatch.setattr("phalanx.verification.verify.PlainProcess", lambda: contextlib.nullcontext(plain_process))
+
+
 @pytest.fixture(scope="session")
 def plain_process() -> Iterator[PlainProcess]:
     from phalanx.verification.plain_side import PlainProcess

@@ -76,6 +76,7 @@ def test_a_model_by_name_needs_no_values() -> None:
         assert payload.values is None and unpack(payload) == job_of("gpt2", "stdlib")
 
 
+@pytest.mark.usefixtures("lent_ranks")
 def test_a_dataset_that_cannot_be_handed_over_is_refused(tmp_path: Path) -> None:
     class Local(Points):
         pass
@@ -99,6 +100,7 @@ def test_a_hook_that_other_processes_would_not_have_is_refused() -> None:
         pass
 
 
+@pytest.mark.usefixtures("lent_ranks")
 def test_two_ranks_fill_the_callers_module_and_call_back_in_its_process(tmp_path: Path) -> None:
     calls: list[tuple[str, int]] = []
 

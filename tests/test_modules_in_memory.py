@@ -38,7 +38,7 @@ def train(module: Any, out: Path, **options: Any) -> Any:
     return phalanx.train(module, "synthetic:8", out=out, **{**OPTIONS, **options})
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.long)])
 def test_a_module_with_dropout_is_checked_and_trained(name: str, tmp_path: Path):
     module = tiny_models.build(name)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

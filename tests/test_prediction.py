@@ -8,8 +8,12 @@ import pytest
 
 from tests.run_helpers import records, short_run
 
+long = pytest.mark.long
+PLANS = ["mb=2", "pp=2,mb=2", pytest.param("tp=2", marks=long), pytest.param("dp=2,zero=1", marks=long)]
 
-@pytest.mark.parametrize("plan", ["mb=2", "pp=2,mb=2", "tp=2", "dp=2,zero=1"])
+
+@pytest.mark.usefixtures("lent_ranks")
+@pytest.mark.parametrize("plan", PLANS)
 def test_steps_after_the_measured_ones_are_logged_beside_their_prediction(plan: str, tmp_path: Path) -> None:
     short_run("gpt2", "synthetic", tmp_path, plan=plan, steps=5, checkpoint_every=1, device="cpu", export=False)
     steps = records(tmp_path, "step")

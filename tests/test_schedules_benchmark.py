@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,4 +64,4 @@ def test_a_profile_of_two_schedules_predicts_all_of_them(
 def as_measured(timeline: Timeline) -> Timeline:
     """The timeline as a run would measure it: a message is shown where it is issued."""
     messages = SENDS | RECEIVES
-    return Timeline(tuple(replace(e, end=e.start) if e.instruction.op in messages else e for e in timeline.events))
+    return Timeline(tuple(e._replace(end=e.start) if e.instruction.op in messages else e for e in timeline.events))

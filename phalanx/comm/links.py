@@ -98,10 +98,6 @@ class Links:
         """Bytes of messages sent to neighbours."""
         return self.traffic["send"].bytes if "send" in self.traffic else 0
 
-    @property
-    def received_bytes(self) -> int:
-        return self.traffic["recv"].bytes if "recv" in self.traffic else 0
-
     def close(self) -> None:
         """Leave in good order. Everything that was started must have been awaited."""
         assert not self._pending, f"{len(self._pending)} operations were never awaited"

@@ -13,18 +13,43 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phalanx.engine.graph import ExecutionGraph
 from phalanx.model.captured import Captured
 from phalanx.model.graph.blocks import Block, Blocks
 from phalanx.model.shard.shard import shard
-from phalanx.model.shard.sharded import Chained, Sharded
+from phalanx.model.shard.sharded import Chained, Part, Sharded
 from phalanx.model.shard.unsplit import unsplit
 from phalanx.model.slicing import Sliced, slice_model
 from phalanx.plan.plan import Plan
+from phalanx.program.instructions import Instruction
 from phalanx.program.shape import BlockOp, ModelShape, Partition
 
 # The blocks that use a bucket, over whom it is summed, and whether several segments of a block add to its gradients.
 Key = tuple[tuple[int, ...], Partition, bool]
+
+
+@dataclass(frozen=True)
+class ExecutionGraph:
+    """How the model's blocks are made of segments and redistributions on this rank: a block is always a chain of ops.
+
+    model: the blocks that a plan speaks of. segments: what is run. parts: how the former are made of the latter.
+    light: the blocks whose segments keep only products and attention."""
+
+    model: Blocks
+    segments: Blocks
+    parts: tuple[tuple[Part, ...], ...]
+    light: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(model: Blocks, chained: Chained, light: frozenset[int] = frozenset()) -> ExecutionGraph:
+        return ExecutionGraph(model, chained.blocks, chained.parts, light)
+
+    def part(self, instruction: Instruction) -> Part:
+        assert instruction.block is not None
+        return self.parts[instruction.block][instruction.op_index or 0]
+
+    def segment(self, part: Part) -> Block:
+        assert part.segment is not None, "a redistribution is not a segment"
+        return self.segments.blocks[part.segment]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The functions of a rank's model: of every segment for every set of shapes, and of the prologue.
 
-It keeps what was traced and compiled, which survives a change of everything else. It runs nothing by itself and knows
-no program: `trace.py` asks it for segments, `link.py` makes calls of them.
+What was traced and compiled is kept, also beyond this object: functions belong to templates and shapes. It runs nothing
+by itself and knows no program: `trace.py` asks it for segments, `link.py` makes calls of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from phalanx.model.graph.blocks import Block, Blocks, Port
 from phalanx.model.graph.normalise import retarget, without_dropout
 from phalanx.model.interpret import tensor_ports
 from phalanx.model.ops import random
+from phalanx.model.ops.operators import is_as_on_gpu
 from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.joint import Outline, outline
 from phalanx.model.segment.segments import Segment
+
+# What was built in this process, of all models and plans: another run of the same model traces and compiles nothing.
+_known: dict[tuple[object, ...], Segment] = {}
+_MOST_KNOWN = 1024
 
 
 class Compute:
@@ -38,7 +43,7 @@ class Compute:
         dropout: bool = True,
         products: bool = False,
     ) -> None:
-        self.blocks, self.device, self.buffers = blocks, device, buffers
+        self.blocks, self.device, self.buffers, self._dropout = blocks, device, buffers, dropout
         self._trainable, self._compiler, self._products = set(trainable), compiler, products
         self.constants = {name: value.to(device) for name, value in blocks.constants.items()}
         self._prologue = fx.GraphModule({}, _graph(blocks.prologue, device, dropout)).forward
@@ -80,12 +85,24 @@ class Compute:
         kept for the backward."""
         key = (block.template, wants, light, _shapes(arguments))
         if key not in self._segments:
-            is_parameter = [port.kind == "parameter" for port in tensor_ports(block)]
-            self._segments[key] = segments.build(
+            self._segments[key] = self._known_or_built(block, arguments, wants, light)
+        return self._segments[key]
+
+    def _known_or_built(
+        self, block: Block, arguments: Sequence[Tensor | int], wants: tuple[bool, ...], light: bool
+    ) -> Segment:  # fmt: skip
+        is_parameter = tuple(port.kind == "parameter" for port in tensor_ports(block))
+        text = self.blocks.templates[block.template].text
+        form = (self.device, self._dropout, self._compiler, self._products, is_as_on_gpu(), light)
+        key = (text, form, is_parameter, wants, _shapes(arguments))
+        if key not in _known:
+            if len(_known) == _MOST_KNOWN:
+                del _known[next(iter(_known))]
+            _known[key] = segments.build(
                 self._templates[block.template], arguments, is_parameter, wants, compiler=self._compiler,
                 products=self._products, light=light,
             )  # fmt: skip
-        return self._segments[key]
+        return _known[key]
 
     def outlines(
         self, block: Block, arguments: Sequence[Tensor | int], wants: tuple[bool, ...]
@@ -102,11 +119,6 @@ class Compute:
             "parameter",
             "activation",
         )
-
-    @property
-    def num_segments(self) -> int:
-        """Distinct ones, traced so far."""
-        return len(self._segments)
 
     def _arguments(self, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> list[Tensor | int]:
         held = {"input": inputs, "buffer": self.buffers, "constant": self.constants}

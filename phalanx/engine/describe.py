@@ -19,8 +19,7 @@ import torch
 from phalanx import tasks
 from phalanx.engine.compose import compose
 from phalanx.engine.compute import Compute
-from phalanx.engine.inputs import Inputs
-from phalanx.engine.sample_shard import SampleShard
+from phalanx.engine.inputs import Inputs, SampleShard
 from phalanx.engine.trace import Traced, Tracer
 from phalanx.errors import CaptureError, PlanError
 from phalanx.expressions import Fit, evaluate

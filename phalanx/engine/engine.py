@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 
 from phalanx.engine.inputs import Inputs
-from phalanx.engine.link import Linked, Parts, StandIn, extras_of, link
+from phalanx.engine.link import extras_of, link
+from phalanx.engine.linked import Linked, Parts, StandIn
 from phalanx.engine.reductions import Place, StepRun
 from phalanx.engine.warm_up import warm_up
 from phalanx.program.instructions import Instruction, Op, Program

@@ -8,12 +8,12 @@ batches into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from phalanx.engine.compute import Compute
-from phalanx.engine.sample_shard import SampleShard
 from phalanx.errors import DataError, PlanError
 from phalanx.model.captured import Captured
 from phalanx.model.ops.random import sample_keys
@@ -22,6 +22,19 @@ from phalanx.model.slicing import TOKENS, WHOLE_TOKENS, Sliced
 from phalanx.tasks.base import Batch
 
 Key = tuple[int, int, str, str]  # slice, tensor degree, kind and name of a port
+
+
+@dataclass(frozen=True)
+class SampleShard:
+    """The samples of a micro-batch that a unit of smaller tensor degree sees on this rank."""
+
+    index: int
+    count: int
+
+    def of(self, samples: int) -> slice:
+        assert samples % self.count == 0, f"{samples} samples cannot be divided into {self.count} parts"
+        size = samples // self.count
+        return slice(self.index * size, (self.index + 1) * size)
 
 
 class _View:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from phalanx.comm.links import Channel, Direction, Flow, Group, Links
 from phalanx.engine.gradients import Reduction
-from phalanx.engine.sample_shard import SampleShard
+from phalanx.engine.inputs import SampleShard
 from phalanx.model.shard.sharded import Sharded
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.state_facts import StateFacts
@@ -57,12 +57,6 @@ class RankLayout:
     @property
     def stages(self) -> tuple[int, ...]:
         return self.plan.stages_of(self.pp_index)
-
-    @property
-    def first_blocks(self) -> tuple[int, ...]:
-        """The first block of every stage, and after the last stage the number of blocks."""
-        starts = [self.plan.stage_blocks(stage)[0] for stage in range(self.plan.num_stages)]
-        return (*starts, self.shape.num_blocks)
 
     @property
     def is_first(self) -> bool:

@@ -10,7 +10,6 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,7 +100,7 @@ def writing(engine: Engine, context: RankContext, world: Group, path: Path, time
 def merge(parts: Sequence[Timeline]) -> Timeline:
     """The parts of ranks 0 … n - 1, on one clock, as one timeline that begins at zero."""
     begin = min(part.begin for part in parts if part.events)
-    events = (replace(e, start=e.start - begin, end=e.end - begin) for part in parts for e in part.events)
+    events = (e._replace(start=e.start - begin, end=e.end - begin) for part in parts for e in part.events)
     return Timeline(tuple(events), tuple(part.memory[rank] for rank, part in enumerate(parts)))
 
 
@@ -114,7 +113,7 @@ def gather(part: Timeline, context: RankContext, world: Group, timeout: float) -
     if context.world == 1:
         return merge([part])
     ahead = clock_ahead(context, world)
-    events = tuple(replace(e, start=e.start - ahead, end=e.end - ahead) for e in part.events)
+    events = tuple(e._replace(start=e.start - ahead, end=e.end - ahead) for e in part.events)
     meeting = StoreRendezvous(context.store, context.rank)
     meeting.arrive(_KEY, Timeline(events, part.memory).to_json())
     if context.rank > 0:

@@ -18,7 +18,7 @@ from phalanx.engine.reductions import Place, StepRun
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Program
-from phalanx.program.parts import end_of_gradients
+from phalanx.program.lower import end_of_gradients
 from phalanx.tasks.base import Batch
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from phalanx.engine.compose import ExecutionGraph
 from phalanx.engine.compute import Compute
-from phalanx.engine.graph import ExecutionGraph
 from phalanx.engine.inputs import Inputs
 from phalanx.expressions import evaluate
 from phalanx.model.graph.blocks import Block

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.engine.compute import Compute
 from phalanx.engine.gradients import Sum
-from phalanx.engine.link import ComputeCall, Linked
+from phalanx.engine.linked import ComputeCall, Linked
 from phalanx.model.segment.segments import WeightCall
 
 Around = Callable[[ComputeCall, Callable[[], Any]], None]  # what is done with the running of a call

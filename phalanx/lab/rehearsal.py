@@ -14,7 +14,8 @@ from typing import Any
 
 from phalanx.comm.links import Group
 from phalanx.engine.engine import Engine
-from phalanx.engine.link import ComputeCall, link
+from phalanx.engine.link import link
+from phalanx.engine.linked import ComputeCall
 from phalanx.engine.step import Step
 from phalanx.engine.warm_up import warm_up
 from phalanx.errors import PlanError

@@ -131,8 +131,9 @@ class HostMemory:
         for tensor in tensors:
             home = self._homes.pop(id(tensor), None)
             tensor.data = home_of(tensor, self._device) if home is None else home
-        for own in here if self._out is not None else ():
-            own.record_stream(self._out)
+        if self._out is not None:
+            for own in here:
+                own.record_stream(self._out)
         copying = copy_on(self._out, [tensor.data for tensor in tensors], here)
         if copying.event is not None:
             self._stored |= dict.fromkeys(map(id, tensors), copying.event)

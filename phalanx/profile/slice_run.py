@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.engine.compose import bucket_names
+from phalanx.engine.compose import ExecutionGraph, bucket_names
 from phalanx.engine.compute import Compute
 from phalanx.engine.gradients import Sum, together
-from phalanx.engine.graph import ExecutionGraph
 from phalanx.engine.inputs import Feeder, Inputs, num_samples
 from phalanx.engine.trace import Tracer
 from phalanx.model.graph.blocks import Block

@@ -6,7 +6,6 @@ in order, by the rules (`rules.py`). A value is freed by the last instruction th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -35,7 +34,7 @@ def bind(plan: Plan, shape: ModelShape, program: Program, pp_index: int) -> Tabl
     return lives.finish(keeps_losses=all(it.op is not Op.NORM for it in program))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sum:
     """The gradient of an activation while it is added up: what is there, and what is on its way to it."""
 
@@ -43,7 +42,7 @@ class _Sum:
     arriving: list[int] = field(default_factory=list[int])
 
 
-@dataclass
+@dataclass(slots=True)
 class _Draft:
     """A row in the making."""
 
@@ -63,7 +62,7 @@ class _Lives:
         self._values: list[Value] = []
         self._last: list[int] = []  # per value, the position of what touches it last
         self._live: dict[Key, int] = {}
-        self._written: Counter[Key] = Counter()
+        self._written: dict[Key, int] = {}  # how often
         self._sums: dict[Key, _Sum] = {}
         self._shared: set[int] = set()  # memory of several values
         self._pending: dict[int, int] = {}  # what is on its way → position of what brings it
@@ -92,7 +91,8 @@ class _Lives:
 
     def end_row(self, it: Instruction) -> None:
         row, self._row = self._row, _Draft()
-        reads, adds = tuple(dict.fromkeys(row.reads)), tuple(dict.fromkeys(row.adds))
+        reads = tuple(dict.fromkeys(row.reads)) if len(row.reads) > 1 else tuple(row.reads)
+        adds = tuple(dict.fromkeys(row.adds)) if len(row.adds) > 1 else tuple(row.adds)
         self._rows.append(Row(it, tuple(row.waits), tuple(row.collects), reads, tuple(row.writes), adds, ()))
 
     def finish(self, keeps_losses: bool) -> Table:
@@ -249,8 +249,8 @@ class _Lives:
             self._shared.add(memory)
         version = 0
         if not part:
-            version = self._written[key]
-            self._written[key] += 1
+            version = self._written.get(key, 0)
+            self._written[key] = version + 1
         self._values.append(Value(*key, version, part, size, number if memory is None else memory))
         self._last.append(len(self._rows))
         return number

@@ -28,7 +28,7 @@ class Broken(Exception):
         self.words, self.index, self.position = words, index, position
 
 
-@dataclass
+@dataclass(slots=True)
 class _Meaning:
     """What an instruction does, by the names of values."""
 
@@ -135,6 +135,8 @@ class _Follower:
         self._sending: Counter[int] = Counter()  # how many of those need it
         self._collected: set[int] = set()
         self._touched: set[int] = set()
+        self._reduced = {i for i, value in enumerate(table.values) if value.kind == "reduced"}
+        self._parameters_arrive = plan.zero in (1, 2) or plan.steps_on_host
         self._ends = Op.NORM in {it.op for it in program}
         self._num_slices: Counter[Key] = Counter()  # of each past, how many slices write it
         self._passed: Counter[tuple[Key, bool]] = Counter()  # slices that wrote it, or came back
@@ -149,7 +151,10 @@ class _Follower:
 
     def run(self) -> None:
         for position, (row, meaning) in enumerate(zip(self._table.rows, self._meanings)):
-            for words in (*self._named(row, meaning), *self._follow(row, meaning)):
+            words = None if self._is_as_meant(row, meaning) else next(self._named(row, meaning), None)
+            if words is None:
+                words = next(self._follow(row, meaning), None)
+            if words is not None:
                 raise Broken(f"{words} at {row.instruction}", self._index, position)
         for_good = RESIDENT if self._ends else RESIDENT | {"loss"}  # a loss that no NORM reads is what was asked for
         kept = {i for i, value in enumerate(self._table.values) if value.kind in for_good}
@@ -158,6 +163,22 @@ class _Follower:
             raise Broken(f"never frees {self._name(min(left))}", self._index)
 
     # Against what the instruction means.
+
+    def _is_as_meant(self, row: Row, meaning: _Meaning) -> bool:
+        """Whether it plainly does that and no more. Where not, `_named` tells what is wrong, if anything is."""
+        keys, to_give = self._keys, self._to_give
+        reads, writes, adds = [keys[i] for i in row.reads], [keys[i] for i in row.writes], [keys[i] for i in row.adds]
+        taken = [key for key in meaning.takes if key in to_give]
+        wanted = meaning.reads.union(taken) if taken else meaning.reads
+        made = {*writes, *adds}
+        return (
+            len(reads) == len(wanted) == len(wanted.intersection(reads))
+            and len(made) == len(writes) + len(adds)
+            and meaning.writes.issubset(writes)
+            and made == meaning.writes.union(meaning.adds, meaning.gives)
+            and len(set(row.frees)) == len(row.frees)
+            and len(set(row.waits)) == len(row.waits)
+        )
 
     def _named(self, row: Row, meaning: _Meaning) -> Iterator[str]:
         keys = self._keys
@@ -184,6 +205,41 @@ class _Follower:
     # From row to row.
 
     def _follow(self, row: Row, meaning: _Meaning) -> Iterator[str]:
+        written, new = self._written, row.writes
+        if row.waits:
+            yield from self._arrived(row)
+        for i in new:
+            if i in written:
+                yield f"writes {self._name(i)} twice"
+        for i in (*row.reads, *row.adds, *new):
+            if i in self._freed or i in self._pending or i in self._gone or (i not in written and i not in new):
+                yield from self._misused(i, new)
+        if meaning.takes or meaning.sums:
+            yield from self._incomplete(row, meaning)
+        if meaning.adds:
+            yield from self._out_of_order(row, meaning)
+        if row.collects or meaning.sums or self._parameters_arrive or not self._reduced.isdisjoint(row.frees):
+            yield from self._lost(row, meaning)
+        if self._parameters_arrive:
+            self._touched.update(row.reads, row.adds)
+        if row.instruction.op is Op.OUT:
+            self._gone.update(row.reads)
+        written.update(new)
+        self._count(row.instruction, meaning)
+        if meaning.arrives or meaning.sums:
+            self._set_out(row, meaning)
+        if self._plan.gathers == "micro-batch":
+            yield from self._too_many(row)
+        for i in row.frees:
+            if i in self._freed:
+                yield f"frees {self._name(i)} again"
+            if i not in written:
+                yield f"frees {self._name(i)}, which was never written,"
+            if self._sending and self._sending[i] > 0:
+                yield f"frees {self._name(i)}, which is still being sent,"
+        self._freed.update(row.frees)
+
+    def _arrived(self, row: Row) -> Iterator[str]:
         for i in row.waits:
             self._pending.discard(i)
             sent = self._held.pop(i, set[int]())
@@ -191,29 +247,30 @@ class _Follower:
             made_room = sent and self._table.values[i].is_on_host  # of what went to the host, nobody need read it yet
             if not made_room and i not in (*row.reads, *row.adds, *row.frees) and self._keys[i][0] not in RESIDENT:
                 yield f"waits for {self._name(i)} and does nothing with it"
-        new = set(row.writes)
-        yield from (f"writes {self._name(i)} twice" for i in row.writes if i in self._written)
-        for i in dict.fromkeys((*row.reads, *row.adds, *row.writes)):
-            if i in self._freed:
-                yield f"uses {self._name(i)}, which was freed,"
-            if i not in self._written and i not in new:
-                yield f"uses {self._name(i)} before it is written"
-            if i in self._pending:
-                yield f"uses {self._name(i)} without waiting for it"
-            if i in self._gone:
-                yield f"uses {self._name(i)}, which went to the host,"
-        yield from self._incomplete(row, meaning)
-        yield from self._out_of_order(row, meaning)
-        yield from self._lost(row, meaning)
-        self._touched.update(row.reads, row.adds)
-        if row.instruction.op is Op.OUT:
-            self._gone.update(row.reads)
-        self._written |= new
-        for key in (*meaning.gives, *(key for key in meaning.writes if key[0] == "gradient")):
+
+    def _misused(self, i: int, new: Collection[int]) -> Iterator[str]:
+        if i in self._freed:
+            yield f"uses {self._name(i)}, which was freed,"
+        if i not in self._written and i not in new:
+            yield f"uses {self._name(i)} before it is written"
+        if i in self._pending:
+            yield f"uses {self._name(i)} without waiting for it"
+        if i in self._gone:
+            yield f"uses {self._name(i)}, which went to the host,"
+
+    def _count(self, it: Instruction, meaning: _Meaning) -> None:
+        """What was added to gradients so far."""
+        for key in meaning.gives:
             self._given[key] += 1
+        for key in meaning.writes:
+            if key[0] == "gradient":
+                self._given[key] += 1
         for key in meaning.adds:
             if key[0] == "d_parameters":
-                self._added[bucket_of(key), row.instruction.micro_batch] += 1
+                self._added[bucket_of(key), it.micro_batch] += 1
+
+    def _set_out(self, row: Row, meaning: _Meaning) -> None:
+        """What is on its way from here on, and what it holds."""
         self._pending.update(i for i in (*row.writes, *row.adds) if self._keys[i] in meaning.arrives)
         if meaning.sums == "further":
             self._pending.update(row.adds[-1:])
@@ -225,15 +282,6 @@ class _Follower:
             if held:
                 self._held[i] = held
                 self._sending.update(held)
-        yield from self._too_many(row)
-        for i in row.frees:
-            if i in self._freed:
-                yield f"frees {self._name(i)} again"
-            if i not in self._written:
-                yield f"frees {self._name(i)}, which was never written,"
-            if self._sending[i] > 0:
-                yield f"frees {self._name(i)}, which is still being sent,"
-        self._freed.update(row.frees)
 
     def _out_of_order(self, row: Row, meaning: _Meaning) -> Iterator[str]:
         """Slices write the past first to last, and come back last to first."""
@@ -278,7 +326,7 @@ class _Follower:
             used = row.instruction.op is Op.STEP or i in self._collected or i in self._gone
             if self._keys[i][0] == "reduced" and not used:
                 yield f"frees {self._name(i)} before it was added up"
-        if self._plan.zero in (1, 2) or self._plan.steps_on_host:
+        if self._parameters_arrive:
             first = (i for i in (*row.reads, *row.adds) if self._keys[i][0] == "parameters" and i not in self._touched)
             yield from (f"uses {self._name(i)} without waiting for it" for i in first if i not in row.waits)
 
@@ -298,8 +346,6 @@ class _Follower:
                 yield f"comes before micro-batch {micro_batch} has added all its gradients to bucket {bucket}"
 
     def _too_many(self, row: Row) -> Iterator[str]:
-        if self._plan.gathers != "micro-batch":
-            return
         gathered = (i for i in row.writes if self._keys[i][0] == "gathered")
         self._gathered.update(i for i in gathered if int(self._keys[i][1]) < self._rules.shape.num_blocks)
         num_blocks = len(self._gathered)

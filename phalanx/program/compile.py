@@ -7,6 +7,9 @@ shows a plan takes it from here. Plain data, no torch.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,12 +54,26 @@ class CompiledPlan:
         return self.tables[self.pp_index(rank)].peak("gathered")
 
 
+@contextmanager
+def without_collection() -> Generator[None]:
+    """Python searches all objects for cycles again and again while millions are made; here none are made in cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@without_collection()
 def compile_plan(plan: Plan, shape: ModelShape) -> CompiledPlan:
     """The programs of one training step; a PlanError where they are not right."""
     programs = lower(plan, shape)
     return CompiledPlan(plan, shape, programs, check(plan, shape, programs, plan.mb, training=True))
 
 
+@without_collection()
 def compile_forward(plan: Plan, shape: ModelShape, num_micro_batches: int) -> CompiledPlan:
     """The programs of an evaluation."""
     whole = without_overlap(plan)

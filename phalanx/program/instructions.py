@@ -9,7 +9,7 @@ Where a micro-batch's tokens are cut into slices, both views name the slice too:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -140,3 +140,15 @@ def _places(op: Op, staged: bool) -> tuple[set[str], set[str]]:
     if op in (Op.GATHER, Op.REDUCE):
         return {*place, "block"}, {"slice"} if op is not Op.REDUCE else set()
     return ({"block"} if op in (Op.SUM, Op.TIE, Op.SHARE) else set()), set()
+
+
+Additions = Mapping[int, Sequence[Instruction]]  # by the position in the program they are added to
+
+
+def insert(program: Program, before: Additions, after: Additions) -> Program:
+    """Puts instructions around others, for passes that decide per place."""
+    return tuple(
+        instruction
+        for position, old in enumerate(program)
+        for instruction in (*before.get(position, ()), old, *after.get(position, ()))
+    )

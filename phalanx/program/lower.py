@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phalanx.errors import PlanError
 from phalanx.plan.plan import Plan
-from phalanx.program.expand import forwards_of, schedule_of
 from phalanx.program.holders import buckets_of, is_tied, reduced_of, summed_of
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.blocks import add_inputs, at_their_grain, to_blocks
@@ -18,9 +18,31 @@ from phalanx.program.passes.offload import check_hosted, leave_gradients, move_a
 from phalanx.program.passes.ops import to_ops
 from phalanx.program.passes.reductions import add_reductions, add_sums
 from phalanx.program.passes.zero import gather_per_micro_batch, gather_per_step
+from phalanx.program.schedules import SCHEDULES
 from phalanx.program.schedules.one_f_one_b import NUM_AHEAD
 from phalanx.program.shape import ModelShape
 from phalanx.program.visits import is_split
+
+
+def schedule_of(plan: Plan) -> tuple[Program, ...]:
+    """The order of forward and backward on each rank of the pipeline, without messages and collectives."""
+    return _orders(plan, plan.mb)
+
+
+def forwards_of(plan: Plan, num_micro_batches: int) -> tuple[Program, ...]:
+    """The same order when nothing but the forward is wanted: forwards wait for forwards only, so it can run as well."""
+    orders = _orders(plan, num_micro_batches)
+    return tuple(tuple(instruction for instruction in order if instruction.op is Op.F) for order in orders)
+
+
+def slices_of(plan: Plan, num_micro_batches: int) -> tuple[int, ...]:
+    """The number of slices of each micro-batch; empty where they are not cut."""
+    return tuple(map(plan.num_slices, range(num_micro_batches))) if plan.slices else ()
+
+
+def _orders(plan: Plan, num_micro_batches: int) -> tuple[Program, ...]:
+    counts = (slices_of(plan, num_micro_batches),) if plan.slices else ()
+    return SCHEDULES[plan.schedule](plan.pp, plan.v, num_micro_batches, *counts)
 
 
 def lower(plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
@@ -75,3 +97,25 @@ def _complete(program: Program, plan: Plan, shape: ModelShape, pp_index: int) ->
     shares = [Instruction(Op.SHARE, block=bucket) for bucket in trained if plan.zero in (1, 2)]
     passes = leave_gradients((*program, *ties), plan, shape, pp_index)
     return (Instruction(Op.COUNT), *passes, *update(plan, shape, pp_index), *shares)
+
+
+# A training program in parts, for whoever has something to do between them: a loop of the user's own between gradients
+# and update, an outer loss between the forwards and the backwards. Nothing is lowered anew.
+_FORWARD = frozenset((Op.F, Op.CF, Op.LF, Op.SEND_F))
+_BACKWARD = frozenset((Op.B, Op.BW, Op.W, Op.CB, Op.LB, Op.SEND_B))
+
+
+def end_of_gradients(program: Program) -> int:
+    """Where all gradients are complete, and loss and norm known on every rank."""
+    return next(number for number, it in enumerate(program) if it.op is Op.NORM) + 1
+
+
+def end_of_forwards(program: Program) -> int:
+    """Where every micro-batch has gone forward; refused where one goes back before."""
+    end = max(number for number, it in enumerate(program) if it.op in _FORWARD) + 1
+    if any(it.op in _BACKWARD for it in program[:end]):
+        raise PlanError(
+            "plan: a loss that is computed outside needs the outputs of the whole batch before the first backward",
+            "use schedule=gpipe, or leave the schedule out",
+        )
+    return end

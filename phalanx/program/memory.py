@@ -144,16 +144,6 @@ class Sizes:
 Size = Callable[[Value], int]
 
 
-def live_bytes(table: Table, size: Size, *, on_host: bool = False) -> list[int]:
-    """Bytes of the values that exist on the device, or on the host, after each row, each piece of memory once."""
-    now, found = 0, list[int]()
-    here = _where(on_host, size)
-    for changes in _changes_in_order(table, here, here):
-        now += sum(change for _, _, change in changes)
-        found.append(now)
-    return found
-
-
 def _where(on_host: bool, size: Size) -> Size:
     return lambda value: size(value) if value.is_on_host == on_host else 0
 
@@ -165,7 +155,7 @@ def peak_in_order(
     other. single: of a sum to which nothing was added yet."""
     held: Counter[str] = Counter()
     peak, most = dict[str, int](), -1
-    in_order = _changes_in_order(table, _where(on_host, size), _where(on_host, single))
+    in_order = changes_in_order(table, _where(on_host, size), _where(on_host, single))
     for row, changes in zip(table.rows, in_order, strict=True):
         for when in (_BEFORE, _AT_ITS_END, _AFTER):
             for own, component, change in changes:
@@ -179,7 +169,7 @@ def peak_in_order(
 _BEFORE, _AT_ITS_END, _AFTER = range(3)  # a row runs
 
 
-def _changes_in_order(table: Table, size: Size, single: Size) -> Iterator[list[tuple[int, str, int]]]:
+def changes_in_order(table: Table, size: Size, single: Size) -> Iterator[list[tuple[int, str, int]]]:
     """Of each row when something changes, of which component, and bytes more or less. What a row computes of the
     gradients of parameters it needs while it runs, and only then adds to their sums."""
     users: dict[int, int] = {}

@@ -82,8 +82,8 @@ class Names:
         for block in range(shape.num_blocks):
             for op in shape.ops_of(block):
                 self._add(op)
-        self._loss = self.activation.get(shape.loss, shape.loss)
-        self._d_loss = self.gradient.get(shape.loss, shape.loss)
+        self.loss = self.activation.get(shape.loss, shape.loss)
+        self.d_loss = self.gradient.get(shape.loss, shape.loss)
         self._whole = shape.per_micro_batch
         self.whole_activations = {self.activation.get(name, name) for name in shape.per_micro_batch}
         self.whole_gradients = {self.gradient.get(name, name) for name in shape.per_micro_batch}
@@ -102,11 +102,11 @@ class Names:
                 self.differentiable.add(name)
 
     def is_loss(self, name: str) -> bool:
-        return self.activation.get(name, name) == self._loss
+        return self.activation.get(name, name) == self.loss
 
     def is_d_loss(self, name: str) -> bool:
         """Whether its gradient is that of the loss, which follows from the number of items."""
-        return self.gradient.get(name, name) == self._d_loss
+        return self.gradient.get(name, name) == self.d_loss
 
     def crossing(self, stage: int, slice_: int | None) -> tuple[str, ...]:
         """The activations that a stage gets from the one before it; what belongs to the micro-batch with slice 0."""
@@ -176,7 +176,7 @@ class Rules(Generic[Id]):
             if not (again and self.names.is_loss(name)):
                 base = memory.get(same.get(name, ""))
                 memory[name] = sink.write(self.activation(it, name), op.size(name), base)
-        if self._saves(it):
+        if op.bw.takes and self._saves(it):
             for kind, size in self._saved(op):
                 sink.write(self._of_op(kind, it), size)
 
@@ -338,14 +338,16 @@ class Rules(Generic[Id]):
     # Names.
 
     def op(self, it: Instruction) -> BlockOp:
-        return self._ops[_number(it.block)][it.op_index or 0]
+        assert it.block is not None, "the instruction is not lowered"
+        return self._ops[it.block][it.op_index or 0]
 
     def activation(self, it: Instruction, name: str) -> Key:
         """The loss is one too, and has a kind of its own."""
-        if self.names.is_loss(name):
+        names = self.names
+        name = names.activation.get(name, name)
+        if name == names.loss:
             return "loss", "", it.micro_batch, it.slice, it.half, None
-        name = self.names.activation.get(name, name)
-        slice_ = None if name in self.names.whole_activations else it.slice
+        slice_ = None if name in names.whole_activations else it.slice
         return "activation", name, it.micro_batch, slice_, it.half, self.first_stage.get(it.stage)
 
     def gradient(self, it: Instruction, name: str) -> Key:
@@ -372,8 +374,7 @@ class Rules(Generic[Id]):
     def _saves(self, it: Instruction) -> bool:
         """Whether a forward leaves something for its backward: not where it is done again, or nothing comes back."""
         place = place_of(it)
-        keeps = it.op is Op.A or place not in self._again
-        return keeps and place in self._has_backward and bool(self.op(it).bw.takes)
+        return place in self._has_backward and (it.op is Op.A or place not in self._again)
 
     @staticmethod
     def _saved(op: BlockOp) -> list[tuple[str, str]]:

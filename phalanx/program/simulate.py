@@ -16,7 +16,7 @@ from functools import cached_property
 
 from phalanx.plan.mesh import Mesh
 from phalanx.program import timeline
-from phalanx.program.compile import CompiledPlan
+from phalanx.program.compile import CompiledPlan, without_collection
 from phalanx.program.costs import Costs, Measured, Ranks, kind_of
 from phalanx.program.groups import group_of
 from phalanx.program.holders import buckets_of, chunks_of, hosted_of
@@ -31,6 +31,7 @@ SCALAR_BYTES = 8
 _NUM_SCALARS = {Op.COUNT: 1, Op.NORM: 3}  # the number of items; loss, squared norm, finiteness
 
 
+@without_collection()
 def simulate(compiled: CompiledPlan, costs: Costs, *, rendezvous: bool = True) -> Timeline:
     """The timeline of one step.
 
@@ -46,7 +47,7 @@ def simulate(compiled: CompiledPlan, costs: Costs, *, rendezvous: bool = True) -
     return _for_world(setting, events)
 
 
-@dataclass
+@dataclass(slots=True)
 class Task:
     """Something that occupies a resource on one or several ranks. `places` are (rank, position in its program); what
     has none takes time, but is not shown."""
@@ -329,26 +330,36 @@ def _for_world(setting: Setting, events: Sequence[Event]) -> Timeline:
     held = {rank: peak_memory(compiled, setting.costs, rank, own) for rank, own in by_rank.items()}
     every: list[Event] = []
     for rank in mesh.world:
-        if rank in by_rank:
-            every += by_rank[rank]
-            continue
-        program, alike = compiled.program(rank), by_rank[_alike(setting, rank)]
-        every += [
-            Event(rank, it, event.start, event.end, _resource(setting, rank, it, event))
-            for event, it in zip(alike, program, strict=True)
-        ]
+        every += by_rank[rank] if rank in by_rank else _copied(setting, rank, by_rank[_alike(setting, rank)])
     memory = tuple(held[rank if rank in held else _alike(setting, rank)] for rank in mesh.world)
     return Timeline(tuple(every), memory)
+
+
+def _copied(setting: Setting, rank: int, events: Sequence[Event]) -> list[Event]:
+    """The events of a rank that does the same among others."""
+    there = {peer: setting.mesh.at_stage(rank, setting.compiled.pp_index(peer)) for peer in setting.ranks}
+    resources: dict[tuple[object, ...], str] = {}
+    found: list[Event] = []
+    for _, it, start, end, resource in events:
+        if it.peer is not None:
+            it = it._replace(peer=there[it.peer])
+        if resource != timeline.COMPUTE:
+            key = (resource, it.op)
+            if key not in resources:
+                resources[key] = _resource(setting, rank, it)
+            resource = resources[key]
+        found.append(Event(rank, it, start, end, resource))
+    return found
 
 
 def _alike(setting: Setting, rank: int) -> int:
     return setting.mesh.at_stage(0, setting.compiled.pp_index(rank))
 
 
-def _resource(setting: Setting, rank: int, it: Instruction, event: Event) -> str:
+def _resource(setting: Setting, rank: int, it: Instruction) -> str:
+    """Where something runs that is no computation of the rank."""
     if it.op in COLLECTIVES:
-        group = setting.group(rank, it)
-        return group_name(group) if len(group) > 1 else event.resource
+        return group_name(setting.group(rank, it))
     if it.peer is not None:
         return channel_name(*((rank, it.peer) if it.op in SENDS else (it.peer, rank)), it.op)
-    return event.resource if event.resource == timeline.COMPUTE else copies_name(rank, it.op)
+    return copies_name(rank, it.op)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.errors import PlanError
 from phalanx.program.instructions import Instruction, Op, from_text
@@ -35,8 +35,7 @@ def group_name(ranks: tuple[int, ...]) -> str:
     return "ranks " + ",".join(map(str, ranks))
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One instruction on one rank, in seconds. A message is an event at both ends, a collective at every member."""
 
     rank: int

@@ -20,7 +20,7 @@ from phalanx.engine.reductions import StepRun
 from phalanx.errors import ConfigError
 from phalanx.model.attach import Ends
 from phalanx.model.ops.leave import ROWS, Outbox, outbox
-from phalanx.program.parts import end_of_forwards, end_of_gradients
+from phalanx.program.lower import end_of_forwards, end_of_gradients
 from phalanx.tasks.base import Batch
 from phalanx.training.session import Session
 

@@ -22,7 +22,7 @@ from phalanx.engine.evaluation import Evaluator
 from phalanx.engine.gradients import BucketGradients
 from phalanx.engine.host_copies import HostCopies
 from phalanx.engine.layout import ProcessGroups
-from phalanx.engine.link import Parts
+from phalanx.engine.linked import Parts
 from phalanx.engine.redistribute import Mover
 from phalanx.engine.reductions import GlobalReductions
 from phalanx.engine.step import Step

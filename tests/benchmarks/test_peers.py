@@ -57,6 +57,7 @@ def peer(found: dict[str, float]) -> dict[str, Any]:
     return {"peer": "DDP", "variant": "plain", "tried": [], "peak_bytes": 2**29, "seconds": times, "ratio": found}
 
 
+@pytest.mark.long  # starts four ranks; test_compare.py holds the same of the pipelines that are compared
 def test_a_round_compares_sides_that_train_alike(lab: Lab) -> None:
     said: list[str] = []
     with Rounds(lab, LLAMA, rounds=2, steps=1, say=said.append) as rounds:
@@ -69,9 +70,10 @@ def test_a_round_compares_sides_that_train_alike(lab: Lab) -> None:
     assert any(line.startswith("DDP, 25 MiB buckets: ") for line in said)
 
 
-def test_what_a_side_cannot_do_comes_back_in_one_line(lab: Lab) -> None:
-    wrong = Entrant("DDP", "nothing", "torch_data_parallel.no_such_thing", "dp=2")
-    with pytest.raises(WorkersError, match=r"^AttributeError: module 'torch_data_parallel' has no attribute"):
+def test_what_a_side_cannot_do_comes_back_in_one_line() -> None:
+    wrong = Entrant("DDP", "nothing", "torch_data_parallel.no_such_thing", "dp=1")
+    lab = Lab("ranks=1,device=cpu:1thread", say=lambda text: None)
+    with lab, pytest.raises(WorkersError, match=r"^AttributeError: module 'torch_data_parallel' has no attribute"):
         Workers(lab, wrong, LLAMA, seconds=60).__enter__()
 
 

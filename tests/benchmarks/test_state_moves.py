@@ -11,7 +11,7 @@ import state_moves
 
 from phalanx.params.layout_of import StateLayout
 from phalanx.plan.plan import Plan
-from phalanx.state.layout import check_layout
+from tests.state.layouts import check_layout
 
 
 def test_the_layouts_that_are_planned_with_hold_every_element_once() -> None:

@@ -14,7 +14,11 @@ import pytest
 from phalanx.cli import models, program
 from phalanx.cli.main import main
 from phalanx.cli.program_report import redistribution_seconds
+from phalanx.engine import describe
+from phalanx.model.captured import Captured
+from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Instruction, Op, from_text
+from phalanx.program.split_facts import Split, SplitFacts
 from phalanx.program.timeline import COMPUTE, Event, Timeline
 
 GPT2 = ("program", "--model", "gpt2", "--tiny", "--dtype", "float32", "--seq-len", "64", "--batch-size", "8")
@@ -23,10 +27,19 @@ LAYER = 2  # a block in the middle
 
 @pytest.fixture(autouse=True, scope="module")
 def once() -> Iterator[None]:
-    """The model is captured and measured once for all tests."""
+    """The model is captured, measured and described under every split once for all tests."""
+    read, known = describe.describe, dict[Split, SplitFacts]()
+
+    def described(captured: Captured, plan: Plan, dtype: str) -> SplitFacts:
+        split = Split.of(plan)
+        if split not in known:
+            known[split] = read(captured, plan, dtype)
+        return known[split]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "find_facts", cache(program.find_facts))
         patch.setattr(models, "capture_model", cache(models.capture_model))
+        patch.setattr(describe, "describe", described)
         yield
 
 
@@ -103,6 +116,15 @@ def test_pictures_and_traces_show_halves_and_redistributions(
     assert "CF0.0a/2:" in picture.read_text(encoding="utf-8")
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {name.split("/")[0] for name in names} >= {"F0.0a", "F0.0b", "CF0.0a", "CB0.0b", "A0.0a"}
+
+
+def test_it_shows_all_ranks_of_a_stage_and_one_pipeline_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, "pp=2,dp=2,tp=2,mb=2")
+    table = next(number for number, line in enumerate(lines) if line.startswith("stage"))
+    assert [line.split()[1] for line in lines[table + 1 : table + 3]] == ["0–3", "4–7"]
+    said = next(line for line in lines if line.startswith("predicted: "))
+    assert said.endswith("the first of 2 tensor-parallel ranks, one of 2 equal replicas")
+    assert {line.split()[1] for line in lines if line.startswith("rank ") and "·" in line} == {"0", "4"}
 
 
 def test_it_composes_with_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:

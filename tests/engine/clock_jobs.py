@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from phalanx.comm.links import Links
@@ -19,9 +20,14 @@ from phalanx.program.timeline import Timeline
 
 def gather_from_another_machine(context: RankContext, ahead: float) -> Timeline | None:
     """Both ranks do something at the same time, but the clock of rank 1, which is on another machine, is ahead."""
-    if context.rank == 1:
-        context = replace(context, node=1)
-        measured.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
+    if context.rank == 0:
+        return _gathered(context)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead))
+        return _gathered(replace(context, node=1))
+
+
+def _gathered(context: RankContext) -> Timeline | None:
     recorder = measured.Recorder(
         Plan(dp=2, stages=(1,)), ModelShape(1, (), (True,), (True,)), context.rank, torch.device("cpu")
     )

@@ -11,6 +11,7 @@ from phalanx.model import reference
 from tests import captured
 from tests.engine import rank_jobs
 
+long = pytest.mark.long
 SAMPLES, COUNTS = 7, (7, 5, 4, 1)  # in micro-batches of two: a short last one, one replica without its last, one alone
 
 
@@ -33,7 +34,15 @@ def test_one_rank_gives_the_loss_of_the_model_in_eval_mode(case: captured.Case, 
     assert rank_jobs.evaluate(RankContext.alone(), case, "mb=4", COUNTS) == pytest.approx(expected, rel=1e-11)
 
 
-@pytest.mark.parametrize("plan", ["pp=2,dp=2,mb=2", "dp=2,mb=2,zero=3", "pp=2,mb=4,schedule=zb-v", "tp=2,mb=4"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pp=2,dp=2,mb=2",
+        pytest.param("dp=2,mb=2,zero=3", marks=long),
+        pytest.param("pp=2,mb=4,schedule=zb-v", marks=long),
+        "tp=2,mb=4",
+    ],
+)
 def test_all_ranks_get_the_same_loss_under_every_plan(
     plan: str, pool: WorkerPool, case: captured.Case, expected: list[float]
 ) -> None:

@@ -105,7 +105,7 @@ def _check_random(model: Model, text: str, pool: WorkerPool, tokens: int) -> Non
         assume(False)  # the model cannot be cut so: too few blocks, heads, or units
 
 
-@random_case(2)
+@random_case(1)
 @given(models(), plans(), st.sampled_from([8, 11]))
 def test_ranks_do_what_facts_say_of_random_models_and_plans(pool: WorkerPool, model: Model, text: str, tokens: int):
     _check_random(model, text, pool, tokens)

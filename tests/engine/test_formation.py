@@ -20,8 +20,9 @@ from phalanx.params import rank_state
 from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
-from phalanx.state.layout import StateShard, check_layout, take_boxes
+from phalanx.state.layout import StateShard, take_boxes
 from tests.params.sharded_cases import Model, Split, cases, parameters_of
+from tests.state.layouts import check_layout
 
 WHOLE = Split((3, 4), 0, (), (0, 0), summed=True)
 COLUMNS = Split((3, 4), 1, (4,), (0, 1), summed=False)

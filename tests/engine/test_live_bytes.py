@@ -15,10 +15,10 @@ ALONE = [
 ]  # fmt: skip
 TOGETHER = [
     (captured.GPT2, "pp=2,mb=4,schedule=zb-h1"),
-    (captured.GPT2, "tp=2,mb=2"),
+    pytest.param(captured.GPT2, "tp=2,mb=2", marks=pytest.mark.long),
     (captured.LLAMA, "tp=2,mb=2,sequence=yes,save=input"),
-    (captured.LLAMA, "tp=2,mb=1,overlap=oases"),
-    (captured.LLAMA, "pp=2,tp=2,mb=2,slices=2"),
+    pytest.param(captured.LLAMA, "tp=2,mb=1,overlap=oases", marks=pytest.mark.long),  # with offload below
+    pytest.param(captured.LLAMA, "pp=2,tp=2,mb=2,slices=2", marks=pytest.mark.long),  # with offload below
     (captured.LLAMA, "pp=2,mb=2,slices=2,recompute=light+unit+none+block"),
     (captured.LLAMA, "tp=2,mb=1,overlap=halves,recompute=unit+light+block*2"),
     (captured.WHISPER, "pp=2,mb=2,schedule=interleaved,v=2"),
@@ -28,7 +28,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize("plan", ALONE)
-@pytest.mark.parametrize("name", [captured.GPT2, captured.LLAMA])
+@pytest.mark.parametrize("name", [captured.GPT2, pytest.param(captured.LLAMA, marks=pytest.mark.long)])
 def test_bytes_of_one_rank_are_those_of_its_table(name: str, plan: str) -> None:
     case = captured.named(name, samples=4, tokens=8)
     assert mismatches(case.session(plan), case.batch) == []

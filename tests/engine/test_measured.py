@@ -19,6 +19,7 @@ from phalanx.program.instructions import SENDS, Op, from_text
 from phalanx.program.shape import ModelShape
 from phalanx.program.timeline import Event, Timeline
 from tests.engine.clock_jobs import gather_from_another_machine
+from tests.faults.ranks import fit
 from tests.run_helpers import short_run
 
 PLAN = "pp=2,mb=2,schedule=zb-h1"
@@ -26,10 +27,10 @@ SHAPE = ModelShape(4, (), (True,) * 4, (True,) * 4)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The timeline of a run on two ranks."""
     out = tmp_path_factory.mktemp("measured")
-    short_run("gpt2", "synthetic", out, plan=PLAN, timeline_step=2, device="cpu", export=False)
+    fit(pool, out, "gpt2", "synthetic", plan=PLAN, timeline_step=2, device="cpu", export=False)
     return out / "timeline.json"
 
 
@@ -121,9 +122,8 @@ def test_merged_parts_begin_at_zero_and_keep_each_ranks_memory() -> None:
     assert merged.memory == ({"measured": 5}, {"measured": 7})
 
 
-def test_the_clock_of_another_machine_is_compared_with_that_of_rank_0() -> None:
-    with WorkerPool(2, device="cpu", preload=("phalanx.engine.measured",)) as pool:
-        timeline, nothing = pool.run(gather_from_another_machine, 1000.0)
+def test_the_clock_of_another_machine_is_compared_with_that_of_rank_0(pool: WorkerPool) -> None:
+    timeline, nothing = pool.run(gather_from_another_machine, 1000.0, world=2)
     assert nothing is None
     assert [(event.rank, str(event.instruction)) for event in timeline.events] == [
         (0, "COUNT"), (0, "F0.0/0"), (1, "COUNT"), (1, "F0.0/0"),

@@ -10,6 +10,7 @@ from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from tests import captured
 
+long = pytest.mark.long
 STATE = ("parameters", "masters", "moments")
 
 
@@ -59,7 +60,9 @@ def of_rank(context: RankContext, plan: str) -> tuple[int, int]:
     return sum(found.get(name, 0) for name in STATE), sum(held.values())
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2"])
+@pytest.mark.parametrize(
+    "plan", ["dp=2,zero=1", pytest.param("dp=2,zero=3", marks=long), "tp=2", pytest.param("pp=2", marks=long)]
+)
 def test_state_of_every_rank_is_what_lies_there(plan: str, pool: WorkerPool) -> None:
     found = pool.run(of_rank, plan, world=2)
     assert all(predicted == held for predicted, held in found)

@@ -16,6 +16,7 @@ import pytest
 from phalanx.errors import RankError
 from phalanx.launch.processes import memory_kills
 from phalanx.launch.worker_pool import WorkerPool
+from tests import children
 from tests.launch import jobs
 from tests.launch.test_worker_pool import main_thread_only, signal_when_under_way
 
@@ -62,8 +63,9 @@ class Blow(threading.Thread):
 @pytest.mark.parametrize(
     ("how", "number"),
     [
-        ("collective", signal.SIGKILL), ("messages", signal.SIGKILL), ("messages", signal.SIGSTOP),
-        ("collective", signal.SIGSEGV), pytest.param("collective", signal.SIGSTOP, marks=pytest.mark.long),
+        ("collective", signal.SIGKILL), ("messages", signal.SIGSTOP), ("collective", signal.SIGSEGV),
+        pytest.param("collective", signal.SIGSTOP, marks=pytest.mark.long),
+        pytest.param("messages", signal.SIGKILL, marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_a_lost_rank_is_named_and_the_others_end(pool: WorkerPool, tmp_path: Path, how: str, number: signal.Signals):
@@ -138,12 +140,12 @@ with WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT, silence
 def test_a_job_that_is_suspended_and_continued_lives(tmp_path: Path):
     parent = subprocess.Popen(
         [sys.executable, "-c", SUSPENDED.format(folder=str(tmp_path))], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=children.environment(),
     )  # fmt: skip
     assert parent.stdout is not None
     pids = [parent.pid, *map(int, parent.stdout.readline().split())]
     wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
-    for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
+    for number, seconds in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 0.0)):
         for pid in pids:
             os.kill(pid, number)
         time.sleep(seconds)
@@ -236,7 +238,7 @@ def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path):
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=children.environment(),
     )  # fmt: skip
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests import children
 
 ROOT = Path(__file__).parents[2]
 NAMESPACES = Path("/run/netns")
@@ -59,5 +60,5 @@ def namespaces_of(pid: int) -> list[str]:
 def start_cli(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "phalanx", "lab", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        stderr=subprocess.PIPE, env=children.environment(**variables),
     )  # fmt: skip

@@ -96,7 +96,7 @@ def relay(context: RankContext, count: int) -> tuple[list[float], int, int]:
                 started.append(links.channel(rank - 1, "b", "out").send(value))
         for pending in started:
             pending.wait("a message")
-        sent, received = links.sent_bytes, links.received_bytes
+        sent, received = links.sent_bytes, links.traffic["recv"].bytes
     backward = came[:count] if rank < last else []
     forward = came[count:] if rank > 0 else []
     return [tensor[0].item() for tensor in backward + forward], sent, received

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.join import join
+from tests import children
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
@@ -27,7 +28,7 @@ OPEN_MPI = {
 
 
 def clean_environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PHALANX_DEBUG": "0"}
+    return children.environment(OMP_NUM_THREADS="1", PHALANX_DEBUG="0")
 
 
 def start(template: dict[str, str], world: int, *job: object) -> list[subprocess.Popen[str]]:

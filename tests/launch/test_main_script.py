@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import multiprocessing
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from phalanx.config import RunConfig
 from phalanx.errors import ConfigError
 from phalanx.launch.main_script import MainScript, unpickle
 from phalanx.launch.worker_pool import WorkerPool
+from tests import children
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ def run_script(script: Path, text: str, *arguments: str, started_as: tuple[str, 
     script.write_text(text)
     done = subprocess.run(
         [sys.executable, *(started_as or (str(script),)), *arguments], capture_output=True, text=True,
-        cwd=script.parent, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PHALANX_DEBUG": "0"},
+        cwd=script.parent, env=children.environment(OMP_NUM_THREADS="1", PHALANX_DEBUG="0"),
     )  # fmt: skip
     return done.stdout + done.stderr
 

@@ -3,7 +3,6 @@ plan."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests import children
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "own_loop.py"
@@ -32,7 +33,7 @@ def plain_script() -> str:
 def losses(arguments: list[str]) -> list[float]:
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=children.environment(OMP_NUM_THREADS="1"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]

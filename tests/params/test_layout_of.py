@@ -22,11 +22,12 @@ from phalanx.params.optimizer import Optimizer, make_optimizer, optimizer_slots
 from phalanx.params.state_facts import ParameterFacts, Slot, StateFacts
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.state.layout import StateShard, check_disjoint, check_layout, take_boxes
+from phalanx.state.layout import StateShard, check_disjoint, take_boxes
 from phalanx.state.moves import Move, plan_moves
 from tests import captured
 from tests.params import keep_jobs
 from tests.params.sharded_cases import CPU, Model, parameters_of, plans_of, varied_cases
+from tests.state.layouts import check_layout
 
 ADAM = (Slot("step", "float32", is_counter=True), Slot("exp_avg", "float32"), Slot("exp_avg_sq", "float32"))
 

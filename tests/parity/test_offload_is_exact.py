@@ -35,13 +35,10 @@ PLANS = [
     "tp=2,dp=2,mb=2,overlap=oases,offload=optimizer-step:0.6",
 ]
 QUICK = {
-    "pp=2,mb=4,schedule=interleaved,v=2,offload=activations": a.WHISPER,
     "pp=2,tp=2,mb=2,slices=3-2,offload=activations": a.LLAMA,
     "tp=2,mb=2,overlap=oases,offload=activations": a.GPT2,
-    "dp=2,zero=3,mb=2,recompute=unit,offload=activations:2": a.GEMMA3,
     "dp=2,zero=1,mb=2,offload=optimizer:0.6": a.LLAMA,
     "pp=2,dp=2,zero=3,mb=2,offload=activations+optimizer-step": a.GPT2,
-    "tp=2,dp=2,mb=2,overlap=oases,offload=optimizer-step:0.6": a.LLAMA,
 }
 
 

@@ -13,6 +13,7 @@ from tests.parity import (
     test_ranks_are_exact,
     test_slices_are_exact,
     test_tensor_parallel_is_exact,
+    test_zoo_is_exact,
 )
 
 WHOLE = {**test_ranks_are_exact.QUICK, **test_slices_are_exact.QUICK}
@@ -67,6 +68,14 @@ def test_every_schedule_overlap_and_stage_of_zero_is_in_the_default_run() -> Non
     assert {plan.schedule for plan in PLANS if plan.pp > 1 and plan.tp == 1} == set(SCHEDULES)
     assert {plan.overlap for plan in PLANS if plan.tp > 1} == set(OVERLAPS)
     assert {plan.zero for plan in PLANS if plan.dp > 1} == {0, 1, 2, 3}
+
+
+def test_every_architecture_is_in_the_default_run() -> None:
+    alone = (*test_zoo_is_exact.QUICK_DROPOUT, *test_zoo_is_exact.QUICK_PADDED, *test_zoo_is_exact.QUICK_PACKED)
+    units = test_zoo_is_exact.QUICK_UNITS
+    split = (*test_tensor_parallel_is_exact.QUICK_ALONE, *SPLIT.values())
+    offloaded = test_offload_is_exact.QUICK.values()
+    assert {*alone, *units, *split, *offloaded, *WHOLE.values()} == set(architectures.ARCHITECTURES)
 
 
 def test_models_with_two_stacks_are_in_the_default_run_whole_and_split() -> None:

@@ -40,7 +40,6 @@ QUICK = {
     "pp=2,dp=2,zero=1,mb=2,slices=3-2": a.WHISPER,
     "pp=2,mb=3,slices=3-2-1/1-1,recompute=light": a.LLAMA_70B,
     "pp=2,mb=2,slices=4,schedule=zb-h1": a.QWEN3,
-    "pp=4,mb=3,slices=3-2,schedule=eager-1f1b": a.OPT,
     "mb=2,slices=7,recompute=unit": a.GEMMA2,
     "tp=2,mb=2,slices=3,overlap=oases": a.LLAMA,
     "pp=2,dp=2,zero=3,mb=2,slices=1-2-1,recompute=yes": a.PHI3,

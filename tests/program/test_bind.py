@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from phalanx.program.instructions import RECEIVES, REDISTRIBUTIONS, Instruction,
 from phalanx.program.rules import Key, Names
 from phalanx.program.shape import Backward, BlockOp, ModelShape
 from phalanx.program.values import RESIDENT, Row, Table
+from tests import children
 from tests.program.random_plans import cases, simple_shape
 from tests.program.sliced_plans import encoder_decoder, sliced_cases
 from tests.program.tensor_shapes import chained_cases, redistribution, segment, stack, tensor_cases
@@ -272,7 +272,7 @@ def test_a_rank_compiles_from_plain_data_without_torch() -> None:
         "assert 'torch' not in sys.modules\n"
         "sys.stdout.buffer.write(pickle.dumps((compiled.programs, compiled.tables)))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = children.environment()
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=pickle.dumps((plan, shape)),

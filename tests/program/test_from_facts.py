@@ -19,12 +19,13 @@ from phalanx.program.compile import compile_plan
 from phalanx.program.costs import BucketCosts, Link
 from phalanx.program.from_facts import Device, block_seconds, costs_of_facts, shipped
 from phalanx.program.instructions import Op
-from phalanx.program.memory import Sizes, live_bytes
+from phalanx.program.memory import Sizes
 from phalanx.program.predict import predict
 from phalanx.program.shares import Shares
 from phalanx.program.simulate import simulate
 from phalanx.program.split_facts import TP, Split, SplitFacts, read_all, write_all
 from phalanx.program.timeline import Timeline
+from tests.program.lives import live_bytes
 
 LOSS_BYTES = 4
 DIMS = {"batch": 2, "tokens": 128}

@@ -87,7 +87,7 @@ def test_a_message_takes_what_it_took_once_both_ends_had_issued_it() -> None:
 def test_times_of_a_slower_machine_predict_a_slower_step() -> None:
     compiled = compiled_of(pp=2, mb=4)
     before = simulate(compiled, costs(compiled, send=0.0))
-    slower = Timeline(tuple(replace(e, start=3 * e.start, end=3 * e.end) for e in before.events))
+    slower = Timeline(tuple(e._replace(start=3 * e.start, end=3 * e.end) for e in before.events))
     after = simulate(compiled, costs_of(compiled, reports_of(compiled, slower)))
     assert after.makespan == pytest.approx(3 * before.makespan)
 

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
-from phalanx.program.expand import schedule_of
 from phalanx.program.grid import Mark, draw, place, short_view
 from phalanx.program.instructions import Instruction, Op, from_text
-from phalanx.program.lower import lower
+from phalanx.program.lower import lower, schedule_of
 from phalanx.program.shape import ModelShape
 from tests.program.random_plans import plans, simple_shape
 from tests.program.tensor_shapes import tensor_cases

@@ -9,10 +9,11 @@ import pytest
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan, compile_forward, compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link, uniform
-from phalanx.program.memory import Sizes, live_bytes, resident_bytes
+from phalanx.program.memory import Sizes, resident_bytes
 from phalanx.program.shape import Backward, BlockOp, ModelShape
 from phalanx.program.simulate import simulate
 from phalanx.program.values import Value
+from tests.program.lives import live_bytes
 from tests.program.random_plans import chain, simple_shape
 from tests.program.sliced_plans import grains
 from tests.program.tensor_shapes import segment

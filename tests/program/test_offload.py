@@ -18,9 +18,10 @@ from phalanx.program.compile import CompiledPlan, compile_forward, compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link, uniform
 from phalanx.program.instructions import COMPUTE, MOVES, Op, from_text, to_text
 from phalanx.program.lower import lower
-from phalanx.program.memory import Sizes, live_bytes
+from phalanx.program.memory import Sizes
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
+from tests.program.lives import live_bytes
 from tests.program.random_plans import cases, chain, simple_shape
 from tests.program.sliced_plans import Case, sliced_cases
 from tests.program.tensor_shapes import chained_cases, tensor_cases

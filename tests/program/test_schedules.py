@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
-from phalanx.program.expand import forwards_of, schedule_of
 from phalanx.program.grid import place
 from phalanx.program.instructions import Instruction, Op, Program, to_text
+from phalanx.program.lower import forwards_of, schedule_of
 from phalanx.program.schedules import SCHEDULES
 
 ranks, counts = st.integers(1, 8), st.integers(1, 24)

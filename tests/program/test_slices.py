@@ -13,10 +13,9 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.rules import SLICED_SCHEDULES
 from phalanx.program.check import held_activations
 from phalanx.program.compile import compile_forward, compile_plan
-from phalanx.program.expand import schedule_of, slices_of
 from phalanx.program.grid import place, short_view
 from phalanx.program.instructions import COMPUTE, RECEIVES, SENDS, Op, Program, from_text, to_text
-from phalanx.program.lower import lower
+from phalanx.program.lower import lower, schedule_of, slices_of
 from phalanx.program.passes.reductions import ADDS_TO_GRADIENTS
 from phalanx.program.schedules import SCHEDULES
 from phalanx.program.schedules.one_f_one_b import NUM_AHEAD, most_held

@@ -147,6 +147,8 @@ def test_tensors_that_are_stored_together_wait_for_each_other() -> None:
             use_swiglu_ffn=True))  # fmt: skip
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = DiskNames(model, shapes)
+    if names.stored == shapes:
+        pytest.skip("this version of transformers stores the model as it is")
     streamed = dict(names.convert((name, torch.zeros(shape)) for name, shape in shapes.items()))
     assert {key: tuple(tensor.shape) for key, tensor in streamed.items()} == names.stored
     assert {len(group) for group in names._groups()} > {1}

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.state.layout import Box, StateShard, boxes_of_range, check_layout, whole
+from phalanx.state.layout import Box, StateShard, boxes_of_range, whole
+from tests.state.layouts import check_layout
 
 
 def boxes(dims: int) -> st.SearchStrategy[Box]:

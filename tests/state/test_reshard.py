@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.state import checkpoint
-from phalanx.state.layout import Box, StateShard, boxes_of_range, check_disjoint, check_layout
+from phalanx.state.layout import Box, StateShard, boxes_of_range, check_disjoint
 from phalanx.state.moves import plan_moves
 from phalanx.state.reshard import gather_tensors, load, reshard, serve_tensors
 from tests.state import state_workers
+from tests.state.layouts import check_layout
 from tests.state.state_workers import Mail, data_of, on_threads, random_case, same_bits
 
 seeds = st.randoms(use_true_random=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from phalanx.verification.case import Case, Start, Training
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.plan_side import prepare
 from phalanx.verification.verify import verify_case
+from tests import children
 
 
 class Net(nn.Module):
@@ -173,7 +173,7 @@ if {condition}:
 def test_a_script_verifies_its_own_module(module: str, condition: str, message: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(module=module, condition=condition))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = children.environment(OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert message in done.stdout + done.stderr, done.stderr
 
@@ -186,6 +186,7 @@ def test_a_plain_process_that_was_killed_is_named_as_such() -> None:
             process.run(Case(Net(), data=BATCHES), Start({}, False), ())
 
 
+@pytest.mark.usefixtures("lent_plain_process")
 def test_a_module_of_unknown_task_needs_batches() -> None:
     with pytest.raises(VerifyError, match=r"cannot make batches for 'Net'(.|\n)*data=\[…\]"):
         phalanx.verify(Net())
@@ -214,6 +215,7 @@ def test_a_device_that_is_not_there_is_refused(plain_process: PlainProcess) -> N
         verify_case(Case(Net(), data=BATCHES, device="cuda"), plain_process)
 
 
+@pytest.mark.usefixtures("lent_plain_process")
 def test_a_plan_that_does_not_exist_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown schedule 'gpip'"):
         phalanx.verify(Net(), "schedule=gpip", data=BATCHES)
@@ -239,12 +241,14 @@ def test_both_steps_have_samples_that_the_plan_can_divide(
     assert (case.num_samples, case.fewest_samples) == samples
 
 
+@pytest.mark.usefixtures("lent_plain_process")
 def test_more_tokens_than_the_model_takes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--model", "gpt2", "--tiny", "--seq-len", "500"]) == 2
     message = capsys.readouterr().err
     assert "500 tokens is longer than the model takes" in message and "set tokens to 128 or less" in message
 
 
+@pytest.mark.usefixtures("lent_plain_process")
 def test_what_goes_wrong_on_the_way_does_not_look_like_a_wrong_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +260,7 @@ def test_what_goes_wrong_on_the_way_does_not_look_like_a_wrong_plan(
     assert "something nobody thought of" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("lent_plain_process")
 def test_the_plan_may_stand_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"schedule": "gpip"}')
     with pytest.raises(PlanError, match="unknown schedule 'gpip'"):
@@ -268,6 +273,7 @@ def test_the_command_prints_a_report_and_tells_by_its_exit_code(capsys: pytest.C
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["ok"] is True
 
 
+@pytest.mark.usefixtures("lent_plain_process")
 def test_the_command_fails_when_the_sides_differ(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> Fla
     }
     patches = (
         _no_layerdrop(), _no_fixed_sizes(), default_dtype(dtype), hooks.own_attention_methods(model),
-        hooks.experts_of_any_dtype(), hooks.no_checkpointing(),
+        hooks.experts_of_any_dtype(), hooks.no_checkpointing(), hooks.means_of_class_probabilities(),
     )  # fmt: skip
     with _quiet(), _fake_state(model, mode), contextlib.ExitStack() as stack:
         for patch in patches:

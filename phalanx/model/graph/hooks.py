@@ -251,6 +251,28 @@ def experts_of_any_dtype() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def means_of_class_probabilities() -> Iterator[None]:
+    """Within, a cross entropy with class probabilities is the mean of those of its rows. Torch before 2.13 divides by a
+    Python number of rows, which fixes the batch."""
+    original = nn.functional.cross_entropy
+
+    def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.apply_defaults()
+        options = given.arguments
+        averages = options["reduction"] == "mean" and options["size_average"] is options["reduce"] is None
+        if not averages or not options["target"].is_floating_point() or options["input"].dim() < 2:
+            return original(*args, **kwargs)
+        return original(**{**options, "reduction": "none"}).mean()
+
+    nn.functional.cross_entropy = cross_entropy
+    try:
+        yield
+    finally:
+        nn.functional.cross_entropy = original
+
+
+@contextlib.contextmanager
 def no_checkpointing() -> Iterator[None]:
     """Within, torch's activation checkpointing computes what it is given and nothing else: what is recomputed is the
     plan's decision, and a reentrant checkpoint would hide its contents from a graph."""

@@ -95,9 +95,27 @@ def as_on_gpu() -> Iterator[None]:
         _AS_ON_GPU.reset(token)
 
 
+def is_as_on_gpu() -> bool:
+    return _AS_ON_GPU.get()
+
+
 def _fuses(x: Tensor) -> bool:
     """Whether a compiler will see the operator, or torch runs it step by step."""
-    return x.device.type != "cpu" or _AS_ON_GPU.get()
+    return x.device.type != "cpu" or is_as_on_gpu()
+
+
+_LOOKS_ONLY: ContextVar[bool] = ContextVar("looks_only", default=False)
+
+
+@contextmanager
+def looks_only() -> Iterator[None]:
+    """Within it nothing but the looks of results is of interest, so that what decides on contents is left out: by far
+    most of the operators that a dropout is made of."""
+    token = _LOOKS_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _LOOKS_ONLY.reset(token)
 
 
 def _dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
@@ -108,7 +126,10 @@ def _dropout_part(
     x: Tensor, keys: Tensor, p: float, token_part: int, first_feature: int, first_token: Tensor | None = None
 ) -> Tensor:
     """x: a part of an activation; token_part: which of equally long parts of its tokens, counted from `first_token`."""
-    keep = random.keep_features(keys, x.shape, p, token_part, first_feature, first_token)
+    if _LOOKS_ONLY.get():
+        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    else:
+        keep = random.keep_features(keys, x.shape, p, token_part, first_feature, first_token)
     return torch.where(keep, x * random.scale(p), 0.0)
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from phalanx.model.ops.operators import looks_only
+
 aten = torch.ops.aten
 _VIEWS = (
     aten.view.default, aten.t.default, aten.transpose.int, aten.slice.Tensor, aten.unsqueeze.default,
@@ -86,7 +88,7 @@ def outline(graph: fx.Graph, arguments: Sequence[Any], wants_gradient: Sequence[
     """The outlines of the outputs of `graph` called with `arguments`, of which nothing but their looks is used."""
     mode = _fake_mode(arguments)
     tensors = [_fake(mode, a, w) for a, w in zip(_tensors(arguments), wants_gradient, strict=True)]
-    with mode, torch.enable_grad():
+    with mode, torch.enable_grad(), looks_only():
         outputs = _as_function(graph, arguments)(tensors)
     return tuple(Outline(tuple(out.shape), out.dtype, out.requires_grad) for out in outputs)
 
@@ -106,7 +108,8 @@ def trace(
     tensors = [_fake(mode, a, w) for a, w in zip(_tensors(arguments), wants_gradient, strict=True)]
     with mode, torch.enable_grad():
         function = _as_function(graph, arguments)
-        outputs = function(tensors)
+        with looks_only():
+            outputs = function(tensors)
         differentiable = tuple(out.requires_grad for out in outputs)
         tangents = [
             torch.empty_like(out, memory_format=torch.contiguous_format).detach()

@@ -12,8 +12,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from phalanx.program.instructions import Instruction, Op, Program
-from phalanx.program.passes.insert import insert
+from phalanx.program.instructions import Instruction, Op, Program, insert
 from phalanx.program.visits import in_visits, visit_of
 
 Piece = tuple[Op, int, int, int | None]  # F, B or W (a BW counts as the B others wait for), stage, micro-batch, slice

@@ -17,9 +17,8 @@ from phalanx.errors import PlanError
 from phalanx.plan.offload import write_offload
 from phalanx.plan.plan import Plan
 from phalanx.program.holders import chunks_of, hosted_of
-from phalanx.program.instructions import Instruction, Op, Program
+from phalanx.program.instructions import Instruction, Op, Program, insert
 from phalanx.program.moved import movable
-from phalanx.program.passes.insert import insert
 from phalanx.program.rules import Place
 from phalanx.program.shape import ModelShape
 from phalanx.program.visits import Use, seems_split, use_of

@@ -13,8 +13,10 @@ from itertools import groupby
 from phalanx.plan.plan import Plan
 from phalanx.program.block_ops import BlockOps
 from phalanx.program.instructions import REDISTRIBUTIONS, Instruction, Op, Program
-from phalanx.program.passes.again import Piece, done_again, gathered_again
 from phalanx.program.shape import ModelShape
+
+Piece = tuple[Op, int]  # what is done with which op of a block
+
 
 Run = list[Instruction]  # what a half does before it is another's turn
 Runs = list[Run]
@@ -98,3 +100,15 @@ def _runs(instructions: Sequence[Instruction]) -> Iterator[Run]:
             run = []
         run.append(it)
     yield run
+
+
+def done_again(block: BlockOps, portion: Sequence[int]) -> list[Piece]:
+    """Before the backward of a portion: its forward, in forward order, where the plan computes anything again."""
+    return [(block.again_as(i), i) for i in portion if i in block.done_again] if block.again else []
+
+
+def gathered_again(block: BlockOps, segment: int) -> list[Piece]:
+    """Before the B of a segment, where only collectives are done again: those whose last reader it is."""
+    if block.again:
+        return []
+    return [(Op.CA, i) for i in block.sent_again if max(block.segments_reading(i)) == segment]

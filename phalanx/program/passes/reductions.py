@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from itertools import pairwise
 
-from phalanx.program.instructions import Instruction, Op, Program
-from phalanx.program.passes.insert import insert
+from phalanx.program.instructions import Instruction, Op, Program, insert
 from phalanx.program.shape import ModelShape
 
 ADDS_TO_GRADIENTS = frozenset((Op.W, Op.BW))

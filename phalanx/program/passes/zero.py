@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from phalanx.program.instructions import Instruction, Op, Program
-from phalanx.program.passes.insert import insert
+from phalanx.program.instructions import Instruction, Op, Program, insert
 from phalanx.program.shape import ModelShape
 from phalanx.program.visits import visit_of
 
