@@ -16,7 +16,7 @@ from phalanx.data.own import OwnSamples, is_own_dataset, shown
 from phalanx.data.samples import Request, Samples, SyntheticSamples, WindowSamples, is_synthetic, longest
 from phalanx.data.sources import NAMED, BrokenData, Source, dataset_source, existing, file_source, is_dataset
 from phalanx.data.stream import ARRAY_SUFFIXES, open_array
-from phalanx.data.text import text_samples
+from phalanx.data.text import kinds_text, text_samples
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
 from phalanx.tasks.base import Batch, RecordTask, Task, WindowTask
@@ -144,10 +144,10 @@ def _text(source: Source, request: Request) -> Samples:
 
 def _array(path: Path, request: Request) -> Samples:
     if not isinstance(request.task, WindowTask):
-        fields = request.task.fields if isinstance(request.task, RecordTask) else ()
+        kinds = request.task.kinds if isinstance(request.task, RecordTask) else ()
         raise DataError(
             f"task {request.task.name} cannot learn from the token array {path}",
-            f"give JSONL records with {', '.join(fields)}",
+            f"give JSONL records with {kinds_text(kinds)}",
         )
     if request.documents:
         raise DataError(f"{path} does not say where documents end", "give text, or leave documents out")
