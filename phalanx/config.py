@@ -66,7 +66,9 @@ class RunConfig(BaseModel):
     )
     merge_lora: bool = _option("Model", False, "export the model with its adapters merged in, not the adapters alone")
 
-    data: tuple[str, ...] = _option("Data", ("stdlib",), "file, folder, 'stdlib' or 'synthetic' (repeatable)")
+    data: tuple[str, ...] = _option(
+        "Data", ("stdlib",), "file, folder, hf:NAME, 'stdlib' or 'synthetic'; PATH:0.7 gives it a weight (repeatable)"
+    )
     eval_data: tuple[str, ...] = _option("Data", (), "data to evaluate on (repeatable)")
     text_key: str = _option("Data", "text", "field of a JSONL record that holds the text", min_length=1)
     tokenizer: str | None = _option("Data", None, "tokenizer folder or 'bytes' (default: the model's, else bytes)")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from phalanx.config import RunConfig
+from phalanx.data.mixture import weighted_sources
+from phalanx.data.named import is_named_dataset
 from phalanx.data.sources import NAMED, existing
 from phalanx.errors import ConfigError, ModelError, PhalanxError
 from phalanx.launch.join import find_place
@@ -36,7 +38,7 @@ def _require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) ->
     _require_out(Path(config.out).expanduser(), config.resume)
     for source in (data, eval_data) if isinstance(model, str | Path) else ():
         for item in _paths(source):
-            if item.partition(":")[0] not in NAMED:
+            if item.partition(":")[0] not in NAMED and not is_named_dataset(item):
                 existing(item)
     if isinstance(model, str | Path):
         require_found(model)
@@ -58,7 +60,9 @@ def _require_out(out: Path, resume: str) -> None:
 
 
 def _paths(source: Any) -> list[str]:
-    """Data that is given by name."""
+    """Data that is given by name, without weights."""
+    if (mixed := weighted_sources(source)) is not None:
+        return [item for each, _ in mixed for item in _paths(each)]
     items = [source] if isinstance(source, str | Path) else source
     if not isinstance(items, list | tuple):
         return []

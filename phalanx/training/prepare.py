@@ -76,11 +76,12 @@ class Prepared:
 
     @property
     def data_mark(self) -> Mark:
-        """The data is recognised by its size and its first sample, so that moving files does not make it other data."""
+        """The data is recognised by its size, its first sample and the weights of its sources, so that moving files
+        does not make it other data."""
         first, again = (_contents(self.batches.batch(0, 1)) for _ in range(2))
         # A dataset that answers differently each time (it augments) can be recognised by its size only.
         seen = first if first == again else ""
-        return Mark(self.batches.describe(), digest(self.batches.num_samples, seen))
+        return Mark(self.batches.describe(), digest(self.batches.num_samples, seen, *self.batches.weights))
 
 
 def prepare(

@@ -7,7 +7,7 @@ started them and this process is one. What a rank does is in `loop.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,8 @@ def _name(model: Model) -> str:
 
 def _names(data: Any) -> tuple[str, ...]:
     """What the resolved config calls data: paths as they are, objects by their class."""
+    if isinstance(data, Mapping):
+        return tuple(f"{_names(source)[0]}:{weight}" for source, weight in data.items())
     items = [data] if isinstance(data, str | Path) else data
     if isinstance(items, list | tuple) and items and all(isinstance(item, str | Path) for item in items):
         return tuple(map(str, items))
