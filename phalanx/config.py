@@ -103,6 +103,9 @@ class RunConfig(BaseModel):
     )
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
     clip: float | None = _option("Training", 1.0, "global gradient norm limit ('none': no clipping)", gt=0)
+    early_stop: int | None = _option(
+        "Training", None, "end the run after this many evaluations in a row without a lower eval loss", ge=1
+    )
     max_nonfinite: int = _option(
         "Training", 10, "consecutive steps with non-finite gradients to skip before stopping", ge=0
     )
@@ -130,6 +133,11 @@ class RunConfig(BaseModel):
         "Run folder", 0, "steps between checkpoints (0: only at the end; never: not even then)"
     )
     keep_checkpoints: int = _option("Run folder", 2, "how many checkpoints to keep", ge=1)
+    keep_best: bool = _option(
+        "Run folder",
+        False,
+        "save where the eval loss is the lowest so far, and keep that checkpoint as well",
+    )
     resume: str = _option("Run folder", "never", "never, auto (newest checkpoint in out) or a checkpoint", min_length=1)
     export: bool = _option("Run folder", True, "write the trained model as a HuggingFace folder at the end")
 
@@ -272,6 +280,17 @@ def require_eval_data(config: RunConfig) -> None:
     """Asked once what was given as objects has its name in the options."""
     if config.eval_every and not config.eval_data:
         raise ConfigError(f"option eval_every = {config.eval_every} has nothing to evaluate", "set eval_data as well")
+    for option in ("early_stop", "keep_best"):
+        value = getattr(config, option)
+        if value and not config.eval_data:
+            raise ConfigError(
+                f"option {option} = {value} goes by the eval loss", "set eval_data as well, and eval_every"
+            )
+    if config.early_stop and not config.eval_every:
+        raise ConfigError(
+            f"option early_stop = {config.early_stop} does nothing: there is one evaluation, at the end",
+            "set eval_every to the steps between evaluations",
+        )
 
 
 def _require_no_import(optimizer: Any) -> None:
@@ -297,6 +316,8 @@ def _check_together(config: RunConfig) -> None:
     if config.lr_steps is not None and config.warmup_steps > config.lr_steps:
         longer = f"option warmup_steps = {config.warmup_steps} is more than lr_steps = {config.lr_steps}"
         raise ConfigError(longer, f"choose warmup_steps between 0 and {config.lr_steps}")
+    if config.keep_best and config.checkpoint_every == "never":
+        raise ConfigError("option keep_best = True saves checkpoints, and checkpoint_every = never", "leave one out")
     if config.merge_lora and config.lora is None:
         raise ConfigError("option merge_lora = True does nothing without lora", "leave it out, or set lora")
     if not config.data:

@@ -49,6 +49,9 @@ class Snapshot:
     samples: int = 0  # consumed since the beginning
     loss: float = math.nan
     eval_loss: float | None = None
+    best_loss: float | None = None  # the lowest eval loss so far
+    best_step: int | None = None
+    worse_in_a_row: int = 0  # evaluations since then
     skipped: int = 0  # steps, in all
     skipped_in_a_row: int = 0
     tokens: int = 0
@@ -56,6 +59,15 @@ class Snapshot:
     seconds: float = 0.0
     optimizer: dict[str, Any] = field(default_factory=dict)  # scalars of the optimizer's state, by name
     loss_scale: dict[str, float] | None = None  # in float16
+    own_lr: float | None = None  # of the last step, where a function of the user's own says it
+
+    def judge(self, step: int, eval_loss: float) -> bool:
+        """Takes note of an evaluation; whether it is the best so far."""
+        if not (self.best_loss is None or eval_loss < self.best_loss) or math.isnan(eval_loss):
+            self.worse_in_a_row += 1
+            return False
+        self.best_loss, self.best_step, self.worse_in_a_row = eval_loss, step, 0
+        return True
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -37,8 +37,9 @@ from phalanx.observe.progress import make_progress
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
 from phalanx.params.flat import Piece
+from phalanx.params.lr_functions import checked_rate
 from phalanx.params.lr_schedule import change_text, learning_rate
-from phalanx.state.folders import replace_text
+from phalanx.state.folders import final_folder, replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
 from phalanx.state.lock import RunLock
@@ -48,7 +49,7 @@ from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resu
 from phalanx.tasks.base import Batch
 from phalanx.training.budget import MemoryGuard
 from phalanx.training.exporting import export_model
-from phalanx.training.job import Job, Summary
+from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
 from phalanx.training.reporting import Emit, Reporter, StepFacts, header
@@ -126,6 +127,7 @@ class Loop:
                     outcome = self._step(batch, first, step, stop)
                 slot.enter("step")  # the first of them also compiled
                 eval_loss = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else None
+                is_best = eval_loss is not None and self.snapshot.judge(step, eval_loss)
                 reporter.step(self._facts(step, eval_loss), outcome)
                 if predictor.is_due:
                     with reporter.paused():
@@ -133,10 +135,14 @@ class Loop:
                 # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
                 # and leaving loses no step.
                 stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
+                ending = self._reason_to_end(reporter, evaluated=eval_loss is not None)
                 every = config.checkpoint_every
-                if every != "never" and (stopping or self._due(step, every)):
+                due = stopping or ending or (is_best and config.keep_best)
+                if every != "never" and (due or self._due(step, every)):
                     self._save(saver, reporter)
-                if stopping or step == self.run.total_steps:
+                if ending and not stopping:
+                    reporter.ended(ending)
+                if stopping or ending or step == self.run.total_steps:
                     break
                 self._tell_saved(saver, reporter)
             slot.enter("save")
@@ -161,6 +167,8 @@ class Loop:
         return step == self.run.total_steps or bool(every and step % every == 0)
 
     def _lr(self, step: int) -> float:
+        if self.job.lr_function is not None:
+            return checked_rate(self.job.lr_function, step)
         return learning_rate(self.config, step, self.run.total_steps)
 
     def _step(self, batch: Batch, first: int, step: int, stop: StopRequest) -> Outcome:
@@ -168,7 +176,8 @@ class Loop:
         if run.plan.dp * run.plan.mb * run.plan.multiple > 1:
             require_labels(run.captured, batch, run.plan.shown)
         sizes = split(next(iter(batch.values())).shape[0], run.plan.mb)
-        counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes))
+        asked = self._is_rank0 and stop_file(self.folder).exists()
+        counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes), float(asked))
         with self.memory.explained():
             return self.session.step(batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None)
 
@@ -183,6 +192,16 @@ class Loop:
             loss = self.session.evaluate(batches, samples)
         self._emit("on_evaluate", {"step": step, "eval_loss": loss, "eval_samples": samples})
         return loss
+
+    def _reason_to_end(self, reporter: Reporter, evaluated: bool) -> str | None:
+        """Why the run is to end before its last step. All ranks come to the same answer."""
+        snapshot, patience = self.snapshot, self.config.early_stop
+        if reporter.ends:
+            return "asked for (stop)"
+        if evaluated and patience is not None and snapshot.worse_in_a_row >= patience:
+            best = f"{snapshot.best_loss:.4f} of step {snapshot.best_step}" if snapshot.best_step else "a number"
+            return f"{snapshot.worse_in_a_row} evaluations in a row were not below {best} (early_stop = {patience})"
+        return None
 
     def _facts(self, step: int, eval_loss: float | None) -> StepFacts:
         return StepFacts(step, step * self.config.batch_size, self._lr(step), self.run.task.unit, eval_loss)
@@ -203,7 +222,9 @@ class Loop:
             saver.wait()
             self._tell_saved(saver, reporter)
             self.snapshot.optimizer, self.snapshot.loss_scale = self.session.state.scalars()
-            saver.save(self.snapshot.step, self.session.state.shards(), self.snapshot.to_json())
+            self.snapshot.own_lr = self._lr(self.snapshot.step) if self.job.lr_function is not None else None
+            spare = self.snapshot.best_step if self.config.keep_best else None
+            saver.save(self.snapshot.step, self.session.state.shards(), self.snapshot.to_json(), spare)
 
     def _save_at_last(self, saver: AsyncSaver, reporter: Reporter, stop: StopRequest) -> None:
         """Waits for the last checkpoint; while the disk refuses it, tries again: the values are in memory only.
@@ -245,6 +266,7 @@ class Loop:
             stack.enter_context(lock)
             tidy_checkpoints(self.folder / "checkpoints")
             tidy_export(self.folder / "export")
+            stop_file(self.folder).unlink(missing_ok=True)
 
         with _blaming_others():
             self._meeting.agree("lock", 1, take)
@@ -269,6 +291,7 @@ class Loop:
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
             self.snapshot, self._resumed = restore(found, self.snapshot), found.path
+            self._require_same_rate()
         weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
 
         def read(name: str, is_master: bool, piece: Piece) -> Tensor:
@@ -287,9 +310,20 @@ class Loop:
             if found is not None:
                 self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
                 before = found.state["total_steps"]
-                changed = change_text(config, found.step, before, run.total_steps)
+                changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
-        return header(run, config, self.session, origin, self.memory.fit)
+        return header(run, config, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
+
+    def _require_same_rate(self) -> None:
+        """A function of the user's own is recognised by the rate of the last step, as far as the run had one."""
+        step, was = self.snapshot.step, self.snapshot.own_lr
+        now = self._lr(step) if self.job.lr_function is not None and step else None
+        if now != was:
+            said = ["the options' rate" if rate is None else f"{rate:g} from lr_function" for rate in (was, now)]
+            raise ConfigError(
+                f"the run cannot go on exactly: step {step} was made with {said[0]}, and would now be with {said[1]}",
+                "give the lr_function or scheduler that the run had; or train on from the exported model as a new run",
+            )
 
     def _memory_guard(self) -> MemoryGuard:
         size, batches = self.config.batch_size, self.run.batches
@@ -336,9 +370,11 @@ class Loop:
         reporter.finish(self.folder, exported, self._phases)
         self.session.close()
         snapshot, saved = self.snapshot, saver.wait() or self._resumed
+        best = snapshot.best_step if self.config.keep_best else None
         return Summary(
             snapshot.step, snapshot.loss, snapshot.eval_loss, tuple(reporter.losses), snapshot.skipped, self.folder,
             saved, exported, None if isinstance(self.job.model, nn.Module) else self.run.spec,
+            None if best is None else final_folder(self.folder / "checkpoints", best),
         )  # fmt: skip
 
     def _export(self) -> Path:

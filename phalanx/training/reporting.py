@@ -122,6 +122,7 @@ class Reporter:
         device: torch.device,
     ) -> None:
         self.losses: list[float] = []
+        self.ends = False  # whether a callback asked that the run end
         self.stops = False  # whether a step that was reported had been asked to be the last
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
         self._emit = emit
@@ -154,7 +155,9 @@ class Reporter:
         (facts, outcome), self._waiting = self._waiting, None
         loss, norm, updated = outcome.read()
         self.stops = self.stops or outcome.stops()
-        record = self._record(facts, loss, norm, updated, *outcome.counted())
+        tokens, flops, asked = outcome.counted()
+        self.ends = self.ends or bool(asked)
+        record = self._record(facts, loss, norm, updated, tokens, flops)
         self.losses.append(loss)
         self._log.write("step", **record)
         self._progress.step(record)
@@ -200,9 +203,17 @@ class Reporter:
         kept = f"saved in {saved}; go on with --resume auto" if saved else "not saved (checkpoint_every = never)"
         self._progress.message(f"stopped by {name} after step {step} of {total}, {kept}")
 
+    def ended(self, reason: str) -> None:
+        """Before its last step, but as wished: what follows is the end of any run."""
+        step, total = self._snapshot.step, self._snapshot.total_steps
+        self._log.write("ended", step=step, reason=reason)
+        self._progress.message(f"ended after step {step} of {total}: {reason}")
+
     def finish(self, folder: Path, exported: Path | None, phases: Phases) -> None:
         snapshot = self._snapshot
         summary = {"loss": snapshot.loss, "eval_loss": snapshot.eval_loss, "skipped_steps": snapshot.skipped}
+        if snapshot.best_step is not None:
+            summary |= {"best_eval_loss": snapshot.best_loss, "best_step": snapshot.best_step}
         measured = {name.replace("tokens", self._unit): value for name, value in self._meter.summary().items()}
         measured["memory_bytes"] = peak_memory(self._device)
         summary |= {**measured, **self.prediction, "run": str(folder), "export": exported and str(exported)}
@@ -241,8 +252,11 @@ class Reporter:
             )
 
 
-def header(run: Prepared, config: RunConfig, session: Session, origin: str, fit: Fit) -> dict[str, Any]:
-    """What is trained, on what and how, with the reasons for whatever was derived."""
+def header(
+    run: Prepared, config: RunConfig, session: Session, origin: str, fit: Fit, own_rate: bool = False
+) -> dict[str, Any]:
+    """What is trained, on what and how, with the reasons for whatever was derived. own_rate: the learning rate is a
+    function of the user's own."""
     counts = {name: math.prod(shape) for name, shape in run.captured.shapes.items()}
     trained = sum(counts[name] for name in run.trainable)
     rows: dict[str, Any] = {
@@ -253,7 +267,7 @@ def header(run: Prepared, config: RunConfig, session: Session, origin: str, fit:
         "device": f"{run.device} ({run.reasons['device']}), segments compiled: {session.compiled.compiler.mode}",
         "dtype": config.dtype + (" with float32 master weights" if session.compiled.formation.facts.masters else ""),
         "plan": plan_text(run.plan, config.batch_size),
-        "optimizer": _optimizer_text(run, config, session),
+        "optimizer": _optimizer_text(run, config, session, own_rate),
         "memory": fit.describe(),
         "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
     }
@@ -294,14 +308,14 @@ def plan_text(plan: Plan, batch_size: int) -> str:
     )
 
 
-def _optimizer_text(run: Prepared, config: RunConfig, session: Session) -> str:
+def _optimizer_text(run: Prepared, config: RunConfig, session: Session, own_rate: bool) -> str:
     optimizer, trained = session.state.optimizer.inner, run.trainable
     end = "" if config.lr_schedule == "constant" else f" to {config.min_lr_ratio:.0%}"
     end += f" at step {config.lr_steps}" if config.lr_steps else ""
     warmup = f" after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
     parts = [
         type(optimizer).__name__ + (" (fused)" if optimizer.defaults.get("fused") else ""),
-        f"lr {config.lr:g}, {config.lr_schedule}{end}{warmup}",
+        "lr from your own function" if own_rate else f"lr {config.lr:g}, {config.lr_schedule}{end}{warmup}",
         f"clipped at norm {config.clip:g}" if config.clip is not None else "not clipped",
     ]
     if any(group.get("weight_decay") for group in optimizer.param_groups):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from phalanx.config import RunConfig, require_eval_data
@@ -21,10 +22,12 @@ from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.params.groups import ParameterGroup
+from phalanx.params.lr_functions import LrFunction, MakeScheduler, ScheduledRate, require_no_schedule
+from phalanx.params.optimizer_instance import ReadOptimizer, read_optimizer
 from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
 from phalanx.training.early import require_usable
-from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, unpack
+from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, stop_file, unpack
 from phalanx.training.loop import Loop
 from phalanx.training.prepare import Collate, choose_num_ranks
 from phalanx.training.reporting import Callbacks
@@ -34,9 +37,11 @@ class Trainer:
     """A run: `model` is a name, folder, configuration, factory or module; `data` anything that can be opened as data.
 
     `config` holds every other option; what is given here as an object stands before what it names (`groups`: before
-    those that it has as text). A module in memory
-    gets its trained values when the run is over. `callbacks` may have the methods in `reporting.HOOKS`; they are called
-    in this process. With one rank they find the run's state in `loop`, with several it lives elsewhere.
+    those that it has as text). `optimizer`: an instance that was made for the module, which is read and not stepped;
+    `lr_function`: from a step, counted from 1, to its learning rate; `scheduler`: from an optimizer to a scheduler of
+    torch, instead. A module in memory gets its trained values when the run is over. `callbacks` may have the methods in
+    `reporting.HOOKS`; they are called in this process. With one rank they find the run's state in `loop`, with several
+    it lives elsewhere.
     """
 
     loop: Loop | None = None
@@ -52,9 +57,16 @@ class Trainer:
         collate: Collate | None = None,
         eval_data: Any = None,
         groups: Sequence[ParameterGroup] = (),
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_function: LrFunction | None = None,
+        scheduler: MakeScheduler | None = None,
         began: float | None = None,
     ) -> None:
         config = config or RunConfig()
+        if optimizer is not None:
+            read = read_optimizer(optimizer, model)
+            config, optimizer_class, groups = _told(config, read), read.kind, (*groups, *read.groups)
+        lr_function = _rate(config, lr_function, scheduler)
         eval_data = eval_data if eval_data is not None else (config.eval_data or None)
         names: dict[str, Any] = {"model": _name(model), "data": _names(data)}
         if eval_data is not None:
@@ -69,8 +81,9 @@ class Trainer:
                 "leave it out, or name the model instead of handing it over",
             )
         self.job = Job(
-            model, data, eval_data, self.config, collate, optimizer_class, tuple(groups), began or time.time()
-        )
+            model, data, eval_data, self.config, collate, optimizer_class, tuple(groups), lr_function,
+            began=began or time.time(),
+        )  # fmt: skip
         self.folder = self.job.folder
         self._callbacks = Callbacks(callbacks)
 
@@ -98,6 +111,11 @@ class Trainer:
         if self.loop is None or self.loop.context.rank == 0:
             self._callbacks.call("on_end", result)
         return result
+
+    def stop(self) -> None:
+        """The run ends well, saved and exported, after the step that it is at; for callbacks, and from anywhere."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stop_file(self.folder).touch()
 
     def _fit(self) -> Summary:
         """On the ranks that there are, or that are started for it."""
@@ -141,15 +159,42 @@ def train(
     collate: Collate | None = None,
     eval_data: Any = None,
     groups: Sequence[ParameterGroup] = (),
+    optimizer: str | torch.optim.Optimizer | None = None,
+    lr_function: LrFunction | None = None,
+    scheduler: MakeScheduler | None = None,
     **options: Any,
 ) -> Result:
     """Trains `model` on `data`; `options` are those of RunConfig. The same as `Trainer(…).fit()` in one call."""
     refuse_while_loading("phalanx.train")
+    instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    named = {} if optimizer is None or instance is not None else {"optimizer": optimizer}
     trainer = Trainer(
-        model, data, RunConfig.create(**options),
+        model, data, RunConfig.create(**named, **options),
         callbacks=callbacks, optimizer_class=optimizer_class, collate=collate, eval_data=eval_data, groups=groups,
+        optimizer=instance, lr_function=lr_function, scheduler=scheduler,
     )  # fmt: skip
     return trainer.fit()
+
+
+def _told(config: RunConfig, read: ReadOptimizer) -> RunConfig:
+    """The options with what an optimizer says of itself; what the user set besides would contradict it."""
+    for name in ("lr", "betas", "eps", "weight_decay", "optimizer_options"):
+        value = getattr(config, name)
+        if value != RunConfig.model_fields[name].default:
+            raise ConfigError(
+                f"option {name} = {value!r} does nothing: the optimizer that was given has its own",
+                "set it in that optimizer, or give its class (optimizer_class=) and options",
+            )
+    return config.override(**read.options)
+
+
+def _rate(config: RunConfig, lr_function: LrFunction | None, scheduler: MakeScheduler | None) -> LrFunction | None:
+    if lr_function is not None and scheduler is not None:
+        raise ConfigError("lr_function and scheduler exclude each other", "give one")
+    if lr_function is None and scheduler is None:
+        return None
+    require_no_schedule(config, "scheduler" if scheduler else "lr_function")
+    return lr_function or ScheduledRate(scheduler, config.lr)  # pyright: ignore[reportArgumentType]
 
 
 def _nobody(hook: str, *arguments: Any) -> None:
