@@ -144,6 +144,11 @@ class RunConfig(BaseModel):
     log_every: int = _option("Display", 10, "steps between plain lines", ge=1)
     eval_every: int = _option("Display", 0, "steps between evaluations (0: only at the end)", ge=0)
     eval_samples: int = _option("Display", 64, "samples per evaluation", ge=1)
+    metrics: tuple[str, ...] = _option(
+        "Display",
+        (),
+        "of evaluations besides loss and perplexity: accuracy, values (what the model returns) (repeatable)",
+    )
     progress: Literal["auto", "rich", "plain", "off"] = _option("Display", "auto", "how progress is shown")
     json_output: bool = _option("Display", False, "print JSON lines on standard output instead")
     profile_steps: str | None = _option("Display", None, "A:B writes a torch.profiler trace of steps A to B (first: 1)")
@@ -213,7 +218,7 @@ class RunConfig(BaseModel):
             return None
         return str(value) if isinstance(value, Path) else value
 
-    @field_validator("data", "eval_data", "freeze", "groups", mode="before")
+    @field_validator("data", "eval_data", "freeze", "groups", "metrics", mode="before")
     @classmethod
     def _one_is_enough(cls, value: Any) -> Any:
         if isinstance(value, str | Path):

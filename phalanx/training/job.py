@@ -14,7 +14,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.params.groups import ParameterGroup
 from phalanx.params.lr_functions import LrFunction
 from phalanx.state import checkpoint
+from phalanx.training.metrics import Metric
 from phalanx.training.prepare import Collate
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -51,6 +52,7 @@ class Job:
     optimizer_class: type[Any] | None = None
     groups: tuple[ParameterGroup, ...] = ()
     lr_function: LrFunction | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     began: float = field(default_factory=time.time, compare=False)
 
     @property

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from phalanx.tasks.base import Batch
 from phalanx.training.budget import MemoryGuard
 from phalanx.training.exporting import export_model
 from phalanx.training.job import Job, Summary, stop_file
+from phalanx.training.metrics import Metrics, perplexity
 from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
 from phalanx.training.reporting import Emit, Reporter, StepFacts, header
@@ -66,6 +67,7 @@ class Loop:
     run: Prepared
     session: Session
     memory: MemoryGuard
+    metrics: Metrics | None = None
     snapshot: Snapshot
 
     def __init__(self, job: Job, context: RankContext, emit: Emit) -> None:
@@ -126,9 +128,10 @@ class Loop:
                 ):  # fmt: skip
                     outcome = self._step(batch, first, step, stop)
                 slot.enter("step")  # the first of them also compiled
-                eval_loss = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else None
+                evaluated = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else {}
+                eval_loss = evaluated.pop("eval_loss", None)
                 is_best = eval_loss is not None and self.snapshot.judge(step, eval_loss)
-                reporter.step(self._facts(step, eval_loss), outcome)
+                reporter.step(self._facts(step, eval_loss, evaluated), outcome)
                 if predictor.is_due:
                     with reporter.paused():
                         reporter.predicted(**predictor.fields(self.memory.fit.bytes))
@@ -181,17 +184,19 @@ class Loop:
         with self.memory.explained():
             return self.session.step(batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None)
 
-    def _evaluate(self, step: int, outcome: Outcome, reporter: Reporter) -> float | None:
-        """The loss on the evaluation data, always on the same samples, without dropout."""
+    def _evaluate(self, step: int, outcome: Outcome, reporter: Reporter) -> dict[str, float]:
+        """Loss and metrics on the evaluation data, always on the same samples, without dropout."""
         batches = self.run.eval_batches
         if batches is None:
-            return None
+            return {}
         outcome.read()  # so that the step's time is not taken for the evaluation's
         samples = min(self.config.eval_samples, batches.num_samples or self.config.eval_samples)
         with reporter.paused(), self.context.slot.within("evaluate"), self.memory.explained():
             loss = self.session.evaluate(batches, samples)
-        self._emit("on_evaluate", {"step": step, "eval_loss": loss, "eval_samples": samples})
-        return loss
+            found = {"eval_loss": loss, **perplexity(self.run.task, loss)}
+            found |= self.metrics(batches, samples) if self.metrics is not None else {}
+        self._emit("on_evaluate", {"step": step, **found, "eval_samples": samples})
+        return found
 
     def _reason_to_end(self, reporter: Reporter, evaluated: bool) -> str | None:
         """Why the run is to end before its last step. All ranks come to the same answer."""
@@ -203,8 +208,9 @@ class Loop:
             return f"{snapshot.worse_in_a_row} evaluations in a row were not below {best} (early_stop = {patience})"
         return None
 
-    def _facts(self, step: int, eval_loss: float | None) -> StepFacts:
-        return StepFacts(step, step * self.config.batch_size, self._lr(step), self.run.task.unit, eval_loss)
+    def _facts(self, step: int, eval_loss: float | None, eval_values: Mapping[str, float]) -> StepFacts:
+        samples, unit = step * self.config.batch_size, self.run.task.unit
+        return StepFacts(step, samples, self._lr(step), unit, eval_loss, eval_values)
 
     def _saver(self) -> AsyncSaver:
         context = self.context
@@ -312,6 +318,8 @@ class Loop:
                 before = found.state["total_steps"]
                 changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
+        if config.metrics or job.metrics:
+            self.metrics = Metrics(run, config, self.session, self.context, job.metrics)
         return header(run, config, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
 
     def _require_same_rate(self) -> None:
@@ -368,6 +376,8 @@ class Loop:
         with self._phases.phase("export"):
             exported = self._export() if self.config.export else None
         reporter.finish(self.folder, exported, self._phases)
+        if self.metrics is not None:
+            self.metrics.close()
         self.session.close()
         snapshot, saved = self.snapshot, saver.wait() or self._resumed
         best = snapshot.best_step if self.config.keep_best else None

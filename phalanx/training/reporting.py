@@ -12,9 +12,9 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,6 +104,7 @@ class StepFacts:
     lr: float
     unit: str  # what is counted as tokens
     eval_loss: float | None
+    eval_values: Mapping[str, float] = field(default_factory=dict[str, float])  # further fields of an evaluation
 
 
 class Reporter:
@@ -240,6 +241,7 @@ class Reporter:
         record |= rates | self.prediction | {"unit": facts.unit}
         if facts.eval_loss is not None:
             record["eval_loss"] = snapshot.eval_loss = facts.eval_loss
+            record |= facts.eval_values
         return record if updated else {**record, "skipped": True}
 
     def _require_finite(self, updated: bool) -> None:

@@ -29,6 +29,7 @@ from phalanx.state.lock import refuse_second_run
 from phalanx.training.early import require_usable
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, stop_file, unpack
 from phalanx.training.loop import Loop
+from phalanx.training.metrics import Metric, require_metrics
 from phalanx.training.prepare import Collate, choose_num_ranks
 from phalanx.training.reporting import Callbacks
 
@@ -39,9 +40,9 @@ class Trainer:
     `config` holds every other option; what is given here as an object stands before what it names (`groups`: before
     those that it has as text). `optimizer`: an instance that was made for the module, which is read and not stepped;
     `lr_function`: from a step, counted from 1, to its learning rate; `scheduler`: from an optimizer to a scheduler of
-    torch, instead. A module in memory gets its trained values when the run is over. `callbacks` may have the methods in
-    `reporting.HOOKS`; they are called in this process. With one rank they find the run's state in `loop`, with several
-    it lives elsewhere.
+    torch, instead. `metrics`: functions of the model's outputs and the batch, by name. A module in memory gets its
+    trained values when the run is over. `callbacks` may have the methods in `reporting.HOOKS`; they are called in this
+    process. With one rank they find the run's state in `loop`, with several it lives elsewhere.
     """
 
     loop: Loop | None = None
@@ -60,6 +61,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer | None = None,
         lr_function: LrFunction | None = None,
         scheduler: MakeScheduler | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         began: float | None = None,
     ) -> None:
         config = config or RunConfig()
@@ -75,6 +77,7 @@ class Trainer:
             names["optimizer"] = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
         self.config = config.override(**names)
         require_eval_data(self.config)
+        require_metrics(self.config, metrics or {})
         if isinstance(model, nn.Module) and self.config.checkpoint_every == "never":
             raise ConfigError(
                 "option checkpoint_every = never: a module gets its trained values from the last checkpoint",
@@ -82,7 +85,7 @@ class Trainer:
             )
         self.job = Job(
             model, data, eval_data, self.config, collate, optimizer_class, tuple(groups), lr_function,
-            began=began or time.time(),
+            dict(metrics or {}), began=began or time.time(),
         )  # fmt: skip
         self.folder = self.job.folder
         self._callbacks = Callbacks(callbacks)
@@ -162,16 +165,19 @@ def train(
     optimizer: str | torch.optim.Optimizer | None = None,
     lr_function: LrFunction | None = None,
     scheduler: MakeScheduler | None = None,
+    metrics: Mapping[str, Metric] | Sequence[str] | None = None,
     **options: Any,
 ) -> Result:
     """Trains `model` on `data`; `options` are those of RunConfig. The same as `Trainer(…).fit()` in one call."""
     refuse_while_loading("phalanx.train")
     instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    named = {} if optimizer is None or instance is not None else {"optimizer": optimizer}
+    named: dict[str, Any] = {} if optimizer is None or instance is not None else {"optimizer": optimizer}
+    own = metrics if isinstance(metrics, Mapping) else None
+    named |= {} if metrics is None or own is not None else {"metrics": metrics}
     trainer = Trainer(
         model, data, RunConfig.create(**named, **options),
         callbacks=callbacks, optimizer_class=optimizer_class, collate=collate, eval_data=eval_data, groups=groups,
-        optimizer=instance, lr_function=lr_function, scheduler=scheduler,
+        optimizer=instance, lr_function=lr_function, scheduler=scheduler, metrics=own,
     )  # fmt: skip
     return trainer.fit()
 
