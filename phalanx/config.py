@@ -110,6 +110,10 @@ class RunConfig(BaseModel):
         "Training", 10, "consecutive steps with non-finite gradients to skip before stopping", ge=0
     )
 
+    spike_factor: float | None = _option(
+        "Training", None, "skip the update of a step whose loss is this many times the median of recent ones", gt=1
+    )
+
     optimizer: str = _option("Optimizer", "adamw", "adamw, sgd or the dotted path of an optimizer class")
     optimizer_options: dict[str, OptionValue] = _option("Optimizer", {}, "further optimizer argument (repeatable)")
     lr: float = _option("Optimizer", 3e-4, "peak learning rate", gt=0)
@@ -144,6 +148,9 @@ class RunConfig(BaseModel):
     log_every: int = _option("Display", 10, "steps between plain lines", ge=1)
     eval_every: int = _option("Display", 0, "steps between evaluations (0: only at the end)", ge=0)
     eval_samples: int = _option("Display", 64, "samples per evaluation", ge=1)
+    generate_every: int = _option("Display", 0, "steps between samples of what the model writes (0: none)", ge=0)
+    generate_prompts: tuple[str, ...] = _option("Display", (), "text that the model is to continue (repeatable)")
+    generate_tokens: int = _option("Display", 32, "most tokens that a sample has", ge=1)
     metrics: tuple[str, ...] = _option(
         "Display",
         (),
@@ -152,6 +159,9 @@ class RunConfig(BaseModel):
     progress: Literal["auto", "rich", "plain", "off"] = _option("Display", "auto", "how progress is shown")
     json_output: bool = _option("Display", False, "print JSON lines on standard output instead")
     profile_steps: str | None = _option("Display", None, "A:B writes a torch.profiler trace of steps A to B (first: 1)")
+    memory_snapshot: int | None = _option(
+        "Display", None, "write CUDA's memory snapshot of this step to memory-step-N.pickle, on every rank", ge=1
+    )
     timeline_step: int | None = _option(
         "Display", None, "write the measured timeline of this step to timeline.json (phalanx program --measured)", ge=1
     )
@@ -218,7 +228,7 @@ class RunConfig(BaseModel):
             return None
         return str(value) if isinstance(value, Path) else value
 
-    @field_validator("data", "eval_data", "freeze", "groups", "metrics", mode="before")
+    @field_validator("data", "eval_data", "freeze", "groups", "metrics", "generate_prompts", mode="before")
     @classmethod
     def _one_is_enough(cls, value: Any) -> Any:
         if isinstance(value, str | Path):
@@ -321,6 +331,10 @@ def _check_together(config: RunConfig) -> None:
     if config.lr_steps is not None and config.warmup_steps > config.lr_steps:
         longer = f"option warmup_steps = {config.warmup_steps} is more than lr_steps = {config.lr_steps}"
         raise ConfigError(longer, f"choose warmup_steps between 0 and {config.lr_steps}")
+    if bool(config.generate_every) != bool(config.generate_prompts):
+        given, other = ("generate_every", "generate_prompts")[:: 1 if config.generate_every else -1]
+        shown = f"option {given} = {getattr(config, given)!r} does nothing without {other}"
+        raise ConfigError(shown, f"set {other} as well, or leave {given} out")
     if config.keep_best and config.checkpoint_every == "never":
         raise ConfigError("option keep_best = True saves checkpoints, and checkpoint_every = never", "leave one out")
     if config.merge_lora and config.lora is None:

@@ -140,6 +140,41 @@ def test_options_that_would_do_nothing_are_refused(tmp_path: Path, given, messag
         short_run(MODEL, "synthetic", tmp_path, **given)
 
 
+def test_the_model_is_heard_while_it_is_trained(tmp_path: Path):
+    options = {"generate_every": 2, "generate_prompts": ["import ", "def "], "generate_tokens": 5, "lr": 1e-2}
+    result = short_run(MODEL, "stdlib", tmp_path, steps=4, **options)
+    said = records(tmp_path, "sample")
+    assert [(record["step"], record["prompt"]) for record in said] == [
+        (2, "import "),
+        (2, "def "),
+        (4, "import "),
+        (4, "def "),
+    ]
+    ids = torch.tensor([[*b"def "]])
+    module = result.module()
+    written = module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+    assert said[-1]["text"] == bytes(i for i in written[0, 4:].tolist() if i < 256).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"generate_every": 2}, "generate_every = 2 does nothing without generate_prompts"),
+        ({"generate_prompts": "x"}, r"generate_prompts = \('x',\) does nothing without generate_every"),
+        ({"generate_every": 1, "generate_prompts": ""}, r"generate_prompts = '' has no tokens"),
+        (
+            {"generate_every": 1, "generate_prompts": "x", "data": "synthetic"},
+            "needs a tokenizer, and the data is tokens",
+        ),
+        ({"generate_every": 1, "generate_prompts": "x", "model": "bert-base-cased"}, "masked-lm does not write text"),
+    ],
+)
+def test_samples_that_cannot_be_made_are_refused(tmp_path: Path, given, message):
+    given = {"steps": 1, "data": "stdlib", "model": MODEL, **given}
+    with pytest.raises(ConfigError, match=message):
+        short_run(given.pop("model"), given.pop("data"), tmp_path, **given)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from pathlib import Path
 # keep every Python thread of the rank waiting.
 SILENCE = 15.0
 LONG_SILENCE = 60.0
-PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "loop", "finished")
+PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "generate", "loop", "finished")
 _QUICK_PHASES = ("step", "evaluate")
 _LONGEST_LOOK = 2.0
 
@@ -45,7 +45,7 @@ class StatusView:
         text = f"during {self.phase or 'start'}"
         if self.phase == "step" and self.step >= 0:
             text = f"in step {self.step}"
-        elif self.phase in ("evaluate", "save") and self.step > 0:
+        elif self.phase in ("evaluate", "save", "generate") and self.step > 0:
             text = f"{text} after step {self.step}"
         return f"{text} at {self.instruction}" if self.instruction else text
 

@@ -25,7 +25,7 @@ from phalanx.state.rendezvous import Meeting
 TRAJECTORY = (
     "task", "tiny", "model_options", "dropout", "freeze", "lora", "documents", "shuffle", "seq_len", "batch_size",
     "dtype", "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay",
-    "groups", "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps",
+    "groups", "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps", "spike_factor",
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ class Snapshot:
     worse_in_a_row: int = 0  # evaluations since then
     skipped: int = 0  # steps, in all
     skipped_in_a_row: int = 0
+    recent: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])  # steps that updated, and losses
     tokens: int = 0
     flops: float = 0.0
     seconds: float = 0.0

@@ -31,6 +31,7 @@ from phalanx.launch.signals import StopRequest, stop_request
 from phalanx.launch.status_board import BoardWatch
 from phalanx.launch.store import forget_secrets
 from phalanx.model.separable import require_labels
+from phalanx.observe.memory_snapshot import memory_snapshot, require_cuda
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import make_progress
@@ -49,12 +50,14 @@ from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resu
 from phalanx.tasks.base import Batch
 from phalanx.training.budget import MemoryGuard
 from phalanx.training.exporting import export_model
+from phalanx.training.generating import Generator
 from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.metrics import Metrics, perplexity
 from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
 from phalanx.training.reporting import Emit, Reporter, StepFacts, header
 from phalanx.training.session import Session
+from phalanx.training.spikes import spike_limit
 
 _has_run = False  # in this process
 # A last checkpoint that the disk refuses is tried for an hour, in which somebody may make room.
@@ -68,6 +71,7 @@ class Loop:
     session: Session
     memory: MemoryGuard
     metrics: Metrics | None = None
+    generator: Generator | None = None
     snapshot: Snapshot
 
     def __init__(self, job: Job, context: RankContext, emit: Emit) -> None:
@@ -122,9 +126,10 @@ class Loop:
                 slot.at_step(step)
                 batch, first = self._batch(step)
                 name = "first step" if step == first_step else "steps"
+                at = self.folder / f"memory-step-{step}-rank{self.context.rank}.pickle"
                 with (
-                    profiler.step(step), self._timeline(step), predictor.step(reporter.paused_seconds),
-                    self._phases.phase(name),
+                    profiler.step(step), memory_snapshot(step, config.memory_snapshot, at), self._timeline(step),
+                    predictor.step(reporter.paused_seconds), self._phases.phase(name),
                 ):  # fmt: skip
                     outcome = self._step(batch, first, step, stop)
                 slot.enter("step")  # the first of them also compiled
@@ -132,6 +137,9 @@ class Loop:
                 eval_loss = evaluated.pop("eval_loss", None)
                 is_best = eval_loss is not None and self.snapshot.judge(step, eval_loss)
                 reporter.step(self._facts(step, eval_loss, evaluated), outcome)
+                if self.generator is not None and self._due(step, config.generate_every):
+                    with reporter.paused(), self.context.slot.within("generate"):
+                        reporter.generated(step, self.generator(self.session, step))
                 if predictor.is_due:
                     with reporter.paused():
                         reporter.predicted(**predictor.fields(self.memory.fit.bytes))
@@ -182,7 +190,19 @@ class Loop:
         asked = self._is_rank0 and stop_file(self.folder).exists()
         counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes), float(asked))
         with self.memory.explained():
-            return self.session.step(batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None)
+            return self.session.step(
+                batch,
+                first,
+                self._lr(step),
+                counts,
+                stop=lambda: stop.signal is not None,
+                most_loss=self._most_loss(step),
+            )
+
+    def _most_loss(self, step: int) -> float | None:
+        """With a larger loss a step is a spike."""
+        factor = self.config.spike_factor
+        return None if factor is None else spike_limit(self.snapshot.recent, step, factor)
 
     def _evaluate(self, step: int, outcome: Outcome, reporter: Reporter) -> dict[str, float]:
         """Loss and metrics on the evaluation data, always on the same samples, without dropout."""
@@ -210,7 +230,7 @@ class Loop:
 
     def _facts(self, step: int, eval_loss: float | None, eval_values: Mapping[str, float]) -> StepFacts:
         samples, unit = step * self.config.batch_size, self.run.task.unit
-        return StepFacts(step, samples, self._lr(step), unit, eval_loss, eval_values)
+        return StepFacts(step, samples, self._lr(step), unit, eval_loss, eval_values, self._most_loss(step))
 
     def _saver(self) -> AsyncSaver:
         context = self.context
@@ -305,6 +325,7 @@ class Loop:
                 return piece.read(weights, name)
             return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
+        require_cuda(config.memory_snapshot, run.device.type)
         self.memory = self._memory_guard()
         with self._phases.phase("weights"), self.memory.explained("the model's state"):
             self.session = Session.open(
@@ -320,6 +341,8 @@ class Loop:
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
         if config.metrics or job.metrics:
             self.metrics = Metrics(run, config, self.session, self.context, job.metrics)
+        if config.generate_every:
+            self.generator = Generator(run, config, self.context)
         return header(run, config, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
 
     def _require_same_rate(self) -> None:

@@ -35,6 +35,7 @@ from phalanx.state.snapshot import Snapshot
 from phalanx.training.budget import Fit
 from phalanx.training.prepare import Prepared
 from phalanx.training.session import Session
+from phalanx.training.spikes import NUM_RECENT
 
 HOOKS = {
     "on_start": "(trainer) before the first step",
@@ -105,6 +106,7 @@ class StepFacts:
     unit: str  # what is counted as tokens
     eval_loss: float | None
     eval_values: Mapping[str, float] = field(default_factory=dict[str, float])  # further fields of an evaluation
+    most_loss: float | None = None  # with a larger loss, nothing was updated
 
 
 class Reporter:
@@ -204,6 +206,11 @@ class Reporter:
         kept = f"saved in {saved}; go on with --resume auto" if saved else "not saved (checkpoint_every = never)"
         self._progress.message(f"stopped by {name} after step {step} of {total}, {kept}")
 
+    def generated(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+        for prompt, text in samples:
+            self._log.write("sample", step=step, prompt=prompt, text=text)
+            self._progress.message(f"step {step}, {prompt!r} continued: {text!r}")
+
     def ended(self, reason: str) -> None:
         """Before its last step, but as wished: what follows is the end of any run."""
         step, total = self._snapshot.step, self._snapshot.total_steps
@@ -242,14 +249,24 @@ class Reporter:
         if facts.eval_loss is not None:
             record["eval_loss"] = snapshot.eval_loss = facts.eval_loss
             record |= facts.eval_values
-        return record if updated else {**record, "skipped": True}
+        is_spike = facts.most_loss is not None and math.isfinite(loss) and loss > facts.most_loss
+        if updated:
+            snapshot.recent = [*snapshot.recent, (facts.step, loss)][-NUM_RECENT:]
+            return record
+        if is_spike:
+            record["spike"] = True
+            said = (
+                f"step {facts.step}: loss {loss:.4g} is a spike (more than {facts.most_loss:.4g}), nothing is updated"
+            )
+            self._progress.message(said)
+        return {**record, "skipped": True}
 
     def _require_finite(self, updated: bool) -> None:
         in_a_row, allowed = self._snapshot.skipped_in_a_row, self._snapshot.config["max_nonfinite"]
         if not updated and in_a_row > allowed:
             raise PhalanxError(
-                f"the gradients of {in_a_row} steps in a row were not finite, the last at step {self._snapshot.step} "
-                f"(max_nonfinite = {allowed})",
+                f"the gradients of {in_a_row} steps in a row were not finite, or their losses spikes, the last at step "
+                f"{self._snapshot.step} (max_nonfinite = {allowed})",
                 "lower lr, lengthen warmup_steps or set clip; or look for broken samples at these steps in the run log",
             )
 
