@@ -157,6 +157,11 @@ class RunConfig(BaseModel):
         "of evaluations besides loss and perplexity: accuracy, values (what the model returns) (repeatable)",
     )
     progress: Literal["auto", "rich", "plain", "off"] = _option("Display", "auto", "how progress is shown")
+    report_to: tuple[str, ...] = _option(
+        "Display",
+        (),
+        "tensorboard, wandb, wandb:PROJECT, trackio, mlflow, prometheus or prometheus:PORT (repeatable)",
+    )
     json_output: bool = _option("Display", False, "print JSON lines on standard output instead")
     profile_steps: str | None = _option("Display", None, "A:B writes a torch.profiler trace of steps A to B (first: 1)")
     memory_snapshot: int | None = _option(
@@ -228,7 +233,7 @@ class RunConfig(BaseModel):
             return None
         return str(value) if isinstance(value, Path) else value
 
-    @field_validator("data", "eval_data", "freeze", "groups", "metrics", "generate_prompts", mode="before")
+    @field_validator("data", "eval_data", "freeze", "groups", "metrics", "generate_prompts", "report_to", mode="before")
     @classmethod
     def _one_is_enough(cls, value: Any) -> Any:
         if isinstance(value, str | Path):

@@ -87,7 +87,19 @@ def test_the_largest_batch_is_found_in_few_trials():
 def test_inspect_says_which_batch_fits(capsys: pytest.CaptureFixture[str]):
     from phalanx.cli.main import main
 
-    command = "phalanx inspect gpt2 --seq-len 128 --batch-size 8 --plan dp=2 --largest-batch --memory".split()
+    command = [
+        "phalanx",
+        "inspect",
+        "gpt2",
+        "--seq-len",
+        "128",
+        "--batch-size",
+        "8",
+        "--plan",
+        "dp=2",
+        "--largest-batch",
+        "--memory",
+    ]
     found = _output(capsys, [*command, "4GiB"], main)
     assert "largest batch that fits: --batch-size " in found and "(2 × 1 × " in found
     assert "no batch fits: the smallest, of 2, needs" in _output(capsys, [*command, "1GiB"], main)

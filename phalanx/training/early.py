@@ -18,6 +18,7 @@ from phalanx.data.sources import NAMED, existing
 from phalanx.errors import ConfigError, ModelError, PhalanxError
 from phalanx.launch.join import find_place
 from phalanx.model.zoo.names import require_found
+from phalanx.observe.trackers import require_trackers
 from phalanx.state.folders import refuse_used
 
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -35,6 +36,7 @@ def require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> 
 
 
 def _require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> None:
+    require_trackers(config.report_to)
     _require_out(Path(config.out).expanduser(), config.resume)
     for source in (data, eval_data) if isinstance(model, str | Path) else ():
         for item in _paths(source):

@@ -37,6 +37,7 @@ from phalanx.observe.phases import Phases
 from phalanx.observe.progress import make_progress
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
+from phalanx.observe.trackers import with_trackers
 from phalanx.params.flat import Piece
 from phalanx.params.lr_functions import checked_rate
 from phalanx.params.lr_schedule import change_text, learning_rate
@@ -92,6 +93,8 @@ class Loop:
         with contextlib.ExitStack() as stack:
             shown = config.progress if self._is_rank0 else "off"
             progress = make_progress(shown, config.json_output and self._is_rank0, config.log_every)
+            if self._is_rank0:
+                progress = with_trackers(progress, config.report_to, self.folder, config.model_dump(mode="json"))
             stack.callback(progress.close)
             self._take_folder(stack, progress.message)
             rows = self._set_up(progress.message)
