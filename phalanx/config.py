@@ -145,6 +145,13 @@ class RunConfig(BaseModel):
     resume: str = _option("Run folder", "never", "never, auto (newest checkpoint in out) or a checkpoint", min_length=1)
     export: bool = _option("Run folder", True, "write the trained model as a HuggingFace folder at the end")
 
+    export_dcp: bool = _option(
+        "Run folder", False, "also write the trained model as a torch.distributed.checkpoint folder, export-dcp"
+    )
+    mirror: str | None = _option(
+        "Run folder", None, "URL of remote storage (s3://bucket/run …) that checkpoints and export are copied to"
+    )
+
     log_every: int = _option("Display", 10, "steps between plain lines", ge=1)
     eval_every: int = _option("Display", 0, "steps between evaluations (0: only at the end)", ge=0)
     eval_samples: int = _option("Display", 64, "samples per evaluation", ge=1)
@@ -340,6 +347,14 @@ def _check_together(config: RunConfig) -> None:
         given, other = ("generate_every", "generate_prompts")[:: 1 if config.generate_every else -1]
         shown = f"option {given} = {getattr(config, given)!r} does nothing without {other}"
         raise ConfigError(shown, f"set {other} as well, or leave {given} out")
+    if config.mirror is not None and "://" not in config.mirror:
+        raise ConfigError(
+            f"option mirror = {config.mirror!r} is no URL", "write e.g. s3://bucket/run or file:///backup/run"
+        )
+    if config.export_dcp and config.lora is not None and not config.merge_lora:
+        raise ConfigError(
+            "option export_dcp = True would hold adapters without names that others know", "set merge_lora"
+        )
     if config.keep_best and config.checkpoint_every == "never":
         raise ConfigError("option keep_best = True saves checkpoints, and checkpoint_every = never", "leave one out")
     if config.merge_lora and config.lora is None:

@@ -20,6 +20,7 @@ from phalanx.launch.join import find_place
 from phalanx.model.zoo.names import require_found
 from phalanx.observe.trackers import require_trackers
 from phalanx.state.folders import refuse_used
+from phalanx.state.remote import is_remote
 
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
@@ -42,7 +43,7 @@ def _require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) ->
         for item in _paths(source):
             if item.partition(":")[0] not in NAMED and not is_named_dataset(item):
                 existing(item)
-    if isinstance(model, str | Path):
+    if isinstance(model, str | Path) and not is_remote(model):
         require_found(model)
         for file in _weight_files(Path(model).expanduser()) if config.init != "fresh" else ():
             _require_whole(file)

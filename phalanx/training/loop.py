@@ -45,12 +45,13 @@ from phalanx.state.folders import final_folder, replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
 from phalanx.state.lock import RunLock
+from phalanx.state.remote import Mirror, fetch_folder, fetch_newest, is_remote, refuse_used_mirror
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
 from phalanx.state.saving import AsyncSaver, StorageError
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
 from phalanx.training.budget import MemoryGuard
-from phalanx.training.exporting import export_model
+from phalanx.training.exporting import export_dcp, export_model
 from phalanx.training.generating import Generator
 from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.metrics import Metrics, perplexity
@@ -73,6 +74,7 @@ class Loop:
     memory: MemoryGuard
     metrics: Metrics | None = None
     generator: Generator | None = None
+    mirror: Mirror | None = None  # on rank 0
     snapshot: Snapshot
 
     def __init__(self, job: Job, context: RankContext, emit: Emit) -> None:
@@ -97,6 +99,7 @@ class Loop:
                 progress = with_trackers(progress, config.report_to, self.folder, config.model_dump(mode="json"))
             stack.callback(progress.close)
             self._take_folder(stack, progress.message)
+            self._open_mirror(stack, progress.message)
             rows = self._set_up(progress.message)
             log = stack.enter_context(RunLog(self.folder, rank=self.context.rank))
             stack.enter_context(_logged_errors(log))
@@ -221,6 +224,12 @@ class Loop:
         self._emit("on_evaluate", {"step": step, **found, "eval_samples": samples})
         return found
 
+    def _resume(self) -> str:
+        """Which checkpoint to go on from, as a path of this machine."""
+        resume = self.config.resume
+        name = resume.rstrip("/").rpartition("/")[2]
+        return str(self.folder / "checkpoints" / name) if is_remote(resume) else resume
+
     def _reason_to_end(self, reporter: Reporter, evaluated: bool) -> str | None:
         """Why the run is to end before its last step. All ranks come to the same answer."""
         snapshot, patience = self.snapshot, self.config.early_stop
@@ -277,11 +286,36 @@ class Loop:
 
     def _tell_saved(self, saver: AsyncSaver, reporter: Reporter, last: bool = False) -> StorageError | None:
         """Reports what became of saves since it was last asked; the refusal, if the newest was refused."""
-        reporter.saved(saver.last)
+        if reporter.saved(saver.last) and self.mirror is not None and saver.last is not None:
+            self.mirror.checkpoint(saver.last)
         refused = saver.take_refusal()
         if refused is not None:
             reporter.refused(refused, saver.last or self._resumed, last)
         return refused
+
+    def _open_mirror(self, stack: contextlib.ExitStack, say: Callable[[str], None]) -> None:
+        """At the end of the run what is to be copied has been, or somebody was told."""
+        if self.config.mirror is None or not self._is_rank0:
+            return
+        mirror = self.mirror = Mirror(self.config.mirror, self.folder, say)
+        stack.callback(mirror.close)
+        stack.callback(mirror.copy, "config.yaml", "plan.json", "log-rank0.jsonl", "export", "export-dcp")
+
+    def _fetch(self, say: Callable[[str], None]) -> None:
+        """What is to be gone on from and lies in remote storage is brought here."""
+        config, there = self.config, self.folder / "checkpoints"
+        if is_remote(config.resume):
+            fetched = there / config.resume.rstrip("/").rpartition("/")[2]
+            if not fetched.exists():
+                there.mkdir(parents=True, exist_ok=True)
+                fetch_folder(config.resume, fetched)
+                say(f"fetched {config.resume}")
+        elif config.resume == "never" and config.mirror is not None:
+            refuse_used_mirror(config.mirror)
+        elif config.resume == "auto" and config.mirror is not None:
+            newest = fetch_newest(config.mirror, self.folder)
+            if newest is not None:
+                say(f"fetched {newest} from {config.mirror}")
 
     def _take_folder(self, stack: contextlib.ExitStack, say: Callable[[str], None]) -> None:
         """Rank 0 locks the run folder and clears what killed runs left in it; the others wait until it has."""
@@ -296,6 +330,7 @@ class Loop:
             tidy_checkpoints(self.folder / "checkpoints")
             tidy_export(self.folder / "export")
             stop_file(self.folder).unlink(missing_ok=True)
+            self._fetch(say)
 
         with _blaming_others():
             self._meeting.agree("lock", 1, take)
@@ -309,7 +344,7 @@ class Loop:
         config, job = self.config, self.job
         _forget_earlier_runs()
         with _blaming_others():
-            found = checkpoint_to_resume(config.resume, self.folder / "checkpoints", self._meeting, say)
+            found = checkpoint_to_resume(self._resume(), self.folder / "checkpoints", self._meeting, say)
         say(f"preparing {config.model}: data, graph, weights")
         self.context.slot.enter("capture")
         with self._phases.phase("prepare"), self._rank_0_first():
@@ -401,6 +436,8 @@ class Loop:
             )
         with self._phases.phase("export"):
             exported = self._export() if self.config.export else None
+            if self.config.export_dcp:
+                export_dcp(self.session, self.context, self.run.spec, self.folder / "export-dcp")
         reporter.finish(self.folder, exported, self._phases)
         if self.metrics is not None:
             self.metrics.close()

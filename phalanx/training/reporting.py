@@ -184,12 +184,14 @@ class Reporter:
             self._log.write("prediction", **prediction)
         self.prediction = {name: value for name, value in prediction.items() if name.startswith("predicted_")}
 
-    def saved(self, path: Path | None) -> None:
-        """Takes note of the newest complete checkpoint; each is told of once."""
-        if path is not None and path != self._saved:
-            self._saved = path
-            self._log.write("checkpoint", path=str(path))
-            self._emit("on_checkpoint", path)
+    def saved(self, path: Path | None) -> bool:
+        """Takes note of the newest complete checkpoint; each is told of once. Whether it is a new one."""
+        if path is None or path == self._saved:
+            return False
+        self._saved = path
+        self._log.write("checkpoint", path=str(path))
+        self._emit("on_checkpoint", path)
+        return True
 
     def refused(self, error: StorageError, saved: Path | None, last: bool) -> None:
         """The disk did not take a checkpoint. last: there will be no other step, so the run waits and tries again."""

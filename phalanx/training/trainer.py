@@ -26,6 +26,7 @@ from phalanx.params.lr_functions import LrFunction, MakeScheduler, ScheduledRate
 from phalanx.params.optimizer_instance import ReadOptimizer, read_optimizer
 from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
+from phalanx.state.remote import is_remote, local_copy
 from phalanx.training.early import require_usable
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, stop_file, unpack
 from phalanx.training.loop import Loop
@@ -65,6 +66,7 @@ class Trainer:
         began: float | None = None,
     ) -> None:
         config = config or RunConfig()
+        model = local_copy(model) if isinstance(model, str) and is_remote(model) else model
         if optimizer is not None:
             read = read_optimizer(optimizer, model)
             config, optimizer_class, groups = _told(config, read), read.kind, (*groups, *read.groups)
