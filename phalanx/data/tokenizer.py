@@ -159,7 +159,8 @@ class HuggingFaceTokenizer(Tokenizer):
         from transformers.utils.chat_template_utils import render_jinja_template
 
         given = list(tools) if tools else None
-        (text,), (spans,) = render_jinja_template(
+        render: Any = render_jinja_template  # whose types say less than it gives
+        (text,), (spans,) = render(
             conversations=[list(messages)], tools=given, chat_template=self._inner.get_chat_template(tools=given),
             return_assistant_tokens_mask=True, **self._inner.special_tokens_map,
         )  # fmt: skip
