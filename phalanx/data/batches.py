@@ -56,7 +56,14 @@ class Batches:
     def at(self, positions: Indices) -> Batch:
         """The samples at these stream positions."""
         indices = positions if self._order is None else self._order.at(positions)
-        return self._samples.rows(indices, positions)
+        batch = self._samples.rows(indices, positions)
+        if self.padding and "input_ids" in batch and "attention_mask" not in batch:
+            batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+        return batch
+
+    def mask_like(self, other: Batches) -> None:
+        """Rows that are full say so where those of other data may be padded."""
+        self.padding = self.padding or other.padding
 
     def describe(self) -> str:
         """What the data is, in one line."""
@@ -110,6 +117,9 @@ class MixedSamples(Samples):
         self._shapes: dict[str, list[int]] | None = None  # of a sample's inputs, once one was seen
         self._mixture = Mixture([share for _, share in parts])
         self.weights = tuple(str(share) for _, share in parts)
+        for part in self._parts:
+            for other in self._parts:
+                part.mask_like(other)
         self.padding = any(part.padding for part in self._parts)
         self.documents = any(part.documents for part in self._parts)
         self.description = "mixed: " + "; ".join(f"{float(share):.3g} of {part.describe()}" for part, share in parts)
@@ -128,9 +138,7 @@ class MixedSamples(Samples):
         return {name: torch.cat([batch[name] for batch in batches])[back] for name in batches[0]}
 
     def _alike(self, batch: Batch, part: Batches) -> Batch:
-        """Rows that are full say so where those of other sources may be padded."""
-        if self.padding and "attention_mask" not in batch:
-            batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+        """Checked: samples of all sources have the same inputs of the same sizes."""
         shapes = {name: list(tensor.shape[1:]) for name, tensor in sorted(batch.items())}
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:

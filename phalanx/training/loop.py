@@ -378,7 +378,7 @@ class Loop:
                 changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
         if config.metrics or job.metrics:
-            self.metrics = Metrics(run, config, self.session, self.context, job.metrics)
+            self.metrics = Metrics(run, config, self.session, self.context, job.metrics, job.optimizer_class)
         if config.generate_every:
             self.generator = Generator(run, config, self.context)
         return header(run, config, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)

@@ -115,8 +115,9 @@ class Metrics:
     """Computes metrics with the state of a session. Every rank makes and calls it."""
 
     def __init__(
-        self, run: Prepared, config: RunConfig, session: Session, context: RankContext, own: Mapping[str, Metric]
-    ) -> None:
+        self, run: Prepared, config: RunConfig, session: Session, context: RankContext, own: Mapping[str, Metric],
+        optimizer_class: type[Any] | None = None,
+    ) -> None:  # fmt: skip
         if run.plan.slices:
             raise ConfigError(
                 f"option metrics: plan {run.plan.shown} has slices, whose outputs do not leave one by one",
@@ -125,13 +126,15 @@ class Metrics:
         self._run, self._ending, self._plan = run, Ending(), run.plan
         self._metrics = {**({"accuracy": accuracy(run.task)} if "accuracy" in config.metrics else {}), **own}
         self._values = "values" in config.metrics
-        self._session, self._links = self._beside(config, session, context)
+        self._session, self._links = self._beside(config, session, context, optimizer_class)
 
     def close(self) -> None:
         if self._links is not None:
             self._links.close()
 
-    def _beside(self, config: RunConfig, session: Session, context: RankContext) -> tuple[Session, Links | None]:
+    def _beside(
+        self, config: RunConfig, session: Session, context: RankContext, optimizer_class: type[Any] | None
+    ) -> tuple[Session, Links | None]:
         """The same state with a graph whose outputs leave."""
         run, assumed = self._run, self._run.eval_batches
         assert assumed is not None
@@ -142,7 +145,7 @@ class Metrics:
         )
         compiled = Compiled(
             captured, config, run.plan, rank=context.rank, device=run.device, trainable=run.trainable,
-            buffers=session.compiled.buffers,
+            buffers=session.compiled.buffers, optimizer_class=optimizer_class,
         )  # fmt: skip
         if _placed(compiled) != _placed(session.compiled):
             raise PhalanxError(

@@ -106,6 +106,9 @@ def prepare(
     batches = opened(data, config.shuffle, collate)
     eval_collate = collate if is_own_dataset(eval_data) else None
     eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate)
+    if eval_batches is not None:
+        eval_batches.mask_like(batches)
+        batches.mask_like(eval_batches)
     total_steps, length_reason = run_length(config, batches)
     read = read_model(spec, task, batches, config, context, groups)
     if config.export and context.rank == 0:

@@ -73,6 +73,14 @@ def test_sources_of_different_kinds_are_mixed(sources, opened):
     assert packed["document_ids"].tolist() == [[1] * 8, [1] * 4 + [0] * 4]
 
 
+def test_full_rows_have_a_mask_where_other_data_is_padded(sources, opened):
+    text, chats = opened(sources / "a.txt"), opened(sources / "c.jsonl")
+    text.mask_like(chats)
+    assert text.padding and text.batch(0, 2)["attention_mask"].tolist() == [[1] * 8] * 2
+    chats.mask_like(text)
+    assert chats.batch(0, 1)["attention_mask"].tolist() == [[1] * 4 + [0] * 4]
+
+
 def test_own_datasets_are_mixed_with_text(sources, opened):
     class Own:
         def __len__(self):
