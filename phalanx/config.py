@@ -113,6 +113,11 @@ class RunConfig(BaseModel):
     spike_factor: float | None = _option(
         "Training", None, "skip the update of a step whose loss is this many times the median of recent ones", gt=1
     )
+    on_spike: Literal["skip", "rollback"] = _option(
+        "Training",
+        "skip",
+        "skip its update, or also go back to the newest checkpoint and leave its batches out",
+    )
 
     optimizer: str = _option("Optimizer", "adamw", "adamw, sgd or the dotted path of an optimizer class")
     optimizer_options: dict[str, OptionValue] = _option("Optimizer", {}, "further optimizer argument (repeatable)")
@@ -347,6 +352,11 @@ def _check_together(config: RunConfig) -> None:
         given, other = ("generate_every", "generate_prompts")[:: 1 if config.generate_every else -1]
         shown = f"option {given} = {getattr(config, given)!r} does nothing without {other}"
         raise ConfigError(shown, f"set {other} as well, or leave {given} out")
+    if config.on_spike == "rollback" and (config.spike_factor is None or config.checkpoint_every in (0, "never")):
+        raise ConfigError(
+            "option on_spike = 'rollback' needs to know what a spike is, and checkpoints on the way",
+            "set spike_factor and checkpoint_every as well",
+        )
     if config.mirror is not None and "://" not in config.mirror:
         raise ConfigError(
             f"option mirror = {config.mirror!r} is no URL", "write e.g. s3://bucket/run or file:///backup/run"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.observe import memory_snapshot as snapshots
 from phalanx.plan.largest_batch import largest_batch
 from phalanx.training.spikes import spike_limit
@@ -65,6 +65,35 @@ def test_a_spike_is_skipped_and_said_and_a_resumed_run_skips_the_same(tmp_path: 
         short_run(Linear(), data, tmp_path / "parts", **{**first, "steps": 14, "spike_factor": 30.0}, resume="auto")
     short_run(Linear(), data, tmp_path / "parts", **{**first, "steps": 14}, resume="auto")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_run_goes_back_before_a_spike_and_passes_its_batches_over(tmp_path: Path):
+    data, options = Sudden(spike=12), {**OPTIONS, "on_spike": "rollback", "lr_schedule": "constant"}
+    result = short_run(Linear(), data, tmp_path / "a", **options)
+    assert result.steps == 14
+    seen = [(record["step"], record["samples"]) for record in records(tmp_path / "a", "step")]
+    assert seen[11:13] == [(12, 48), (11, 52)], "from step 10 on, without the samples of the steps 11 and 12"
+    without = Sudden(spike=None)
+    without.rows = data.rows[:40] + data.rows[48:] + data.rows[:8]
+    plain = short_run(Linear(), without, tmp_path / "b", **{**OPTIONS, "lr_schedule": "constant"})
+    assert result.losses == plain.losses[10:], "as if those samples had never been"
+    short_run(Linear(), data, tmp_path / "a", **{**options, "steps": 15}, resume="auto")
+    assert records(tmp_path / "a", "step")[-1]["samples"] == 15 * 4 + 8, "also when the run goes on"
+
+
+def test_a_run_that_spikes_again_and_again_ends(tmp_path: Path):
+    data = Sudden(spike=None)
+    for step in (12, 13, 14, 15):
+        data.rows[4 * (step - 1)] = (torch.full((3,), 50.0), torch.tensor(-500.0))
+    options = {**OPTIONS, "on_spike": "rollback", "checkpoint_every": 1}
+    with pytest.raises(PhalanxError, match=r"going back to step-00000011(.|\n)*4th time(.|\n)*lower lr"):
+        short_run(Linear(), data, tmp_path, **options)
+
+
+def test_going_back_needs_a_limit_and_checkpoints(tmp_path: Path):
+    for left_out in ({"spike_factor": None}, {"checkpoint_every": 0}):
+        with pytest.raises(ConfigError, match=r"on_spike = 'rollback' needs to know(.|\n)*set spike_factor"):
+            short_run(Linear(), Sudden(None), tmp_path, **{**OPTIONS, "on_spike": "rollback", **left_out})
 
 
 def test_without_a_limit_the_same_loss_is_learned_from(tmp_path: Path):

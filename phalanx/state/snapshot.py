@@ -26,6 +26,7 @@ TRAJECTORY = (
     "task", "tiny", "model_options", "dropout", "freeze", "lora", "documents", "shuffle", "seq_len", "batch_size",
     "dtype", "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay",
     "groups", "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps", "spike_factor",
+    "on_spike",
 )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ class Snapshot:
     total_steps: int
     step: int = 0
     samples: int = 0  # consumed since the beginning
+    passed_over: int = 0  # of them, those of steps that were gone back from
     loss: float = math.nan
     eval_loss: float | None = None
     best_loss: float | None = None  # the lowest eval loss so far

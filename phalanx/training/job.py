@@ -53,6 +53,7 @@ class Job:
     groups: tuple[ParameterGroup, ...] = ()
     lr_function: LrFunction | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    passed_over: int = 0  # samples that a run which goes on leaves out, in all; 0: as its checkpoint says
     began: float = field(default_factory=time.time, compare=False)
 
     @property

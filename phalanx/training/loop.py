@@ -59,7 +59,7 @@ from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
 from phalanx.training.reporting import Emit, Reporter, StepFacts, header
 from phalanx.training.session import Session
-from phalanx.training.spikes import spike_limit
+from phalanx.training.spikes import RollBack, spike_limit
 
 _has_run = False  # in this process
 # A last checkpoint that the disk refuses is tried for an hour, in which somebody may make room.
@@ -143,6 +143,8 @@ class Loop:
                 eval_loss = evaluated.pop("eval_loss", None)
                 is_best = eval_loss is not None and self.snapshot.judge(step, eval_loss)
                 reporter.step(self._facts(step, eval_loss, evaluated), outcome)
+                if reporter.spike is not None and config.on_spike == "rollback":
+                    self._roll_back(saver, reporter.spike, step)
                 if self.generator is not None and self._due(step, config.generate_every):
                     with reporter.paused(), self.context.slot.within("generate"):
                         reporter.generated(step, self.generator(self.session, step))
@@ -177,7 +179,7 @@ class Loop:
     def _batch(self, step: int) -> tuple[Batch, int]:
         """This rank's part of the batch, and its place in the stream of samples."""
         size = self.config.batch_size
-        first, count = self.session.part((step - 1) * size, size)
+        first, count = self.session.part((step - 1) * size + self.snapshot.passed_over, size)
         return self.run.batches.batch(first, count), first
 
     def _due(self, step: int, every: int) -> bool:
@@ -230,6 +232,20 @@ class Loop:
         name = resume.rstrip("/").rpartition("/")[2]
         return str(self.folder / "checkpoints" / name) if is_remote(resume) else resume
 
+    def _roll_back(self, saver: AsyncSaver, spike: int, step: int) -> None:
+        """Ends this part of the run, on all ranks; the next goes on from the newest checkpoint and leaves the samples
+        since then out."""
+        newest = saver.wait() or self._resumed
+        if newest is None:
+            return  # nothing to go back to: the spike was skipped
+        back = int(newest.name.removeprefix("step-"))
+        passed_over = self.snapshot.passed_over + (step - back) * self.config.batch_size
+        raise RollBack(
+            f"the loss of step {spike} is a spike: going back to {newest.name}, without the {step - back} batches since "
+            "then",
+            passed_over=passed_over, checkpoint=str(newest),
+        )  # fmt: skip
+
     def _reason_to_end(self, reporter: Reporter, evaluated: bool) -> str | None:
         """Why the run is to end before its last step. All ranks come to the same answer."""
         snapshot, patience = self.snapshot, self.config.early_stop
@@ -241,7 +257,7 @@ class Loop:
         return None
 
     def _facts(self, step: int, eval_loss: float | None, eval_values: Mapping[str, float]) -> StepFacts:
-        samples, unit = step * self.config.batch_size, self.run.task.unit
+        samples, unit = step * self.config.batch_size + self.snapshot.passed_over, self.run.task.unit
         return StepFacts(step, samples, self._lr(step), unit, eval_loss, eval_values, self._most_loss(step))
 
     def _saver(self) -> AsyncSaver:
@@ -355,6 +371,7 @@ class Loop:
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
             self.snapshot, self._resumed = restore(found, self.snapshot), found.path
+            self.snapshot.passed_over = max(self.snapshot.passed_over, job.passed_over)
             self._require_same_rate()
         weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
 

@@ -125,6 +125,7 @@ class Reporter:
         device: torch.device,
     ) -> None:
         self.losses: list[float] = []
+        self.spike: int | None = None  # the step of one that was reported
         self.ends = False  # whether a callback asked that the run end
         self.stops = False  # whether a step that was reported had been asked to be the last
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
@@ -256,7 +257,7 @@ class Reporter:
             snapshot.recent = [*snapshot.recent, (facts.step, loss)][-NUM_RECENT:]
             return record
         if is_spike:
-            record["spike"] = True
+            record["spike"], self.spike = True, facts.step
             said = (
                 f"step {facts.step}: loss {loss:.4g} is a spike (more than {facts.most_loss:.4g}), nothing is updated"
             )

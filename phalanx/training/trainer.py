@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from phalanx.config import RunConfig, require_eval_data
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
@@ -33,6 +34,7 @@ from phalanx.training.loop import Loop
 from phalanx.training.metrics import Metric, require_metrics
 from phalanx.training.prepare import Collate, choose_num_ranks
 from phalanx.training.reporting import Callbacks
+from phalanx.training.spikes import MOST_ROLLBACKS, RollBack
 
 
 class Trainer:
@@ -105,7 +107,7 @@ class Trainer:
         refuse_while_loading("Trainer.fit")
         require_usable(self.job.model, self.job.data, self.job.eval_data, self.config)
         try:
-            summary = self._fit()
+            summary = self._fit_with_rollbacks()
         except (KeyboardInterrupt, SystemExit):
             if (saved := latest(self.folder / "checkpoints")) is not None:
                 self._fill(saved)
@@ -122,11 +124,34 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         stop_file(self.folder).touch()
 
+    def _fit_with_rollbacks(self) -> Summary:
+        """A part of the run that ends in a spike is followed by one from the newest checkpoint."""
+        for _ in range(MOST_ROLLBACKS):
+            try:
+                return self._fit()
+            except RollBack as back:
+                if self.config.progress != "off" and not self.config.json_output:
+                    print(back.message, flush=True)
+                config = self.config.override(resume=back.checkpoint)
+                self.job = replace(self.job, config=config, passed_over=back.passed_over)
+        try:
+            return self._fit()
+        except RollBack as back:
+            raise PhalanxError(
+                f"{back.message}; that would be for the {MOST_ROLLBACKS + 1}th time",
+                "lower lr, set clip or a larger spike_factor; or look for broken samples at these steps in the run log",
+            ) from None
+
     def _fit(self) -> Summary:
         """On the ranks that there are, or that are started for it."""
         device = self.config.device
         context = join(device, folder=self.folder)
         if context is not None:
+            if self.config.on_spike == "rollback":
+                raise ConfigError(
+                    "option on_spike = 'rollback' begins anew from a checkpoint, which ranks of a launcher cannot",
+                    "use on_spike=skip, or let phalanx start the ranks",
+                )
             return run_joined(context, self._fit_here, silence=self.config.silence)
         refuse_second_run(self.folder)
         ranks = choose_num_ranks(self.config)
