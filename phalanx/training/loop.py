@@ -241,8 +241,7 @@ class Loop:
         back = int(newest.name.removeprefix("step-"))
         passed_over = self.snapshot.passed_over + (step - back) * self.config.batch_size
         raise RollBack(
-            f"the loss of step {spike} is a spike: going back to {newest.name}, without the {step - back} batches since "
-            "then",
+            f"the loss of step {spike} is a spike: going back to {newest.name}, and leaving {step - back} batches out",
             passed_over=passed_over, checkpoint=str(newest),
         )  # fmt: skip
 
