@@ -57,9 +57,14 @@ class Batches:
         """The samples at these stream positions."""
         indices = positions if self._order is None else self._order.at(positions)
         batch = self._samples.rows(indices, positions)
-        if self.padding and "input_ids" in batch and "attention_mask" not in batch:
+        if self.adds_mask and "input_ids" in batch and "attention_mask" not in batch:
             batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
         return batch
+
+    @property
+    def adds_mask(self) -> bool:
+        """Whether rows say that they are full only because those of other data may be padded."""
+        return self.padding and not self._samples.padding
 
     def mask_like(self, other: Batches) -> None:
         """Rows that are full say so where those of other data may be padded."""

@@ -78,10 +78,15 @@ class Prepared:
     def data_mark(self) -> Mark:
         """The data is recognised by its size, its first sample and the weights of its sources, so that moving files
         does not make it other data."""
-        first, again = (_contents(self.batches.batch(0, 1)) for _ in range(2))
+        first, again = (_contents(self._first_sample()) for _ in range(2))
         # A dataset that answers differently each time (it augments) can be recognised by its size only.
         seen = first if first == again else ""
         return Mark(self.batches.describe(), digest(self.batches.num_samples, seen, *self.batches.weights))
+
+    def _first_sample(self) -> Mapping[str, Tensor]:
+        """As the data has it, whatever it is evaluated on."""
+        added = "attention_mask" if self.batches.adds_mask else None
+        return {name: tensor for name, tensor in self.batches.batch(0, 1).items() if name != added}
 
 
 def prepare(
