@@ -66,7 +66,9 @@ class RunConfig(BaseModel):
     )
     merge_lora: bool = _option("Model", False, "export the model with its adapters merged in, not the adapters alone")
 
-    data: tuple[str, ...] = _option("Data", ("stdlib",), "file, folder, 'stdlib' or 'synthetic' (repeatable)")
+    data: tuple[str, ...] = _option(
+        "Data", ("stdlib",), "file, folder, hf:NAME, 'stdlib' or 'synthetic'; PATH:0.7 gives it a weight (repeatable)"
+    )
     eval_data: tuple[str, ...] = _option("Data", (), "data to evaluate on (repeatable)")
     text_key: str = _option("Data", "text", "field of a JSONL record that holds the text", min_length=1)
     tokenizer: str | None = _option("Data", None, "tokenizer folder or 'bytes' (default: the model's, else bytes)")
@@ -101,8 +103,20 @@ class RunConfig(BaseModel):
     )
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
     clip: float | None = _option("Training", 1.0, "global gradient norm limit ('none': no clipping)", gt=0)
+    early_stop: int | None = _option(
+        "Training", None, "end the run after this many evaluations in a row without a lower eval loss", ge=1
+    )
     max_nonfinite: int = _option(
         "Training", 10, "consecutive steps with non-finite gradients to skip before stopping", ge=0
+    )
+
+    spike_factor: float | None = _option(
+        "Training", None, "skip the update of a step whose loss is this many times the median of recent ones", gt=1
+    )
+    on_spike: Literal["skip", "rollback"] = _option(
+        "Training",
+        "skip",
+        "skip its update, or also go back to the newest checkpoint and leave its batches out",
     )
 
     optimizer: str = _option("Optimizer", "adamw", "adamw, sgd or the dotted path of an optimizer class")
@@ -128,15 +142,43 @@ class RunConfig(BaseModel):
         "Run folder", 0, "steps between checkpoints (0: only at the end; never: not even then)"
     )
     keep_checkpoints: int = _option("Run folder", 2, "how many checkpoints to keep", ge=1)
+    keep_best: bool = _option(
+        "Run folder",
+        False,
+        "save where the eval loss is the lowest so far, and keep that checkpoint as well",
+    )
     resume: str = _option("Run folder", "never", "never, auto (newest checkpoint in out) or a checkpoint", min_length=1)
     export: bool = _option("Run folder", True, "write the trained model as a HuggingFace folder at the end")
+
+    export_dcp: bool = _option(
+        "Run folder", False, "also write the trained model as a torch.distributed.checkpoint folder, export-dcp"
+    )
+    mirror: str | None = _option(
+        "Run folder", None, "URL of remote storage (s3://bucket/run …) that checkpoints and export are copied to"
+    )
 
     log_every: int = _option("Display", 10, "steps between plain lines", ge=1)
     eval_every: int = _option("Display", 0, "steps between evaluations (0: only at the end)", ge=0)
     eval_samples: int = _option("Display", 64, "samples per evaluation", ge=1)
+    generate_every: int = _option("Display", 0, "steps between samples of what the model writes (0: none)", ge=0)
+    generate_prompts: tuple[str, ...] = _option("Display", (), "text that the model is to continue (repeatable)")
+    generate_tokens: int = _option("Display", 32, "most tokens that a sample has", ge=1)
+    metrics: tuple[str, ...] = _option(
+        "Display",
+        (),
+        "of evaluations besides loss and perplexity: accuracy, values (what the model returns) (repeatable)",
+    )
     progress: Literal["auto", "rich", "plain", "off"] = _option("Display", "auto", "how progress is shown")
+    report_to: tuple[str, ...] = _option(
+        "Display",
+        (),
+        "tensorboard, wandb, wandb:PROJECT, trackio, mlflow, prometheus or prometheus:PORT (repeatable)",
+    )
     json_output: bool = _option("Display", False, "print JSON lines on standard output instead")
     profile_steps: str | None = _option("Display", None, "A:B writes a torch.profiler trace of steps A to B (first: 1)")
+    memory_snapshot: int | None = _option(
+        "Display", None, "write CUDA's memory snapshot of this step to memory-step-N.pickle, on every rank", ge=1
+    )
     timeline_step: int | None = _option(
         "Display", None, "write the measured timeline of this step to timeline.json (phalanx program --measured)", ge=1
     )
@@ -203,7 +245,7 @@ class RunConfig(BaseModel):
             return None
         return str(value) if isinstance(value, Path) else value
 
-    @field_validator("data", "eval_data", "freeze", "groups", mode="before")
+    @field_validator("data", "eval_data", "freeze", "groups", "metrics", "generate_prompts", "report_to", mode="before")
     @classmethod
     def _one_is_enough(cls, value: Any) -> Any:
         if isinstance(value, str | Path):
@@ -270,6 +312,17 @@ def require_eval_data(config: RunConfig) -> None:
     """Asked once what was given as objects has its name in the options."""
     if config.eval_every and not config.eval_data:
         raise ConfigError(f"option eval_every = {config.eval_every} has nothing to evaluate", "set eval_data as well")
+    for option in ("early_stop", "keep_best"):
+        value = getattr(config, option)
+        if value and not config.eval_data:
+            raise ConfigError(
+                f"option {option} = {value} goes by the eval loss", "set eval_data as well, and eval_every"
+            )
+    if config.early_stop and not config.eval_every:
+        raise ConfigError(
+            f"option early_stop = {config.early_stop} does nothing: there is one evaluation, at the end",
+            "set eval_every to the steps between evaluations",
+        )
 
 
 def _require_no_import(optimizer: Any) -> None:
@@ -295,6 +348,25 @@ def _check_together(config: RunConfig) -> None:
     if config.lr_steps is not None and config.warmup_steps > config.lr_steps:
         longer = f"option warmup_steps = {config.warmup_steps} is more than lr_steps = {config.lr_steps}"
         raise ConfigError(longer, f"choose warmup_steps between 0 and {config.lr_steps}")
+    if bool(config.generate_every) != bool(config.generate_prompts):
+        given, other = ("generate_every", "generate_prompts")[:: 1 if config.generate_every else -1]
+        shown = f"option {given} = {getattr(config, given)!r} does nothing without {other}"
+        raise ConfigError(shown, f"set {other} as well, or leave {given} out")
+    if config.on_spike == "rollback" and (config.spike_factor is None or config.checkpoint_every in (0, "never")):
+        raise ConfigError(
+            "option on_spike = 'rollback' needs to know what a spike is, and checkpoints on the way",
+            "set spike_factor and checkpoint_every as well",
+        )
+    if config.mirror is not None and "://" not in config.mirror:
+        raise ConfigError(
+            f"option mirror = {config.mirror!r} is no URL", "write e.g. s3://bucket/run or file:///backup/run"
+        )
+    if config.export_dcp and config.lora is not None and not config.merge_lora:
+        raise ConfigError(
+            "option export_dcp = True would hold adapters without names that others know", "set merge_lora"
+        )
+    if config.keep_best and config.checkpoint_every == "never":
+        raise ConfigError("option keep_best = True saves checkpoints, and checkpoint_every = never", "leave one out")
     if config.merge_lora and config.lora is None:
         raise ConfigError("option merge_lora = True does nothing without lora", "leave it out, or set lora")
     if not config.data:

@@ -236,8 +236,16 @@ def test_fields_that_forward_does_not_take_are_named(names: str, tmp_path: Path)
 
 
 def test_evaluation_data_must_give_the_inputs_of_the_training_data(tmp_path: Path):
-    with pytest.raises(DataError, match="a batch holds attention_mask, input_ids, labels, but the model was captured"):
-        short_run(MODEL, DATA, tmp_path, eval_data=padded_samples(4, 90), steps=1)
+    ids = torch.arange(3, 15)
+    names = ("input_ids", "labels", "position_ids", "document_ids")
+    packed = [dict(zip(names, (ids, ids, torch.arange(12), torch.ones_like(ids))))] * 4
+    with pytest.raises(DataError, match="a batch holds document_ids, input_ids, labels, position_ids, but the model"):
+        short_run(MODEL, DATA, tmp_path, eval_data=packed, steps=1)
+
+
+def test_evaluation_data_may_be_padded_where_training_data_is_not(tmp_path: Path):
+    result = short_run(MODEL, DATA, tmp_path, eval_data=padded_samples(4, 90), steps=1, export=False)
+    assert result.eval_loss is not None
 
 
 def test_a_stream_has_no_epochs(tmp_path: Path):

@@ -61,6 +61,9 @@ def inspect(
         str | None, typer.Option(help="show what each rank would hold under this plan, e.g. pp=2,dp=4,zero=1")
     ] = None,
     memory: Annotated[str | None, typer.Option(help="with --plan: of a device, e.g. 80GiB; says what fits")] = None,
+    largest_batch: Annotated[
+        bool, typer.Option("--largest-batch", help="with --memory: the largest batch size that fits, at this plan")
+    ] = False,
     slices: Annotated[bool, typer.Option("--slices", help="measure slices of a layer's tokens on this device")] = False,
     stages: Annotated[
         int | None, typer.Option(min=1, help=f"of the pipeline to cut slices for (default: {inspect_slices.STAGES})")
@@ -78,13 +81,16 @@ def inspect(
     inspect_slices.require_slices(slices, stages, device, tp)
     if memory is not None and plan is None:
         raise ConfigError(f"option memory = {memory!r} does nothing without a plan", "give --plan as well")
+    if largest_batch and memory is None:
+        raise ConfigError("option largest_batch does nothing without memory", "give --memory and --plan as well")
     split_plan = inspect_tensor.tensor_plan(tp, degrees, sequence, replicate)
     samples = inspect_tensor.samples(split_plan, batch_size)
     facts = find_facts(model, task, dtype, tiny, live)
     dims = choose_dims(facts, samples, seq_len)
     measured = inspect_slices.find_slices(facts, model, task, tiny, dims, stages, device) if slices else None
     split = inspect_tensor.find_report(facts, model, task, tiny, split_plan, dims) if split_plan.tp > 1 else None
-    held = _Memory(facts, plan, dims, memory, describer(facts, model, task, tiny)) if plan is not None else None
+    describe = describer(facts, model, task, tiny)
+    held = _Memory(facts, plan, dims, memory, describe, largest_batch) if plan is not None else None
     if as_json:
         data = as_data(facts, dims) | ({"tensor": inspect_tensor.as_data(split, split_plan)} if split else {})
         data |= {"slices": inspect_slices.as_data(measured)} if measured else {}
@@ -105,9 +111,10 @@ class _Memory:
 
     def __init__(
         self, facts: ModelFacts, plan: str, dims: dict[str, int], budget: str | None,
-        describe: Callable[[Plan], SplitFacts],
+        describe: Callable[[Plan], SplitFacts], finds_batch: bool = False,
     ) -> None:  # fmt: skip
         self._facts, self._dims, self._budget, self._describe = facts, dims, budget, describe
+        self._finds_batch = finds_batch
         self._prediction = self._predict(plan_text(plan))
 
     def as_data(self) -> dict[str, Any]:
@@ -127,17 +134,21 @@ class _Memory:
             console.print(line)
 
     def _fit(self) -> Iterator[str]:
-        from phalanx.cli.memory_table import fit_lines
+        from phalanx.cli.memory_table import batch_line, fit_lines
 
         if self._budget is not None:
             batch = self._dims["batch"]
             yield from fit_lines(self._prediction, self._budget, batch, lambda plan: self._predict(plan.full_text))
+            if self._finds_batch:
+                plan = self._prediction.completed.plan
+                yield batch_line(plan, self._budget, lambda samples: self._predict(plan.full_text, samples))
 
-    def _predict(self, plan: str) -> Prediction:
+    def _predict(self, plan: str, batch: int | None = None) -> Prediction:
         from phalanx.program.from_facts import Device
         from phalanx.program.predict import predict
 
-        return predict(self._facts, plan, None, self._dims["batch"], self._dims, Device(), self._describe)
+        dims = {**self._dims, "batch": batch or self._dims["batch"]}
+        return predict(self._facts, plan, None, dims["batch"], dims, Device(), self._describe)
 
 
 def _list_zoo() -> None:

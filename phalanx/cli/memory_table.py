@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.config import parse_bytes
 from phalanx.observe.format import bytes_text
+from phalanx.plan.largest_batch import largest_batch
 from phalanx.plan.lighter import Needs, lighter_plans
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
@@ -60,6 +61,16 @@ def fit_lines(
         yield f"  {own.change} would: {bytes_text(own.needs.memory)}, {ratio:.2f}× the step"
     if not fitting and least is not None:
         yield f"  no change of this plan would; the least is {bytes_text(least.needs.memory)} by {least.change}"
+
+
+def batch_line(plan: Plan, memory: str, predict: Callable[[int], Prediction]) -> str:
+    """The largest batch within the budget, of whole micro-batches on every replica. predict: a batch of so many."""
+    budget, multiple = parse_bytes("memory", memory), plan.dp * plan.mb
+    found = largest_batch(lambda samples: _needs(predict(samples)).memory, budget, multiple)
+    if found is None:
+        return f"no batch fits: the smallest, of {multiple}, needs {bytes_text(_needs(predict(multiple)).memory)}"
+    held = bytes_text(_needs(predict(found)).memory)
+    return f"largest batch that fits: --batch-size {found} ({plan.dp} × {plan.mb} × {found // multiple}), {held}"
 
 
 def _needs(prediction: Prediction) -> Needs:

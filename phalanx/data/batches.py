@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from phalanx.data.mixture import Mixture, weighted_sources
+from phalanx.data.named import is_named_dataset, named_dataset
 from phalanx.data.order import Order
 from phalanx.data.own import OwnSamples, is_own_dataset, shown
-from phalanx.data.samples import Request, Samples, SyntheticSamples, WindowSamples, is_synthetic, longest
+from phalanx.data.samples import Indices, Request, Samples, SyntheticSamples, WindowSamples, is_synthetic, longest
 from phalanx.data.sources import NAMED, BrokenData, Source, dataset_source, existing, file_source, is_dataset
 from phalanx.data.stream import ARRAY_SUFFIXES, open_array
-from phalanx.data.text import text_samples
+from phalanx.data.text import kinds_text, text_samples
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
 from phalanx.tasks.base import Batch, RecordTask, Task, WindowTask
@@ -37,6 +41,7 @@ class Batches:
         self.tokens_per_sample = task.tokens_per_sample(tokens)
         self.padding = samples.padding
         self.documents = samples.documents
+        self.weights = samples.weights if isinstance(samples, MixedSamples) else ()
 
     @property
     def num_samples(self) -> int | None:
@@ -46,9 +51,24 @@ class Batches:
     def batch(self, first: int, count: int) -> Batch:
         """The samples at stream positions [first, first + count)."""
         assert first >= 0 and count > 0, f"no samples at [{first}, {first + count})"
-        positions = np.arange(first, first + count, dtype=np.int64)
-        indices = positions if self._order is None else self._order.indices(first, count)
-        return self._samples.rows(indices, positions)
+        return self.at(np.arange(first, first + count, dtype=np.int64))
+
+    def at(self, positions: Indices) -> Batch:
+        """The samples at these stream positions."""
+        indices = positions if self._order is None else self._order.at(positions)
+        batch = self._samples.rows(indices, positions)
+        if self.adds_mask and "input_ids" in batch and "attention_mask" not in batch:
+            batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+        return batch
+
+    @property
+    def adds_mask(self) -> bool:
+        """Whether rows say that they are full only because those of other data may be padded."""
+        return self.padding and not self._samples.padding
+
+    def mask_like(self, other: Batches) -> None:
+        """Rows that are full say so where those of other data may be padded."""
+        self.padding = self.padding or other.padding
 
     def describe(self) -> str:
         """What the data is, in one line."""
@@ -73,14 +93,65 @@ def open_data(
     text_key: str = TEXT_KEY,
     collate: Callable[[list[Any]], Mapping[str, Any]] | None = None,
 ) -> Batches:
-    """Batches from a path, a list of paths, 'stdlib', 'synthetic[:NUM]', a `datasets` object or a map-style dataset."""
+    """Batches from a path, a list of paths, 'stdlib', 'synthetic[:NUM]', 'hf:NAME', a `datasets` object or a map-style
+    dataset; or from several of them with weights: 'PATH:0.7', or a dict of sources and weights."""
     BrokenData(on_broken)  # refuses an unknown policy even where nothing can be broken
     task.inputs(config, documents=documents)
-    if not is_own_dataset(data):  # whose samples are as long as they are
-        check_length(task, config, tokens)
     request = Request(task, config, tokenizer, tokens, seed, documents, on_broken, cache, text_key)
-    samples = _samples(data, request, collate)
-    return Batches(samples, task, tokens=tokens, seed=seed, shuffle=shuffle)
+
+    def opened(source: Any) -> Batches:
+        if not is_own_dataset(source):  # whose samples are as long as they are
+            check_length(task, config, tokens)
+        own = collate if is_own_dataset(source) or mixed is None else None
+        return Batches(_samples(source, request, own), task, tokens=tokens, seed=seed, shuffle=shuffle)
+
+    mixed = weighted_sources(data)
+    if mixed is None:
+        return opened(data)
+    if collate is not None and not any(is_own_dataset(source) for source, _ in mixed):
+        raise DataError("collate was given, but none of the sources of data is your own dataset", "leave collate out")
+    samples = MixedSamples([(opened(source), share) for source, share in mixed])
+    return Batches(samples, task, tokens=tokens, seed=seed, shuffle=False)
+
+
+class MixedSamples(Samples):
+    """Samples of several sources in fixed shares. An epoch has as many samples as all of them together."""
+
+    def __init__(self, parts: Sequence[tuple[Batches, Fraction]]) -> None:
+        self._parts = [batches for batches, _ in parts]
+        self._shapes: dict[str, list[int]] | None = None  # of a sample's inputs, once one was seen
+        self._mixture = Mixture([share for _, share in parts])
+        self.weights = tuple(str(share) for _, share in parts)
+        for part in self._parts:
+            for other in self._parts:
+                part.mask_like(other)
+        self.padding = any(part.padding for part in self._parts)
+        self.documents = any(part.documents for part in self._parts)
+        self.description = "mixed: " + "; ".join(f"{float(share):.3g} of {part.describe()}" for part, share in parts)
+
+    @property
+    def num_samples(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        sizes = [part.num_samples for part in self._parts]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    def rows(self, indices: Indices, positions: Indices) -> Batch:
+        sources, own = self._mixture.at(positions)
+        found = [(np.flatnonzero(sources == number), part) for number, part in enumerate(self._parts)]
+        places = [place for place, _ in found if len(place)]
+        batches = [self._alike(part.at(own[place]), part) for place, part in found if len(place)]
+        back = torch.from_numpy(np.argsort(np.concatenate(places)))
+        return {name: torch.cat([batch[name] for batch in batches])[back] for name in batches[0]}
+
+    def _alike(self, batch: Batch, part: Batches) -> Batch:
+        """Checked: samples of all sources have the same inputs of the same sizes."""
+        shapes = {name: list(tensor.shape[1:]) for name, tensor in sorted(batch.items())}
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            raise DataError(
+                f"samples of {part.describe()} are {shapes}, and those of another source {self._shapes}",
+                "mix sources whose samples have the same inputs of the same sizes",
+            )
+        return batch
 
 
 def sample_length(asked: int | None, task: Task, config: Any) -> int:
@@ -91,6 +162,9 @@ def sample_length(asked: int | None, task: Task, config: Any) -> int:
 
 def needs_tokenizer(data: Any, task: Task) -> bool:
     """Whether opening this data for this task will tokenise text."""
+    mixed = weighted_sources(data)
+    if mixed is not None:
+        return any(needs_tokenizer(source, task) for source, _ in mixed)
     items = _items(data)
     if items is None:
         return is_dataset(data)
@@ -112,6 +186,8 @@ def _samples(data: Any, request: Request, collate: Callable[[list[Any]], Mapping
         return _folder(_only(items, f"data for task {request.task.name}", request), request)
     if any(Path(item).suffix.lower() in ARRAY_SUFFIXES for item in items):
         return _array(existing(_only(items, "a pre-tokenised array", request)), request)
+    if any(is_named_dataset(item) for item in items):
+        return _text(named_dataset(_alone(items, "a named dataset")), request)
     return _text(file_source(items, request.text_key), request)
 
 
@@ -133,8 +209,15 @@ def _only(items: list[str], what: str, request: Request) -> str:
     """The one item of data that is not text."""
     if request.text_key != TEXT_KEY:
         raise DataError(f"option text_key = {request.text_key!r} does nothing with {what}", "leave text_key out")
+    return _alone(items, what)
+
+
+def _alone(items: list[str], what: str) -> str:
     if len(items) > 1:
-        raise DataError(f"{what} cannot be joined with other data: {', '.join(items)}", "give it alone")
+        raise DataError(
+            f"{what} cannot be joined with other data: {', '.join(items)}",
+            f"give it alone, or mix it: every source with a weight, e.g. {items[0]}:0.5",
+        )
     return items[0]
 
 
@@ -144,10 +227,10 @@ def _text(source: Source, request: Request) -> Samples:
 
 def _array(path: Path, request: Request) -> Samples:
     if not isinstance(request.task, WindowTask):
-        fields = request.task.fields if isinstance(request.task, RecordTask) else ()
+        kinds = request.task.kinds if isinstance(request.task, RecordTask) else ()
         raise DataError(
             f"task {request.task.name} cannot learn from the token array {path}",
-            f"give JSONL records with {', '.join(fields)}",
+            f"give JSONL records with {kinds_text(kinds)}",
         )
     if request.documents:
         raise DataError(f"{path} does not say where documents end", "give text, or leave documents out")

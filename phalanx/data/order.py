@@ -55,7 +55,10 @@ class Order:
 
     def indices(self, first: int, count: int) -> NDArray[np.int64]:
         """The sample indices at stream positions [first, first + count)."""
-        positions = np.arange(first, first + count, dtype=np.int64)
+        return self.at(np.arange(first, first + count, dtype=np.int64))
+
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sample indices at these stream positions."""
         epochs, places = np.divmod(positions, self.num_samples)
         if self.shuffle:
             places = _permute(places.astype(np.uint64), self.num_samples, self.seed, epochs)

@@ -276,11 +276,16 @@ def _is_saved_dataset(folder: Path) -> bool:
 
 
 def _load_dataset(folder: Path) -> Any:
+    return require_datasets(f"{folder} is a saved HuggingFace dataset").load_from_disk(str(folder))
+
+
+def require_datasets(why: str) -> Any:
+    """The package `datasets`."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise DataError(
-            f"{folder} is a saved HuggingFace dataset, and the package 'datasets' that reads it is not installed",
+            f"{why}, and the package 'datasets' that reads it is not installed",
             "pip install datasets, or give the data as JSONL",
         ) from None
-    return datasets.load_from_disk(str(folder))
+    return datasets

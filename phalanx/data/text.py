@@ -10,18 +10,18 @@ import itertools
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from phalanx.data.samples import ArrivingSamples, RecordSamples, Request, Samples, WindowSamples
+from phalanx.data.records import ArrivingRows, RecordRows, Row, pack
+from phalanx.data.samples import ArrivingSamples, Request, Samples, WindowSamples
 from phalanx.data.sources import BrokenData, Record, Source, warn_skipped
 from phalanx.data.stream import GrowingStream, Piece, build_stream
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.errors import DataError
 from phalanx.tasks.base import BrokenRecord, RecordRemark, RecordTask, Sample, WindowTask
 
 _FORMAT = 1
@@ -55,33 +55,62 @@ def _holds_records(first: Record | None, request: Request) -> bool:
         return True
     fields = set(first.fields) if first else set()
     task = request.task
-    return isinstance(task, RecordTask) and request.text_key not in fields and fields >= set(task.fields)
+    return isinstance(task, RecordTask) and request.text_key not in fields and _kind(fields, task.kinds) is not None
+
+
+def _kind(fields: Collection[str], kinds: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
+    return next((kind for kind in kinds if set(kind) <= set(fields)), None)
+
+
+def kinds_text(kinds: Sequence[tuple[str, ...]]) -> str:
+    """What records of these kinds hold, in words."""
+    return "; or ".join(", ".join(map(repr, kind)) for kind in kinds)
 
 
 def _record_samples(
     records: Iterator[Record], source: Source, request: Request, tokenizer: Tokenizer, broken: BrokenData
 ) -> Samples:
-    task = request.task
-    assert isinstance(task, RecordTask)
-    if request.documents:
-        raise DataError(f"{source.name} holds one sample per record, so no documents are packed", "leave documents out")
     if source.identity is None:
-        raise DataError(
-            f"{source.name} is a stream, which can be learned from as plain text only",
-            "load the dataset without streaming, or write it to a JSONL file",
-        )
-    samples: list[Sample] = []
+        samples = _said_at_once(_encoded_records(records, request, tokenizer, broken), source.name)
+        return ArrivingRows(_rows(samples, request), request, source.name)
     with _collected_remarks() as remarks:
-        for record in records:
-            try:
-                fields = _fields(record, task, request.text_key)
-                samples.append(task.encode(fields, tokenizer, request.config, request.tokens))
-            except BrokenRecord as error:
-                broken.report(record.place, str(error))
+        samples = list(_encoded_records(records, request, tokenizer, broken))
     for remark, count in remarks.items():
         warnings.warn(f"{count} of the {len(samples)} records of {source.name} {remark}", stacklevel=2)
     warn_skipped(broken.skipped, source.name)
-    return RecordSamples(samples, lambda sample: sample, request, source.name)
+    return RecordRows(list(_rows((s for record in samples for s in record), request)), request, source.name)
+
+
+def _rows(samples: Iterable[Sample], request: Request) -> Iterator[Row]:
+    return pack(samples, request.tokens) if request.documents else ([sample] for sample in samples)
+
+
+def _encoded_records(
+    records: Iterator[Record], request: Request, tokenizer: Tokenizer, broken: BrokenData
+) -> Iterator[list[Sample]]:
+    """The samples of every record that is not broken."""
+    task = request.task
+    assert isinstance(task, RecordTask)
+    for record in records:
+        try:
+            fields = _fields(record, task, request.text_key)
+            yield task.encode(fields, tokenizer, request.config, request.tokens)
+        except BrokenRecord as error:
+            broken.report(record.place, str(error))
+
+
+def _said_at_once(records: Iterator[list[Sample]], name: str) -> Iterator[Sample]:
+    """A pass that may never end cannot count its remarks: each is made once."""
+    said: set[str] = set()
+    while True:
+        with _collected_remarks() as remarks:
+            record = next(records, None)
+        for remark in set(remarks) - said:
+            warnings.warn(f"some records of {name} {remark}", stacklevel=2)
+        said.update(remarks)
+        if record is None:
+            return
+        yield from record
 
 
 @contextmanager
@@ -99,13 +128,14 @@ def _collected_remarks() -> Iterator[Counter[str]]:
 
 
 def _fields(record: Record, task: RecordTask, text_key: str) -> Mapping[str, Any]:
-    keys = {field: text_key if field == "text" else field for field in task.fields}
-    missing = [key for key in keys.values() if key not in record.fields]
-    if missing:
-        wanted = ", ".join(map(repr, keys.values()))
-        absent = ", ".join(map(repr, missing))
-        raise BrokenRecord(f"has no {absent}; task {task.name} learns from records with {wanted}")
-    return {field: record.fields[key] for field, key in keys.items()}
+    """The record's fields, its text under the name that tasks know."""
+    kinds = [tuple(text_key if field == "text" else field for field in kind) for kind in task.kinds]
+    if _kind(record.fields, kinds) is None:
+        nearest = max(kinds, key=lambda kind: len(set(kind) & set(record.fields)))
+        absent = ", ".join(repr(field) for field in nearest if field not in record.fields)
+        raise BrokenRecord(f"has no {absent}; task {task.name} learns from records with {kinds_text(kinds)}")
+    has_text = any("text" in kind for kind in task.kinds)
+    return {**record.fields, "text": record.fields[text_key]} if has_text else record.fields
 
 
 @dataclass

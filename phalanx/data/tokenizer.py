@@ -6,6 +6,7 @@ Both are local: nothing is looked up on the hub. Loading refuses a vocabulary th
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ class Tokenizer(ABC):
     mask_id: int | None
     separator_id: int | None  # written after every document of a token stream
     has_chat_template: bool
+    marks_generation: bool  # whether the chat template says what the assistant generates
     identity: str
 
     @abstractmethod
@@ -43,8 +45,16 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     @abstractmethod
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, generate: bool) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Any] | None = None
+    ) -> str:
         """A conversation as text; `generate` ends it where the assistant is to speak. Needs `has_chat_template`."""
+
+    @abstractmethod
+    def marked_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation as text, and from where to where the assistant generates it. Needs `marks_generation`."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -61,7 +71,7 @@ class ByteTokenizer(Tokenizer):
     # Streams end documents with `eos` and never begin them with `bos`, which is therefore free to hide tokens behind.
     mask_id: int | None = 256
     separator_id: int | None = 257
-    has_chat_template = False
+    has_chat_template = marks_generation = False
     identity = "bytes"
 
     def encode(self, texts: Sequence[str], *, special: bool = False, limit: int | None = None) -> list[Ids]:
@@ -74,7 +84,14 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, generate: bool) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Any] | None = None
+    ) -> str:
+        raise AssertionError("bytes have no chat template")
+
+    def marked_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         raise AssertionError("bytes have no chat template")
 
     def save(self, folder: Path) -> None:
@@ -113,6 +130,7 @@ class HuggingFaceTokenizer(Tokenizer):
         separators = (self.eos_id, self._inner.sep_token_id, self.bos_id)
         self.separator_id = next((i for i in separators if i is not None), None)
         self.has_chat_template = bool(self._inner.chat_template)
+        self.marks_generation = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(self._inner.chat_template)))
         self.identity = _digest(folder)
 
     def encode(self, texts: Sequence[str], *, special: bool = False, limit: int | None = None) -> list[Ids]:
@@ -127,8 +145,26 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, generate: bool) -> str:
-        return self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Any] | None = None
+    ) -> str:
+        given = list(tools) if tools else None
+        return self._inner.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generate, tools=given
+        )
+
+    def marked_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        given = list(tools) if tools else None
+        render: Any = render_jinja_template  # whose types say less than it gives
+        (text,), (spans,) = render(
+            conversations=[list(messages)], tools=given, chat_template=self._inner.get_chat_template(tools=given),
+            return_assistant_tokens_mask=True, **self._inner.special_tokens_map,
+        )  # fmt: skip
+        return text, [(begin, end) for begin, end in spans]
 
     def save(self, folder: Path) -> None:
         self._inner.save_pretrained(folder)

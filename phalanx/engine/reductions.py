@@ -36,6 +36,7 @@ class StepRun:
     losses: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch, summed over its parts that ran here
     updated: Tensor | None = None
     unscaled: bool = False  # whether the gradients are free of the scale of the loss by now
+    most_loss: float | None = None  # a step with a larger loss does not update
     stop: Callable[[], bool] = lambda: False  # whether this rank is asked to stop; all do if one is
     counts: tuple[float, ...] = ()  # about this rank's part of the batch
     counted: tuple[Tensor, ...] = ()  # how many ranks are asked to stop; and counts over all parts
@@ -99,7 +100,9 @@ class GlobalReductions:
         """What an update goes by."""
         assert step.norm is not None and step.loss is not None, "NORM comes before STEP"
         scale = None if self._loss_scale is None or step.unscaled else self._loss_scale.value
-        return Given(step.lr, step.norm, step.norm.isfinite() & step.loss.isfinite(), scale)
+        sound = step.norm.isfinite() & step.loss.isfinite()
+        sound = sound if step.most_loss is None else sound & (step.loss <= step.most_loss)
+        return Given(step.lr, step.norm, sound, scale)
 
     def given_on_host(self, step: StepRun) -> Callable[[], Given]:
         """The same on its way to the host, once a step; called, it waits."""
@@ -113,7 +116,8 @@ class GlobalReductions:
         gradients = {name: own for name, own in step.gradients.items() if name in self._optimizer.weights}
         self._optimizer.step(gradients, *given)
         if self._loss_scale is not None:
-            self._loss_scale.update(given.finite)
+            assert step.norm is not None and step.loss is not None
+            self._loss_scale.update(step.norm.isfinite() & step.loss.isfinite())  # a spike is no overflow
         step.gradients, step.updated = {}, given.finite
 
 

@@ -67,14 +67,16 @@ class Step:
         self.feeder, self.engine, self.program, self._plan = feeder, engine, program, plan
 
     def __call__(
-        self, batch: Batch, first: int, lr: float, counts: Sequence[float] = (), stop: Callable[[], bool] | None = None
-    ) -> Outcome:
+        self, batch: Batch, first: int, lr: float, counts: Sequence[float] = (),
+        stop: Callable[[], bool] | None = None, most_loss: float | None = None,
+    ) -> Outcome:  # fmt: skip
         """Trains on this rank's part of the samples, which stand at stream positions from `first` on.
 
         counts: numbers about this part of the batch, to be summed over all parts. stop: whether this
-        rank is asked to stop, asked when the step ends.
+        rank is asked to stop, asked when the step ends. most_loss: with a larger loss, nothing is updated.
         """
         step = self.begin(batch, first, lr)
+        step.most_loss = most_loss
         step.counts, step.stop = tuple(counts), stop or step.stop
         self.engine.run(self.program, step)
         return Outcome.of(step)

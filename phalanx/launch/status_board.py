@@ -18,16 +18,19 @@ from pathlib import Path
 # keep every Python thread of the rank waiting.
 SILENCE = 15.0
 LONG_SILENCE = 60.0
-PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "loop", "finished")
+PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "generate", "loop", "finished")
 _QUICK_PHASES = ("step", "evaluate")
 _LONGEST_LOOK = 2.0
 
 _HEADER = 64
-_SLOT = 256
+_SLOT = 1024
 _COUNTERS = struct.Struct("<Qq")  # sign of life, step
 _PHASE = slice(16, 32)
 _PLACE = slice(32, 64)
 _INSTRUCTION = slice(64, 192)
+_BEGUN = struct.Struct("<Q")  # how many instructions
+_BEGUN_AT = 192
+_RECENT_AT, NUM_RECENT, _TEXT = 200, 25, 32  # the newest of them, in a ring
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,14 @@ class StatusView:
     phase: str
     place: str
     instruction: str
+    recent: tuple[str, ...] = ()  # the instructions begun last, the newest last
 
     def where(self) -> str:
         """'in step 5 at F1.3', 'during save after step 5', 'during capture'."""
         text = f"during {self.phase or 'start'}"
         if self.phase == "step" and self.step >= 0:
             text = f"in step {self.step}"
-        elif self.phase in ("evaluate", "save") and self.step > 0:
+        elif self.phase in ("evaluate", "save", "generate") and self.step > 0:
             text = f"{text} after step {self.step}"
         return f"{text} at {self.instruction}" if self.instruction else text
 
@@ -60,11 +64,12 @@ class StatusSlot:
             slice(start + part.start, start + part.stop) for part in (_PHASE, _PLACE, _INSTRUCTION)
         )
         self._beat, self._step = _COUNTERS.unpack_from(memory, start)
+        self._begun, self._ring = 0, start + _RECENT_AT
 
     def clear(self) -> None:
         """As before the first job, but with the next sign of life, so that a reader sees the change."""
         self._memory[self._start + _PHASE.start : self._start + _SLOT] = bytes(_SLOT - _PHASE.start)
-        self._step = -1
+        self._step, self._begun = -1, 0
         self.enter("start")
         self.beat()
 
@@ -93,7 +98,13 @@ class StatusSlot:
 
     def at(self, instruction: str) -> None:
         """The instruction that now begins. Called for each of them, so it must stay near a microsecond."""
-        self._memory[self._instruction] = instruction.encode()[:128].ljust(128, b"\0")
+        text = instruction.encode()[:128].ljust(128, b"\0")
+        self._memory[self._instruction] = text
+        if instruction:
+            place = self._ring + self._begun % NUM_RECENT * _TEXT
+            self._memory[place : place + _TEXT] = text[:_TEXT]
+            self._begun += 1
+            _BEGUN.pack_into(self._memory, self._start + _BEGUN_AT, self._begun)
 
     def set_place(self, place: str) -> None:
         """What this rank is in the plan, for messages: 'stage 1'."""
@@ -103,7 +114,13 @@ class StatusSlot:
         beat, step = _COUNTERS.unpack_from(self._memory, self._start)
         texts = (self._memory[part].rstrip(b"\0").decode(errors="replace") for part in
                  (self._phase, self._place, self._instruction))  # fmt: skip
-        return StatusView(beat, step, *texts)
+        return StatusView(beat, step, *texts, recent=self._read_recent())
+
+    def _read_recent(self) -> tuple[str, ...]:
+        (begun,) = _BEGUN.unpack_from(self._memory, self._start + _BEGUN_AT)
+        places = [self._ring + n % NUM_RECENT * _TEXT for n in range(max(0, begun - NUM_RECENT), begun)]
+        texts = (self._memory[p : p + _TEXT].rstrip(b"\0").decode(errors="replace") for p in places)
+        return tuple(text for text in texts if text)  # those of an earlier job were cleared
 
 
 class StatusBoard:

@@ -22,6 +22,7 @@ from phalanx.launch.status_board import RunningClock, SilenceWatch, StatusBoard,
 
 _GONE_SECONDS = 5.0  # for the fork server to say how a process ended
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
+_MOST_SHOWN, _LAST_SHOWN = 16, 8  # ranks, and instructions of each
 _FOLLOW_SECONDS = 10.0  # for ranks to follow one that left because of a signal; saving does not count
 
 
@@ -199,11 +200,22 @@ def _rank_error(trouble: Trouble, views: Mapping[int, StatusView]) -> RankError:
         lines += [f"  meanwhile {other}" for other in others]
     elif trouble.output:
         lines += [f"  the last it wrote (rank {trouble.rank}):", *(f"    {line}" for line in trouble.output)]
+    if trouble.failed is None or trouble.is_consequence:
+        lines += _flight_record(views)
     if trouble.stack:
         lines += ["  where it stands, the innermost call first:", *(f"    {line}" for line in trouble.stack)]
     if trouble.failed is not None and _debug():
         lines.append(trouble.failed.traceback.rstrip())
     return RankError("\n".join(lines), hint)
+
+
+def _flight_record(views: Mapping[int, StatusView]) -> list[str]:
+    """The last instructions of every rank when the trouble was noticed, of the first few ranks where there are many."""
+    known = {rank: view for rank, view in views.items() if view.recent}
+    shown = list(known.items())[:_MOST_SHOWN]
+    lines = [f"    rank {rank}, step {view.step}: {' '.join(view.recent[-_LAST_SHOWN:])}" for rank, view in shown]
+    more = [f"    … and {len(known) - len(shown)} other ranks"] if len(known) > len(shown) else []
+    return ["  the last instructions of every rank, the newest last:", *lines, *more] if lines else []
 
 
 def _debug() -> bool:

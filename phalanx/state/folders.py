@@ -125,8 +125,9 @@ def mark_complete(partial: Path, files: Iterable[WrittenFile], record: dict[str,
     sync_folder(partial)
 
 
-def put_in_place(partial: Path, final: Path, keep: int) -> None:
-    """Renames a finished folder to its name and prunes to it and the `keep` - 1 that were written last before it.
+def put_in_place(partial: Path, final: Path, keep: int, spare: int | None = None) -> None:
+    """Renames a finished folder to its name and prunes to it, the `keep` - 1 that were written last before it, and the
+    one of the step `spare`.
 
     One already there steps aside first and is found there if we die.
     """
@@ -138,9 +139,13 @@ def put_in_place(partial: Path, final: Path, keep: int) -> None:
     os.rename(partial, final)
     sync_folder(final.parent)
     # What cannot be removed now is in nobody's way: the checkpoint is there.
-    for path in [aside, *[path for path in find(final.parent) if path != final][keep - 1 :]]:
+    for path in [aside, *_others(final, spare)[keep - 1 :]]:
         with contextlib.suppress(OSError):
             _remove(path)
+
+
+def _others(final: Path, spare: int | None) -> list[Path]:
+    return [path for path in find(final.parent) if path != final and _step(path) != spare]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -49,8 +49,10 @@ def save(
     *,
     meeting: Meeting | None = None,
     still_ours: Callable[[], None] = lambda: None,
+    spare: int | None = None,
 ) -> Path:
-    """Writes checkpoint `step` into `folder` piece by piece and prunes to it and those written last before it.
+    """Writes checkpoint `step` into `folder` piece by piece and prunes to it and those written last before it; the one
+    of the step `spare` stays.
 
     `state` must be JSON; rank 0's is written, and where it holds a mapping, what the other ranks' have beside it.
     Whatever happens, checkpoints that were complete before stay complete until this one is. With several ranks each
@@ -64,7 +66,7 @@ def save(
         (name,) = meeting.agree(begin, 1, lambda: folders.begin(folder, step).name)
         partial = own = folder / name
         meeting.agree(write, meeting.world, lambda: _write_own(own, pieces, state, meeting))
-        meeting.agree(finish, 1, lambda: _finish(own, final, step, keep, meeting.world, still_ours))
+        meeting.agree(finish, 1, lambda: _finish(own, final, step, keep, meeting.world, still_ours, spare))
     except (OSError, RuntimeError) as error:
         kind = StorageError if is_storage(error) else CheckpointError
         raise kind(
@@ -117,7 +119,9 @@ def _write_shard(writer: ShardWriter, shard: StateShard, data: Tensor) -> Stored
     return StoredTensor(shard.shape, shard.dtype, tuple(stored))
 
 
-def _finish(partial: Path, final: Path, step: int, keep: int, world: int, still_ours: Callable[[], None]) -> None:
+def _finish(
+    partial: Path, final: Path, step: int, keep: int, world: int, still_ours: Callable[[], None], spare: int | None
+) -> None:  # fmt: skip
     """The last act: one index of all ranks' pieces, the marker, the rename, the pruning."""
     records = [_read_index(partial, rank) for rank in range(world)]
     tensors, files = _merge_indices(records)
@@ -125,7 +129,7 @@ def _finish(partial: Path, final: Path, step: int, keep: int, world: int, still_
     entries = {name: entry.to_json() for name, entry in tensors.items()}
     folders.mark_complete(partial, files, {"format": FORMAT, "step": step, "state": state, "tensors": entries})
     still_ours()
-    folders.put_in_place(partial, final, keep)
+    folders.put_in_place(partial, final, keep, spare)
 
 
 def _read_index(partial: Path, rank: int) -> RankRecord:
@@ -202,7 +206,7 @@ class AsyncSaver:
         self._refused: StorageError | None = None
         self.last: Path | None = None
 
-    def save(self, step: int, pieces: Pieces, state: dict[str, Any]) -> None:
+    def save(self, step: int, pieces: Pieces, state: dict[str, Any], spare: int | None = None) -> None:
         """Copies what this rank owns to the CPU, after which the caller may change it, and starts writing.
 
         Waits for the save before, whose error it raises, except for a refusal of the disk.
@@ -218,7 +222,7 @@ class AsyncSaver:
             raise
         # Not a daemon: a program that ends normally finishes its last checkpoint.
         self._thread = threading.Thread(
-            target=self._write, args=(step, snapshot, kept, meeting), name=f"checkpoint-{step}"
+            target=self._write, args=(step, snapshot, kept, meeting, spare), name=f"checkpoint-{step}"
         )
         self._thread.start()
 
@@ -255,12 +259,14 @@ class AsyncSaver:
         return meeting
 
     def _write(
-        self, step: int, snapshot: list[tuple[StateShard, Tensor]], state: dict[str, Any], meeting: Meeting
-    ) -> None:
+        self, step: int, snapshot: list[tuple[StateShard, Tensor]], state: dict[str, Any], meeting: Meeting,
+        spare: int | None,
+    ) -> None:  # fmt: skip
         try:
             self.last = save(
-                self._folder, step, snapshot, state, self._keep, meeting=meeting, still_ours=self._still_ours
-            )
+                self._folder, step, snapshot, state, self._keep, meeting=meeting, still_ours=self._still_ours,
+                spare=spare,
+            )  # fmt: skip
         except StorageError as error:
             error.step = step
             self._refused = error

@@ -25,7 +25,8 @@ from phalanx.state.rendezvous import Meeting
 TRAJECTORY = (
     "task", "tiny", "model_options", "dropout", "freeze", "lora", "documents", "shuffle", "seq_len", "batch_size",
     "dtype", "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay",
-    "groups", "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps",
+    "groups", "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps", "spike_factor",
+    "on_spike",
 )  # fmt: skip
 
 
@@ -47,15 +48,29 @@ class Snapshot:
     total_steps: int
     step: int = 0
     samples: int = 0  # consumed since the beginning
+    passed_over: int = 0  # of them, those of steps that were gone back from
     loss: float = math.nan
     eval_loss: float | None = None
+    best_loss: float | None = None  # the lowest eval loss so far
+    best_step: int | None = None
+    worse_in_a_row: int = 0  # evaluations since then
     skipped: int = 0  # steps, in all
     skipped_in_a_row: int = 0
+    recent: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])  # steps that updated, and losses
     tokens: int = 0
     flops: float = 0.0
     seconds: float = 0.0
     optimizer: dict[str, Any] = field(default_factory=dict)  # scalars of the optimizer's state, by name
     loss_scale: dict[str, float] | None = None  # in float16
+    own_lr: float | None = None  # of the last step, where a function of the user's own says it
+
+    def judge(self, step: int, eval_loss: float) -> bool:
+        """Takes note of an evaluation; whether it is the best so far."""
+        if not (self.best_loss is None or eval_loss < self.best_loss) or math.isnan(eval_loss):
+            self.worse_in_a_row += 1
+            return False
+        self.best_loss, self.best_step, self.worse_in_a_row = eval_loss, step, 0
+        return True
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

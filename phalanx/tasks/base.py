@@ -111,11 +111,20 @@ class WindowTask(Task):
 class RecordTask(Task):
     """A task that learns from records: one JSON object, or one row of a dataset, per sample."""
 
-    fields: ClassVar[tuple[str, ...]]  # what a record must hold, "text" standing for the field the user chose
+    # What a record must hold: all fields of one kind, "text" standing for the field the user chose.
+    kinds: ClassVar[tuple[tuple[str, ...], ...]]
 
     @abstractmethod
-    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> Sample:
-        """A record as a sample for `collate`; raises BrokenRecord."""
+    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> list[Sample]:
+        """A record as samples for `collate`, at least one; raises BrokenRecord."""
+
+
+class PackedTask(RecordTask):
+    """A task that can learn from several samples in one row, kept apart as documents."""
+
+    @abstractmethod
+    def collate_packed(self, rows: Sequence[Sequence[Sample]], config: Any, tokens: int) -> Batch:
+        """Rows of samples that fit into `tokens` together, as one batch."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], length: int, value: int) -> Tensor:

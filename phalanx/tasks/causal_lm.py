@@ -1,13 +1,14 @@
 """Causal language modelling: predict every token from those before it.
 
-Learns from plain text in windows, or from conversations of which only the assistant's turns count: those are written
-with the tokenizer's own chat template where it has one, else with a plain one, `role: content` per line.
+Learns from plain text in windows, or from conversations of which only the assistant's turns count: one per row, or
+several whole ones packed into a row as documents.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -18,8 +19,8 @@ from phalanx.tasks.base import (
     Batch,
     BrokenRecord,
     Input,
+    PackedTask,
     RecordRemark,
-    RecordTask,
     Sample,
     Windows,
     WindowTask,
@@ -30,89 +31,20 @@ from phalanx.tasks.base import (
     random_lengths,
     random_starts,
 )
+from phalanx.tasks.conversations import KINDS, encode_record
 from phalanx.tasks.vocabulary import pad_id, random_ids
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizer import Tokenizer
 
-Message = Mapping[str, str]
 
-
-def encode_conversation(messages: Any, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Token ids and labels of one conversation."""
-    turns = _checked(messages)
-    pieces = _templated(turns, tokenizer) if tokenizer.has_chat_template else list(_plain(turns))
-    ids: list[int] = []
-    labels: list[int] = []
-    # Encoded piece by piece: where a turn begins is where generation begins, so no token may span it.
-    for (_, learned), piece in zip(pieces, tokenizer.encode([text for text, _ in pieces]), strict=True):
-        tokens = piece.tolist()
-        if learned and not tokenizer.has_chat_template and tokenizer.eos_id is not None:
-            tokens.append(tokenizer.eos_id)
-        ids += tokens
-        labels += tokens if learned else [IGNORE] * len(tokens)
-    return ids, labels
-
-
-def _checked(messages: Any) -> Sequence[Message]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise BrokenRecord("messages is not a list of turns")
-    for number, message in enumerate(messages):
-        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise BrokenRecord(f"turn {number} of messages has no role and content")
-    return messages
-
-
-def _plain(turns: Sequence[Message]) -> Iterator[tuple[str, bool]]:
-    for turn in turns:
-        if turn["role"] == "assistant":
-            yield "assistant: ", False
-            yield turn["content"], True
-            yield "\n", False
-        else:
-            yield f"{turn['role']}: {turn['content']}\n", False
-
-
-def _templated(turns: Sequence[Message], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Each turn of the assistant as the template writes it when it is the last; a template that later writes it
-    otherwise (leaves its thoughts out, say) leaves only the last turn to learn."""
-    pieces: list[tuple[str, bool]] = []
-    done, last, rewritten = "", [], False
-    for number, turn in enumerate(turns):
-        if turn["role"] != "assistant":
-            continue
-        prompt = _write(turns[:number], tokenizer, generate=True)
-        spoken = _write(turns[: number + 1], tokenizer, generate=False)
-        if not spoken.startswith(prompt):
-            raise BrokenRecord(f"the tokenizer's chat template does not begin turn {number} as it asks for one")
-        rewritten = rewritten or not prompt.startswith(done)
-        last = [(prompt, False), (spoken[len(prompt) :], True)]
-        pieces += [(prompt[len(done) :], False), last[1]]
-        done = spoken
-    if rewritten:
-        remark = "have earlier turns that the tokenizer's chat template rewrites: only their last is learned"
-        warnings.warn(remark, RecordRemark, stacklevel=2)
-    return last if rewritten else pieces
-
-
-def _write(turns: Sequence[Message], tokenizer: Tokenizer, *, generate: bool) -> str:
-    try:
-        return tokenizer.apply_chat_template(turns, generate=generate)
-    except Exception as error:  # templates are programs, and refuse in ways of their own
-        roles = ", ".join(turn["role"] for turn in turns)
-        raise BrokenRecord(
-            f"the tokenizer's chat template refuses these turns ({roles}): {str(error).strip() or type(error).__name__}"
-        ) from error
-
-
-class CausalLM(WindowTask, RecordTask):
+class CausalLM(WindowTask, PackedTask):
     """Labels are the inputs themselves, unshifted: the model shifts them."""
 
     name: ClassVar[str] = "causal-lm"
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     modality: ClassVar[Literal["text", "image", "speech"]] = "text"
-    fields: ClassVar[tuple[str, ...]] = ("messages",)
+    kinds: ClassVar[tuple[tuple[str, ...], ...]] = KINDS
 
     def inputs(self, config: Any, *, padding: bool = False, documents: bool = False) -> tuple[Input, ...]:
         self._check(padding, documents)
@@ -145,20 +77,34 @@ class CausalLM(WindowTask, RecordTask):
             batch["position_ids"], batch["document_ids"] = document_layout(windows.starts)
         return batch
 
-    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> Sample:
-        ids, labels = encode_conversation(record.get("messages"), tokenizer)
-        if len(ids) > tokens:
+    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> list[Sample]:
+        samples = encode_record(record, tokenizer)
+        if any(len(ids) > tokens for ids, _ in samples):
             warnings.warn(f"are longer than {tokens} tokens and cut off there (seq_len)", RecordRemark, stacklevel=2)
-        ids, labels = ids[:tokens], labels[:tokens]
-        if all(label == IGNORE for label in labels[1:]):
+        cut = [{"input_ids": ids[:tokens], "labels": labels[:tokens]} for ids, labels in samples]
+        learned = [sample for sample in cut if any(label != IGNORE for label in sample["labels"][1:])]
+        if not learned:
             raise BrokenRecord(f"no assistant turn begins within {tokens} tokens, so there is nothing to learn")
-        return {"input_ids": ids, "labels": labels}
+        return learned
 
     def collate(self, samples: Sequence[Sample], config: Any, tokens: int) -> Batch:
         return pad_labelled(samples, tokens, pad_id(config))
 
+    def collate_packed(self, rows: Sequence[Sequence[Sample]], config: Any, tokens: int) -> Batch:
+        joined = [{key: [i for sample in row for i in sample[key]] for key in ("input_ids", "labels")} for row in rows]
+        batch = pad_labelled(joined, tokens, pad_id(config))
+        mask, starts = batch.pop("attention_mask"), torch.zeros(len(rows), tokens, dtype=torch.bool)
+        for row, begins in zip(rows, starts):
+            lengths = [len(sample["input_ids"]) for sample in row]
+            begins[[edge for edge in (0, *itertools.accumulate(lengths)) if edge < tokens]] = True
+        batch["labels"][starts] = IGNORE
+        positions, documents = document_layout(starts)
+        # The padding at a row's end is a document that nothing is learned from; the number 0 says so.
+        return {**batch, "position_ids": positions, "document_ids": documents * mask}
+
     def num_tokens(self, batch: Mapping[str, Tensor]) -> int:
-        return count_tokens(batch)
+        documents = batch.get("document_ids")
+        return count_tokens(batch) if documents is None else int((documents != 0).sum())
 
     def tokens_per_sample(self, tokens: int) -> int:
         return tokens

@@ -33,7 +33,7 @@ class TextClassification(RecordTask):
     name: ClassVar[str] = "text-classification"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     modality: ClassVar[Literal["text", "image", "speech"]] = "text"
-    fields: ClassVar[tuple[str, ...]] = ("text", "label")
+    kinds: ClassVar[tuple[tuple[str, ...], ...]] = (("text", "label"),)
 
     def inputs(self, config: Any, *, padding: bool = False, documents: bool = False) -> tuple[Input, ...]:
         self._check(documents)
@@ -52,11 +52,11 @@ class TextClassification(RecordTask):
         mask = mask_of_lengths(random_lengths(batch, tokens, generator), tokens)
         return {"input_ids": torch.where(mask == 1, ids, pad_id(config)), "attention_mask": mask, "labels": labels}
 
-    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> Sample:
+    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> list[Sample]:
         if not isinstance(record["text"], str) or not record["text"]:
             raise BrokenRecord("the text is empty or not a string")
         (ids,) = tokenizer.encode([record["text"]], special=True, limit=tokens)
-        return {"input_ids": ids, "labels": label_index(record["label"], config)}
+        return [{"input_ids": ids, "labels": label_index(record["label"], config)}]
 
     def collate(self, samples: Sequence[Sample], config: Any, tokens: int) -> Batch:
         rows = [sample["input_ids"] for sample in samples]

@@ -45,7 +45,7 @@ class TextToText(RecordTask):
     name: ClassVar[str] = "text-to-text"
     auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
     modality: ClassVar[Literal["text", "image", "speech"]] = "text"
-    fields: ClassVar[tuple[str, ...]] = ("source", "target")
+    kinds: ClassVar[tuple[tuple[str, ...], ...]] = (("source", "target"),)
 
     def inputs(self, config: Any, *, padding: bool = False, documents: bool = False) -> tuple[Input, ...]:
         self._check(documents)
@@ -73,13 +73,13 @@ class TextToText(RecordTask):
             "labels": labels,
         }
 
-    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> Sample:
-        for field in self.fields:
+    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, config: Any, tokens: int) -> list[Sample]:
+        for field in self.kinds[0]:
             if not isinstance(record[field], str) or not record[field]:
                 raise BrokenRecord(f"the {field} is empty or not a string")
         (source,) = tokenizer.encode([record["source"]], special=True, limit=tokens)
         (target,) = tokenizer.encode([record["target"]], special=True, limit=target_length(tokens))
-        return {"input_ids": source, "labels": target}
+        return [{"input_ids": source, "labels": target}]
 
     def collate(self, samples: Sequence[Sample], config: Any, tokens: int) -> Batch:
         rows = [sample["input_ids"] for sample in samples]

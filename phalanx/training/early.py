@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from phalanx.config import RunConfig
+from phalanx.data.mixture import weighted_sources
+from phalanx.data.named import is_named_dataset
 from phalanx.data.sources import NAMED, existing
 from phalanx.errors import ConfigError, ModelError, PhalanxError
 from phalanx.launch.join import find_place
 from phalanx.model.zoo.names import require_found
+from phalanx.observe.trackers import require_trackers
 from phalanx.state.folders import refuse_used
+from phalanx.state.remote import is_remote
 
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
@@ -33,12 +37,13 @@ def require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> 
 
 
 def _require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> None:
+    require_trackers(config.report_to)
     _require_out(Path(config.out).expanduser(), config.resume)
     for source in (data, eval_data) if isinstance(model, str | Path) else ():
         for item in _paths(source):
-            if item.partition(":")[0] not in NAMED:
+            if item.partition(":")[0] not in NAMED and not is_named_dataset(item):
                 existing(item)
-    if isinstance(model, str | Path):
+    if isinstance(model, str | Path) and not is_remote(model):
         require_found(model)
         for file in _weight_files(Path(model).expanduser()) if config.init != "fresh" else ():
             _require_whole(file)
@@ -58,7 +63,9 @@ def _require_out(out: Path, resume: str) -> None:
 
 
 def _paths(source: Any) -> list[str]:
-    """Data that is given by name."""
+    """Data that is given by name, without weights."""
+    if (mixed := weighted_sources(source)) is not None:
+        return [item for each, _ in mixed for item in _paths(each)]
     items = [source] if isinstance(source, str | Path) else source
     if not isinstance(items, list | tuple):
         return []

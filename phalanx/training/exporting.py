@@ -17,6 +17,7 @@ from phalanx.model.lora import Lora, adapted_layers, merged
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.params.gather_full import gather_full
 from phalanx.state.adapters import write_adapters
+from phalanx.state.dcp_writing import write_dcp
 from phalanx.state.huggingface import export
 from phalanx.training.session import Session
 
@@ -51,6 +52,24 @@ def export_model(
     except OSError as error:
         raise CheckpointError(
             f"the trained model could not be exported to {folder}: {error}",
+            "the last checkpoint holds all of it: make room, then run the same command with --resume auto",
+        ) from error
+
+
+def export_dcp(session: Session, context: RankContext, spec: ModelSpec, folder: Path) -> Path:
+    """The same as a torch.distributed.checkpoint folder, adapters merged."""
+    tensors = whole_parameters(session, context, "whole-dcp")
+    if context.rank > 0:
+        for _ in tensors:
+            raise AssertionError("only rank 0 gets tensors")
+        return folder
+    if spec.lora is not None:
+        tensors = merged(tensors, adapted_layers(build(spec, device="meta")), spec.lora)
+    try:
+        return write_dcp(folder, tensors, spec.config)
+    except OSError as error:
+        raise CheckpointError(
+            f"the trained model could not be written to {folder}: {error}",
             "the last checkpoint holds all of it: make room, then run the same command with --resume auto",
         ) from error
 

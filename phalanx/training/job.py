@@ -14,7 +14,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from phalanx.model.lora import Lora, merged
 from phalanx.model.selfcheck import refuse_lost_hooks
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.params.groups import ParameterGroup
+from phalanx.params.lr_functions import LrFunction
 from phalanx.state import checkpoint
+from phalanx.training.metrics import Metric
 from phalanx.training.prepare import Collate
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -49,11 +51,19 @@ class Job:
     collate: Collate | None = None
     optimizer_class: type[Any] | None = None
     groups: tuple[ParameterGroup, ...] = ()
+    lr_function: LrFunction | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    passed_over: int = 0  # samples that a run which goes on leaves out, in all; 0: as its checkpoint says
     began: float = field(default_factory=time.time, compare=False)
 
     @property
     def folder(self) -> Path:
         return Path(self.config.out).expanduser()
+
+
+def stop_file(folder: Path) -> Path:
+    """While it is there, the run in this folder ends after the step that it is at."""
+    return folder / "stop"
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,7 @@ class Summary:
     checkpoint: Path | None  # the newest; None where none was to be written
     export: Path | None
     spec: ModelSpec | None = field(repr=False)  # None where the model is the user's own module
+    best: Path | None = None  # the checkpoint with the lowest eval loss, where keep_best was asked for
 
 
 @dataclass(frozen=True)

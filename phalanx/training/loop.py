@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +31,35 @@ from phalanx.launch.signals import StopRequest, stop_request
 from phalanx.launch.status_board import BoardWatch
 from phalanx.launch.store import forget_secrets
 from phalanx.model.separable import require_labels
+from phalanx.observe.memory_snapshot import memory_snapshot, require_cuda
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import make_progress
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
+from phalanx.observe.trackers import with_trackers
 from phalanx.params.flat import Piece
+from phalanx.params.lr_functions import checked_rate
 from phalanx.params.lr_schedule import change_text, learning_rate
-from phalanx.state.folders import replace_text
+from phalanx.state.folders import final_folder, replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
 from phalanx.state.lock import RunLock
+from phalanx.state.remote import Mirror, fetch_folder, fetch_newest, is_remote, refuse_used_mirror
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
 from phalanx.state.saving import AsyncSaver, StorageError
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
 from phalanx.training.budget import MemoryGuard
-from phalanx.training.exporting import export_model
-from phalanx.training.job import Job, Summary
+from phalanx.training.exporting import export_dcp, export_model
+from phalanx.training.generating import Generator
+from phalanx.training.job import Job, Summary, stop_file
+from phalanx.training.metrics import Metrics, perplexity
 from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
 from phalanx.training.reporting import Emit, Reporter, StepFacts, header
 from phalanx.training.session import Session
+from phalanx.training.spikes import RollBack, spike_limit
 
 _has_run = False  # in this process
 # A last checkpoint that the disk refuses is tried for an hour, in which somebody may make room.
@@ -65,6 +72,9 @@ class Loop:
     run: Prepared
     session: Session
     memory: MemoryGuard
+    metrics: Metrics | None = None
+    generator: Generator | None = None
+    mirror: Mirror | None = None  # on rank 0
     snapshot: Snapshot
 
     def __init__(self, job: Job, context: RankContext, emit: Emit) -> None:
@@ -85,8 +95,11 @@ class Loop:
         with contextlib.ExitStack() as stack:
             shown = config.progress if self._is_rank0 else "off"
             progress = make_progress(shown, config.json_output and self._is_rank0, config.log_every)
+            if self._is_rank0:
+                progress = with_trackers(progress, config.report_to, self.folder, config.model_dump(mode="json"))
             stack.callback(progress.close)
             self._take_folder(stack, progress.message)
+            self._open_mirror(stack, progress.message)
             rows = self._set_up(progress.message)
             log = stack.enter_context(RunLog(self.folder, rank=self.context.rank))
             stack.enter_context(_logged_errors(log))
@@ -119,24 +132,36 @@ class Loop:
                 slot.at_step(step)
                 batch, first = self._batch(step)
                 name = "first step" if step == first_step else "steps"
+                at = self.folder / f"memory-step-{step}-rank{self.context.rank}.pickle"
                 with (
-                    profiler.step(step), self._timeline(step), predictor.step(reporter.paused_seconds),
-                    self._phases.phase(name),
+                    profiler.step(step), memory_snapshot(step, config.memory_snapshot, at), self._timeline(step),
+                    predictor.step(reporter.paused_seconds), self._phases.phase(name),
                 ):  # fmt: skip
                     outcome = self._step(batch, first, step, stop)
                 slot.enter("step")  # the first of them also compiled
-                eval_loss = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else None
-                reporter.step(self._facts(step, eval_loss), outcome)
+                evaluated = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else {}
+                eval_loss = evaluated.pop("eval_loss", None)
+                is_best = eval_loss is not None and self.snapshot.judge(step, eval_loss)
+                reporter.step(self._facts(step, eval_loss, evaluated), outcome)
+                if reporter.spike is not None and config.on_spike == "rollback":
+                    self._roll_back(saver, reporter.spike, step)
+                if self.generator is not None and self._due(step, config.generate_every):
+                    with reporter.paused(), self.context.slot.within("generate"):
+                        reporter.generated(step, self.generator(self.session, step))
                 if predictor.is_due:
                     with reporter.paused():
                         reporter.predicted(**predictor.fields(self.memory.fit.bytes))
                 # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
                 # and leaving loses no step.
                 stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
+                ending = self._reason_to_end(reporter, evaluated=eval_loss is not None)
                 every = config.checkpoint_every
-                if every != "never" and (stopping or self._due(step, every)):
+                due = stopping or ending or (is_best and config.keep_best)
+                if every != "never" and (due or self._due(step, every)):
                     self._save(saver, reporter)
-                if stopping or step == self.run.total_steps:
+                if ending and not stopping:
+                    reporter.ended(ending)
+                if stopping or ending or step == self.run.total_steps:
                     break
                 self._tell_saved(saver, reporter)
             slot.enter("save")
@@ -154,13 +179,15 @@ class Loop:
     def _batch(self, step: int) -> tuple[Batch, int]:
         """This rank's part of the batch, and its place in the stream of samples."""
         size = self.config.batch_size
-        first, count = self.session.part((step - 1) * size, size)
+        first, count = self.session.part((step - 1) * size + self.snapshot.passed_over, size)
         return self.run.batches.batch(first, count), first
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.run.total_steps or bool(every and step % every == 0)
 
     def _lr(self, step: int) -> float:
+        if self.job.lr_function is not None:
+            return checked_rate(self.job.lr_function, step)
         return learning_rate(self.config, step, self.run.total_steps)
 
     def _step(self, batch: Batch, first: int, step: int, stop: StopRequest) -> Outcome:
@@ -168,24 +195,69 @@ class Loop:
         if run.plan.dp * run.plan.mb * run.plan.multiple > 1:
             require_labels(run.captured, batch, run.plan.shown)
         sizes = split(next(iter(batch.values())).shape[0], run.plan.mb)
-        counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes))
+        asked = self._is_rank0 and stop_file(self.folder).exists()
+        counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes), float(asked))
         with self.memory.explained():
-            return self.session.step(batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None)
+            return self.session.step(
+                batch,
+                first,
+                self._lr(step),
+                counts,
+                stop=lambda: stop.signal is not None,
+                most_loss=self._most_loss(step),
+            )
 
-    def _evaluate(self, step: int, outcome: Outcome, reporter: Reporter) -> float | None:
-        """The loss on the evaluation data, always on the same samples, without dropout."""
+    def _most_loss(self, step: int) -> float | None:
+        """With a larger loss a step is a spike."""
+        factor = self.config.spike_factor
+        return None if factor is None else spike_limit(self.snapshot.recent, step, factor)
+
+    def _evaluate(self, step: int, outcome: Outcome, reporter: Reporter) -> dict[str, float]:
+        """Loss and metrics on the evaluation data, always on the same samples, without dropout."""
         batches = self.run.eval_batches
         if batches is None:
-            return None
+            return {}
         outcome.read()  # so that the step's time is not taken for the evaluation's
         samples = min(self.config.eval_samples, batches.num_samples or self.config.eval_samples)
         with reporter.paused(), self.context.slot.within("evaluate"), self.memory.explained():
             loss = self.session.evaluate(batches, samples)
-        self._emit("on_evaluate", {"step": step, "eval_loss": loss, "eval_samples": samples})
-        return loss
+            found = {"eval_loss": loss, **perplexity(self.run.task, loss)}
+            found |= self.metrics(batches, samples) if self.metrics is not None else {}
+        self._emit("on_evaluate", {"step": step, **found, "eval_samples": samples})
+        return found
 
-    def _facts(self, step: int, eval_loss: float | None) -> StepFacts:
-        return StepFacts(step, step * self.config.batch_size, self._lr(step), self.run.task.unit, eval_loss)
+    def _resume(self) -> str:
+        """Which checkpoint to go on from, as a path of this machine."""
+        resume = self.config.resume
+        name = resume.rstrip("/").rpartition("/")[2]
+        return str(self.folder / "checkpoints" / name) if is_remote(resume) else resume
+
+    def _roll_back(self, saver: AsyncSaver, spike: int, step: int) -> None:
+        """Ends this part of the run, on all ranks; the next goes on from the newest checkpoint and leaves the samples
+        since then out."""
+        newest = saver.wait() or self._resumed
+        if newest is None:
+            return  # nothing to go back to: the spike was skipped
+        back = int(newest.name.removeprefix("step-"))
+        passed_over = self.snapshot.passed_over + (step - back) * self.config.batch_size
+        raise RollBack(
+            f"the loss of step {spike} is a spike: going back to {newest.name}, and leaving {step - back} batches out",
+            passed_over=passed_over, checkpoint=str(newest),
+        )  # fmt: skip
+
+    def _reason_to_end(self, reporter: Reporter, evaluated: bool) -> str | None:
+        """Why the run is to end before its last step. All ranks come to the same answer."""
+        snapshot, patience = self.snapshot, self.config.early_stop
+        if reporter.ends:
+            return "asked for (stop)"
+        if evaluated and patience is not None and snapshot.worse_in_a_row >= patience:
+            best = f"{snapshot.best_loss:.4f} of step {snapshot.best_step}" if snapshot.best_step else "a number"
+            return f"{snapshot.worse_in_a_row} evaluations in a row were not below {best} (early_stop = {patience})"
+        return None
+
+    def _facts(self, step: int, eval_loss: float | None, eval_values: Mapping[str, float]) -> StepFacts:
+        samples, unit = step * self.config.batch_size + self.snapshot.passed_over, self.run.task.unit
+        return StepFacts(step, samples, self._lr(step), unit, eval_loss, eval_values, self._most_loss(step))
 
     def _saver(self) -> AsyncSaver:
         context = self.context
@@ -203,7 +275,9 @@ class Loop:
             saver.wait()
             self._tell_saved(saver, reporter)
             self.snapshot.optimizer, self.snapshot.loss_scale = self.session.state.scalars()
-            saver.save(self.snapshot.step, self.session.state.shards(), self.snapshot.to_json())
+            self.snapshot.own_lr = self._lr(self.snapshot.step) if self.job.lr_function is not None else None
+            spare = self.snapshot.best_step if self.config.keep_best else None
+            saver.save(self.snapshot.step, self.session.state.shards(), self.snapshot.to_json(), spare)
 
     def _save_at_last(self, saver: AsyncSaver, reporter: Reporter, stop: StopRequest) -> None:
         """Waits for the last checkpoint; while the disk refuses it, tries again: the values are in memory only.
@@ -227,11 +301,36 @@ class Loop:
 
     def _tell_saved(self, saver: AsyncSaver, reporter: Reporter, last: bool = False) -> StorageError | None:
         """Reports what became of saves since it was last asked; the refusal, if the newest was refused."""
-        reporter.saved(saver.last)
+        if reporter.saved(saver.last) and self.mirror is not None and saver.last is not None:
+            self.mirror.checkpoint(saver.last)
         refused = saver.take_refusal()
         if refused is not None:
             reporter.refused(refused, saver.last or self._resumed, last)
         return refused
+
+    def _open_mirror(self, stack: contextlib.ExitStack, say: Callable[[str], None]) -> None:
+        """At the end of the run what is to be copied has been, or somebody was told."""
+        if self.config.mirror is None or not self._is_rank0:
+            return
+        mirror = self.mirror = Mirror(self.config.mirror, self.folder, say)
+        stack.callback(mirror.close)
+        stack.callback(mirror.copy, "config.yaml", "plan.json", "log-rank0.jsonl", "export", "export-dcp")
+
+    def _fetch(self, say: Callable[[str], None]) -> None:
+        """What is to be gone on from and lies in remote storage is brought here."""
+        config, there = self.config, self.folder / "checkpoints"
+        if is_remote(config.resume):
+            fetched = there / config.resume.rstrip("/").rpartition("/")[2]
+            if not fetched.exists():
+                there.mkdir(parents=True, exist_ok=True)
+                fetch_folder(config.resume, fetched)
+                say(f"fetched {config.resume}")
+        elif config.resume == "never" and config.mirror is not None:
+            refuse_used_mirror(config.mirror)
+        elif config.resume == "auto" and config.mirror is not None:
+            newest = fetch_newest(config.mirror, self.folder)
+            if newest is not None:
+                say(f"fetched {newest} from {config.mirror}")
 
     def _take_folder(self, stack: contextlib.ExitStack, say: Callable[[str], None]) -> None:
         """Rank 0 locks the run folder and clears what killed runs left in it; the others wait until it has."""
@@ -245,6 +344,8 @@ class Loop:
             stack.enter_context(lock)
             tidy_checkpoints(self.folder / "checkpoints")
             tidy_export(self.folder / "export")
+            stop_file(self.folder).unlink(missing_ok=True)
+            self._fetch(say)
 
         with _blaming_others():
             self._meeting.agree("lock", 1, take)
@@ -258,7 +359,7 @@ class Loop:
         config, job = self.config, self.job
         _forget_earlier_runs()
         with _blaming_others():
-            found = checkpoint_to_resume(config.resume, self.folder / "checkpoints", self._meeting, say)
+            found = checkpoint_to_resume(self._resume(), self.folder / "checkpoints", self._meeting, say)
         say(f"preparing {config.model}: data, graph, weights")
         self.context.slot.enter("capture")
         with self._phases.phase("prepare"), self._rank_0_first():
@@ -269,6 +370,8 @@ class Loop:
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
             self.snapshot, self._resumed = restore(found, self.snapshot), found.path
+            self.snapshot.passed_over = max(self.snapshot.passed_over, job.passed_over)
+            self._require_same_rate()
         weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
 
         def read(name: str, is_master: bool, piece: Piece) -> Tensor:
@@ -276,6 +379,7 @@ class Loop:
                 return piece.read(weights, name)
             return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
+        require_cuda(config.memory_snapshot, run.device.type)
         self.memory = self._memory_guard()
         with self._phases.phase("weights"), self.memory.explained("the model's state"):
             self.session = Session.open(
@@ -287,9 +391,24 @@ class Loop:
             if found is not None:
                 self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
                 before = found.state["total_steps"]
-                changed = change_text(config, found.step, before, run.total_steps)
+                changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
-        return header(run, config, self.session, origin, self.memory.fit)
+        if config.metrics or job.metrics:
+            self.metrics = Metrics(run, config, self.session, self.context, job.metrics, job.optimizer_class)
+        if config.generate_every:
+            self.generator = Generator(run, config, self.context)
+        return header(run, config, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
+
+    def _require_same_rate(self) -> None:
+        """A function of the user's own is recognised by the rate of the last step, as far as the run had one."""
+        step, was = self.snapshot.step, self.snapshot.own_lr
+        now = self._lr(step) if self.job.lr_function is not None and step else None
+        if now != was:
+            said = ["the options' rate" if rate is None else f"{rate:g} from lr_function" for rate in (was, now)]
+            raise ConfigError(
+                f"the run cannot go on exactly: step {step} was made with {said[0]}, and would now be with {said[1]}",
+                "give the lr_function or scheduler that the run had; or train on from the exported model as a new run",
+            )
 
     def _memory_guard(self) -> MemoryGuard:
         size, batches = self.config.batch_size, self.run.batches
@@ -333,12 +452,18 @@ class Loop:
             )
         with self._phases.phase("export"):
             exported = self._export() if self.config.export else None
+            if self.config.export_dcp:
+                export_dcp(self.session, self.context, self.run.spec, self.folder / "export-dcp")
         reporter.finish(self.folder, exported, self._phases)
+        if self.metrics is not None:
+            self.metrics.close()
         self.session.close()
         snapshot, saved = self.snapshot, saver.wait() or self._resumed
+        best = snapshot.best_step if self.config.keep_best else None
         return Summary(
             snapshot.step, snapshot.loss, snapshot.eval_loss, tuple(reporter.losses), snapshot.skipped, self.folder,
             saved, exported, None if isinstance(self.job.model, nn.Module) else self.run.spec,
+            None if best is None else final_folder(self.folder / "checkpoints", best),
         )  # fmt: skip
 
     def _export(self) -> Path:

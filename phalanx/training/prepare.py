@@ -76,11 +76,17 @@ class Prepared:
 
     @property
     def data_mark(self) -> Mark:
-        """The data is recognised by its size and its first sample, so that moving files does not make it other data."""
-        first, again = (_contents(self.batches.batch(0, 1)) for _ in range(2))
+        """The data is recognised by its size, its first sample and the weights of its sources, so that moving files
+        does not make it other data."""
+        first, again = (_contents(self._first_sample()) for _ in range(2))
         # A dataset that answers differently each time (it augments) can be recognised by its size only.
         seen = first if first == again else ""
-        return Mark(self.batches.describe(), digest(self.batches.num_samples, seen))
+        return Mark(self.batches.describe(), digest(self.batches.num_samples, seen, *self.batches.weights))
+
+    def _first_sample(self) -> Mapping[str, Tensor]:
+        """As the data has it, whatever it is evaluated on."""
+        added = "attention_mask" if self.batches.adds_mask else None
+        return {name: tensor for name, tensor in self.batches.batch(0, 1).items() if name != added}
 
 
 def prepare(
@@ -105,6 +111,9 @@ def prepare(
     batches = opened(data, config.shuffle, collate)
     eval_collate = collate if is_own_dataset(eval_data) else None
     eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate)
+    if eval_batches is not None:
+        eval_batches.mask_like(batches)
+        batches.mask_like(eval_batches)
     total_steps, length_reason = run_length(config, batches)
     read = read_model(spec, task, batches, config, context, groups)
     if config.export and context.rank == 0:

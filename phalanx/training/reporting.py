@@ -12,9 +12,9 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from phalanx.state.snapshot import Snapshot
 from phalanx.training.budget import Fit
 from phalanx.training.prepare import Prepared
 from phalanx.training.session import Session
+from phalanx.training.spikes import NUM_RECENT
 
 HOOKS = {
     "on_start": "(trainer) before the first step",
@@ -104,6 +105,8 @@ class StepFacts:
     lr: float
     unit: str  # what is counted as tokens
     eval_loss: float | None
+    eval_values: Mapping[str, float] = field(default_factory=dict[str, float])  # further fields of an evaluation
+    most_loss: float | None = None  # with a larger loss, nothing was updated
 
 
 class Reporter:
@@ -122,6 +125,8 @@ class Reporter:
         device: torch.device,
     ) -> None:
         self.losses: list[float] = []
+        self.spike: int | None = None  # the step of one that was reported
+        self.ends = False  # whether a callback asked that the run end
         self.stops = False  # whether a step that was reported had been asked to be the last
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
         self._emit = emit
@@ -154,7 +159,9 @@ class Reporter:
         (facts, outcome), self._waiting = self._waiting, None
         loss, norm, updated = outcome.read()
         self.stops = self.stops or outcome.stops()
-        record = self._record(facts, loss, norm, updated, *outcome.counted())
+        tokens, flops, asked = outcome.counted()
+        self.ends = self.ends or bool(asked)
+        record = self._record(facts, loss, norm, updated, tokens, flops)
         self.losses.append(loss)
         self._log.write("step", **record)
         self._progress.step(record)
@@ -178,12 +185,14 @@ class Reporter:
             self._log.write("prediction", **prediction)
         self.prediction = {name: value for name, value in prediction.items() if name.startswith("predicted_")}
 
-    def saved(self, path: Path | None) -> None:
-        """Takes note of the newest complete checkpoint; each is told of once."""
-        if path is not None and path != self._saved:
-            self._saved = path
-            self._log.write("checkpoint", path=str(path))
-            self._emit("on_checkpoint", path)
+    def saved(self, path: Path | None) -> bool:
+        """Takes note of the newest complete checkpoint; each is told of once. Whether it is a new one."""
+        if path is None or path == self._saved:
+            return False
+        self._saved = path
+        self._log.write("checkpoint", path=str(path))
+        self._emit("on_checkpoint", path)
+        return True
 
     def refused(self, error: StorageError, saved: Path | None, last: bool) -> None:
         """The disk did not take a checkpoint. last: there will be no other step, so the run waits and tries again."""
@@ -200,9 +209,22 @@ class Reporter:
         kept = f"saved in {saved}; go on with --resume auto" if saved else "not saved (checkpoint_every = never)"
         self._progress.message(f"stopped by {name} after step {step} of {total}, {kept}")
 
+    def generated(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+        for prompt, text in samples:
+            self._log.write("sample", step=step, prompt=prompt, text=text)
+            self._progress.message(f"step {step}, {prompt!r} continued: {text!r}")
+
+    def ended(self, reason: str) -> None:
+        """Before its last step, but as wished: what follows is the end of any run."""
+        step, total = self._snapshot.step, self._snapshot.total_steps
+        self._log.write("ended", step=step, reason=reason)
+        self._progress.message(f"ended after step {step} of {total}: {reason}")
+
     def finish(self, folder: Path, exported: Path | None, phases: Phases) -> None:
         snapshot = self._snapshot
         summary = {"loss": snapshot.loss, "eval_loss": snapshot.eval_loss, "skipped_steps": snapshot.skipped}
+        if snapshot.best_step is not None:
+            summary |= {"best_eval_loss": snapshot.best_loss, "best_step": snapshot.best_step}
         measured = {name.replace("tokens", self._unit): value for name, value in self._meter.summary().items()}
         measured["memory_bytes"] = peak_memory(self._device)
         summary |= {**measured, **self.prediction, "run": str(folder), "export": exported and str(exported)}
@@ -229,20 +251,34 @@ class Reporter:
         record |= rates | self.prediction | {"unit": facts.unit}
         if facts.eval_loss is not None:
             record["eval_loss"] = snapshot.eval_loss = facts.eval_loss
-        return record if updated else {**record, "skipped": True}
+            record |= facts.eval_values
+        is_spike = facts.most_loss is not None and math.isfinite(loss) and loss > facts.most_loss
+        if updated:
+            snapshot.recent = [*snapshot.recent, (facts.step, loss)][-NUM_RECENT:]
+            return record
+        if is_spike:
+            record["spike"], self.spike = True, facts.step
+            said = (
+                f"step {facts.step}: loss {loss:.4g} is a spike (more than {facts.most_loss:.4g}), nothing is updated"
+            )
+            self._progress.message(said)
+        return {**record, "skipped": True}
 
     def _require_finite(self, updated: bool) -> None:
         in_a_row, allowed = self._snapshot.skipped_in_a_row, self._snapshot.config["max_nonfinite"]
         if not updated and in_a_row > allowed:
             raise PhalanxError(
-                f"the gradients of {in_a_row} steps in a row were not finite, the last at step {self._snapshot.step} "
-                f"(max_nonfinite = {allowed})",
+                f"the gradients of {in_a_row} steps in a row were not finite, or their losses spikes, the last at step "
+                f"{self._snapshot.step} (max_nonfinite = {allowed})",
                 "lower lr, lengthen warmup_steps or set clip; or look for broken samples at these steps in the run log",
             )
 
 
-def header(run: Prepared, config: RunConfig, session: Session, origin: str, fit: Fit) -> dict[str, Any]:
-    """What is trained, on what and how, with the reasons for whatever was derived."""
+def header(
+    run: Prepared, config: RunConfig, session: Session, origin: str, fit: Fit, own_rate: bool = False
+) -> dict[str, Any]:
+    """What is trained, on what and how, with the reasons for whatever was derived. own_rate: the learning rate is a
+    function of the user's own."""
     counts = {name: math.prod(shape) for name, shape in run.captured.shapes.items()}
     trained = sum(counts[name] for name in run.trainable)
     rows: dict[str, Any] = {
@@ -253,7 +289,7 @@ def header(run: Prepared, config: RunConfig, session: Session, origin: str, fit:
         "device": f"{run.device} ({run.reasons['device']}), segments compiled: {session.compiled.compiler.mode}",
         "dtype": config.dtype + (" with float32 master weights" if session.compiled.formation.facts.masters else ""),
         "plan": plan_text(run.plan, config.batch_size),
-        "optimizer": _optimizer_text(run, config, session),
+        "optimizer": _optimizer_text(run, config, session, own_rate),
         "memory": fit.describe(),
         "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
     }
@@ -294,14 +330,14 @@ def plan_text(plan: Plan, batch_size: int) -> str:
     )
 
 
-def _optimizer_text(run: Prepared, config: RunConfig, session: Session) -> str:
+def _optimizer_text(run: Prepared, config: RunConfig, session: Session, own_rate: bool) -> str:
     optimizer, trained = session.state.optimizer.inner, run.trainable
     end = "" if config.lr_schedule == "constant" else f" to {config.min_lr_ratio:.0%}"
     end += f" at step {config.lr_steps}" if config.lr_steps else ""
     warmup = f" after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
     parts = [
         type(optimizer).__name__ + (" (fused)" if optimizer.defaults.get("fused") else ""),
-        f"lr {config.lr:g}, {config.lr_schedule}{end}{warmup}",
+        "lr from your own function" if own_rate else f"lr {config.lr:g}, {config.lr_schedule}{end}{warmup}",
         f"clipped at norm {config.clip:g}" if config.clip is not None else "not clipped",
     ]
     if any(group.get("weight_decay") for group in optimizer.param_groups):

@@ -7,36 +7,45 @@ started them and this process is one. What a rank does is in `loop.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from phalanx.config import RunConfig, require_eval_data
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.params.groups import ParameterGroup
+from phalanx.params.lr_functions import LrFunction, MakeScheduler, ScheduledRate, require_no_schedule
+from phalanx.params.optimizer_instance import ReadOptimizer, read_optimizer
 from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
+from phalanx.state.remote import is_remote, local_copy
 from phalanx.training.early import require_usable
-from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, unpack
+from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, stop_file, unpack
 from phalanx.training.loop import Loop
+from phalanx.training.metrics import Metric, require_metrics
 from phalanx.training.prepare import Collate, choose_num_ranks
 from phalanx.training.reporting import Callbacks
+from phalanx.training.spikes import MOST_ROLLBACKS, RollBack
 
 
 class Trainer:
     """A run: `model` is a name, folder, configuration, factory or module; `data` anything that can be opened as data.
 
     `config` holds every other option; what is given here as an object stands before what it names (`groups`: before
-    those that it has as text). A module in memory
-    gets its trained values when the run is over. `callbacks` may have the methods in `reporting.HOOKS`; they are called
-    in this process. With one rank they find the run's state in `loop`, with several it lives elsewhere.
+    those that it has as text). `optimizer`: an instance that was made for the module, which is read and not stepped;
+    `lr_function`: from a step, counted from 1, to its learning rate; `scheduler`: from an optimizer to a scheduler of
+    torch, instead. `metrics`: functions of the model's outputs and the batch, by name. A module in memory gets its
+    trained values when the run is over. `callbacks` may have the methods in `reporting.HOOKS`; they are called in this
+    process. With one rank they find the run's state in `loop`, with several it lives elsewhere.
     """
 
     loop: Loop | None = None
@@ -52,9 +61,18 @@ class Trainer:
         collate: Collate | None = None,
         eval_data: Any = None,
         groups: Sequence[ParameterGroup] = (),
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_function: LrFunction | None = None,
+        scheduler: MakeScheduler | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         began: float | None = None,
     ) -> None:
         config = config or RunConfig()
+        model = local_copy(model) if isinstance(model, str) and is_remote(model) else model
+        if optimizer is not None:
+            read = read_optimizer(optimizer, model)
+            config, optimizer_class, groups = _told(config, read), read.kind, (*groups, *read.groups)
+        lr_function = _rate(config, lr_function, scheduler)
         eval_data = eval_data if eval_data is not None else (config.eval_data or None)
         names: dict[str, Any] = {"model": _name(model), "data": _names(data)}
         if eval_data is not None:
@@ -63,14 +81,16 @@ class Trainer:
             names["optimizer"] = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
         self.config = config.override(**names)
         require_eval_data(self.config)
+        require_metrics(self.config, metrics or {})
         if isinstance(model, nn.Module) and self.config.checkpoint_every == "never":
             raise ConfigError(
                 "option checkpoint_every = never: a module gets its trained values from the last checkpoint",
                 "leave it out, or name the model instead of handing it over",
             )
         self.job = Job(
-            model, data, eval_data, self.config, collate, optimizer_class, tuple(groups), began or time.time()
-        )
+            model, data, eval_data, self.config, collate, optimizer_class, tuple(groups), lr_function,
+            dict(metrics or {}), began=began or time.time(),
+        )  # fmt: skip
         self.folder = self.job.folder
         self._callbacks = Callbacks(callbacks)
 
@@ -87,7 +107,7 @@ class Trainer:
         refuse_while_loading("Trainer.fit")
         require_usable(self.job.model, self.job.data, self.job.eval_data, self.config)
         try:
-            summary = self._fit()
+            summary = self._fit_with_rollbacks()
         except (KeyboardInterrupt, SystemExit):
             if (saved := latest(self.folder / "checkpoints")) is not None:
                 self._fill(saved)
@@ -99,11 +119,39 @@ class Trainer:
             self._callbacks.call("on_end", result)
         return result
 
+    def stop(self) -> None:
+        """The run ends well, saved and exported, after the step that it is at; for callbacks, and from anywhere."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stop_file(self.folder).touch()
+
+    def _fit_with_rollbacks(self) -> Summary:
+        """A part of the run that ends in a spike is followed by one from the newest checkpoint."""
+        for _ in range(MOST_ROLLBACKS):
+            try:
+                return self._fit()
+            except RollBack as back:
+                if self.config.progress != "off" and not self.config.json_output:
+                    print(back.message, flush=True)
+                config = self.config.override(resume=back.checkpoint)
+                self.job = replace(self.job, config=config, passed_over=back.passed_over)
+        try:
+            return self._fit()
+        except RollBack as back:
+            raise PhalanxError(
+                f"{back.message}; that would be for the {MOST_ROLLBACKS + 1}th time",
+                "lower lr, set clip or a larger spike_factor; or look for broken samples at these steps in the run log",
+            ) from None
+
     def _fit(self) -> Summary:
         """On the ranks that there are, or that are started for it."""
         device = self.config.device
         context = join(device, folder=self.folder)
         if context is not None:
+            if self.config.on_spike == "rollback":
+                raise ConfigError(
+                    "option on_spike = 'rollback' begins anew from a checkpoint, which ranks of a launcher cannot",
+                    "use on_spike=skip, or let phalanx start the ranks",
+                )
             return run_joined(context, self._fit_here, silence=self.config.silence)
         refuse_second_run(self.folder)
         ranks = choose_num_ranks(self.config)
@@ -141,15 +189,45 @@ def train(
     collate: Collate | None = None,
     eval_data: Any = None,
     groups: Sequence[ParameterGroup] = (),
+    optimizer: str | torch.optim.Optimizer | None = None,
+    lr_function: LrFunction | None = None,
+    scheduler: MakeScheduler | None = None,
+    metrics: Mapping[str, Metric] | Sequence[str] | None = None,
     **options: Any,
 ) -> Result:
     """Trains `model` on `data`; `options` are those of RunConfig. The same as `Trainer(…).fit()` in one call."""
     refuse_while_loading("phalanx.train")
+    instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    named: dict[str, Any] = {} if optimizer is None or instance is not None else {"optimizer": optimizer}
+    own = metrics if isinstance(metrics, Mapping) else None
+    named |= {} if metrics is None or own is not None else {"metrics": metrics}
     trainer = Trainer(
-        model, data, RunConfig.create(**options),
+        model, data, RunConfig.create(**named, **options),
         callbacks=callbacks, optimizer_class=optimizer_class, collate=collate, eval_data=eval_data, groups=groups,
+        optimizer=instance, lr_function=lr_function, scheduler=scheduler, metrics=own,
     )  # fmt: skip
     return trainer.fit()
+
+
+def _told(config: RunConfig, read: ReadOptimizer) -> RunConfig:
+    """The options with what an optimizer says of itself; what the user set besides would contradict it."""
+    for name in ("lr", "betas", "eps", "weight_decay", "optimizer_options"):
+        value = getattr(config, name)
+        if value != RunConfig.model_fields[name].default:
+            raise ConfigError(
+                f"option {name} = {value!r} does nothing: the optimizer that was given has its own",
+                "set it in that optimizer, or give its class (optimizer_class=) and options",
+            )
+    return config.override(**read.options)
+
+
+def _rate(config: RunConfig, lr_function: LrFunction | None, scheduler: MakeScheduler | None) -> LrFunction | None:
+    if lr_function is not None and scheduler is not None:
+        raise ConfigError("lr_function and scheduler exclude each other", "give one")
+    if lr_function is None and scheduler is None:
+        return None
+    require_no_schedule(config, "scheduler" if scheduler else "lr_function")
+    return lr_function or ScheduledRate(scheduler, config.lr)  # pyright: ignore[reportArgumentType]
 
 
 def _nobody(hook: str, *arguments: Any) -> None:
@@ -166,6 +244,8 @@ def _name(model: Model) -> str:
 
 def _names(data: Any) -> tuple[str, ...]:
     """What the resolved config calls data: paths as they are, objects by their class."""
+    if isinstance(data, Mapping):
+        return tuple(f"{_names(source)[0]}:{weight}" for source, weight in data.items())
     items = [data] if isinstance(data, str | Path) else data
     if isinstance(items, list | tuple) and items and all(isinstance(item, str | Path) for item in items):
         return tuple(map(str, items))

@@ -114,7 +114,7 @@ def test_arrays_have_no_documents_and_feed_no_classifier(tmp_path, opened):
     np.save(tmp_path / "a.npy", np.zeros(100, np.int64))
     with pytest.raises(DataError, match="does not say where documents end"):
         opened(tmp_path / "a.npy", documents=True)
-    with pytest.raises(DataError, match=r"cannot learn from the token array(.|\n)*JSONL records with text, label"):
+    with pytest.raises(DataError, match=r"cannot learn from the token array(.|\n)*JSONL records with 'text', 'label'"):
         opened(tmp_path / "a.npy", "text-classification")
 
 

@@ -58,12 +58,6 @@ def test_a_stream_reports_broken_rows_as_they_come(opened):
         assert opened(dataset, on_broken="skip").batch(0, 1)["input_ids"].tolist() == [[*b"abcdefg", END]]
 
 
-def test_a_stream_cannot_feed_tasks_that_need_records(opened):
-    dataset = from_datasets("IterableDataset", [{"text": "a", "label": 1}], length=False)()
-    with pytest.raises(DataError, match="is a stream, which can be learned from as plain text only"):
-        opened(dataset, "text-classification")
-
-
 def test_a_stream_with_too_little_text_is_refused(opened):
     dataset = from_datasets("IterableDataset", [{"text": "ab"}], length=False)()
     with pytest.raises(DataError, match="holds 3 tokens, too few"):

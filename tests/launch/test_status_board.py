@@ -9,8 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.errors import LinkError
 from phalanx.launch.abort import AbortEvent, StackFile, heartbeat, read_stack
-from phalanx.launch.status_board import LONG_SILENCE, PHASES, RunningClock, SilenceWatch, StatusBoard
+from phalanx.launch.rank_main import Failed
+from phalanx.launch.status_board import (
+    LONG_SILENCE,
+    NUM_RECENT,
+    PHASES,
+    RunningClock,
+    SilenceWatch,
+    StatusBoard,
+    StatusView,
+)
+from phalanx.launch.watch import Trouble, _rank_error
 
 
 def test_what_one_process_writes_another_reads(tmp_path: Path):
@@ -24,6 +35,37 @@ def test_what_one_process_writes_another_reads(tmp_path: Path):
     assert (view.phase, view.step, view.place, view.instruction) == ("step", 12, "stage 1", "F1.3")
     assert view.where() == "in step 12 at F1.3"
     assert ours.slots[0].read().place == ours.slots[2].read().place == ""
+
+
+def test_the_newest_instructions_are_remembered_in_order_and_forgotten_with_the_job():
+    board = StatusBoard.private(2)
+    slot = board.slots[1]
+    for number in range(60):
+        slot.at(f"F1.{number}")
+    slot.enter("save")
+    recent = slot.read().recent
+    assert recent == tuple(f"F1.{number}" for number in range(60 - NUM_RECENT, 60))
+    assert board.slots[0].read().recent == (), "each rank has its own"
+    board.reset()
+    assert slot.read().recent == ()
+    slot.at("F2.0")
+    assert slot.read().recent == ("F2.0",)
+
+
+def test_a_failure_report_has_the_last_instructions_of_every_rank():
+    views = {
+        rank: StatusView(1, 7, "step", f"stage {rank}", "F1.0", tuple(f"F{rank}.{n}" for n in range(20)))
+        for rank in range(20)
+    }
+    for trouble in (
+        Trouble(1, views[1], "was killed by signal SIGKILL"),
+        Trouble(1, views[1], failed=Failed(LinkError("rank 1 waits for rank 0"), "late", "")),
+    ):
+        lines = str(_rank_error(trouble, views)).splitlines()
+        assert "    rank 0, step 7: F0.12 F0.13 F0.14 F0.15 F0.16 F0.17 F0.18 F0.19" in lines
+        assert "    … and 4 other ranks" in lines
+    own = Trouble(1, views[1], failed=Failed(None, "ValueError: x", ""))
+    assert "last instructions" not in str(_rank_error(own, views)), "an error of a rank's own speaks for itself"
 
 
 def test_a_new_phase_forgets_the_instruction_and_a_reset_everything():

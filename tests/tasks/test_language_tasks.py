@@ -127,7 +127,7 @@ def test_only_the_assistants_words_and_their_end_are_learned():
         {"role": "assistant", "content": "so long"},
     ]
     tokenizer = ByteTokenizer()
-    sample = tasks.get("causal-lm").encode({"messages": messages}, tokenizer, CONFIG, 100)
+    (sample,) = tasks.get("causal-lm").encode({"messages": messages}, tokenizer, CONFIG, 100)
     learned = [label for label in sample["labels"] if label != IGNORE]
     assert learned == [*b"yo", tokenizer.eos_id, *b"so long", tokenizer.eos_id]
     assert tokenizer.decode(sample["input_ids"]) == "user: hi\nassistant: yo\nuser: bye\nassistant: so long\n"
@@ -140,19 +140,19 @@ class Templated(ByteTokenizer):
 
     has_chat_template = True
 
-    def apply_chat_template(self, messages, *, generate):
+    def apply_chat_template(self, messages, *, generate, tools=None):
         text = "".join(f"[{m['role']}]{m['content']}[/]" for m in messages)
         return text + "[assistant]" if generate else text
 
 
 class Forgetful(Templated):
-    def apply_chat_template(self, messages, *, generate):
+    def apply_chat_template(self, messages, *, generate, tools=None):
         return super().apply_chat_template(messages[-1:], generate=generate)
 
 
 def test_the_tokenizers_own_chat_template_is_used():
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    sample = tasks.get("causal-lm").encode({"messages": messages}, Templated(), CONFIG, 100)
+    (sample,) = tasks.get("causal-lm").encode({"messages": messages}, Templated(), CONFIG, 100)
     assert bytes(sample["input_ids"]) == b"[user]hi[/][assistant]yo[/]"
     assert bytes(label for label in sample["labels"] if label != IGNORE) == b"yo[/]"
 
@@ -160,7 +160,7 @@ def test_the_tokenizers_own_chat_template_is_used():
 class Thoughtful(Templated):
     """Leaves the thoughts of all turns but the last out, as Qwen3's does."""
 
-    def apply_chat_template(self, messages, *, generate):
+    def apply_chat_template(self, messages, *, generate, tools=None):
         kept = [{**m, "content": re.sub("<think>.*</think>", "", m["content"])} for m in messages[:-1]]
         return super().apply_chat_template([*kept, messages[-1]], generate=generate)
 
@@ -168,20 +168,21 @@ class Thoughtful(Templated):
 class Strict(Templated):
     """Knows two roles, as Gemma's does."""
 
-    def apply_chat_template(self, messages, *, generate):
+    def apply_chat_template(self, messages, *, generate, tools=None):
         if any(m["role"] == "system" for m in messages):
             raise ValueError("System role not supported")
         return super().apply_chat_template(messages, generate=generate)
 
 
-def test_of_turns_that_the_template_rewrites_later_only_the_last_is_learned_and_that_is_said():
+def test_turns_that_the_template_rewrites_later_become_samples_of_their_own_and_that_is_said():
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>x</think>b"}]
-    with pytest.warns(RecordRemark, match="chat template rewrites: only their last is learned") as said:
-        sample = tasks.get("causal-lm").encode({"messages": turn * 3}, Thoughtful(), CONFIG, 200)
-    assert len(said) == 1
-    before = "[user]a[/][assistant]b[/]" * 2 + "[user]a[/][assistant]"
-    assert bytes(sample["input_ids"]).decode() == before + "<think>x</think>b[/]"
-    assert bytes(label for label in sample["labels"] if label != IGNORE) == b"<think>x</think>b[/]"
+    with pytest.warns(RecordRemark, match="chat template rewrites: each turn became a sample") as said:
+        samples = tasks.get("causal-lm").encode({"messages": turn * 3}, Thoughtful(), CONFIG, 200)
+    assert len(said) == 1 and len(samples) == 3
+    for number, sample in enumerate(samples):
+        before = "[user]a[/][assistant]b[/]" * number + "[user]a[/][assistant]"
+        assert bytes(sample["input_ids"]).decode() == before + "<think>x</think>b[/]"
+        assert bytes(label for label in sample["labels"] if label != IGNORE) == b"<think>x</think>b[/]"
 
 
 def test_a_template_that_refuses_a_role_is_quoted():
@@ -200,7 +201,7 @@ def test_a_template_that_does_not_begin_as_it_asks_is_refused():
 def test_a_conversation_that_is_cut_is_remarked_on():
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "long" * 20}]
     with pytest.warns(RecordRemark, match=r"are longer than 40 tokens and cut off there \(seq_len\)"):
-        sample = tasks.get("causal-lm").encode({"messages": messages}, ByteTokenizer(), CONFIG, 40)
+        (sample,) = tasks.get("causal-lm").encode({"messages": messages}, ByteTokenizer(), CONFIG, 40)
     assert len(sample["input_ids"]) == 40
 
 

@@ -1,0 +1,182 @@
+"""Remote storage through fsspec: a run's checkpoints and export copied there while it trains, and fetched from there.
+
+Everything is written to the local run folder first and copied behind training's back, the file that makes a checkpoint
+complete last; so what lies there is whole or not a checkpoint. A copy that fails is said and tried again with the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from phalanx.config import cache_folder
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.records import Malformed, read_record
+from phalanx.state.folders import MARKER, Marker, candidates, find, is_inside
+
+CHECKPOINTS = "checkpoints"
+
+
+def is_remote(text: object) -> bool:
+    """Whether this names a place of remote storage, such as s3://bucket/run."""
+    return isinstance(text, str) and "://" in text
+
+
+def open_remote(url: str) -> tuple[Any, str]:
+    """The file system that a URL is of, and the path in it."""
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(
+            f"{url!r} is remote storage, and the package 'fsspec' is missing", "pip install fsspec"
+        ) from None
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{url!r} cannot be reached: {error}",
+            "give a URL that fsspec knows, such as s3://, gs://, hf:// or file://, with the package that it names",
+        ) from None
+
+
+def fetch_folder(url: str, folder: Path) -> Path:
+    """Copies a folder from there; it appears whole or not at all."""
+    system, path = open_remote(url)
+    partial = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.writing"
+    try:
+        if not system.isdir(path):
+            raise FileNotFoundError("there is no such folder")
+        partial.mkdir(parents=True)
+        for file in system.find(path):
+            inside = os.path.relpath(file, path)
+            if not is_inside(inside):
+                raise ValueError(f"{file!r} is not a file of this folder")
+            target = partial / inside
+            target.parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(file, str(target))
+        os.rename(partial, folder)
+    except Exception as error:  # every file system raises its own kinds
+        raise CheckpointError(
+            f"{url} cannot be fetched: {type(error).__name__}: {error}", "check the name, and that you may read it"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def local_copy(url: str) -> str:
+    """A folder of this machine that holds what lies there, fetched once."""
+    name = url.rstrip("/").rpartition("/")[2]
+    folder = cache_folder() / "remote" / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{name}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not folder.is_dir():
+        try:
+            fetch_folder(url, folder)
+        except CheckpointError:
+            if not folder.is_dir():  # else another process was quicker
+                raise
+    return str(folder)
+
+
+def refuse_used_mirror(url: str) -> None:
+    """A run that begins may not write among the checkpoints of another, nor prune them."""
+    system, path = open_remote(url)
+    there = next(_remote_checkpoints(system, path.rstrip("/")), None)
+    if there is not None:
+        raise ConfigError(
+            f"option mirror = {url!r} already holds checkpoints of a run, such as {there}",
+            "continue that run with resume=auto (--resume auto), or name another place",
+        )
+
+
+class Mirror:
+    """Copies of a run's folder. say: is told what could not be copied."""
+
+    def __init__(self, url: str, folder: Path, say: Callable[[str], None]) -> None:
+        self._system, path = open_remote(url)
+        self.url, self._path, self._folder, self._say = url.rstrip("/"), path.rstrip("/"), folder, say
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._thread.start()
+
+    def checkpoint(self, path: Path) -> None:
+        """Copies it, and removes there those that are not here any more."""
+        self._waiting.put(lambda: self._copy_checkpoints(path))
+
+    def copy(self, *names: str) -> None:
+        """Files and folders of the run's folder, as far as they are there."""
+        self._waiting.put(lambda: self._copy_all(names))
+
+    def close(self) -> None:
+        """Waits until all is there."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (task := self._waiting.get()) is not None:
+            try:
+                task()
+            except Exception as error:  # every file system raises its own kinds
+                self._say(f"not copied to {self.url}: {type(error).__name__}: {error}; what is here is complete")
+
+    def _copy_checkpoints(self, path: Path) -> None:
+        here = {each.name for each in find(self._folder / CHECKPOINTS)}
+        if path.name in here:
+            self._put(path, f"{CHECKPOINTS}/{path.name}")
+        for name in self._there():
+            if name not in here:
+                gone = f"{self._path}/{CHECKPOINTS}/{name}"
+                with contextlib.suppress(FileNotFoundError):
+                    self._system.rm_file(f"{gone}/{MARKER}")  # before its first file goes
+                self._system.rm(gone, recursive=True)
+
+    def _there(self) -> list[str]:
+        return list(_remote_checkpoints(self._system, self._path))
+
+    def _copy_all(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            if (self._folder / name).exists():
+                self._put(self._folder / name, name)
+
+    def _put(self, source: Path, name: str) -> None:
+        files = [source] if source.is_file() else sorted(file for file in source.rglob("*") if file.is_file())
+        # What makes a checkpoint complete goes last.
+        for file in sorted(files, key=lambda file: file.name == MARKER):
+            inside = "" if file == source else f"/{file.relative_to(source).as_posix()}"
+            target = f"{self._path}/{name}{inside}"
+            self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self._system.put_file(str(file), target)
+
+
+def _remote_checkpoints(system: Any, path: str) -> Iterator[str]:
+    folder = f"{path}/{CHECKPOINTS}"
+    if system.isdir(folder):
+        yield from (entry.rstrip("/").rpartition("/")[2] for entry in system.ls(folder, detail=False))
+
+
+def fetch_newest(url: str, folder: Path) -> str | None:
+    """Of a run that was copied there, the checkpoint that was written last, if none is here; its name."""
+    if candidates(folder / CHECKPOINTS):
+        return None
+    system, path = open_remote(url)
+    found: dict[str, int] = {}
+    for name in _remote_checkpoints(system, path.rstrip("/")):
+        try:
+            marker = read_record(Marker, system.cat_file(f"{path.rstrip('/')}/{CHECKPOINTS}/{name}/{MARKER}"))
+        except (FileNotFoundError, Malformed):
+            continue  # its copy was interrupted
+        found[name] = marker.written
+    if not found:
+        return None
+    newest = max(found, key=lambda name: found[name])
+    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    fetch_folder(f"{url.rstrip('/')}/{CHECKPOINTS}/{newest}", folder / CHECKPOINTS / newest)
+    return newest

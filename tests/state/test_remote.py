@@ -1,0 +1,110 @@
+"""Checkpoints and exports in remote storage, for which memory:// stands; and torch.distributed.checkpoint folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.state.dcp import is_dcp
+from phalanx.state.remote import Mirror, fetch_folder, fetch_newest, local_copy, open_remote
+from tests.run_helpers import losses, padded_samples, short_run
+
+MODEL = "phalanx-demo"
+
+
+@pytest.fixture
+def storage():
+    """An empty memory://."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    return system
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[dict[str, Any]]:
+    return padded_samples(24, vocabulary=90)
+
+
+def names(system: Any, path: str) -> set[str]:
+    return {entry.rpartition("/")[2] for entry in system.ls(path, detail=False)}
+
+
+def test_a_run_goes_on_from_its_mirror_as_if_it_had_never_stopped(storage, samples, tmp_path: Path, monkeypatch):
+    options: dict[str, Any] = {"lr_steps": 6, "checkpoint_every": 1, "mirror": "memory://runs/a"}
+    short_run(MODEL, samples, tmp_path / "whole", steps=6, lr_steps=6, export=False)
+    short_run(MODEL, samples, tmp_path / "a", steps=3, **options)
+    assert names(storage, "/runs/a/checkpoints") == {"step-00000002", "step-00000003"}, "pruned as here"
+    assert {"config.json", "model.safetensors"} <= names(storage, "/runs/a/export")
+    assert {"config.yaml", "plan.json", "log-rank0.jsonl"} <= names(storage, "/runs/a")
+    with pytest.raises(ConfigError, match=r"mirror = 'memory://runs/a' already holds checkpoints(.|\n)*--resume auto"):
+        short_run(MODEL, samples, tmp_path / "b", steps=3, **options)
+    short_run(MODEL, samples, tmp_path / "b", steps=6, resume="auto", **options, export=False)
+    short_run(
+        MODEL, samples, tmp_path / "c", steps=6, lr_steps=6, resume="memory://runs/a/checkpoints/step-00000005",
+        export=False,
+    )  # fmt: skip
+    whole = losses(tmp_path / "whole")
+    assert losses(tmp_path / "b") == {step: whole[step] for step in (4, 5, 6)}
+    assert losses(tmp_path / "c") == {6: whole[6]}
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    short_run("memory://runs/a/export", samples, tmp_path / "d", steps=1, tiny=False, export=False)
+
+
+def test_a_checkpoint_whose_copy_was_interrupted_is_passed_over(storage, tmp_path: Path):
+    storage.pipe("/runs/a/checkpoints/step-00000009/state.json", b"{}")
+    assert fetch_newest("memory://runs/a", tmp_path) is None
+    assert fetch_newest("memory://runs/none", tmp_path) is None
+
+
+def test_what_cannot_be_copied_is_said_and_the_run_goes_on(storage, tmp_path: Path, monkeypatch):
+    said: list[str] = []
+    (tmp_path / "config.yaml").write_text("x")
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise PermissionError("no")
+
+    mirror = Mirror("memory://runs/a", tmp_path, said.append)
+    monkeypatch.setattr(type(storage), "put_file", refuse)
+    mirror.copy("config.yaml", "export")
+    mirror.close()
+    assert said == ["not copied to memory://runs/a: PermissionError: no; what is here is complete"]
+
+
+def test_a_folder_that_is_not_there_is_named_and_leaves_nothing_behind(storage, tmp_path: Path, monkeypatch):
+    with pytest.raises(CheckpointError, match=r"memory://none cannot be fetched(.|\n)*check the name"):
+        fetch_folder("memory://none", tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="cannot be fetched"):
+        local_copy("memory://none")
+
+
+def test_a_url_that_nobody_knows_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"'nowhere://x' cannot be reached(.|\n)*a URL that fsspec knows"):
+        open_remote("nowhere://x")
+    with pytest.raises(ConfigError, match=r"mirror = 'backup' is no URL(.|\n)*file:///backup/run"):
+        short_run(MODEL, "synthetic", tmp_path, mirror="backup")
+
+
+def test_the_trained_model_is_exported_for_torch_distributed_checkpoint(samples, tmp_path: Path):
+    result = short_run(MODEL, samples, tmp_path / "a", steps=2, export_dcp=True)
+    folder = tmp_path / "a" / "export-dcp"
+    assert is_dcp(folder)
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    found = {name: torch.zeros_like(parameter) for name, parameter in result.module().named_parameters()}
+    load(found, storage_reader=FileSystemReader(folder), no_dist=True)
+    for name, parameter in result.module().named_parameters():
+        assert torch.equal(found[name], parameter), name
+    again = short_run(
+        str(folder), samples, tmp_path / "b", steps=1, tiny=False, export=False, lr=1e-30, weight_decay=0.0
+    )
+    assert all(torch.equal(found[name], parameter) for name, parameter in again.module().named_parameters())
+    with pytest.raises(ConfigError, match="export_dcp = True would hold adapters"):
+        short_run(MODEL, samples, tmp_path / "c", lora="r=2", export_dcp=True)
