@@ -21,6 +21,8 @@ from phalanx.engine.layout import RankLayout
 from phalanx.engine.trace import Tracer
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
+from phalanx.model.segment.segments import Segment
+from phalanx.params.layout_of import StateLayout
 from phalanx.params.optimizer import optimizer_slots
 from phalanx.params.parameters import keeps_masters
 from phalanx.params.state_facts import state_facts
@@ -40,7 +42,8 @@ class Functions:
 
 
 class Compiled:
-    """captured: sliced where the plan says so. programs: of all ranks."""
+    """captured: sliced where the plan says so. programs: of all ranks. known: functions that others of the same model,
+    device and compiler have made; those that are made here are added."""
 
     def __init__(
         self,
@@ -53,7 +56,9 @@ class Compiled:
         trainable: Sequence[str],
         buffers: Mapping[str, Tensor],
         optimizer_class: type[Any] | None = None,
+        known: dict[tuple[object, ...], Segment] | None = None,
     ) -> None:
+        self._known = {} if known is None else known
         self.plan, self.rank, self.device, self.dtype = plan, rank, device, getattr(torch, config.dtype)
         self._given = (captured, config, tuple(trainable), optimizer_class)
         self.composed = compose(captured, plan, Mesh.of(plan).coordinates(rank)[2], self.dtype, trainable)
@@ -71,7 +76,7 @@ class Compiled:
         captured, config, trainable, optimizer_class = self._given
         return Compiled(
             captured, config, plan, rank=self.rank, device=self.device, trainable=trainable, buffers=self.buffers,
-            optimizer_class=optimizer_class,
+            optimizer_class=optimizer_class, known=self._known,
         )  # fmt: skip
 
     @property
@@ -96,7 +101,7 @@ class Compiled:
         composed, formation, plan = self.composed, self.formation, self.plan
         compute = Compute(
             self.graph.segments, self.buffers, trainable=trainable, device=self.device, compiler=self.compiler,
-            dropout=trains, products=plan.adds_gradients,
+            dropout=trains, products=plan.adds_gradients, known=self._known,
         )  # fmt: skip
         own = [block for stage in formation.stages for block in plan.stage_blocks(stage)]
         tracer = Tracer(
@@ -107,6 +112,15 @@ class Compiled:
             sliced=composed.sliced,
         )  # fmt: skip
         return Functions(compute, tracer, feeder)
+
+
+def state_layout(
+    captured: Captured, config: RunConfig, plan: Plan, device: torch.device, trainable: Sequence[str],
+    optimizer_class: type[Any] | None,
+) -> StateLayout:  # fmt: skip
+    """What all ranks keep under a plan, for one that has no place in it."""
+    composed = compose(captured, plan, 0, getattr(torch, config.dtype), trainable)
+    return _formation(composed, config, plan, 0, device, trainable, optimizer_class).state
 
 
 def _formation(

@@ -25,7 +25,8 @@ from phalanx.model.segment.segments import Segment
 
 class Compute:
     """blocks: every segment is one of them. Parameters in `trainable` get gradients. products: gradients of parameters
-    will be added up, so that those which are products are better not multiplied by a segment."""
+    will be added up, so that those which are products are better not multiplied by a segment. known: functions by what
+    they are made of, from other plans of the same model; new ones are added."""
 
     def __init__(
         self,
@@ -37,9 +38,11 @@ class Compute:
         compiler: Compiler,
         dropout: bool = True,
         products: bool = False,
+        known: dict[tuple[object, ...], Segment] | None = None,
     ) -> None:
+        self._known = {} if known is None else known
         self.blocks, self.device, self.buffers = blocks, device, buffers
-        self._trainable, self._compiler, self._products = set(trainable), compiler, products
+        self._trainable, self._compiler, self._products, self._dropout = set(trainable), compiler, products, dropout
         self.constants = {name: value.to(device) for name, value in blocks.constants.items()}
         self._prologue = fx.GraphModule({}, _graph(blocks.prologue, device, dropout)).forward
         self._count = fx.GraphModule({}, _only(_graph(blocks.prologue, device, dropout), self._count_place)).forward
@@ -80,11 +83,20 @@ class Compute:
         kept for the backward."""
         key = (block.template, wants, light, _shapes(arguments))
         if key not in self._segments:
-            is_parameter = [port.kind == "parameter" for port in tensor_ports(block)]
-            self._segments[key] = segments.build(
-                self._templates[block.template], arguments, is_parameter, wants, compiler=self._compiler,
-                products=self._products, light=light,
-            )  # fmt: skip
+            is_parameter = tuple(port.kind == "parameter" for port in tensor_ports(block))
+            made_of = (
+                self.blocks.templates[block.template].text,
+                self._dropout,
+                self._products,
+                is_parameter,
+                *key[1:],
+            )
+            if made_of not in self._known:
+                self._known[made_of] = segments.build(
+                    self._templates[block.template], arguments, is_parameter, wants, compiler=self._compiler,
+                    products=self._products, light=light,
+                )  # fmt: skip
+            self._segments[key] = self._known[made_of]
         return self._segments[key]
 
     def outlines(

@@ -70,6 +70,13 @@ class Optimizer:
             self._update(gradients)
         self.refresh()
 
+    def forget(self) -> None:
+        """Lets go of all tensors, whoever still knows this optimizer."""
+        self.inner.state.clear()
+        for group in self.inner.param_groups:
+            group["params"] = []
+        self.weights, self._copies, self._copied = {}, [], []
+
     def refresh(self) -> None:
         """Rounds what was updated into the copies that the model computes with."""
         if self._copied:
