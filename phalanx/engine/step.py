@@ -27,7 +27,7 @@ from phalanx.tasks.base import Batch
 class Outcome:
     """What a step gave, perhaps still on its way from the device."""
 
-    # Loss, gradient norm, 1 if the update was made, ranks asked to stop, ranks asked for another plan; what was counted.
+    # Loss, gradient norm, 1 if the update was made, ranks asked to stop and for another plan, what was counted over all
     values: Tensor
     arrived: torch.cuda.Event | None
 

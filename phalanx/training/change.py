@@ -64,30 +64,39 @@ def change(
     assert opening is not None, "a session that was put together by hand stays as it is"
     opening = replace(opening, config=config or opening.config)
     done = Change(member.plan, plan)
-    links = member.links if isinstance(member, Spare) else member.connected.links
-    everyone = links.group(tuple(range(opening.context.world)), "world")
+    links, group = _links(member), everyone(member)
     with done.timed("prepare"):
-        compiled, layout = _prepared(opening, plan, everyone, look)
+        compiled, layout = _prepared(opening, plan, group, look)
     with done.timed("connect"):
         if isinstance(member, Session):
             member.step.engine.settle()
         connected = ProcessGroups(compiled.formation, links, _owns(member)) if compiled is not None else None
         told = opening.told(links, plan)
     state = member.state if isinstance(member, Session) else None
-    if all(said == "same" for said in everyone.texts("same" if _stays(member, compiled) else "other")):
+    if all(said == "same" for said in group.texts("same" if _stays(member, compiled) else "other")):
         if state is not None:
             state.layout = layout
     else:
         with done.timed("move"):
-            state = _moved(member, compiled, layout, connected, everyone, opening, done)
+            state = _moved(member, compiled, layout, connected, group, opening, done)
     with done.timed("connect"):
-        links.drop_others([*(connected.ends() if connected else ()), everyone, *([told] if told else [])])
+        links.drop_others([*(connected.ends() if connected else ()), group, *([told] if told else [])])
     if compiled is None or connected is None or state is None:
         opening.context.slot.set_place("spare")
         return Spare(plan, opening, links), done
     if opening.context.world > 1:
         opening.context.slot.set_place(compiled.formation.place)
     return Session(compiled, connected, state, opening.watches, opening), done
+
+
+def everyone(member: Member) -> Group:
+    """All ranks of the job, those without a place included."""
+    assert member.opening is not None
+    return _links(member).group(tuple(range(member.opening.context.world)), "world")
+
+
+def _links(member: Member) -> Links:
+    return member.links if isinstance(member, Spare) else member.connected.links
 
 
 def open_member(
@@ -108,7 +117,7 @@ def _owns(member: Member) -> bool:
     return isinstance(member, Spare) or member.connected.owns_links
 
 
-def _prepared(opening: Opening, plan: Plan, everyone: Group, look: Look | None) -> tuple[Compiled | None, StateLayout]:
+def _prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> tuple[Compiled | None, StateLayout]:
     """Functions and programs of the new plan, and that it fits: all that can be known before anything is touched."""
     compiled: Compiled | None = None
     layout: StateLayout | None = None
@@ -126,7 +135,7 @@ def _prepared(opening: Opening, plan: Plan, everyone: Group, look: Look | None) 
         raise
     except PhalanxError as error:
         problem = error
-    agree(everyone, problem)
+    agree(group, problem)
     assert layout is not None
     return compiled, layout
 
@@ -157,16 +166,14 @@ def _stays(member: Member, compiled: Compiled | None) -> bool:
 
 
 def _moved(
-    member: Member, compiled: Compiled | None, layout: StateLayout, connected: ProcessGroups | None, everyone: Group,
+    member: Member, compiled: Compiled | None, layout: StateLayout, connected: ProcessGroups | None, group: Group,
     opening: Opening, done: Change,
 ) -> State | None:  # fmt: skip
     """The state of this rank under the new plan; the old one is gone."""
-    rank, was = opening.context.rank, member if isinstance(member, Session) else None
-    old = was.state.layout if was is not None else opening.layout(member.plan)
-    scalars = was.state.scalars() if was is not None else ({}, None)
-    optimizer, loss_scale = _everyones(everyone, *scalars)
+    rank, was, old = opening.context.rank, member if isinstance(member, Session) else None, member.state.layout
+    optimizer, loss_scale = _everyones(group, *member.state.scalars())
     held = was.give_up_state() if was is not None else []
-    slots = slots_now(old, rank if was is not None else None, (shard for shard, _ in held), everyone)
+    slots = slots_now(old, rank if was is not None else None, (shard for shard, _ in held), group)
     migration = _migration(old, layout, slots)
     done.bytes = migration.bytes_sent
     if opening.device.type == "cuda":
@@ -179,7 +186,7 @@ def _moved(
         return torch.device("cpu") if is_hosted else opening.device
 
     try:
-        arrived = migrate(migration, held, rank=rank, group=everyone, device=opening.device, home=home)
+        arrived = migrate(migration, held, rank=rank, group=group, device=opening.device, home=home)
     except MovedBack as back:
         if was is not None:
             was.put_back(_made(opening, was.compiled, back.state, optimizer, loss_scale, was.connected.gather))
@@ -196,10 +203,10 @@ def _hosted(compiled: Compiled) -> set[str]:
 
 
 def _everyones(
-    everyone: Group, optimizer: dict[str, Any], loss_scale: dict[str, float] | None
+    group: Group, optimizer: dict[str, Any], loss_scale: dict[str, float] | None
 ) -> tuple[dict[str, Any], dict[str, float] | None]:
     """What the ranks' optimizers keep besides tensors, together; rank 0 always has a place."""
-    said = [json.loads(text) for text in everyone.texts(json.dumps([optimizer, loss_scale]))]
+    said = [json.loads(text) for text in group.texts(json.dumps([optimizer, loss_scale]))]
     merged: dict[str, Any] = {}
     for own, _ in reversed(said):
         merged |= own

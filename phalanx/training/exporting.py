@@ -18,10 +18,10 @@ from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.params.gather_full import gather_full
 from phalanx.state.adapters import write_adapters
 from phalanx.state.huggingface import export
-from phalanx.training.session import Session
+from phalanx.training.change import Member
 
 
-def whole_parameters(session: Session, context: RankContext, name: str = "whole") -> Iterator[tuple[str, Tensor]]:
+def whole_parameters(session: Member, context: RankContext, name: str = "whole") -> Iterator[tuple[str, Tensor]]:
     """Every parameter on rank 0, one at a time; the other ranks must exhaust it too, and get nothing. name: another one
     each time."""
     state = session.state
@@ -29,7 +29,7 @@ def whole_parameters(session: Session, context: RankContext, name: str = "whole"
 
 
 def export_model(
-    session: Session, context: RankContext, spec: ModelSpec, folder: Path, tokenizer: Any = None, *,
+    session: Member, context: RankContext, spec: ModelSpec, folder: Path, tokenizer: Any = None, *,
     name: str = "whole", merges: bool = False,
 ) -> Path:  # fmt: skip
     """Rank 0 writes; the others hand it what they hold, one tensor at a time. Of a model with adapters these alone,

@@ -7,6 +7,7 @@ trained on what is decided in `prepare`, how a step is carried out in `session`,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -19,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.adapt.migrate import ChangeRefused
+from phalanx.data.batches import Batches
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.inputs import split
 from phalanx.engine.measured import writing
 from phalanx.engine.step import Outcome, training_flops
-from phalanx.errors import CheckpointError, ConfigError, LinkError, PhalanxError
+from phalanx.errors import CheckpointError, ConfigError, LinkError, PhalanxError, PlanError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
 from phalanx.launch.context import RankContext
@@ -34,10 +37,13 @@ from phalanx.model.separable import require_labels
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import make_progress
+from phalanx.observe.requests import Answer
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
 from phalanx.params.flat import Piece
 from phalanx.params.lr_schedule import change_text, learning_rate
+from phalanx.plan.complete import complete, usable_ranks
+from phalanx.plan.periods import Period
 from phalanx.state.folders import replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
@@ -47,12 +53,15 @@ from phalanx.state.saving import AsyncSaver, StorageError
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
 from phalanx.training.budget import MemoryGuard
+from phalanx.training.change import Change, Member, change, open_member
+from phalanx.training.changing import Changes, Wanted, refusal
 from phalanx.training.exporting import export_model
 from phalanx.training.job import Job, Summary
 from phalanx.training.prediction import NUM_STEPS, Predictor
-from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
+from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare, require_change
 from phalanx.training.reporting import Emit, Reporter, StepFacts, header
-from phalanx.training.session import Session
+from phalanx.training.session import Opening, Session
+from phalanx.training.spare import Spare
 
 _has_run = False  # in this process
 # A last checkpoint that the disk refuses is tried for an hour, in which somebody may make room.
@@ -63,7 +72,8 @@ class Loop:
     """One rank's part of a job."""
 
     run: Prepared
-    session: Session
+    session: Member
+    changes: Changes
     memory: MemoryGuard
     snapshot: Snapshot
 
@@ -99,8 +109,9 @@ class Loop:
             stack.callback(_settle, saver)
             self._emit("on_start")
             reporter.start(rows)
-            fit = self.memory.fit
-            log.write("memory", predicted_bytes=fit.bytes, components=fit.components, on_host=fit.on_host)
+            if isinstance(self.session, Session):
+                fit = self.memory.fit
+                log.write("memory", predicted_bytes=fit.bytes, components=fit.components, on_host=fit.on_host)
             with stop_request(speaks=self._is_rank0) as stop:
                 self._train(reporter, saver, stop)
             return self._end(reporter, saver, stop)
@@ -109,25 +120,24 @@ class Loop:
         """Every step that is left: batch → step → evaluate → log → checkpoint."""
         config, slot = self.config, self.context.slot
         profiled = config.profile_steps if self._is_rank0 else None
-        if os.environ.get(TIMED):
+        if os.environ.get(TIMED) and isinstance(self.session, Session):
             session = self.session
-            rehearse(session.step, session.evaluation, session.connected.world, *self._batch(1))
-        predictor = Predictor(self.session, self.context, config.timeout)
+            rehearse(session.step, session.evaluation, session.connected.world, *self._batch(session, 1))
+        predictor = self._predictor()
         with contextlib.closing(StepProfiler(profiled, self.folder)) as profiler:
             first_step = self.snapshot.step + 1
             for step in range(first_step, self.run.total_steps + 1):
                 slot.at_step(step)
-                batch, first = self._batch(step)
+                if self._change_plan(step, reporter):
+                    predictor = self._predictor(f" from step {step} on")
                 name = "first step" if step == first_step else "steps"
-                with (
-                    profiler.step(step), self._timeline(step), predictor.step(reporter.paused_seconds),
-                    self._phases.phase(name),
-                ):  # fmt: skip
-                    outcome = self._step(batch, first, step, stop)
+                predicting = predictor.step(reporter.paused_seconds) if predictor else contextlib.nullcontext()
+                with profiler.step(step), self._timeline(step), predicting, self._phases.phase(name):
+                    outcome = self._step(step, stop)
                 slot.enter("step")  # the first of them also compiled
                 eval_loss = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else None
                 reporter.step(self._facts(step, eval_loss), outcome)
-                if predictor.is_due:
+                if predictor is not None and predictor.is_due:
                     with reporter.paused():
                         reporter.predicted(**predictor.fields(self.memory.fit.bytes))
                 # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
@@ -142,19 +152,75 @@ class Loop:
             slot.enter("save")
             with self._phases.phase("checkpoint"):
                 self._save_at_last(saver, reporter, stop)
-        if self._is_rank0 and not predictor.was_due:
+        if self._is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
 
+    def _predictor(self, name: str = "") -> Predictor | None:
+        session = self.session
+        return Predictor(session, self.context, self.config.timeout, name) if isinstance(session, Session) else None
+
+    def _change_plan(self, step: int, reporter: Reporter) -> bool:
+        """Before a step: whatever its options or somebody else want changed. Whether something was."""
+        changed = False
+        for wanted in self.changes.at(step, self.session, reporter.changes):
+            reporter.flush()
+            with reporter.paused(), self.context.slot.within("compile"):
+                record = self._try(wanted, step)
+            reporter.changed(record)
+            changed = changed or "refused" not in record
+        reporter.changes = False
+        return changed
+
+    def _try(self, wanted: Wanted, step: int) -> dict[str, Any]:
+        """Changes to the first of the plans that is not refused; what is said of it."""
+        began, old, before = time.perf_counter(), self.session.plan, self.changes.period
+        record: dict[str, Any] = {"step": step, "old": old.shown, "how": wanted.how}
+        refused: PhalanxError = ChangeRefused("no plan was named")
+        for text in wanted.plans:
+            try:
+                done = self._change(wanted.period, text)
+            except (ChangeRefused, PlanError) as error:
+                refused = error
+                continue
+            record |= {"plan": done.new.shown, "bytes": done.bytes, "parts": done.seconds}
+            for name in ("batch_size", "seq_len"):
+                if getattr(wanted.period, name) != getattr(before, name):
+                    record[name] = getattr(wanted.period, name)
+            record["seconds"] = time.perf_counter() - began
+            self.changes.plan = text
+            self.changes.answer(wanted, Answer(done.new.shown, step, seconds=record["seconds"], bytes=done.bytes))
+            if self._is_rank0:
+                replace_text(self.folder / "plan.json", done.new.to_json() + "\n")
+            return record
+        if wanted.must:
+            raise refused
+        self.changes.period = wanted.period
+        self.changes.answer(wanted, Answer(wanted.plans[0], refused=refused.message, hint=refused.hint))
+        return record | {"plan": wanted.plans[0], "refused": refusal(refused)}
+
+    def _change(self, period: Period, text: str) -> Change:
+        batches = self.run.lengths[period.seq_len]
+        costs = self.run.captured.blocks.flops(self.run.captured.dims(batches.batch(0, 1)))
+        usable = usable_ranks(text, self.context.world)
+        plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs).plan
+        require_change(self.run, self.config, plan)
+        memory = self._memory_guard(period.batch_size, batches)
+        config = self.config.override(batch_size=period.batch_size)
+        self.session, done = change(self.session, plan, config, memory.look)
+        self.run = dataclasses.replace(self.run, plan=plan, batches=batches)
+        self.memory, self.changes.period = memory, period
+        return done
+
     def _timeline(self, step: int) -> contextlib.AbstractContextManager[None]:
-        if step != self.config.timeline_step:
+        if step != self.config.timeline_step or not isinstance(self.session, Session):
             return contextlib.nullcontext()
         engine, world = self.session.step.engine, self.session.connected.world
         return writing(engine, self.context, world, self.folder / "timeline.json", self.config.timeout)
 
-    def _batch(self, step: int) -> tuple[Batch, int]:
+    def _batch(self, session: Session, step: int) -> tuple[Batch, int]:
         """This rank's part of the batch, and its place in the stream of samples."""
-        size = self.config.batch_size
-        first, count = self.session.part((step - 1) * size, size)
+        period = self.changes.period
+        first, count = session.part(period.sample_at(step), period.batch_size)
         return self.run.batches.batch(first, count), first
 
     def _due(self, step: int, every: int) -> bool:
@@ -163,14 +229,19 @@ class Loop:
     def _lr(self, step: int) -> float:
         return learning_rate(self.config, step, self.run.total_steps)
 
-    def _step(self, batch: Batch, first: int, step: int, stop: StopRequest) -> Outcome:
-        run = self.run
+    def _step(self, step: int, stop: StopRequest) -> Outcome:
+        run, session = self.run, self.session
+        if isinstance(session, Spare):
+            return session.step(num_counts=2)
+        batch, first = self._batch(session, step)
         if run.plan.dp * run.plan.mb * run.plan.multiple > 1:
             require_labels(run.captured, batch, run.plan.shown)
         sizes = split(next(iter(batch.values())).shape[0], run.plan.mb)
         counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes))
         with self.memory.explained():
-            return self.session.step(batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None)
+            return session.step(
+                batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None, change=self.changes.is_asked
+            )
 
     def _evaluate(self, step: int, outcome: Outcome, reporter: Reporter) -> float | None:
         """The loss on the evaluation data, always on the same samples, without dropout."""
@@ -185,7 +256,7 @@ class Loop:
         return loss
 
     def _facts(self, step: int, eval_loss: float | None) -> StepFacts:
-        return StepFacts(step, step * self.config.batch_size, self._lr(step), self.run.task.unit, eval_loss)
+        return StepFacts(step, self.changes.period.sample_at(step + 1), self._lr(step), self.run.task.unit, eval_loss)
 
     def _saver(self) -> AsyncSaver:
         context = self.context
@@ -259,16 +330,22 @@ class Loop:
         _forget_earlier_runs()
         with _blaming_others():
             found = checkpoint_to_resume(config.resume, self.folder / "checkpoints", self._meeting, say)
+        self._first_step = 1 if found is None else found.step + 1
         say(f"preparing {config.model}: data, graph, weights")
         self.context.slot.enter("capture")
         with self._phases.phase("prepare"), self._rank_0_first():
             run = self.run = prepare(
-                job.model, job.data, job.eval_data, config, self.context, collate=job.collate, groups=job.groups
-            )
+                job.model, job.data, job.eval_data, config, self.context, collate=job.collate, groups=job.groups,
+                step=self._first_step,
+            )  # fmt: skip
+        self.changes = Changes(config, self.context, self.folder, self._first_step)
+        period = self.changes.period
         self.context.slot.enter("compile")
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
             self.snapshot, self._resumed = restore(found, self.snapshot), found.path
+        how = "the run began" if found is None else "the run went on from a checkpoint"
+        self.snapshot.plans.append({"step": self._first_step, "plan": run.plan.shown, "how": how})
         weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
 
         def read(name: str, is_master: bool, piece: Piece) -> Tensor:
@@ -276,24 +353,24 @@ class Loop:
                 return piece.read(weights, name)
             return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
-        self.memory = self._memory_guard()
+        self.memory = self._memory_guard(period.batch_size, run.batches)
         with self._phases.phase("weights"), self.memory.explained("the model's state"):
-            self.session = Session.open(
-                run.captured, config, run.plan, context=self.context, trainable=run.trainable, read=read,
-                buffers=load_buffers(run.captured, weights, run.device), optimizer_class=job.optimizer_class,
-                groups=run.groups, watches=[BoardWatch(self.context.slot)] if self.context.world > 1 else [],
-                look=self.memory.look,
+            opening = Opening(
+                run.captured, config.override(batch_size=period.batch_size), self.context, run.trainable,
+                load_buffers(run.captured, weights, run.device), job.optimizer_class, run.groups,
+                (BoardWatch(self.context.slot),) if self.context.world > 1 else (),
             )  # fmt: skip
-            if found is not None:
+            self.session = open_member(opening, run.plan, read, self.memory.look)
+            if found is not None and isinstance(self.session, Session):
                 self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
                 before = found.state["total_steps"]
                 changed = change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
-        return header(run, config, self.session, origin, self.memory.fit)
+        if isinstance(self.session, Spare):
+            return {}  # only rank 0 shows it, which always has a place
+        return header(run, opening.config, self.session, origin, self.memory.fit)
 
-    def _memory_guard(self) -> MemoryGuard:
-        size, batches = self.config.batch_size, self.run.batches
-
+    def _memory_guard(self, size: int, batches: Batches) -> MemoryGuard:
         def first_batch(of: Compiled) -> tuple[Batch, int]:
             first, count = of.part(0, size)
             return batches.batch(first, count), first

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
 from phalanx.engine.step import Outcome
 from phalanx.errors import ConfigError, PhalanxError, nearest
+from phalanx.observe.format import bytes_text, seconds_text
 from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import Progress
@@ -40,6 +41,7 @@ HOOKS = {
     "on_start": "(trainer) before the first step",
     "on_step": "(record) after a step",
     "on_evaluate": "(record) after an evaluation",
+    "on_change": "(record) after a change of plan, or its refusal",
     "on_checkpoint": "(path) once a checkpoint is complete",
     "on_end": "(result) when the run is over",
 }
@@ -123,6 +125,7 @@ class Reporter:
     ) -> None:
         self.losses: list[float] = []
         self.stops = False  # whether a step that was reported had been asked to be the last
+        self.changes = False  # whether one had been asked for another plan
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
         self._emit = emit
         self._saved: Path | None = None
@@ -153,7 +156,7 @@ class Reporter:
             return
         (facts, outcome), self._waiting = self._waiting, None
         loss, norm, updated = outcome.read()
-        self.stops = self.stops or outcome.stops()
+        self.stops, self.changes = self.stops or outcome.stops(), self.changes or outcome.changes()
         record = self._record(facts, loss, norm, updated, *outcome.counted())
         self.losses.append(loss)
         self._log.write("step", **record)
@@ -177,6 +180,15 @@ class Reporter:
         if prediction:
             self._log.write("prediction", **prediction)
         self.prediction = {name: value for name, value in prediction.items() if name.startswith("predicted_")}
+
+    def changed(self, record: dict[str, Any]) -> None:
+        """A change of plan, made or refused. What was predicted of the old one does not hold any more."""
+        self._log.write("change", **record)
+        if "refused" not in record:
+            self.prediction = {}
+            self._snapshot.plans.append({name: record[name] for name in ("step", "plan", "how")})
+        self._progress.message(change_words(record))
+        self._emit("on_change", record)
 
     def saved(self, path: Path | None) -> None:
         """Takes note of the newest complete checkpoint; each is told of once."""
@@ -239,6 +251,16 @@ class Reporter:
                 f"(max_nonfinite = {allowed})",
                 "lower lr, lengthen warmup_steps or set clip; or look for broken samples at these steps in the run log",
             )
+
+
+def change_words(record: Mapping[str, Any]) -> str:
+    """`step 200: plan dp=2 → pp=2,mb=4 (as the options say): 1.2 MiB moved in 0.1 s`."""
+    text = f"step {record['step']}: plan {record['old']} → {record['plan']} ({record['how']})"
+    if "refused" in record:
+        return f"{text} was refused and the old one stays: {record['refused']}"
+    for name in ("batch_size", "seq_len"):
+        text += f", {name} {record[name]}" if name in record else ""
+    return f"{text}: {bytes_text(record['bytes'])} moved, a pause of {seconds_text(record['seconds'])}"
 
 
 def header(run: Prepared, config: RunConfig, session: Session, origin: str, fit: Fit) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.launch.context import RankContext
 from phalanx.params.flat import Piece

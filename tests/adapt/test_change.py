@@ -10,7 +10,7 @@ import torch
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from tests.adapt import jobs
-from tests.captured import GPT2, LLAMA, T5
+from tests.captured import GPT2
 
 
 def require_same(found: jobs.Trained, expected: jobs.Trained) -> None:
