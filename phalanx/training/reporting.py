@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,11 @@ from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
 from phalanx.engine.step import Outcome
 from phalanx.errors import ConfigError, PhalanxError, nearest
-from phalanx.observe.format import bytes_text, seconds_text
 from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
+from phalanx.observe.story import change_words
 from phalanx.params.optimizer import decays
 from phalanx.plan.plan import Plan
 from phalanx.state.saving import StorageError
@@ -251,16 +251,6 @@ class Reporter:
                 f"(max_nonfinite = {allowed})",
                 "lower lr, lengthen warmup_steps or set clip; or look for broken samples at these steps in the run log",
             )
-
-
-def change_words(record: Mapping[str, Any]) -> str:
-    """`step 200: plan dp=2 → pp=2,mb=4 (as the options say): 1.2 MiB moved in 0.1 s`."""
-    text = f"step {record['step']}: plan {record['old']} → {record['plan']} ({record['how']})"
-    if "refused" in record:
-        return f"{text} was refused and the old one stays: {record['refused']}"
-    for name in ("batch_size", "seq_len"):
-        text += f", {name} {record[name]}" if name in record else ""
-    return f"{text}: {bytes_text(record['bytes'])} moved, a pause of {seconds_text(record['seconds'])}"
 
 
 def header(run: Prepared, config: RunConfig, session: Session, origin: str, fit: Fit) -> dict[str, Any]:

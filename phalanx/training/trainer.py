@@ -13,14 +13,16 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.config import RunConfig, require_eval_data
+from phalanx.config import RunConfig, plan_text, require_eval_data
 from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
+from phalanx.observe.requests import ask
 from phalanx.params.groups import ParameterGroup
+from phalanx.plan.plan import Plan
 from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
 from phalanx.training.early import require_usable
@@ -98,6 +100,10 @@ class Trainer:
         if self.loop is None or self.loop.context.rank == 0:
             self._callbacks.call("on_end", result)
         return result
+
+    def change(self, plan: str | Plan) -> None:
+        """From a callback: another plan, between two of the next steps. `on_change` tells what came of it."""
+        ask(self.folder, plan.full_text if isinstance(plan, Plan) else plan_text(plan))
 
     def _fit(self) -> Summary:
         """On the ranks that there are, or that are started for it."""

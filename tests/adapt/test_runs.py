@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from phalanx.cli.main import app
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.state import checkpoint
 from phalanx.training.job import pack
@@ -64,3 +67,67 @@ def test_batches_and_samples_grow_with_the_plan_and_a_resumed_run_sees_the_same(
     plans = ("2:dp=2,zero=3", "4:pp=2,slices=2,mb=2")
     fit(pool, tmp_path / "two", 2, plan="pp=2,mb=2", plan_at=plans, **grown)
     require_same_run(tmp_path / "two", tmp_path / "one")
+
+
+def test_a_run_is_asked_for_another_plan_while_it_trains(tmp_path: Path, lent_ranks: list[int]) -> None:
+    """From a callback, which is called in another process than the ranks; and a plan that it cannot have."""
+    short_run("gpt2", DATA, tmp_path / "one", **OPTIONS)
+    answers: list[dict[str, Any]] = []
+
+    class Asks:
+        def on_start(self, trainer: Trainer) -> None:
+            self.trainer = trainer
+
+        def on_step(self, record: dict[str, Any]) -> None:
+            if record["step"] in (1, 3):
+                self.trainer.change("dp=2,zero=1" if record["step"] == 1 else "pp=2,mb=9")
+
+        def on_change(self, record: dict[str, Any]) -> None:
+            answers.append(record)
+
+    short_run("gpt2", DATA, tmp_path / "two", **OPTIONS, plan="pp=2,mb=2", callbacks=[Asks()])
+    require_same_run(tmp_path / "two", tmp_path / "one")
+    done, refused = answers
+    assert done["how"] == "asked for while it ran" and done["plan"].startswith("dp=2,zero=1")
+    assert refused["refused"].startswith("plan: mb=9 cuts a batch of 8 samples into more micro-batches than it has")
+    told = CliRunner().invoke(app, ["history", str(tmp_path / "two")]).output
+    assert "the run began, 6 steps, with plan pp=2,mb=2" in told
+    assert "→ dp=2,zero=1" in told and "was refused and the old one stays" in told and "the run ended with" in told
+
+
+def test_a_run_that_stops_between_changes_goes_on_with_what_holds_then(pool: WorkerPool, tmp_path: Path) -> None:
+    grown = {"batch_size_at": ("3:4", "5:12"), "seq_len_at": "4:16", "lr_schedule": "constant"}
+    short_run("gpt2", DATA, tmp_path / "one", **OPTIONS, **grown)
+    plans = ("2:dp=2,zero=3", "4:pp=2,mb=2")
+    for steps in (5, 6):
+        fit(pool, tmp_path / "two", 2, plan="pp=2,mb=2", plan_at=plans, resume="auto", **{**grown, "steps": steps})
+    require_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan_at": "dp=2"}, "option plan_at = 'dp=2' does not begin with the step from which it holds, 2 or more"),
+        ({"plan_at": "1:dp=2"}, "option plan_at = '1:dp=2' does not begin with the step from which it holds"),
+        ({"plan_at": ("3:dp=2", "3:pp=2")}, "option plan_at names step 3 twice"),
+        ({"plan_at": "3:dpp=2"}, "unknown field 'dpp'"),
+        ({"batch_size_at": "3:many"}, "option batch_size_at = '3:many': 'many' is not a number of 1 or more"),
+        ({"seq_len_at": "3:0"}, "option seq_len_at = '3:0': '0' is not a number of 1 or more"),
+        ({"plan_at": "9:dp=1"}, "option plan_at: step 9 is after the last of 6 steps (as given)"),
+        ({"batch_size_at": "3:1", "plan": "mb=2"}, "plan: mb=2 cuts a batch of 1 samples into more micro-batches"),
+        ({"plan_at": "3:pp=2", "ranks": 1}, "plan: pp=2 needs 2 ranks, and there is 1"),
+        ({"seq_len_at": "3:9999"}, "a sample of 9999 tokens is longer than the model takes"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_first_step(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(PhalanxError) as refused:
+        short_run("gpt2", DATA, tmp_path, **{**OPTIONS, **options})
+    assert message in str(refused.value) and refused.value.hint
+
+
+def test_only_a_run_that_trains_can_be_asked(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["change", str(tmp_path), "dp=2"])
+    assert isinstance(found.exception, ConfigError)
+    assert f"no run is training in {tmp_path}" in str(found.exception)
+    found = CliRunner().invoke(app, ["history", str(tmp_path)])
+    assert "holds no log of a run (log-rank0.jsonl)" in str(found.exception)

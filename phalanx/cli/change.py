@@ -1,0 +1,49 @@
+"""`phalanx change`: another plan for a run that is under way, from another terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.errors import ConfigError, PlanError
+
+
+def register(app: typer.Typer) -> None:
+    app.command("change")(change)
+
+
+def change(
+    run: Annotated[Path, typer.Argument(help="folder of a run that is training now")],
+    plan: Annotated[str, typer.Argument(help="plan as text, e.g. pp=2,mb=4, or a .json or .yaml file of it")],
+    wait: Annotated[float, typer.Option(help="seconds to wait for the answer", min=0)] = 600.0,
+) -> None:
+    """Change the plan of a run that is training, between two of its steps and without stopping it."""
+    from phalanx.config import plan_text
+    from phalanx.observe.format import bytes_text, seconds_text
+    from phalanx.observe.requests import ask, take_back, wait_for
+    from phalanx.state.lock import Holder, read_holder
+
+    holder = read_holder(run)
+    if holder is None or holder.is_gone(Holder.here()):
+        raise ConfigError(
+            f"no run is training in {run}",
+            "name the folder of one that is (its --out); a run that has stopped goes on under any plan with "
+            "phalanx train --resume auto --plan PLAN",
+        )
+    request = ask(run, plan_text(plan))
+    answer = wait_for(run, request, wait)
+    if answer is None:
+        taken_back = take_back(run, request)
+        said = "and it was taken back" if taken_back else "and it is being carried out"
+        raise ConfigError(
+            f"the run in {run} has not answered for {wait:g} s, {said}",
+            "a step, or compiling, may take longer: give more time (--wait)",
+        )
+    if answer.refused:
+        raise PlanError(f"the run goes on as it was: {answer.refused}", answer.hint)
+    typer.echo(
+        f"changed before step {answer.step} to {answer.plan}: {bytes_text(answer.bytes)} moved, "
+        f"a pause of {seconds_text(answer.seconds)}"
+    )
