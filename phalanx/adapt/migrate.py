@@ -18,7 +18,6 @@ from phalanx.adapt.portions import Migration, Portion, parameter_of
 from phalanx.comm.links import Group
 from phalanx.errors import PhalanxError
 from phalanx.params.layout_of import KeptSlot, SlotsOf, StateLayout
-from phalanx.params.rank_state import Filled
 from phalanx.state.layout import Box, StateShard
 
 Home = Callable[[str], torch.device]  # of a tensor by its name
@@ -91,13 +90,13 @@ def _expected(layout: StateLayout, name: str) -> list[KeptSlot]:
 
 
 def migrate(
-    migration: Migration, given: Iterable[Filled], *, rank: int, group: Group, device: torch.device, home: Home
+    migration: Migration, held: dict[str, Tensor], *, rank: int, group: Group, device: torch.device, home: Home
 ) -> Arrived:
-    """What this rank has in the new layout. group: all ranks of the job, which all call this. home: in the new one.
+    """What this rank has in the new layout. held: what it has in the old one, which it loses. group: all ranks of the
+    job, which all call this. home: in the new layout.
 
     Raises `MovedBack`, with what this rank had, where the change was not made.
     """
-    held = {shard.name: data for shard, data in given}
     homes = {name: data.device for name, data in held.items()}
     stream = _Stream(rank, group, device)
     try:

@@ -77,6 +77,14 @@ class Optimizer:
             group["params"] = []
         self.weights, self._copies, self._copied = {}, [], []
 
+    def adopt(self, other: torch.optim.Optimizer) -> None:
+        """From now on this one updates, with its own settings; it has the same groups, of other tensors."""
+        if other is not self.inner:
+            for group, own in zip(other.param_groups, self.inner.param_groups, strict=True):
+                group["params"] = own["params"]
+            other.state = self.inner.state
+            self.inner = other
+
     def refresh(self) -> None:
         """Rounds what was updated into the copies that the model computes with."""
         if self._copied:

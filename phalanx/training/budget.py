@@ -66,8 +66,9 @@ class MemoryGuard:
             torch.cuda.set_per_process_memory_fraction(min(1.0, given / total), device)
 
     def look(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> None:
-        self.fit = Fit(compiled, compile, self._batch, self._batch_size)
-        self.fit.require(Budget.of(self._given, self._device))
+        fit = Fit(compiled, compile, self._batch, self._batch_size)
+        fit.require(Budget.of(self._given, self._device))
+        self.fit = fit
 
     @contextmanager
     def explained(self, what: str = "") -> Iterator[None]:

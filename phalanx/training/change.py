@@ -172,8 +172,10 @@ def _moved(
     """The state of this rank under the new plan; the old one is gone."""
     rank, was, old = opening.context.rank, member if isinstance(member, Session) else None, member.state.layout
     optimizer, loss_scale = _everyones(group, *member.state.scalars())
-    held = was.give_up_state() if was is not None else []
-    slots = slots_now(old, rank if was is not None else None, (shard for shard, _ in held), group)
+    given = was.give_up_state() if was is not None else []
+    slots = slots_now(old, rank if was is not None else None, [shard for shard, _ in given], group)
+    held = {shard.name: data for shard, data in given}
+    given.clear()  # so that nothing but `held` knows the tensors
     migration = _migration(old, layout, slots)
     done.bytes = migration.bytes_sent
     if opening.device.type == "cuda":

@@ -378,14 +378,18 @@ def _cuts(plan: Plan) -> bool:
     return plan.dp * plan.mb * plan.multiple > 1
 
 
+def require_may_cut(may_cut: bool, spec: ModelSpec, plan: Plan) -> None:
+    if _cuts(plan) and not may_cut:
+        raise PlanError(
+            f"plan {plan.shown} cuts batches, and whether the samples of {spec.name} depend on each other was not "
+            "looked into: it began with a plan that leaves batches whole",
+            "begin with a plan that cuts batches (mb=2), or name this one from the beginning on (plan_at)",
+        )
+
+
 def require_change(run: Prepared, config: RunConfig, plan: Plan) -> None:
     """Refuses a plan that the run, which began with others, cannot go on with."""
-    if _cuts(plan) and not run.may_cut:
-        raise PlanError(
-            f"plan {plan.shown} cuts batches, and whether the samples of {run.spec.name} depend on each other was not "
-            "looked into: the run began with a plan that leaves batches whole",
-            "name the plan from the beginning on (plan_at), or begin with one that cuts batches (mb=2)",
-        )
+    require_may_cut(run.may_cut, run.spec, plan)
     if run.eval_batches is not None:
         require_evaluation(plan, eval_length(config, run.eval_batches))
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.adapt.exchange import Message
+from phalanx.adapt.migrate import ChangeRefused, _Stream
 from phalanx.config import RunConfig
 from phalanx.launch.context import RankContext
 from phalanx.params.flat import Piece
 from phalanx.params.gather_full import gather_full
-from phalanx.plan.complete import complete
+from phalanx.plan.complete import complete, usable_ranks
+from phalanx.plan.plan import Plan
 from phalanx.training.change import Member, change, open_member
 from phalanx.training.session import Opening, Session
 from tests.captured import Case, named
@@ -35,7 +39,8 @@ def case(name: str) -> Case:
     return named(name, samples=SAMPLES, tokens=8)
 
 
-def opened(context: RankContext, of: Case, plan: str, **options: Any) -> Member:
+def opened(context: RankContext, of: Case, plan: str, frozen: str = "", **options: Any) -> Member:
+    """frozen: a part of the names of parameters that are not trained."""
     config = RunConfig.create(
         **{"dtype": "float64", "compile": "off", "batch_size": SAMPLES, "device": "cpu", **options}
     )
@@ -44,19 +49,14 @@ def opened(context: RankContext, of: Case, plan: str, **options: Any) -> Member:
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
         return piece.of(values[name].float() if is_master else values[name])
 
-    opening = Opening(of.captured, config, context, tuple(of.captured.trainable), of.captured.buffers)
+    trainable = tuple(name for name in of.captured.trainable if frozen not in name) if frozen else of.captured.trainable
+    opening = Opening(of.captured, config, context, tuple(trainable), of.captured.buffers)
     return open_member(opening, planned(of, plan, context), read)
 
 
-def planned(of: Case, plan: str, context: RankContext):
-    world = plan_world(plan, context.world)
+def planned(of: Case, plan: str, context: RankContext) -> Plan:
+    world = usable_ranks(plan, context.world)
     return complete(plan, world=world, batch_size=SAMPLES, costs=of.blocks.flops(of.captured.dims(of.batch))).plan
-
-
-def plan_world(plan: str, world: int) -> int:
-    from phalanx.plan.complete import usable_ranks
-
-    return usable_ranks(plan, world)
 
 
 def train(context: RankContext, name: str, plans: Sequence[str], steps: int = 1, **options: Any) -> Trained:
@@ -86,18 +86,86 @@ def step(member: Member, of: Case, number: int) -> float:
 def ended(
     member: Member, context: RankContext, losses: list[float], moved: list[int], refused: Sequence[str] = ()
 ) -> Trained:
-    """All state, gathered on rank 0."""
-    layout = member.state.layout if isinstance(member, Session) else member.opening.layout(member.plan)
-    pieces = list(member.state.shards()) if isinstance(member, Session) else []
-    whole = {rank: layout.state(rank) if rank < member.plan.world else () for rank in range(context.world)}
-    values = {
-        n: t.clone()
-        for n, t in gather_full(whole, sorted_like(whole[context.rank], pieces), context, torch.device("cpu"))
-    }
+    values = gathered(member, context, "end")
     member.close()
     return Trained(losses, values, moved, list(refused))
+
+
+def gathered(member: Member, context: RankContext, name: str) -> dict[str, Tensor]:
+    """All state on rank 0."""
+    layout = member.state.layout
+    whole = {rank: layout.state(rank) for rank in range(member.plan.world)}
+    pieces = sorted_like(whole.get(context.rank, ()), list(member.state.shards()))
+    found = gather_full(whole, pieces, context, torch.device("cpu"), name)
+    return {name: tensor.clone() for name, tensor in found}
+
+
+def bits(context: RankContext, name: str, plans: Sequence[str], dtype: str, frozen: str) -> list[str]:
+    """The tensors that a change does not leave as they were, on rank 0; after every one the model still trains."""
+    of = case(name)
+    member = opened(context, of, plans[0], dtype=dtype, frozen=frozen)
+    wrong: list[str] = []
+    for number, plan in enumerate(plans[1:]):
+        assert step(member, of, number) > 0
+        before = gathered(member, context, f"before{number}")
+        member, _ = change(member, planned(of, plan, context))
+        after = gathered(member, context, f"after{number}")
+        assert before.keys() == after.keys() and (before or context.rank)
+        wrong += [f"{plan}: {each}" for each in before if not torch.equal(before[each], after[each])]
+    assert step(member, of, len(plans)) > 0
+    member.close()
+    return wrong
 
 
 def sorted_like(shards: Sequence[Any], pieces: Sequence[Any]) -> list[Any]:
     by_name = {shard.name: (shard, data) for shard, data in pieces}
     return [by_name[shard.name] for shard in shards]
+
+
+def train_with_failure(context: RankContext, name: str, plans: Sequence[str], failing: str, at: int) -> Trained:
+    """As `train`; the second change fails on rank 1, in its portion number `at`, and is tried again after a step."""
+    of = case(name)
+    member = opened(context, of, plans[0])
+    losses, moved, refused = [step(member, of, 0)], list[int](), list[str]()
+    number = 1
+    for count, plan in enumerate(plans[1:], start=1):
+        fails = _broken(failing, at, context.rank == 1) if count == 2 else contextlib.nullcontext()
+        try:
+            with fails:
+                member, done = change(member, planned(of, plan, context))
+            moved.append(done.bytes)
+        except ChangeRefused as error:
+            refused.append(str(error))
+            losses.append(step(member, of, number))
+            number += 1
+            member, done = change(member, planned(of, plan, context))
+        losses.append(step(member, of, number))
+        number += 1
+    return ended(member, context, losses, moved, refused)
+
+
+@contextlib.contextmanager
+def _broken(failing: str, at: int, here: bool) -> Iterator[None]:
+    """A message that is damaged on its way from this rank, or a portion for which it has no room."""
+    calls = [0]
+    name, kind = ("_room", _Stream) if failing == "room" else ("pack", Message)
+    whole = getattr(kind, name)
+
+    def broken(self: Any, *arguments: Any) -> Any:
+        if failing == "room":
+            calls[0] += 1
+            if calls[0] == at:
+                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+            return whole(self, *arguments)
+        whole(self, *arguments)
+        calls[0] += bool(self.moves)
+        if self.moves and calls[0] == at:
+            arguments[0][-1] += 1  # the buffer
+        return None
+
+    if here:
+        setattr(kind, name, broken)
+    try:
+        yield
+    finally:
+        setattr(kind, name, whole)
