@@ -1,12 +1,13 @@
 """A change of layout in portions that can be carried out one after the other: pure, and the same on every rank.
 
-A portion is all state of the parameters of a few buckets. It is closed: no bucket of either plan has a parameter in two
-portions, so that once a portion has moved, the memory of its old buckets is free. Its moves between ranks go in rounds,
-none of which needs much memory besides.
+A portion is all state of the parameters of a bucket, or of a few small ones. It is closed: no bucket of either plan has
+a parameter in two portions, so that once a portion has moved, the memory of its old buckets is free. Its moves between
+ranks go in rounds, none of which needs much memory besides.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from phalanx.params.state_facts import ParameterFacts
 from phalanx.state.layout import Box, Layout, StateShard
 from phalanx.state.moves import Move, plan_moves
 
+PORTION_BYTES = 2**25  # of state, unless that of one bucket is more
 ROUND_BYTES = 2**27  # that a rank sends or receives at once
 BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 
@@ -55,10 +57,26 @@ def plan_migration(old: StateLayout, new: StateLayout, before: Layout, after: La
     """before, after: the state of all ranks under the two."""
     groups = _closed([old.facts.buckets, new.facts.buckets])
     of_parameter = {name: number for number, names in enumerate(groups) for name in names}
-    found: list[list[str]] = [[] for _ in groups]
-    for name in dict.fromkeys(shard.name for shards in after.values() for shard in shards):
-        found[of_parameter[parameter_of(name)]].append(name)
-    return Migration(before, after, _portions(before, after, found))
+    found: list[dict[str, int]] = [{} for _ in groups]  # bytes of the whole tensors
+    for shard in (shard for shards in after.values() for shard in shards):
+        own = found[of_parameter[parameter_of(shard.name)]]
+        if shard.name not in own:
+            own[shard.name] = math.prod(shard.shape) * BYTES.get(shard.dtype, 1)
+    return Migration(before, after, _portions(before, after, _joined(found)))
+
+
+def _joined(groups: Iterable[Mapping[str, int]]) -> list[list[str]]:
+    """Neighbours together as long as they are small."""
+    found: list[list[str]] = []
+    total = PORTION_BYTES
+    for own in groups:
+        size = sum(own.values())
+        if total + size > PORTION_BYTES:
+            found.append([])
+            total = 0
+        found[-1] += own
+        total += size
+    return found
 
 
 def parameter_of(name: str) -> str:

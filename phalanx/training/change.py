@@ -10,7 +10,7 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,16 +24,16 @@ from phalanx.config import RunConfig
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.layout import ProcessGroups
 from phalanx.errors import LinkError, PhalanxError
+from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
 from phalanx.params.layout_of import SlotsOf, StateLayout
 from phalanx.params.optimizer import make_optimizer
 from phalanx.params.parameters import Weight
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
-from phalanx.training.session import Opening, Session
+from phalanx.training.session import Look, Opening, Session
 from phalanx.training.spare import Spare
 
-Look = Callable[[Compiled, Callable[[Plan], Compiled]], None]
 Member = Session | Spare  # what a rank is in a job
 
 
@@ -99,16 +99,10 @@ def _links(member: Member) -> Links:
     return member.links if isinstance(member, Spare) else member.connected.links
 
 
-def open_member(
-    opening: Opening, plan: Plan, read: Callable[[str, bool, Piece], Tensor], look: Look | None = None
-) -> Member:
+def open_member(opening: Opening, plan: Plan, read: Read, look: Look | None = None) -> Member:
     """A rank's part in a plan that may leave some out."""
     if opening.has_place(plan):
-        return Session.open(
-            opening.captured, opening.config, plan, context=opening.context, trainable=opening.trainable, read=read,
-            buffers=opening.buffers, optimizer_class=opening.optimizer_class, groups=opening.groups,
-            watches=opening.watches, look=look,
-        )  # fmt: skip
+        return Session.of(opening, plan, read, look)
     opening.context.slot.set_place("spare")
     return Spare(plan, opening, Links(opening.context, timeout=opening.config.timeout))
 
@@ -124,7 +118,7 @@ def _prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> 
     problem: PhalanxError | None = None
     try:
         if opening.has_place(plan):
-            compiled = opening.compile(plan)
+            compiled = opening.remembered(plan)
             layout = compiled.formation.state
             _require_optimizer(opening, layout)
             if look is not None:
@@ -176,7 +170,7 @@ def _moved(
     slots = slots_now(old, rank if was is not None else None, [shard for shard, _ in given], group)
     held = {shard.name: data for shard, data in given}
     given.clear()  # so that nothing but `held` knows the tensors
-    migration = _migration(old, layout, slots)
+    migration = _migration(opening, old, layout, slots)
     done.bytes = migration.bytes_sent
     if opening.device.type == "cuda":
         gc.collect()  # what holds a session together refers to each other
@@ -215,8 +209,16 @@ def _everyones(
     return merged, said[0][1]
 
 
-def _migration(old: StateLayout, new: StateLayout, slots: SlotsOf) -> Migration:
-    return plan_migration(old, new, old.all_state(slots), new.all_state(slots))
+def _migration(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf) -> Migration:
+    """Remembered where the optimizer keeps what was foreseen."""
+    pair = (old.plan, new.plan)
+    foreseen = slots == old.expected_slots
+    if foreseen and pair in opening.migrations:
+        return opening.migrations[pair]
+    found = plan_migration(old, new, old.all_state(slots), new.all_state(slots))
+    if foreseen:
+        opening.migrations[pair] = found
+    return found
 
 
 def _made(

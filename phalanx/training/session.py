@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.adapt.portions import Migration
 from phalanx.comm.links import Group, Links
 from phalanx.config import RunConfig
 from phalanx.data.batches import Batches
@@ -38,10 +39,14 @@ from phalanx.plan.plan import Plan
 from phalanx.program.shape import Partition
 from phalanx.tasks.base import Batch
 
+_MAX_COMPILED = 8  # plans that are remembered
+Look = Callable[[Compiled, Callable[[Plan], Compiled]], None]
+
 
 @dataclass(frozen=True)
 class Opening:
-    """What a session is made of besides its plan, and with which it is made anew under another one."""
+    """What a session is made of besides its plan, and with which it is made anew under another one. known, migrations,
+    compiled: functions, moves of state and programs of plans that it had before."""
 
     captured: Captured
     config: RunConfig
@@ -52,6 +57,8 @@ class Opening:
     groups: Groups | None = None
     watches: tuple[Watch, ...] = ()
     known: dict[tuple[object, ...], Segment] = field(default_factory=dict[tuple[object, ...], Segment])
+    migrations: dict[tuple[Plan, Plan], Migration] = field(default_factory=dict[tuple[Plan, Plan], Migration])
+    compiled: dict[tuple[Plan, int], Compiled] = field(default_factory=dict[tuple[Plan, int], Compiled])
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +67,15 @@ class Opening:
     def has_place(self, plan: Plan) -> bool:
         """Whether this rank takes part in a plan; one for fewer ranks than there are leaves out the last."""
         return self.context.rank < plan.world
+
+    def remembered(self, plan: Plan) -> Compiled:
+        """What `compile` gives, once for each of the last few plans."""
+        key = (plan, self.config.batch_size)
+        found = self.compiled.pop(key, None) or self.compile(plan)
+        while len(self.compiled) >= _MAX_COMPILED:
+            self.compiled.pop(next(iter(self.compiled)))
+        self.compiled[key] = found
+        return found
 
     def compile(self, plan: Plan) -> Compiled:
         return Compiled(
@@ -128,17 +144,24 @@ class Session:
         groups: Groups | None = None,
         watches: Iterable[Watch] = (),
         links: Links | None = None,
-        look: Callable[[Compiled, Callable[[Plan], Compiled]], None] | None = None,
+        look: Look | None = None,
     ) -> Session:
         """links: of this context, to be used and left open; else it makes its own and closes them. look: is shown what
         is compiled, and how other plans would be, before anything is put on the device."""
         opening = Opening(captured, config, context, tuple(trainable), buffers, optimizer_class, groups, tuple(watches))
-        compiled = opening.compile(plan)
+        return cls.of(opening, plan, read, look, links)
+
+    @classmethod
+    def of(
+        cls, opening: Opening, plan: Plan, read: Read, look: Look | None = None, links: Links | None = None
+    ) -> Session:
+        """The same, of what is given together."""
+        compiled, context = opening.remembered(plan), opening.context
         if look is not None:
             look(compiled, opening.compile)
         if context.world > 1:
             context.slot.set_place(compiled.formation.place)
-        own = links or Links(context, timeout=config.timeout)
+        own = links or Links(context, timeout=opening.config.timeout)
         connected = ProcessGroups(compiled.formation, own, owns_links=links is None)
         return cls(compiled, connected, opening.state(compiled, read), opening.watches, opening)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.adapt import portions
 from phalanx.adapt.exchange import Message
 from phalanx.adapt.migrate import ChangeRefused, _Stream
 from phalanx.config import RunConfig
@@ -125,6 +126,7 @@ def sorted_like(shards: Sequence[Any], pieces: Sequence[Any]) -> list[Any]:
 def train_with_failure(context: RankContext, name: str, plans: Sequence[str], failing: str, at: int) -> Trained:
     """As `train`; the second change fails on rank 1, in its portion number `at`, and is tried again after a step."""
     of = case(name)
+    portions.PORTION_BYTES = 0  # every bucket by itself, so that some have moved when it fails
     member = opened(context, of, plans[0])
     losses, moved, refused = [step(member, of, 0)], list[int](), list[str]()
     number = 1

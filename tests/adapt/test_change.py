@@ -58,6 +58,8 @@ def test_stages_replicas_and_tensor_splits_follow_each_other(pool: WorkerPool) -
 @pytest.mark.parametrize("name", NAMES)
 def test_every_field_of_a_plan_can_change(name: str, pool: WorkerPool) -> None:
     plans = [*WALK, *(SLICES if name in ("Llama", "GPT-2") else ())]
+    if name == "T5":  # whose decoder's layers have another unit
+        plans = [plan.replace("degrees=2:1", "degrees=1") for plan in plans]
     require_changes(pool, NAMES[name], plans)
 
 
@@ -76,7 +78,8 @@ def test_ranks_without_a_place_wait_and_come_back(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "frozen"), [
-    ("bfloat16", "mlp"), *(pytest.param(*case, marks=pytest.mark.long) for case in (("float16", ""), ("float32", "attn"))),
+    ("bfloat16", "mlp"), pytest.param("float16", "", marks=pytest.mark.long),
+    pytest.param("float32", "attn", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_not_a_bit_of_the_state_changes_on_the_way(dtype: str, frozen: str, pool: WorkerPool) -> None:
     """Master weights, moments, counters, frozen parameters; into ZeRO, out of it and to the host."""
@@ -102,8 +105,8 @@ def test_twenty_plans_may_follow_each_other(pool: WorkerPool, plans: list[str]) 
 
 @pytest.mark.parametrize(("failing", "at", "reason"), [
     ("message", 3, "came damaged from rank 1 to rank"),
-    ("room", 1, "no room for model/"),
-    ("room", 4, "no room for model/"),
+    pytest.param("room", 1, "no room for model/", marks=pytest.mark.long),
+    pytest.param("room", 4, "no room for model/", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_change_that_fails_midway_is_moved_back_on_all_ranks(
     failing: str, at: int, reason: str, pool: WorkerPool
