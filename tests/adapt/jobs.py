@@ -126,7 +126,6 @@ def sorted_like(shards: Sequence[Any], pieces: Sequence[Any]) -> list[Any]:
 def train_with_failure(context: RankContext, name: str, plans: Sequence[str], failing: str, at: int) -> Trained:
     """As `train`; the second change fails on rank 1, in its portion number `at`, and is tried again after a step."""
     of = case(name)
-    portions.PORTION_BYTES = 0  # every bucket by itself, so that some have moved when it fails
     member = opened(context, of, plans[0])
     losses, moved, refused = [step(member, of, 0)], list[int](), list[str]()
     number = 1
@@ -148,8 +147,9 @@ def train_with_failure(context: RankContext, name: str, plans: Sequence[str], fa
 
 @contextlib.contextmanager
 def _broken(failing: str, at: int, here: bool) -> Iterator[None]:
-    """A message that is damaged on its way from this rank, or a portion for which it has no room."""
-    calls = [0]
+    """A message that is damaged on its way from this rank, or a portion for which it has no room. Every bucket is a
+    portion, so that some have moved by then."""
+    calls, usual, portions.PORTION_BYTES = [0], portions.PORTION_BYTES, 0
     name, kind = ("_room", _Stream) if failing == "room" else ("pack", Message)
     whole = getattr(kind, name)
 
@@ -171,3 +171,4 @@ def _broken(failing: str, at: int, here: bool) -> Iterator[None]:
         yield
     finally:
         setattr(kind, name, whole)
+        portions.PORTION_BYTES = usual
