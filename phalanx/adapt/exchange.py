@@ -58,13 +58,27 @@ class Message:
         return torch.stack([buffer[start:stop].view(torch.int64).sum() for start, stop in spans])
 
 
-def exchange(moves: Sequence[Move], old: Held, new: Held, rank: int, group: Group, device: torch.device) -> list[str]:
+class Staging:
+    """Memory through which messages pass, used again and again: the first touch of new memory costs more than a copy
+    into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._buffers = device, dict[str, Tensor]()
+
+    def take(self, name: str, size: int) -> Tensor:
+        """So many bytes, whatever they hold."""
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers.pop(name, None)
+            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._buffers[name][:size]
+
+
+def exchange(moves: Sequence[Move], old: Held, new: Held, rank: int, group: Group, staging: Staging) -> list[str]:
     """One round of a group of all ranks; what is wrong with what came, in words."""
     outgoing = _messages((move for move in moves if move.source == rank), group, lambda move: move.destination)
     incoming = _messages((move for move in moves if move.destination == rank), group, lambda move: move.source)
     sent, received = ([message.size for message in messages] for messages in (outgoing, incoming))
-    packed = torch.empty(sum(sent), dtype=torch.uint8, device=device)
-    arrived = torch.empty(sum(received), dtype=torch.uint8, device=device)
+    packed, arrived = staging.take("packed", sum(sent)), staging.take("arrived", sum(received))
     for message, part in zip(outgoing, packed.split(sent), strict=True):
         message.pack(part, old)
     group.all_to_all(arrived, packed, received, sent).wait("state that moves")

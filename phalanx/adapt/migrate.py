@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.adapt.exchange import exchange
+from phalanx.adapt.exchange import Staging, exchange
 from phalanx.adapt.portions import Migration, Portion, parameter_of
 from phalanx.comm.links import Group
 from phalanx.errors import PhalanxError
@@ -120,7 +120,7 @@ class _Stream:
     """`arrived` is what came so far, `dropped` the portions whose old state is gone."""
 
     def __init__(self, rank: int, group: Group, device: torch.device) -> None:
-        self._rank, self._group, self._device = rank, group, device
+        self._rank, self._group, self._staging = rank, group, Staging(device)
         self.arrived: dict[str, Tensor] = {}
         self.dropped: list[Portion] = []
 
@@ -169,5 +169,5 @@ class _Stream:
                 move.put_to.view(self.arrived[move.name], move.box).copy_(source)
         problems: list[str] = []
         for moves in portion.rounds:
-            problems += exchange(moves, held, self.arrived, self._rank, self._group, self._device)
+            problems += exchange(moves, held, self.arrived, self._rank, self._group, self._staging)
         return "; ".join(problems[:3]) or None

@@ -205,6 +205,7 @@ class Loop:
         plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs).plan
         require_change(self.run, self.config, plan)
         memory = self._memory_guard(period.batch_size, batches)
+        memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
         config = self.config.override(batch_size=period.batch_size)
         self.session, done = change(self.session, plan, config, memory.look)
         self.run = dataclasses.replace(self.run, plan=plan, batches=batches)

@@ -257,6 +257,7 @@ class OwnSession:
         new = self._opened.plan_of(plan.full_text if isinstance(plan, Plan) else plan)
         optimizer = self._session.state.optimizer.inner
         session = next(iter(self._schedules.values()))  # whose state all share
+        self._opened.memory.held = sum(tensor.nbytes for tensor in session.state.tensors())
         with self._context.slot.within("compile"):
             member, done = change(session, new, look=self._opened.memory.look)
         assert isinstance(member, Session)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx.comm.links import Links
 from phalanx.data.batches import Batches
@@ -32,6 +33,9 @@ class NoState:
         return iter(())
 
     def values(self) -> Iterator[Filled]:
+        return iter(())
+
+    def tensors(self) -> Iterator[Tensor]:
         return iter(())
 
     def scalars(self) -> tuple[dict[str, Any], dict[str, float] | None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from phalanx.cli import change as change_verb
 from phalanx.cli.main import app
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError, PhalanxError, PlanError
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.state import checkpoint
 from phalanx.training.job import pack
@@ -57,6 +61,7 @@ def test_a_run_follows_its_options_from_plan_to_plan(pool: WorkerPool, tmp_path:
     assert [each["step"] for each in checkpoint.open(newest).state["plans"]] == [1, 3, 4, 6]
 
 
+@pytest.mark.long
 def test_batches_and_samples_grow_with_the_plan_and_a_resumed_run_sees_the_same(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -95,6 +100,7 @@ def test_a_run_is_asked_for_another_plan_while_it_trains(tmp_path: Path, lent_ra
     assert "→ dp=2,zero=1" in told and "was refused and the old one stays" in told and "the run ended with" in told
 
 
+@pytest.mark.long
 def test_a_run_that_stops_between_changes_goes_on_with_what_holds_then(pool: WorkerPool, tmp_path: Path) -> None:
     grown = {"batch_size_at": ("3:4", "5:12"), "seq_len_at": "4:16", "lr_schedule": "constant"}
     short_run("gpt2", DATA, tmp_path / "one", **OPTIONS, **grown)
@@ -123,6 +129,36 @@ def test_what_cannot_be_is_refused_before_the_first_step(options: dict[str, Any]
     with pytest.raises(PhalanxError) as refused:
         short_run("gpt2", DATA, tmp_path, **{**OPTIONS, **options})
     assert message in str(refused.value) and refused.value.hint
+
+
+def test_another_terminal_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A change that is made, one that is refused, and one that nobody has looked at."""
+
+    class Terminal:
+        def on_start(self, trainer: Trainer) -> None:
+            self.failed: list[str] = []
+            self.thread = threading.Thread(target=self.ask, args=[trainer.folder])
+
+        def on_step(self, record: dict[str, Any]) -> None:
+            if record["step"] == 1:
+                with pytest.raises(ConfigError, match="has not answered for 0 s, and it was taken back"):
+                    change_verb.change(tmp_path, "mb=2", wait=0)
+                self.thread.start()
+            elif record["step"] < 200 and self.thread.is_alive():
+                time.sleep(0.02)
+
+        def ask(self, folder: Path) -> None:
+            change_verb.change(folder, "mb=4", wait=60)
+            try:
+                change_verb.change(folder, "mb=9", wait=60)
+            except PlanError as error:
+                self.failed.append(error.message)
+
+    terminal = Terminal()
+    short_run("gpt2", DATA, tmp_path, **{**OPTIONS, "steps": 200, "checkpoint_every": "never"}, callbacks=[terminal])
+    terminal.thread.join()
+    assert re.search(r"changed before step \d+ to mb=4.*: 0 B moved, a pause of", capsys.readouterr().out)
+    assert terminal.failed[0].startswith("the run goes on as it was: plan: mb=9 cuts a batch of 8 samples into more")
 
 
 def test_only_a_run_that_trains_can_be_asked(tmp_path: Path) -> None:
