@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from phalanx.errors import ConfigError, PlanError
+
+_LOOK_SECONDS = 1.0
+_LATER = "a run that has ended goes on under any plan with phalanx train --resume auto --plan PLAN"
 
 
 def register(app: typer.Typer) -> None:
@@ -25,17 +29,20 @@ def change(
     from phalanx.observe.requests import ask, take_back, wait_for
     from phalanx.state.lock import Holder, read_holder
 
-    holder = read_holder(run)
-    if holder is None or holder.is_gone(Holder.here()):
-        raise ConfigError(
-            f"no run is training in {run}",
-            "name the folder of one that is (its --out); a run that has stopped goes on under any plan with "
-            "phalanx train --resume auto --plan PLAN",
-        )
-    request = ask(run, plan_text(plan))
-    answer = wait_for(run, request, wait)
+    def is_training() -> bool:
+        holder = read_holder(run)
+        return holder is not None and not holder.is_gone(Holder.here())
+
+    if not is_training():
+        raise ConfigError(f"no run is training in {run}", f"name the folder of one that is (its --out); {_LATER}")
+    request, deadline = ask(run, plan_text(plan)), time.monotonic() + wait
+    answer = wait_for(run, request, min(_LOOK_SECONDS, wait))
+    while answer is None and is_training() and time.monotonic() < deadline:
+        answer = wait_for(run, request, _LOOK_SECONDS)
     if answer is None:
         taken_back = take_back(run, request)
+        if not is_training():
+            raise ConfigError(f"the run in {run} ended before it came to this request", _LATER)
         said = "and it was taken back" if taken_back else "and it is being carried out"
         raise ConfigError(
             f"the run in {run} has not answered for {wait:g} s, {said}",

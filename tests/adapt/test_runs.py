@@ -18,6 +18,7 @@ from phalanx.cli.main import app
 from phalanx.errors import ConfigError, PhalanxError, PlanError
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.state import checkpoint
+from phalanx.state.lock import Holder
 from phalanx.training.job import pack
 from phalanx.training.trainer import Trainer, fit_on_rank
 from tests.run_helpers import losses, records, short_config, short_run
@@ -167,3 +168,12 @@ def test_only_a_run_that_trains_can_be_asked(tmp_path: Path) -> None:
     assert f"no run is training in {tmp_path}" in str(found.exception)
     found = CliRunner().invoke(app, ["history", str(tmp_path)])
     assert "holds no log of a run (log-rank0.jsonl)" in str(found.exception)
+
+
+def test_who_asks_is_told_that_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holders = [Holder.here()]
+    monkeypatch.setattr("phalanx.state.lock.read_holder", lambda folder: holders.pop() if holders else None)
+    monkeypatch.setattr(Holder, "is_gone", lambda self, seen_by: False)
+    with pytest.raises(ConfigError, match="ended before it came to this request"):
+        change_verb.change(tmp_path, "mb=2", wait=30)
+    assert not list(tmp_path.iterdir())
