@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.plan import fields as plan_fields
+from phalanx.plan.periods import Periods
 from phalanx.plan.plan import Plan
 from phalanx.spellings import said_here
 
@@ -79,11 +80,20 @@ class RunConfig(BaseModel):
         "Data", None, "tokens per sample (default: 1024, or as many as the model takes)", ge=1
     )
     batch_size: int = _option("Data", 8, "samples per step (the global batch)", ge=1)
+    seq_len_at: tuple[str, ...] = _option(
+        "Data", (), "STEP:TOKENS: another seq_len from this step on (repeatable); evaluation keeps seq_len"
+    )
+    batch_size_at: tuple[str, ...] = _option(
+        "Data", (), "STEP:SAMPLES: another batch_size from this step on (repeatable)"
+    )
 
     steps: int | None = _option("Training", None, "steps to train (instead of epochs)", ge=1)
     epochs: float | None = _option("Training", None, "passes over the data (default: 1, unless steps is given)", gt=0)
     plan: str = _option(
         "Training", "", "plan as text, e.g. pp=2,mb=4, or a .json or .yaml file of it; what it leaves out is decided"
+    )
+    plan_at: tuple[str, ...] = _option(
+        "Training", (), "STEP:PLAN: another plan from this step on, without stopping (repeatable)"
     )
     ranks: int | None = _option(
         "Training", None, "local ranks to start (default: what the plan needs, else the CUDA devices, else 1)", ge=1
@@ -245,7 +255,10 @@ class RunConfig(BaseModel):
             return None
         return str(value) if isinstance(value, Path) else value
 
-    @field_validator("data", "eval_data", "freeze", "groups", "metrics", "generate_prompts", "report_to", mode="before")
+    @field_validator(
+        "data", "eval_data", "freeze", "groups", "metrics", "generate_prompts", "report_to", "plan_at", "batch_size_at",
+        "seq_len_at", mode="before",
+    )  # fmt: skip
     @classmethod
     def _one_is_enough(cls, value: Any) -> Any:
         if isinstance(value, str | Path):
@@ -271,6 +284,13 @@ class RunConfig(BaseModel):
             value = plan_text(value)
             plan_fields.read(value)
         return value
+
+    @property
+    def periods(self) -> Periods:
+        """Which plan, batch size and sample length hold from which step on."""
+        return Periods.of(
+            self.plan, self.batch_size, self.seq_len, self.plan_at, self.batch_size_at, self.seq_len_at
+        )  # fmt: skip
 
     @property
     def memory_bytes(self) -> int | None:
@@ -380,6 +400,7 @@ def _check_together(config: RunConfig) -> None:
         parse_steps(config.profile_steps)
     if config.memory is not None:
         parse_bytes("memory", config.memory)
+    _ = config.periods  # refuses what cannot be read
 
 
 _OF_OTHERS = ("optimizer_options", "model_options")  # options whose value holds options of something else

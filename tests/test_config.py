@@ -96,7 +96,7 @@ def test_a_bad_value_is_refused_by_name_value_and_limit(options: dict[str, objec
 def test_several_mistakes_are_reported_together():
     message = refusal(seq_len=0, batchsize=2).message
     assert message.startswith("2 options are wrong:")
-    assert "option seq_len = 0" in message and "did you mean 'batch_size'?" in message
+    assert "option seq_len = 0" in message and "did you mean 'batch_size'" in message
 
 
 def test_a_bad_choice_suggests_the_nearest():

@@ -19,7 +19,7 @@ ROWS = (
     ("observe", "model", "comm"),
     ("params",),
     ("engine",),
-    ("profile", "lab"),
+    ("profile", "lab", "adapt"),
     ("training",),
     ("verification", "compat"),
     ("cli",),

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,6 +61,7 @@ class Links:
         self.traffic: dict[str, Traffic] = {}
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
         self._channels: dict[Flow, Channel] = {}
+        self._made: Counter[str] = Counter()  # how often a communicator of this name was made: some are made again
         self._pending: set[Pending] = set()
         self._sockets: Sockets = {}
         self._lock = threading.Lock()
@@ -92,6 +94,17 @@ class Links:
                 self.channel(receiver, direction, "out")
             elif receiver == self.context.rank:
                 self.channel(sender, direction, "in")
+
+    def drop_others(self, ends: Iterable[Group | Channel]) -> None:
+        """Leaves all groups and channels but these; every rank leaves the same. Asked for again, one is made anew."""
+        kept = {id(end) for end in ends}
+        left = [end for end in (*self._groups.values(), *self._channels.values()) if id(end) not in kept]
+        if self.device.type == "cuda":
+            for end in left:
+                if end.backend is not None:
+                    end.backend.shutdown()
+        self._groups = {key: group for key, group in self._groups.items() if id(group) in kept}
+        self._channels = {flow: channel for flow, channel in self._channels.items() if id(channel) in kept}
 
     @property
     def sent_bytes(self) -> int:
@@ -155,7 +168,9 @@ class Links:
     def _connect(self, ranks: tuple[int, ...], purpose: str, one_way: bool = False) -> Any:
         """The communicator of these ranks. Made on another thread: a peer that dies meanwhile can block it for ever."""
         name = f"{purpose}/{'-'.join(map(str, ranks))}"
-        prefix = f"generation{self.context.generation}/{self._name}/{name}"
+        self._made[name] += 1
+        again = f"/{self._made[name]}" if self._made[name] > 1 else ""
+        prefix = f"generation{self.context.generation}/{self._name}/{name}{again}"
         store = dist.PrefixStore(prefix, self.context.store.for_torch)
         index = ranks.index(self.context.rank)
 
@@ -226,6 +241,32 @@ class Group:
             return self._nothing()
         call = lambda: self.backend._allgather_base(output.view(-1), input.view(-1))  # noqa: E731
         return self._start("all_gather", call, (output, input))
+
+    def all_to_all(self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+        """Rows of `input` go to the ranks of the group in turn, `sent` of them to each; `output` gets what they send
+        here, `received` of each."""
+        assert (sum(received), sum(sent)) == (output.shape[0], input.shape[0]), (received, sent)
+        if self.backend is None:
+            output.copy_(input)
+            return self._nothing()
+        call = lambda: self.backend.alltoall_base(output, input, list(received), list(sent))  # noqa: E731
+        return self._start("all_to_all", call, (input, output))
+
+    def texts(self, text: str) -> list[str]:
+        """The texts of all ranks of the group, in its order."""
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._links.device)
+        sizes = torch.zeros(len(self.ranks), dtype=torch.int64, device=self._links.device)
+        sizes[self.index] = len(own)
+        self.all_reduce(sizes).wait("the lengths of what ranks say")
+        lengths: list[int] = sizes.tolist()
+        if not any(lengths):
+            return [""] * len(lengths)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._links.device)
+        padded[: len(own)] = own
+        found = torch.zeros(len(lengths) * len(padded), dtype=torch.uint8, device=self._links.device)
+        self.all_gather(found, padded).wait("what ranks say")
+        rows = found.view(len(lengths), -1).cpu()
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
         """`root` is a rank of the world."""

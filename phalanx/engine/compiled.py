@@ -21,6 +21,7 @@ from phalanx.engine.layout import RankLayout
 from phalanx.engine.trace import Tracer
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
+from phalanx.params.layout_of import StateLayout
 from phalanx.params.optimizer import optimizer_slots
 from phalanx.params.parameters import keeps_masters
 from phalanx.params.state_facts import state_facts
@@ -107,6 +108,15 @@ class Compiled:
             sliced=composed.sliced,
         )  # fmt: skip
         return Functions(compute, tracer, feeder)
+
+
+def state_layout(
+    captured: Captured, config: RunConfig, plan: Plan, device: torch.device, trainable: Sequence[str],
+    optimizer_class: type[Any] | None,
+) -> StateLayout:  # fmt: skip
+    """What all ranks keep under a plan, for one that has no place in it."""
+    composed = compose(captured, plan, 0, getattr(torch, config.dtype), trainable)
+    return _formation(composed, config, plan, 0, device, trainable, optimizer_class).state
 
 
 def _formation(

@@ -5,7 +5,7 @@ Everything follows from the plan and the rank's number, so all ranks agree witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -106,7 +106,7 @@ class ProcessGroups:
     order: two ranks that waited for each other's next group would wait for ever. owns_links: whether it closes them."""
 
     def __init__(self, formation: RankLayout, links: Links, owns_links: bool = False) -> None:
-        self.links, self._owns_links = links, owns_links
+        self.links, self.owns_links = links, owns_links
         mesh, me = formation.mesh, formation.rank
         plan = formation.plan
 
@@ -138,8 +138,14 @@ class ProcessGroups:
         self._channels = _channels(formation, links)
 
     def close(self) -> None:
-        if self._owns_links:
+        if self.owns_links:
             self.links.close()
+
+    def ends(self) -> Iterator[Group | Channel]:
+        """All groups and channels."""
+        yield from (self.world, self.replicas, self.gather, self._alone, *self._redistributions.values())
+        yield from (group for groups in self._sums.values() for group in groups)
+        yield from (*self._ties.values(), *self._channels.values())
 
     def channel(self, source: int, destination: int, direction: Direction) -> Channel:
         return self._channels[source, destination, direction]

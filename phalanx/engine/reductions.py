@@ -38,8 +38,9 @@ class StepRun:
     unscaled: bool = False  # whether the gradients are free of the scale of the loss by now
     most_loss: float | None = None  # a step with a larger loss does not update
     stop: Callable[[], bool] = lambda: False  # whether this rank is asked to stop; all do if one is
+    change: Callable[[], bool] = lambda: False  # whether this rank is asked for another plan; all hear of it
     counts: tuple[float, ...] = ()  # about this rank's part of the batch
-    counted: tuple[Tensor, ...] = ()  # how many ranks are asked to stop; and counts over all parts
+    counted: tuple[Tensor, ...] = ()  # ranks asked to stop, ranks asked for another plan; and counts over all parts
     on_host: Callable[[], Given] | None = None  # what the host updates by
     linked: Any = None  # the program as calls
     values: list[Any] = field(default_factory=list[Any])  # per value of the table
@@ -81,7 +82,7 @@ class GlobalReductions:
         step.items, step.gradients = items, step.gradients | gradients
         square = self._optimizer.squared_norm(self._of_owned(gradients), items, left)
         loss = total_loss(losses if self._is_tp_leader else (), items)
-        counts = [float(step.stop()), *(count if self._counts else 0.0 for count in step.counts)]
+        counts = [float(step.stop()), float(step.change()), *(count if self._counts else 0.0 for count in step.counts)]
         # Filled there, not copied there: a copy from ordinary memory would wait for the whole backward.
         sums = torch.stack([square, loss, *(torch.full_like(loss, count) for count in counts)])
         self._world.all_reduce(sums).wait("the gradients' norm")

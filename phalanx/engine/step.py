@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group
 from phalanx.engine.engine import Engine
 from phalanx.engine.inputs import Feeder, Inputs, num_samples, split
 from phalanx.engine.reductions import Place, StepRun
@@ -26,13 +27,28 @@ from phalanx.tasks.base import Batch
 class Outcome:
     """What a step gave, perhaps still on its way from the device."""
 
-    values: Tensor  # loss, gradient norm, 1 if the update was made, ranks asked to stop, what was counted over all
+    # Loss, gradient norm, 1 if the update was made, ranks asked to stop and for another plan, what was counted over all
+    values: Tensor
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, step: StepRun) -> Outcome:
+    def of(cls, step: StepRun, told: Group | None = None) -> Outcome:
+        """told: this rank and those that have no place in the plan, which learn it too."""
         assert step.loss is not None and step.norm is not None and step.updated is not None
         values = torch.stack([step.loss, step.norm, step.updated.double(), *step.counted])
+        if told is not None:
+            told.broadcast(values, told.ranks[0]).wait("what a step gave")
+        return cls.from_device(values)
+
+    @classmethod
+    def elsewhere(cls, told: Group, num_counts: int, device: torch.device) -> Outcome:
+        """What a step gave, on a rank that has no place in the plan."""
+        values = torch.zeros(5 + num_counts, dtype=torch.float64, device=device)
+        told.broadcast(values, told.ranks[0]).wait("what a step gave")
+        return cls.from_device(values)
+
+    @classmethod
+    def from_device(cls, values: Tensor) -> Outcome:
         if values.device.type != "cuda":
             return cls(values, None)
         on_host = torch.empty(values.shape, dtype=torch.float64, pin_memory=True)
@@ -54,32 +70,39 @@ class Outcome:
         self.read()
         return bool(self.values[3])
 
+    def changes(self) -> bool:
+        """Whether any rank was asked for another plan by the end of this step; all ranks get the same answer."""
+        self.read()
+        return bool(self.values[4])
+
     def counted(self) -> list[float]:
         """The sums over all parts of the batch of what each rank was given to count."""
         self.read()
-        return self.values[4:].tolist()
+        return self.values[5:].tolist()
 
 
 class Step:
     """The training step of a plan on this rank."""
 
-    def __init__(self, feeder: Feeder, engine: Engine, program: Program, plan: Plan) -> None:
-        self.feeder, self.engine, self.program, self._plan = feeder, engine, program, plan
+    def __init__(self, feeder: Feeder, engine: Engine, program: Program, plan: Plan, told: Group | None = None) -> None:
+        self.feeder, self.engine, self.program, self._plan, self._told = feeder, engine, program, plan, told
 
     def __call__(
         self, batch: Batch, first: int, lr: float, counts: Sequence[float] = (),
-        stop: Callable[[], bool] | None = None, most_loss: float | None = None,
+        stop: Callable[[], bool] | None = None, change: Callable[[], bool] | None = None,
+        most_loss: float | None = None,
     ) -> Outcome:  # fmt: skip
         """Trains on this rank's part of the samples, which stand at stream positions from `first` on.
 
         counts: numbers about this part of the batch, to be summed over all parts. stop: whether this
-        rank is asked to stop, asked when the step ends. most_loss: with a larger loss, nothing is updated.
+        rank is asked to stop, asked when the step ends; change: whether it is asked for another plan. most_loss: with a
+        larger loss, nothing is updated.
         """
         step = self.begin(batch, first, lr)
         step.most_loss = most_loss
-        step.counts, step.stop = tuple(counts), stop or step.stop
+        step.counts, step.stop, step.change = tuple(counts), stop or step.stop, change or step.change
         self.engine.run(self.program, step)
-        return Outcome.of(step)
+        return Outcome.of(step, self._told)
 
     def backward(self, batch: Batch, first: int) -> StepRun:
         """The part of the program that makes gradients; they are there until the run is abandoned."""

@@ -45,10 +45,11 @@ class FlatBuffer:
             piece.name: piece.shaped(shard[offset : offset + piece.stop - piece.start]) for piece, offset in self.pieces
         }
 
-    def fill(self, read: Read, is_master: bool) -> Tensor | None:
-        """Takes the values in; returns the shard in float32 if they become masters."""
+    def fill(self, read: Read, is_master: bool, only_shard: bool = False) -> Tensor | None:
+        """Takes the values in; returns the shard in float32 if they become masters. only_shard: where more is kept
+        than that, the rest comes from other ranks (`Bucket.collect`)."""
         master = torch.zeros_like(self.shard, dtype=torch.float32) if is_master else None
-        if self.full is None:
+        if self.full is None or only_shard:
             for piece, offset in self.pieces:
                 self._take(read(piece.name, is_master, piece).reshape(-1), offset, master)
             return master
@@ -111,6 +112,20 @@ class Bucket:
         if self.trained is not None and self.trained.full is not None:
             source = self.trained.shard.clone()  # a collective must not read what it writes
             self._arriving.append((self.trained, self.trained.full, zero.all_gather(self.trained.full, source)))
+
+    def collect(self, zero: Group) -> None:
+        """Starts taking what lies here of others' shards, frozen parameters included."""
+        for flat in self.buffers:
+            if flat.full is not None and flat.layout.shards > 1:
+                self._arriving.append((flat, flat.full, zero.all_gather(flat.full, flat.shard.clone())))
+
+    def forget(self) -> None:
+        """Lets go of all tensors, whoever still knows this bucket."""
+        for flat in self.buffers:
+            flat.full, flat.shard = None, flat.shard.new_empty(0)
+        self.masters = None
+        self._unsharded.clear()
+        self._lent.clear()
 
     def gather(self, pool: BufferPool, zero: Group) -> None:
         """Starts collecting the whole from all shards."""

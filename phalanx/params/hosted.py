@@ -161,6 +161,11 @@ class HostedOptimizer:
             self._thread.shutdown()
             self._thread = None
 
+    def forget(self) -> None:
+        """Lets go of all tensors."""
+        self._core.forget()
+        self._weights.clear()
+
     # As checkpoints have it.
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:

@@ -7,7 +7,7 @@ move is described by it, so every rank knows what all others keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -25,6 +25,10 @@ def layout_of(plan: Plan, facts: StateFacts, rank: int) -> tuple[StateShard, ...
     An optimizer keeps nothing for a parameter before its first update. For one that a block uses but no loss depends on
     (a detached one) that never comes, so of its slots a rank has fewer than stand here."""
     return StateLayout(plan, facts).state(rank)
+
+
+KeptSlot = tuple[str, str, tuple[int, ...] | None]  # slot, dtype, shape; None: as large as its parameter
+SlotsOf = Callable[[str], Sequence[KeptSlot]]
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,19 @@ class StateLayout:
         """The parameters alone, by their own names, in the precision of training."""
         return tuple(kept.shard(kept.facts.name, kept.facts.integer or self.facts.dtype) for kept in self.kept(rank))
 
-    def state(self, rank: int) -> tuple[StateShard, ...]:
-        """Everything to go on from, by its names in a checkpoint."""
+    def state(self, rank: int, slots: SlotsOf | None = None) -> tuple[StateShard, ...]:
+        """Everything to go on from, by its names in a checkpoint. slots: what the optimizer keeps by now of each
+        parameter (default: all that it will)."""
+        return (*(self.exact(kept) for kept in self.kept(rank)), *self._slots(rank, slots or self.expected_slots))
+
+    def expected_slots(self, name: str) -> tuple[KeptSlot, ...]:
+        """What the optimizer keeps of a parameter once it was updated."""
         assert self.facts.slots is not None, "the optimizer's state is not laid out as its parameters are"
-        return (*(self.exact(kept) for kept in self.kept(rank)), *self._slots(rank))
+        return tuple((slot.name, slot.dtype, () if slot.is_counter else None) for slot in self.facts.slots)
+
+    def updated(self, rank: int) -> Iterator[Kept]:
+        """The pieces that the optimizer has state for. What no block uses never gets a gradient, and so none."""
+        return (kept for kept in self.kept(rank) if kept.facts.trained and kept.facts.bucket < self.facts.num_buckets)
 
     def exact(self, kept: Kept) -> StateShard:
         """A parameter in the highest precision there is."""
@@ -133,16 +146,14 @@ class StateLayout:
     def all_parameters(self) -> Layout:
         return {rank: self.parameters(rank) for rank in self._mesh.world}
 
-    def all_state(self) -> Layout:
-        return {rank: self.state(rank) for rank in self._mesh.world}
+    def all_state(self, slots: SlotsOf | None = None) -> Layout:
+        return {rank: self.state(rank, slots) for rank in self._mesh.world}
 
-    def _slots(self, rank: int) -> Iterator[StateShard]:
-        """What no block uses never gets a gradient, and so no state of the optimizer."""
-        for kept in self.kept(rank):
-            if kept.facts.trained and kept.facts.bucket < self.facts.num_buckets:
-                for slot in self.facts.slots or ():
-                    make = kept.beside if slot.is_counter else kept.shard
-                    yield make(f"optimizer/{slot.name}/{kept.facts.name}", slot.dtype)
+    def _slots(self, rank: int, slots: SlotsOf) -> Iterator[StateShard]:
+        for kept in self.updated(rank):
+            for slot, dtype, shape in slots(kept.facts.name):
+                key = f"optimizer/{slot}/{kept.facts.name}"
+                yield kept.shard(key, dtype) if shape is None else kept.beside(key, dtype, shape)
 
     def _bucket(self, bucket: int, tp_index: int) -> BucketLayout:
         key = (bucket, tp_index)

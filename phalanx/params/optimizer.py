@@ -70,6 +70,21 @@ class Optimizer:
             self._update(gradients)
         self.refresh()
 
+    def forget(self) -> None:
+        """Lets go of all tensors, whoever still knows this optimizer."""
+        self.inner.state.clear()
+        for group in self.inner.param_groups:
+            group["params"] = []
+        self.weights, self._copies, self._copied = {}, [], []
+
+    def adopt(self, other: torch.optim.Optimizer) -> None:
+        """From now on this one updates, with its own settings; it has the same groups, of other tensors."""
+        if other is not self.inner:
+            for group, own in zip(other.param_groups, self.inner.param_groups, strict=True):
+                group["params"] = own["params"]
+            other.state = self.inner.state
+            self.inner = other
+
     def refresh(self) -> None:
         """Rounds what was updated into the copies that the model computes with."""
         if self._copied:

@@ -95,6 +95,20 @@ class Parameters:
         for index in self._buckets:
             self.share(index, zero)
 
+    def collect_all(self, zero: Group) -> None:
+        """Where ranks keep whole parameters and were filled with a shard of each."""
+        for bucket in self._buckets.values():
+            bucket.collect(zero)
+        self.settle()
+
+    def forget(self) -> None:
+        """Lets go of all tensors, whoever still knows these parameters."""
+        for bucket in self._buckets.values():
+            bucket.forget()
+        self.values.clear()
+        self.weights.clear()
+        self._pool = BufferPool()
+
     def fill(self, read: Read) -> None:
         """Other values for everything that is kept, one parameter at a time."""
         self.settle()
@@ -113,10 +127,12 @@ class Parameters:
 
 
 def load_parameters(
-    state: StateLayout, rank: int, read: Read, *, device: torch.device, hosted: Collection[int] = ()
-) -> Parameters:
+    state: StateLayout, rank: int, read: Read, *, device: torch.device, hosted: Collection[int] = (),
+    only_shards: bool = False,
+) -> Parameters:  # fmt: skip
     """What a rank keeps, read one parameter at a time. hosted: the buckets of which what is updated lies on the host:
-    masters, or where the host updates them the parameters."""
+    masters, or where the host updates them the parameters. only_shards: no more is read than what `state` says that
+    this rank keeps; the rest of parameters that are whole here is still to be collected."""
     sharding, dtype = state.sharding(rank), getattr(torch, state.facts.dtype)
     tables = {each.name: getattr(torch, each.integer) for each in state.facts.parameters if not each.sharded}
     found: dict[int, Bucket] = {}
@@ -126,14 +142,14 @@ def load_parameters(
         frozen = FlatBuffer(layout.frozen, sharding, dtype, device) if layout.frozen else None
         found[index] = Bucket(trained, frozen, unsharded)
         if trained is not None:
-            masters = trained.fill(read, state.facts.masters)
+            masters = trained.fill(read, state.facts.masters, only_shards)
             if index in hosted and masters is not None:
                 masters = on_host(masters, device)
             elif index in hosted and state.plan.steps_on_host:
                 masters = on_host(trained.shard, device)
             found[index].masters = masters
         if frozen is not None:
-            frozen.fill(read, False)
+            frozen.fill(read, False, only_shards)
     return Parameters(found)
 
 

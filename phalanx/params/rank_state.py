@@ -7,8 +7,8 @@ and go to is the caller's business, how they lie on the device is `buckets.py`'s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,23 +22,36 @@ from phalanx.params.layout_of import StateLayout
 from phalanx.params.loss_scale import LossScale
 from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.params.parameters import Parameters, load_parameters
-from phalanx.state.checkpoint import Checkpoint
-from phalanx.state.layout import StateShard
+from phalanx.state.layout import Box, StateShard
 
 Filled = tuple[StateShard, Tensor]  # with its data
 
 
+class Source(Protocol):
+    """Where state is taken from: a checkpoint, or what came from other ranks."""
+
+    def names(self) -> Sequence[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+    def read_flat(self, name: str, boxes: Sequence[Box]) -> Tensor: ...
+
+
 class State:
     """What a rank keeps from step to step. read: gives the initial values. hosted: the buckets whose optimizer state
-    lies on the host, each in so many parts."""
+    lies on the host, each in so many parts. only_shards: see `load_parameters`."""
 
     def __init__(
         self, layout: StateLayout, rank: int, read: Read, config: RunConfig, device: torch.device,
         optimizer_class: type[Any] | None = None, groups: Groups | None = None,
-        hosted: Mapping[int, int] | None = None,
+        hosted: Mapping[int, int] | None = None, only_shards: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self._rank = layout, rank
-        self.parameters = load_parameters(layout, rank, read, device=device, hosted=hosted or {})
+        self.parameters = load_parameters(
+            layout, rank, read, device=device, hosted=hosted or {}, only_shards=only_shards
+        )
         elsewhere = {piece.name for bucket in hosted or {} for piece, _ in self.parameters.bucket(bucket).updated}
         weights = {name: weight for name, weight in self.parameters.trained.items() if name not in elsewhere}
         self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class, groups), weights, config.clip)
@@ -86,7 +99,17 @@ class State:
         hosted = self.hosted.scalars() if self.hosted is not None else {}
         return self.optimizer.scalars() | hosted, self.loss_scale.state() if self.loss_scale else None
 
-    def restore(self, found: Checkpoint, optimizer: Mapping[str, Any], loss_scale: dict[str, float] | None) -> None:
+    def give_up(self) -> list[Filled]:
+        """What `shards` gives, for another state to be made of; this one lets go of it, whoever still knows it."""
+        held = list(self.shards())
+        self.parameters.forget()
+        self.optimizer.forget()
+        if self.hosted is not None:
+            self.hosted.close()
+            self.hosted.forget()
+        return held
+
+    def restore(self, found: Source, optimizer: Mapping[str, Any], loss_scale: dict[str, float] | None) -> None:
         """Takes back what `shards` gave of the optimizer, as far as it concerns this rank, and what `scalars` gave."""
 
         def read(slot: str, name: str) -> Tensor:
@@ -123,7 +146,7 @@ def of_checkpoint(
             yield each.beside(key, dtype, tuple(tensor.shape)), tensor.reshape(-1)
 
 
-def from_checkpoint(found: Checkpoint, key: str, piece: Piece) -> Tensor:
+def from_checkpoint(found: Source, key: str, piece: Piece) -> Tensor:
     """What `of_checkpoint` gave of a piece, in its shape, under whatever plan; a counter as it is."""
     is_counter = found.shape(key) != piece.local.shape
     return found.read(key) if is_counter else piece.shaped(piece.read(found, key))

@@ -51,6 +51,21 @@ def needed_ranks(given: str | Plan) -> int | None:
     return math.prod(known.get(axis, 1) for axis in AXES) if known.keys() & set(AXES) else None
 
 
+def usable_ranks(given: str | Plan, world: int) -> int:
+    """How many of the ranks there are a plan can use: all of them where it leaves pp or dp open and the rest divides
+    them, else as many as it asks for, or a multiple of that."""
+    known = _known(given)
+    check_counts(known)
+    asked = math.prod(known.get(axis, 1) for axis in AXES)
+    if asked > world:
+        raise PlanError(
+            f"plan: {fields.write({axis: known[axis] for axis in AXES if axis in known})} needs {asked} ranks, and "
+            f"there {_are(world)}",
+            f"use {world} or fewer",
+        )
+    return asked if {"pp", "dp"} <= known.keys() else world - world % asked
+
+
 def _known(given: str | Plan) -> Fields:
     return fields.read(given.full_text if isinstance(given, Plan) else given)
 

@@ -24,8 +24,8 @@ from phalanx.state.rendezvous import Meeting
 # and so may the number of steps; model and data are recognised by what they are, not by what they are called.
 TRAJECTORY = (
     "task", "tiny", "model_options", "dropout", "freeze", "lora", "documents", "shuffle", "seq_len", "batch_size",
-    "dtype", "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr", "betas", "eps", "weight_decay",
-    "groups", "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps", "spike_factor",
+    "seq_len_at", "batch_size_at", "dtype", "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr",
+    "betas", "eps", "weight_decay", "groups", "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps", "spike_factor",
     "on_spike",
 )  # fmt: skip
 
@@ -62,6 +62,7 @@ class Snapshot:
     seconds: float = 0.0
     optimizer: dict[str, Any] = field(default_factory=dict)  # scalars of the optimizer's state, by name
     loss_scale: dict[str, float] | None = None  # in float16
+    plans: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # from which step on which one, and why
     own_lr: float | None = None  # of the last step, where a function of the user's own says it
 
     def judge(self, step: int, eval_loss: float) -> bool:

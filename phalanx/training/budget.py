@@ -40,34 +40,39 @@ class Budget:
     source: str
 
     @classmethod
-    def of(cls, given: int | None, device: torch.device) -> Budget | None:
-        """What was asked for; else what is free where it will lie, if that is known."""
+    def of(cls, given: int | None, device: torch.device, held: int = 0) -> Budget | None:
+        """What was asked for; else what is free where it will lie, if that is known. held: by what makes way for it."""
         if given is not None:
             return cls(given, "as asked for (--memory)")
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
+            free += torch.cuda.memory_reserved(device)  # which this process can use again
             return cls(free, f"free of the {bytes_text(total)} of {torch.cuda.get_device_name(device)}")
         free = free_main_memory()
-        return None if free is None else cls(free, "free main memory")
+        return None if free is None else cls(free + held, "free main memory")
 
 
 class MemoryGuard:
     """Refuses a plan that cannot fit before anything lies on the device, and explains memory that runs out. batch: the
-    part of the first batch that a plan gives this rank, and its place in the stream."""
+    part of the first batch that a plan gives this rank, and its place in the stream. held: bytes that make way for what
+    a plan needs."""
 
     fit: Fit
 
     def __init__(
-        self, given: int | None, device: torch.device, batch_size: int, batch: Callable[[Compiled], tuple[Batch, int]]
-    ) -> None:
+        self, given: int | None, device: torch.device, batch_size: int, batch: Callable[[Compiled], tuple[Batch, int]],
+        held: int = 0,
+    ) -> None:  # fmt: skip
+        self.held = held
         self._given, self._device, self._batch_size, self._batch = given, device, batch_size, batch
         if given is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, given / total), device)
 
     def look(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> None:
-        self.fit = Fit(compiled, compile, self._batch, self._batch_size)
-        self.fit.require(Budget.of(self._given, self._device))
+        fit = Fit(compiled, compile, self._batch, self._batch_size)
+        fit.require(Budget.of(self._given, self._device, self.held))
+        self.fit = fit
 
     @contextmanager
     def explained(self, what: str = "") -> Iterator[None]:

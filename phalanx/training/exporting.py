@@ -19,10 +19,10 @@ from phalanx.params.gather_full import gather_full
 from phalanx.state.adapters import write_adapters
 from phalanx.state.dcp_writing import write_dcp
 from phalanx.state.huggingface import export
-from phalanx.training.session import Session
+from phalanx.training.change import Member
 
 
-def whole_parameters(session: Session, context: RankContext, name: str = "whole") -> Iterator[tuple[str, Tensor]]:
+def whole_parameters(session: Member, context: RankContext, name: str = "whole") -> Iterator[tuple[str, Tensor]]:
     """Every parameter on rank 0, one at a time; the other ranks must exhaust it too, and get nothing. name: another one
     each time."""
     state = session.state
@@ -30,7 +30,7 @@ def whole_parameters(session: Session, context: RankContext, name: str = "whole"
 
 
 def export_model(
-    session: Session, context: RankContext, spec: ModelSpec, folder: Path, tokenizer: Any = None, *,
+    session: Member, context: RankContext, spec: ModelSpec, folder: Path, tokenizer: Any = None, *,
     name: str = "whole", merges: bool = False,
 ) -> Path:  # fmt: skip
     """Rank 0 writes; the others hand it what they hold, one tensor at a time. Of a model with adapters these alone,
@@ -56,7 +56,7 @@ def export_model(
         ) from error
 
 
-def export_dcp(session: Session, context: RankContext, spec: ModelSpec, folder: Path) -> Path:
+def export_dcp(session: Member, context: RankContext, spec: ModelSpec, folder: Path) -> Path:
     """The same as a torch.distributed.checkpoint folder, adapters merged."""
     tensors = whole_parameters(session, context, "whole-dcp")
     if context.rank > 0:

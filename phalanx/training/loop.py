@@ -7,6 +7,7 @@ trained on what is decided in `prepare`, how a step is carried out in `session`,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -19,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.adapt.migrate import ChangeRefused
+from phalanx.data.batches import Batches
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.inputs import split
 from phalanx.engine.measured import writing
 from phalanx.engine.step import Outcome, training_flops
-from phalanx.errors import CheckpointError, ConfigError, LinkError, PhalanxError
+from phalanx.errors import CheckpointError, ConfigError, LinkError, PhalanxError, PlanError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
 from phalanx.launch.context import RankContext
@@ -35,12 +38,15 @@ from phalanx.observe.memory_snapshot import memory_snapshot, require_cuda
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import make_progress
+from phalanx.observe.requests import Answer
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
 from phalanx.observe.trackers import with_trackers
 from phalanx.params.flat import Piece
 from phalanx.params.lr_functions import checked_rate
 from phalanx.params.lr_schedule import change_text, learning_rate
+from phalanx.plan.complete import complete, usable_ranks
+from phalanx.plan.periods import Period
 from phalanx.state.folders import final_folder, replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
@@ -51,14 +57,17 @@ from phalanx.state.saving import AsyncSaver, StorageError
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
 from phalanx.training.budget import MemoryGuard
+from phalanx.training.change import Change, Member, change, open_member
+from phalanx.training.changing import Changes, Wanted, refusal
 from phalanx.training.exporting import export_dcp, export_model
 from phalanx.training.generating import Generator
 from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.metrics import Metrics, perplexity
 from phalanx.training.prediction import NUM_STEPS, Predictor
-from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
+from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare, require_change
 from phalanx.training.reporting import Emit, Reporter, StepFacts, header
-from phalanx.training.session import Session
+from phalanx.training.session import Opening, Session
+from phalanx.training.spare import Spare
 from phalanx.training.spikes import RollBack, spike_limit
 
 _has_run = False  # in this process
@@ -70,7 +79,8 @@ class Loop:
     """One rank's part of a job."""
 
     run: Prepared
-    session: Session
+    session: Member
+    changes: Changes
     memory: MemoryGuard
     metrics: Metrics | None = None
     generator: Generator | None = None
@@ -112,8 +122,9 @@ class Loop:
             stack.callback(_settle, saver)
             self._emit("on_start")
             reporter.start(rows)
-            fit = self.memory.fit
-            log.write("memory", predicted_bytes=fit.bytes, components=fit.components, on_host=fit.on_host)
+            if isinstance(self.session, Session):
+                fit = self.memory.fit
+                log.write("memory", predicted_bytes=fit.bytes, components=fit.components, on_host=fit.on_host)
             with stop_request(speaks=self._is_rank0) as stop:
                 self._train(reporter, saver, stop)
             return self._end(reporter, saver, stop)
@@ -122,22 +133,24 @@ class Loop:
         """Every step that is left: batch → step → evaluate → log → checkpoint."""
         config, slot = self.config, self.context.slot
         profiled = config.profile_steps if self._is_rank0 else None
-        if os.environ.get(TIMED):
+        if os.environ.get(TIMED) and isinstance(self.session, Session):
             session = self.session
-            rehearse(session.step, session.evaluation, session.connected.world, *self._batch(1))
-        predictor = Predictor(self.session, self.context, config.timeout)
+            rehearse(session.step, session.evaluation, session.connected.world, *self._batch(session, 1))
+        predictor = self._predictor()
         with contextlib.closing(StepProfiler(profiled, self.folder)) as profiler:
             first_step = self.snapshot.step + 1
             for step in range(first_step, self.run.total_steps + 1):
                 slot.at_step(step)
-                batch, first = self._batch(step)
+                if self._change_plan(step, reporter):
+                    predictor = self._predictor(f" from step {step} on")
                 name = "first step" if step == first_step else "steps"
                 at = self.folder / f"memory-step-{step}-rank{self.context.rank}.pickle"
+                predicting = predictor.step(reporter.paused_seconds) if predictor else contextlib.nullcontext()
                 with (
                     profiler.step(step), memory_snapshot(step, config.memory_snapshot, at), self._timeline(step),
-                    predictor.step(reporter.paused_seconds), self._phases.phase(name),
+                    predicting, self._phases.phase(name),
                 ):  # fmt: skip
-                    outcome = self._step(batch, first, step, stop)
+                    outcome = self._step(step, stop)
                 slot.enter("step")  # the first of them also compiled
                 evaluated = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else {}
                 eval_loss = evaluated.pop("eval_loss", None)
@@ -148,7 +161,7 @@ class Loop:
                 if self.generator is not None and self._due(step, config.generate_every):
                     with reporter.paused(), self.context.slot.within("generate"):
                         reporter.generated(step, self.generator(self.session, step))
-                if predictor.is_due:
+                if predictor is not None and predictor.is_due:
                     with reporter.paused():
                         reporter.predicted(**predictor.fields(self.memory.fit.bytes))
                 # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
@@ -167,19 +180,81 @@ class Loop:
             slot.enter("save")
             with self._phases.phase("checkpoint"):
                 self._save_at_last(saver, reporter, stop)
-        if self._is_rank0 and not predictor.was_due:
+        if self._is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
 
+    def _predictor(self, name: str = "") -> Predictor | None:
+        session = self.session
+        return Predictor(session, self.context, self.config.timeout, name) if isinstance(session, Session) else None
+
+    def _change_plan(self, step: int, reporter: Reporter) -> bool:
+        """Before a step: whatever its options or somebody else want changed. Whether something was."""
+        changed = False
+        for wanted in self.changes.at(step, self.session, reporter.changes):
+            reporter.flush()
+            with reporter.paused(), self.context.slot.within("compile"):
+                record = self._try(wanted, step)
+            reporter.changed(record)
+            changed = changed or "refused" not in record
+        reporter.changes = False
+        return changed
+
+    def _try(self, wanted: Wanted, step: int) -> dict[str, Any]:
+        """Changes to the first of the plans that is not refused; what is said of it."""
+        began, old, before = time.perf_counter(), self.session.plan, self.changes.period
+        record: dict[str, Any] = {"step": step, "old": old.shown, "how": wanted.how}
+        refused: PhalanxError = ChangeRefused("no plan was named")
+        for text in wanted.plans:
+            try:
+                done = self._change(wanted.period, text)
+            except (ChangeRefused, PlanError) as error:
+                refused = error
+                continue
+            record |= {"plan": done.new.shown, "bytes": done.bytes, "parts": done.seconds}
+            for name in ("batch_size", "seq_len"):
+                if getattr(wanted.period, name) != getattr(before, name):
+                    record[name] = getattr(wanted.period, name)
+            record["seconds"] = time.perf_counter() - began
+            self.changes.plan = text
+            self.changes.answer(wanted, Answer(done.new.shown, step, seconds=record["seconds"], bytes=done.bytes))
+            if self._is_rank0:
+                replace_text(self.folder / "plan.json", done.new.to_json() + "\n")
+            return record
+        if wanted.must:
+            raise refused
+        self.changes.period = wanted.period
+        self.changes.answer(wanted, Answer(wanted.plans[0], refused=refused.message, hint=refused.hint))
+        return record | {"plan": wanted.plans[0], "refused": refusal(refused)}
+
+    def _change(self, period: Period, text: str) -> Change:
+        batches = self.run.lengths[period.seq_len]
+        costs = self.run.captured.blocks.flops(self.run.captured.dims(batches.batch(0, 1)))
+        usable = usable_ranks(text, self.context.world)
+        plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs).plan
+        require_change(self.run, self.config, plan)
+        if self.metrics is not None:
+            self.metrics.require_change(plan, self.context.world)
+        memory = self._memory_guard(period.batch_size, batches)
+        memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
+        config = self.config.override(batch_size=period.batch_size)
+        self.session, done = change(self.session, plan, config, memory.look)
+        self.run = dataclasses.replace(self.run, plan=plan, batches=batches)
+        self.memory, self.changes.period = memory, period
+        if self.metrics is not None:
+            self.metrics.close()
+            self._open_metrics()
+        return done
+
     def _timeline(self, step: int) -> contextlib.AbstractContextManager[None]:
-        if step != self.config.timeline_step:
+        if step != self.config.timeline_step or not isinstance(self.session, Session):
             return contextlib.nullcontext()
         engine, world = self.session.step.engine, self.session.connected.world
         return writing(engine, self.context, world, self.folder / "timeline.json", self.config.timeout)
 
-    def _batch(self, step: int) -> tuple[Batch, int]:
+    def _batch(self, session: Session, step: int) -> tuple[Batch, int]:
         """This rank's part of the batch, and its place in the stream of samples."""
-        size = self.config.batch_size
-        first, count = self.session.part((step - 1) * size + self.snapshot.passed_over, size)
+        period = self.changes.period
+        first, count = session.part(period.sample_at(step) + self.snapshot.passed_over, period.batch_size)
         return self.run.batches.batch(first, count), first
 
     def _due(self, step: int, every: int) -> bool:
@@ -190,22 +265,21 @@ class Loop:
             return checked_rate(self.job.lr_function, step)
         return learning_rate(self.config, step, self.run.total_steps)
 
-    def _step(self, batch: Batch, first: int, step: int, stop: StopRequest) -> Outcome:
-        run = self.run
+    def _step(self, step: int, stop: StopRequest) -> Outcome:
+        run, session = self.run, self.session
+        if isinstance(session, Spare):
+            return session.step(num_counts=3)
+        batch, first = self._batch(session, step)
         if run.plan.dp * run.plan.mb * run.plan.multiple > 1:
             require_labels(run.captured, batch, run.plan.shown)
         sizes = split(next(iter(batch.values())).shape[0], run.plan.mb)
         asked = self._is_rank0 and stop_file(self.folder).exists()
         counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes), float(asked))
         with self.memory.explained():
-            return self.session.step(
-                batch,
-                first,
-                self._lr(step),
-                counts,
-                stop=lambda: stop.signal is not None,
-                most_loss=self._most_loss(step),
-            )
+            return session.step(
+                batch, first, self._lr(step), counts, stop=lambda: stop.signal is not None,
+                change=self.changes.is_asked, most_loss=self._most_loss(step),
+            )  # fmt: skip
 
     def _most_loss(self, step: int) -> float | None:
         """With a larger loss a step is a spike."""
@@ -239,7 +313,9 @@ class Loop:
         if newest is None:
             return  # nothing to go back to: the spike was skipped
         back = int(newest.name.removeprefix("step-"))
-        passed_over = self.snapshot.passed_over + (step - back) * self.config.batch_size
+        periods = self.config.periods
+        seen = periods.at(step).sample_at(step + 1) - periods.at(back + 1).sample_at(back + 1)
+        passed_over = self.snapshot.passed_over + seen
         raise RollBack(
             f"the loss of step {spike} is a spike: going back to {newest.name}, and leaving {step - back} batches out",
             passed_over=passed_over, checkpoint=str(newest),
@@ -256,7 +332,7 @@ class Loop:
         return None
 
     def _facts(self, step: int, eval_loss: float | None, eval_values: Mapping[str, float]) -> StepFacts:
-        samples, unit = step * self.config.batch_size + self.snapshot.passed_over, self.run.task.unit
+        samples, unit = self.changes.period.sample_at(step + 1) + self.snapshot.passed_over, self.run.task.unit
         return StepFacts(step, samples, self._lr(step), unit, eval_loss, eval_values, self._most_loss(step))
 
     def _saver(self) -> AsyncSaver:
@@ -360,18 +436,24 @@ class Loop:
         _forget_earlier_runs()
         with _blaming_others():
             found = checkpoint_to_resume(self._resume(), self.folder / "checkpoints", self._meeting, say)
+        self._first_step = 1 if found is None else found.step + 1
         say(f"preparing {config.model}: data, graph, weights")
         self.context.slot.enter("capture")
         with self._phases.phase("prepare"), self._rank_0_first():
             run = self.run = prepare(
-                job.model, job.data, job.eval_data, config, self.context, collate=job.collate, groups=job.groups
-            )
+                job.model, job.data, job.eval_data, config, self.context, collate=job.collate, groups=job.groups,
+                step=self._first_step,
+            )  # fmt: skip
+        self.changes = Changes(config, self.context, self.folder, self._first_step)
+        period = self.changes.period
         self.context.slot.enter("compile")
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
             self.snapshot, self._resumed = restore(found, self.snapshot), found.path
             self.snapshot.passed_over = max(self.snapshot.passed_over, job.passed_over)
             self._require_same_rate()
+        how = "the run began" if found is None else "the run went on from a checkpoint"
+        self.snapshot.plans.append({"step": self._first_step, "plan": run.plan.shown, "how": how})
         weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
 
         def read(name: str, is_master: bool, piece: Piece) -> Tensor:
@@ -380,24 +462,33 @@ class Loop:
             return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
         require_cuda(config.memory_snapshot, run.device.type)
-        self.memory = self._memory_guard()
+        self.memory = self._memory_guard(period.batch_size, run.batches)
         with self._phases.phase("weights"), self.memory.explained("the model's state"):
-            self.session = Session.open(
-                run.captured, config, run.plan, context=self.context, trainable=run.trainable, read=read,
-                buffers=load_buffers(run.captured, weights, run.device), optimizer_class=job.optimizer_class,
-                groups=run.groups, watches=[BoardWatch(self.context.slot)] if self.context.world > 1 else [],
-                look=self.memory.look,
+            opening = Opening(
+                run.captured, config.override(batch_size=period.batch_size), self.context, run.trainable,
+                load_buffers(run.captured, weights, run.device), job.optimizer_class, run.groups,
+                (BoardWatch(self.context.slot),) if self.context.world > 1 else (),
             )  # fmt: skip
-            if found is not None:
+            self.session = open_member(opening, run.plan, read, self.memory.look)
+            if found is not None and isinstance(self.session, Session):
                 self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
                 before = found.state["total_steps"]
                 changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
+        if isinstance(self.session, Spare):
+            return {}  # only rank 0 shows it, which always has a place
         if config.metrics or job.metrics:
-            self.metrics = Metrics(run, config, self.session, self.context, job.metrics, job.optimizer_class)
+            self._open_metrics()
         if config.generate_every:
             self.generator = Generator(run, config, self.context)
-        return header(run, config, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
+        return header(run, opening.config, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
+
+    def _open_metrics(self) -> None:
+        assert isinstance(self.session, Session)
+        job = self.job
+        self.metrics = Metrics(
+            self.run, self.config, self.session, self.context, job.metrics, job.optimizer_class
+        )  # fmt: skip
 
     def _require_same_rate(self) -> None:
         """A function of the user's own is recognised by the rate of the last step, as far as the run had one."""
@@ -410,9 +501,7 @@ class Loop:
                 "give the lr_function or scheduler that the run had; or train on from the exported model as a new run",
             )
 
-    def _memory_guard(self) -> MemoryGuard:
-        size, batches = self.config.batch_size, self.run.batches
-
+    def _memory_guard(self, size: int, batches: Batches) -> MemoryGuard:
         def first_batch(of: Compiled) -> tuple[Batch, int]:
             first, count = of.part(0, size)
             return batches.batch(first, count), first

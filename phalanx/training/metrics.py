@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.adapt.migrate import ChangeRefused
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.data.batches import Batches
@@ -25,6 +26,7 @@ from phalanx.model.attach import Inputs, arguments_of, attached
 from phalanx.model.capture import capture
 from phalanx.model.ops.leave import ROWS, Outbox, leave, outbox
 from phalanx.model.zoo.zoo import ModelSpec, build
+from phalanx.plan.plan import Plan
 from phalanx.tasks.base import IGNORE, Batch, Input, Task
 from phalanx.training.prepare import Prepared
 from phalanx.training.session import Session
@@ -127,6 +129,14 @@ class Metrics:
         self._metrics = {**({"accuracy": accuracy(run.task)} if "accuracy" in config.metrics else {}), **own}
         self._values = "values" in config.metrics
         self._session, self._links = self._beside(config, session, context, optimizer_class)
+
+    def require_change(self, plan: Plan, world: int) -> None:
+        """Before the plan changes: whether metrics can be computed under the new one as well."""
+        if plan.slices or plan.tp != self._plan.tp or plan.world < world:
+            raise ChangeRefused(
+                f"option metrics: of plan {plan.shown} none could be computed",
+                f"choose a plan of all {world} ranks with tp={self._plan.tp} and without slices",
+            )
 
     def close(self) -> None:
         if self._links is not None:

@@ -33,7 +33,7 @@ from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.params.flat import Piece
 from phalanx.params.groups import ParameterGroup
 from phalanx.plan import fields
-from phalanx.plan.complete import needed_ranks
+from phalanx.plan.complete import complete, needed_ranks
 from phalanx.plan.plan import Plan
 from phalanx.spellings import said_here
 from phalanx.tasks.base import Batch, Task
@@ -42,7 +42,7 @@ from phalanx.training.budget import MemoryGuard
 from phalanx.training.outputs import Scope
 from phalanx.training.own_batch import TARGET, BatchForm
 from phalanx.training.own_session import Opened, OwnSession
-from phalanx.training.prepare import find_model, load_buffers, open_weights, read_model, require_fit
+from phalanx.training.prepare import find_model, load_buffers, open_weights, read_model, require_fit, require_may_cut
 from phalanx.training.session import Session
 
 # The others are about data, the length of a run, its folder and what it shows, which are the loop's own business.
@@ -145,8 +145,19 @@ def open_on(
             buffers=load_buffers(read.captured, weights, device), optimizer_class=optimizer_class, groups=read.groups,
             watches=[BoardWatch(context.slot)] if context.world > 1 else [], look=memory.look,
         )  # fmt: skip
+
+    def plan_of(text: str) -> Plan:
+        """Another plan for this session, complete."""
+        _refuse_hosted_state(text)
+        text = _with_forwards_first(config.override(plan=text)).plan if loss == OUTER else text
+        costs = read.captured.blocks.flops(read.captured.dims(batch))
+        plan = complete(text, world=context.world, batch_size=config.batch_size, costs=costs).plan
+        require_may_cut(read.may_cut, ended, plan)
+        return plan
+
     opened = Opened(
-        spec, task, form, context, memory, has_optimizer, leave or _nobody, ends, outputs, merges=config.merge_lora
+        spec, task, form, context, memory, has_optimizer, leave or _nobody, plan_of, ends, outputs,
+        merges=config.merge_lora,
     )  # fmt: skip
     return OwnSession(session, opened)
 

@@ -30,6 +30,7 @@ from phalanx.plan.complete import require_evaluation
 from phalanx.plan.plan import Plan
 from phalanx.tasks.base import Batch, Task
 from phalanx.training.budget import MemoryGuard
+from phalanx.training.change import Change, change
 from phalanx.training.outputs import Outputs, Scope
 from phalanx.training.own_batch import BatchForm
 from phalanx.training.own_optimizer import watch_optimizers
@@ -42,7 +43,7 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 @dataclass(frozen=True)
 class Opened:
     """What a session was opened with. leave: what ends this rank's part among others, given the error if there is
-    one. has_optimizer: whether the session was given one of its own."""
+    one. has_optimizer: whether the session was given one of its own. plan_of: another plan for it, of a text."""
 
     spec: ModelSpec
     task: Task
@@ -51,6 +52,7 @@ class Opened:
     memory: MemoryGuard
     has_optimizer: bool
     leave: Callable[[BaseException | None], None]
+    plan_of: Callable[[str], Plan]
     ends: Ends | None = None  # where outputs leave
     scope: Scope = "whole"
     merges: bool = False  # whether an export has adapters merged in
@@ -63,20 +65,13 @@ class OwnSession:
     """
 
     def __init__(self, session: Session, opened: Opened) -> None:
-        self._session, self._opened, self._context = session, opened, opened.context
-        self._weights = session.state.parameters.trained
-        for weight in self._weights.values():
-            weight.exact.requires_grad_(True)
-        self._ids = {id(weight.exact) for weight in self._weights.values()}
+        self._opened, self._context = opened, opened.context
         self._optimizer: torch.optim.Optimizer | None = session.state.optimizer.inner if opened.has_optimizer else None
         self._is_own = not opened.has_optimizer  # whether the user steps it
         self.steps = self.samples = 0
-        self._schedules = {session.plan.schedule: session}
         self._kept = OwnState(session, opened.context)
-        self._last: StepRun | None = None
-        self._norm: Tensor | None = None  # finite if all gradients since the last zero_grad are
         self._is_updating = self._is_closed = False
-        self._outputs = None if opened.ends is None else Outputs(session, opened.ends, opened.scope, self._keep)
+        self._take(session)
         self._hooks = watch_optimizers(self)
         self._context.slot.enter("loop")
 
@@ -254,6 +249,22 @@ class OwnSession:
         self._session = self._schedules[schedule]
         self._last = None  # its program was another
 
+    @torch.no_grad()
+    def change(self, plan: str | Plan) -> Change:
+        """From now on another plan, for the same ranks; every rank calls it. What was made is told: bytes that moved,
+        and seconds. Where it is refused (`ChangeRefused`), all is as it was."""
+        self._require_changeable()
+        new = self._opened.plan_of(plan.full_text if isinstance(plan, Plan) else plan)
+        optimizer = self._session.state.optimizer.inner
+        session = next(iter(self._schedules.values()))  # whose state all share
+        self._opened.memory.held = sum(tensor.nbytes for tensor in session.state.tensors())
+        with self._context.slot.within("compile"):
+            member, done = change(session, new, look=self._opened.memory.look)
+        assert isinstance(member, Session)
+        member.state.optimizer.adopt(optimizer)  # learning-rate schedulers know this one
+        self._take(member)
+        return done
+
     @property
     def rank(self) -> int:
         return self._context.rank
@@ -299,6 +310,31 @@ class OwnSession:
         self.close(error)
 
     # Inside.
+
+    def _take(self, session: Session) -> None:
+        """From now on with this one."""
+        self._session, self._schedules = session, {session.plan.schedule: session}
+        self._kept.session = session
+        self._weights = session.state.parameters.trained
+        for weight in self._weights.values():
+            weight.exact.requires_grad_(True)
+        self._ids = {id(weight.exact) for weight in self._weights.values()}
+        self._last: StepRun | None = None
+        self._norm: Tensor | None = None  # finite if all gradients since the last zero_grad are
+        ends = self._opened.ends
+        self._outputs = None if ends is None else Outputs(session, ends, self._opened.scope, self._keep)
+
+    def _require_changeable(self) -> None:
+        if self._is_own:
+            raise ConfigError(
+                "session.change() moves the state of the session's own optimizer, and this session has none",
+                "open it with phalanx.open(…, optimizer='adamw'); or save it, open another one with the new plan, and "
+                "load",
+            )
+        if self._norm is not None:
+            raise ConfigError(
+                "session.change() found gradients that no update has used", "call session.step() or zero_grad() before"
+            )
 
     @property
     def _makes_gradients(self) -> str:

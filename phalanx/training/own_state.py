@@ -20,11 +20,11 @@ class OwnState:
     """All ranks call the same methods in the same order."""
 
     def __init__(self, session: Session, context: RankContext) -> None:
-        self._session, self._context, self._num_meetings = session, context, 0
+        self.session, self._context, self._num_meetings = session, context, 0
 
     @torch.no_grad()
     def save(self, folder: Path, keep: int, steps: int, samples: int) -> Path:
-        state = self._session.state
+        state = self.session.state
         optimizer, loss_scale = state.scalars()
         record = {"step": steps, "samples": samples, "optimizer": optimizer, "loss_scale": loss_scale}
         return checkpoint.save(folder, steps, state.shards(), record, keep, meeting=self._meeting())
@@ -35,8 +35,8 @@ class OwnState:
         meeting = self._meeting()
         found = checkpoint.open_newest(folder, meeting, print)
         found = checkpoint.open_together(folder, meeting) if found is None else found
-        state, names = self._session.state, set(found.names())
-        missing = [name for name in self._session.compiled.captured.shapes if not _keys(name) & names]
+        state, names = self.session.state, set(found.names())
+        missing = [name for name in self.session.compiled.captured.shapes if not _keys(name) & names]
         if missing:
             raise CheckpointError(
                 f"{found.path} holds no tensor {missing[0]!r}", "it was saved by a run with another model"
@@ -49,18 +49,18 @@ class OwnState:
     @torch.no_grad()
     def state_dict(self, spec: ModelSpec) -> dict[str, Tensor]:
         """Empty on ranks other than 0."""
-        tensors = whole_parameters(self._session, self._context, self._next_name())
+        tensors = whole_parameters(self.session, self._context, self._next_name())
         found = {name: tensor.cpu().clone() for name, tensor in tensors}
         if self._context.rank > 0:
             return {}
-        compiled = self._session.compiled
+        compiled = self.session.compiled
         found |= {alias: found[name] for alias, name in compiled.captured.aliases.items()}
         others = build(spec, device="meta").state_dict().keys() - found.keys()
         return found | {name: compiled.buffers[name].cpu().clone() for name in others}
 
     @torch.no_grad()
     def export(self, folder: Path, spec: ModelSpec, merges: bool) -> Path:
-        return export_model(self._session, self._context, spec, folder, name=self._next_name(), merges=merges)
+        return export_model(self.session, self._context, spec, folder, name=self._next_name(), merges=merges)
 
     def _next_name(self) -> str:
         """All ranks count alike, so that what they do together never meets what they did before."""

@@ -27,10 +27,11 @@ _KEY = "what instructions took"
 
 
 class Predictor:
-    """One rank's part; it is told of every step of this process, from the first on."""
+    """One rank's part; it is told of every step with this session, from the first on. name: another one for every
+    session of a job."""
 
-    def __init__(self, session: Session, context: RankContext, timeout: float) -> None:
-        self._session, self._context, self._timeout = session, context, timeout
+    def __init__(self, session: Session, context: RankContext, timeout: float, name: str = "") -> None:
+        self._session, self._context, self._timeout, self._key = session, context, timeout, f"{_KEY}{name}"
         self._recording = contextlib.ExitStack()
         self._recorder: Recorder | None = None
         self._paused: list[float] = []
@@ -83,9 +84,11 @@ class Predictor:
         reports = [own]
         if compiled.plan.pp > 1:
             meeting = StoreRendezvous(context.store, formation.pp_index)
-            meeting.arrive(_KEY, own.to_json())
+            meeting.arrive(self._key, own.to_json())
             if context.rank == 0:
-                reports = [Report.from_json(text) for text in meeting.wait_all(_KEY, compiled.plan.pp, self._timeout)]
+                reports = [
+                    Report.from_json(text) for text in meeting.wait_all(self._key, compiled.plan.pp, self._timeout)
+                ]
         if context.rank > 0:
             return None
         timeline = simulate(compiled.programs, costs_of(compiled.programs, reports))

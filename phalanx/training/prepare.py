@@ -5,7 +5,6 @@ Everything that is derived rather than given is decided here, once, with the rea
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from phalanx.data.batches import Batches, needs_tokenizer, open_data, sample_len
 from phalanx.data.own import is_own_dataset, shown
 from phalanx.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from phalanx.engine.inputs import require_inputs
-from phalanx.errors import ConfigError, DataError
+from phalanx.errors import ConfigError, DataError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.model.capture import capture, capture_for_check
 from phalanx.model.captured import Captured
@@ -37,7 +36,8 @@ from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
 from phalanx.params.groups import Groups, ParameterGroup, group_parameters
 from phalanx.params.parameters import choose_trainable
 from phalanx.plan import fields
-from phalanx.plan.complete import complete, needed_ranks, require_evaluation
+from phalanx.plan.complete import Completed, complete, needed_ranks, require_evaluation, usable_ranks
+from phalanx.plan.periods import changes
 from phalanx.plan.plan import Plan
 from phalanx.state.dcp import DcpWeights, is_dcp
 from phalanx.state.huggingface import changed_tensors
@@ -68,6 +68,8 @@ class Prepared:
     dtype: torch.dtype
     total_steps: int
     reasons: dict[str, str] = field(default_factory=dict)
+    lengths: Mapping[int | None, Batches] = field(default_factory=dict)  # the data by every seq_len that it comes in
+    may_cut: bool = True  # whether batches are known to be sums of their samples
 
     @property
     def model_mark(self) -> Mark:
@@ -78,44 +80,50 @@ class Prepared:
     def data_mark(self) -> Mark:
         """The data is recognised by its size, its first sample and the weights of its sources, so that moving files
         does not make it other data."""
-        first, again = (_contents(self._first_sample()) for _ in range(2))
+        batches = next(iter(self.lengths.values()), self.batches)  # as the run begins
+        first, again = (_contents(_first_sample(batches)) for _ in range(2))
         # A dataset that answers differently each time (it augments) can be recognised by its size only.
         seen = first if first == again else ""
-        return Mark(self.batches.describe(), digest(self.batches.num_samples, seen, *self.batches.weights))
+        return Mark(batches.describe(), digest(batches.num_samples, seen, *batches.weights))
 
-    def _first_sample(self) -> Mapping[str, Tensor]:
-        """As the data has it, whatever it is evaluated on."""
-        added = "attention_mask" if self.batches.adds_mask else None
-        return {name: tensor for name, tensor in self.batches.batch(0, 1).items() if name != added}
+
+def _first_sample(batches: Batches) -> Mapping[str, Tensor]:
+    """As the data has it, whatever it is evaluated on."""
+    added = "attention_mask" if batches.adds_mask else None
+    return {name: tensor for name, tensor in batches.batch(0, 1).items() if name != added}
 
 
 def prepare(
     model: Model, data: Any, eval_data: Any, config: RunConfig, context: RankContext, *,
-    collate: Collate | None = None, groups: Sequence[ParameterGroup] = (),
+    collate: Collate | None = None, groups: Sequence[ParameterGroup] = (), step: int = 1,
 ) -> Prepared:  # fmt: skip
-    """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan."""
+    """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan.
+    step: the first that will be made."""
     device, dtype = torch.device(context.device), getattr(torch, config.dtype)
     require_fit(config, context.world)
     spec = find_model(model, config)
     task = _task(spec, data, collate)
     spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
-    tokens = sample_length(config.seq_len, task, spec.config)
+    periods = config.periods
 
-    def opened(source: Any, shuffle: bool, collate: Collate | None) -> Batches:
+    def opened(source: Any, shuffle: bool, collate: Collate | None, seq_len: int | None) -> Batches:
         return open_data(
-            source, task=task, config=spec.config, tokenizer=tokenizer, tokens=tokens, seed=config.seed,
+            source, task=task, config=spec.config, tokenizer=tokenizer, seed=config.seed,
+            tokens=sample_length(seq_len, task, spec.config),
             documents=config.documents, shuffle=shuffle, on_broken=config.on_broken, cache=cache_folder() / "data",
             text_key=config.text_key, collate=collate,
         )  # fmt: skip
 
-    batches = opened(data, config.shuffle, collate)
+    lengths = {seq_len: opened(data, config.shuffle, collate, seq_len) for seq_len in _seq_lens(config, data, task)}
+    batches = lengths[periods.at(step).seq_len]
     eval_collate = collate if is_own_dataset(eval_data) else None
-    eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate)
+    eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate, config.seq_len)
     if eval_batches is not None:
-        eval_batches.mask_like(batches)
-        batches.mask_like(eval_batches)
+        for own in lengths.values():
+            eval_batches.mask_like(own)
+            own.mask_like(eval_batches)
     total_steps, length_reason = run_length(config, batches)
-    read = read_model(spec, task, batches, config, context, groups)
+    read = read_model(spec, task, batches, config, context, groups, step)
     if config.export and context.rank == 0:
         _warn_of_changed_layers(model)
     if eval_batches is not None:
@@ -123,8 +131,27 @@ def prepare(
     return Prepared(
         spec, task, tokenizer, batches, eval_batches, read.captured, read.trainable, read.groups, read.plan,
         device, dtype, total_steps,
-        {**read.reasons, "device": device_reason(config.device, device), "steps": length_reason},
+        {**read.reasons, "device": device_reason(config.device, device), "steps": length_reason}, lengths,
+        read.may_cut,
     )  # fmt: skip
+
+
+def _seq_lens(config: RunConfig, data: Any, task: Task) -> list[int | None]:
+    """All that samples come in, as they follow each other."""
+    found = list(dict.fromkeys(period.seq_len for period in config.periods))
+    if len(found) > 1 and (is_own_dataset(data) or task.modality == "image"):
+        what = (
+            "samples of your own dataset are as long as they are" if is_own_dataset(data) else "an image has no tokens"
+        )
+        raise ConfigError(f"option seq_len_at = {list(config.seq_len_at)} does nothing: {what}", "leave seq_len_at out")
+    return found
+
+
+def plan_for(config: RunConfig, given: str, world: int, batch_size: int, costs: Sequence[float]) -> Completed:
+    """A plan of the run with nothing left open. Where the plan changes while it runs, one may leave ranks without a
+    place."""
+    usable = usable_ranks(given, world) if config.plan_at else world
+    return complete(given, world=usable, batch_size=batch_size, costs=costs)
 
 
 def find_model(model: Model, config: RunConfig) -> ModelSpec:
@@ -134,24 +161,26 @@ def find_model(model: Model, config: RunConfig) -> ModelSpec:
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model as a graph, what of it is trained, and the plan. `reasons` as in `Prepared`."""
+    """A model as a graph, what of it is trained, and the plan. `reasons` as in `Prepared`. may_cut: whether it is known
+    that batches may be cut."""
 
     captured: Captured
     trainable: tuple[str, ...]
     groups: Groups
     plan: Plan
     reasons: dict[str, str]
+    may_cut: bool
 
 
 def read_model(
     spec: ModelSpec, task: Task, batches: Batches, config: RunConfig, context: RankContext,
-    groups: Sequence[ParameterGroup] = (),
+    groups: Sequence[ParameterGroup] = (), step: int = 1,
 ) -> ReadModel:  # fmt: skip
-    """Captured, proven on samples of these batches, and with a plan that suits it."""
-    dtype = getattr(torch, config.dtype)
+    """Captured, proven on samples of these batches, and with a plan that suits it. step: whose plan it is."""
+    dtype, period = getattr(torch, config.dtype), config.periods.at(step)
     inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
     captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout, check=False)
-    checked = _proof(spec, task, captured, batches, config.batch_size, dtype) if context.rank == 0 else ""
+    checked = _proof(spec, task, captured, batches, period.batch_size, dtype) if context.rank == 0 else ""
     wanted = [*groups, *map(ParameterGroup.read, config.groups)]
     found = group_parameters(wanted, captured.shapes, captured.aliases, dtype)
     frozen = {*found.frozen, *(name for name in captured.shapes if spec.lora is not None and not is_adapter(name))}
@@ -159,16 +188,24 @@ def read_model(
     if not set(trainable) & set(captured.blocks.parameters()):
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
-    plan, reasons = complete(config.plan, world=context.world, batch_size=config.batch_size, costs=costs)
-    captured = _without_coupling(spec, captured, batches, plan, config.batch_size)
-    return ReadModel(captured, trainable, found, plan, {**reasons, "check": checked})
+    plan, reasons = plan_for(config, period.plan, context.world, period.batch_size, costs)
+    later = [
+        plan_for(config, each.plan, context.world, each.batch_size, costs).plan
+        for each in config.periods
+        if each.step > step
+    ]
+    cutting = next((each for each in (plan, *later) if _cuts(each)), plan)
+    captured = _without_coupling(spec, captured, batches, cutting, period.batch_size)
+    may_cut = _is_known(spec, captured) or _cuts(cutting)
+    return ReadModel(captured, trainable, found, plan, {**reasons, "check": checked}, may_cut)
 
 
 def choose_num_ranks(config: RunConfig) -> int:
     """How many ranks to start on this machine: as asked for, as the plan needs, or one per GPU."""
     usable = torch.cuda.is_available() and config.device != "cpu"
     found = max(1, torch.cuda.device_count()) if usable else 1
-    ranks = config.ranks or needed_ranks(config.plan) or found
+    needed = [needed_ranks(period.plan) or 0 for period in config.periods]
+    ranks = config.ranks or max(needed) or found
     require_fit(config, ranks)  # before any is started
     return ranks
 
@@ -180,8 +217,9 @@ def require_fit(config: RunConfig, world: int) -> None:
             f"option ranks = {config.ranks}, but the launcher started {world}",
             "leave ranks out where a launcher starts them, or have it start as many",
         )
-    num_blocks = sum(fields.read(config.plan).get("stages", ())) or world * MOST_STAGES
-    complete(config.plan, world=world, batch_size=config.batch_size, costs=[1.0] * num_blocks)
+    for period in config.periods:
+        num_blocks = sum(fields.read(period.plan).get("stages", ())) or world * MOST_STAGES
+        plan_for(config, period.plan, world, period.batch_size, [1.0] * num_blocks)
 
 
 def device_reason(choice: str, device: torch.device) -> str:
@@ -202,8 +240,16 @@ def run_length(config: RunConfig, batches: Batches) -> tuple[int, str]:
             raise ConfigError(
                 f"option epochs = {config.epochs:g}: the data is a stream without a known end", "give steps instead"
             )
-        total = max(1, math.ceil(config.epochs * batches.num_samples / config.batch_size))
-        reason = f"{config.epochs:g} epochs of {batches.num_samples:,} samples in batches of {config.batch_size}"
+        total = config.periods.num_steps(config.epochs * batches.num_samples)
+        sizes = ", then ".join(str(size) for size in dict.fromkeys(period.batch_size for period in config.periods))
+        reason = f"{config.epochs:g} epochs of {batches.num_samples:,} samples in batches of {sizes}"
+    for option in ("plan_at", "batch_size_at", "seq_len_at"):
+        for step in changes(option, getattr(config, option)):
+            if step > total:
+                raise ConfigError(
+                    f"option {option}: step {step} is after the last of {total} steps ({reason})",
+                    f"choose steps between 2 and {total}",
+                )
     if config.warmup_steps > total:
         raise ConfigError(
             f"option warmup_steps = {config.warmup_steps} is longer than the run of {total} steps ({reason})",
@@ -326,12 +372,37 @@ def _require_no_weights(folder: Path, init: str) -> None:
 def _without_coupling(spec: ModelSpec, captured: Captured, batches: Batches, plan: Plan, batch_size: int) -> Captured:
     """Samples may depend on each other only where the plan leaves batches whole. Asked of modules of the user's own,
     and wherever the loss is not known to be a mean."""
-    is_known = spec.factory is None and not captured.blocks.assumed
-    if is_known or plan.dp * plan.mb * plan.multiple == 1:
+    if _is_known(spec, captured) or not _cuts(plan):
         return captured
     candidates = batches.batch(0, min(batches.num_samples or NUM_CANDIDATES, NUM_CANDIDATES))
     require_inputs(captured, candidates)
     return require_separable(spec, captured, candidates, batch_size, plan.shown)
+
+
+def _is_known(spec: ModelSpec, captured: Captured) -> bool:
+    """Whether samples are known not to depend on each other."""
+    return spec.factory is None and not captured.blocks.assumed
+
+
+def _cuts(plan: Plan) -> bool:
+    """Whether a plan computes parts of a batch by themselves."""
+    return plan.dp * plan.mb * plan.multiple > 1
+
+
+def require_may_cut(may_cut: bool, spec: ModelSpec, plan: Plan) -> None:
+    if _cuts(plan) and not may_cut:
+        raise PlanError(
+            f"plan {plan.shown} cuts batches, and whether the samples of {spec.name} depend on each other was not "
+            "looked into: it began with a plan that leaves batches whole",
+            "begin with a plan that cuts batches (mb=2), or name this one from the beginning on (plan_at)",
+        )
+
+
+def require_change(run: Prepared, config: RunConfig, plan: Plan) -> None:
+    """Refuses a plan that the run, which began with others, cannot go on with."""
+    require_may_cut(run.may_cut, run.spec, plan)
+    if run.eval_batches is not None:
+        require_evaluation(plan, eval_length(config, run.eval_batches))
 
 
 def _refuse_rounding(batch: Mapping[str, Tensor], dtype: torch.dtype) -> None:

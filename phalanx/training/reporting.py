@@ -28,6 +28,7 @@ from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
+from phalanx.observe.story import change_words
 from phalanx.params.optimizer import decays
 from phalanx.plan.plan import Plan
 from phalanx.state.saving import StorageError
@@ -41,6 +42,7 @@ HOOKS = {
     "on_start": "(trainer) before the first step",
     "on_step": "(record) after a step",
     "on_evaluate": "(record) after an evaluation",
+    "on_change": "(record) after a change of plan, or its refusal",
     "on_checkpoint": "(path) once a checkpoint is complete",
     "on_end": "(result) when the run is over",
 }
@@ -128,6 +130,7 @@ class Reporter:
         self.spike: int | None = None  # the step of one that was reported
         self.ends = False  # whether a callback asked that the run end
         self.stops = False  # whether a step that was reported had been asked to be the last
+        self.changes = False  # whether one had been asked for another plan
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
         self._emit = emit
         self._saved: Path | None = None
@@ -158,7 +161,7 @@ class Reporter:
             return
         (facts, outcome), self._waiting = self._waiting, None
         loss, norm, updated = outcome.read()
-        self.stops = self.stops or outcome.stops()
+        self.stops, self.changes = self.stops or outcome.stops(), self.changes or outcome.changes()
         tokens, flops, asked = outcome.counted()
         self.ends = self.ends or bool(asked)
         record = self._record(facts, loss, norm, updated, tokens, flops)
@@ -184,6 +187,15 @@ class Reporter:
         if prediction:
             self._log.write("prediction", **prediction)
         self.prediction = {name: value for name, value in prediction.items() if name.startswith("predicted_")}
+
+    def changed(self, record: dict[str, Any]) -> None:
+        """A change of plan, made or refused. What was predicted of the old one does not hold any more."""
+        self._log.write("change", **record)
+        if "refused" not in record:
+            self.prediction = {}
+            self._snapshot.plans.append({name: record[name] for name in ("step", "plan", "how")})
+        self._progress.message(change_words(record))
+        self._emit("on_change", record)
 
     def saved(self, path: Path | None) -> bool:
         """Takes note of the newest complete checkpoint; each is told of once. Whether it is a new one."""

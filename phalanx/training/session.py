@@ -8,15 +8,17 @@ others; a session puts them together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.comm.links import Links
+from phalanx.adapt.portions import Migration
+from phalanx.comm.links import Group, Links
 from phalanx.config import RunConfig
 from phalanx.data.batches import Batches
-from phalanx.engine.compiled import Compiled, Functions
+from phalanx.engine.compiled import Compiled, Functions, state_layout
 from phalanx.engine.engine import Engine, Watch
 from phalanx.engine.evaluation import Evaluator
 from phalanx.engine.gradients import BucketGradients
@@ -30,22 +32,97 @@ from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.buckets import BufferPool, Read
 from phalanx.params.groups import Groups
-from phalanx.params.rank_state import State
+from phalanx.params.layout_of import StateLayout
+from phalanx.params.rank_state import Filled, State
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import Partition
 from phalanx.tasks.base import Batch
 
+_MAX_COMPILED = 8  # plans that are remembered
+Look = Callable[[Compiled, Callable[[Plan], Compiled]], None]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a session is made of besides its plan, and with which it is made anew under another one. migrations,
+    compiled: moves of state, and functions and programs, of plans that it had before."""
+
+    captured: Captured
+    config: RunConfig
+    context: RankContext
+    trainable: tuple[str, ...]
+    buffers: Mapping[str, Tensor]
+    optimizer_class: type[Any] | None = None
+    groups: Groups | None = None
+    watches: tuple[Watch, ...] = ()
+    migrations: dict[tuple[Plan, Plan], Migration] = field(default_factory=dict[tuple[Plan, Plan], Migration])
+    compiled: dict[tuple[Plan, int], Compiled] = field(default_factory=dict[tuple[Plan, int], Compiled])
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.context.device)
+
+    def has_place(self, plan: Plan) -> bool:
+        """Whether this rank takes part in a plan; one for fewer ranks than there are leaves out the last."""
+        return self.context.rank < plan.world
+
+    def remembered(self, plan: Plan) -> Compiled:
+        """What `compile` gives, once for each of the last few plans."""
+        key = (plan, self.config.batch_size)
+        found = self.compiled.pop(key, None) or self.compile(plan)
+        while len(self.compiled) >= _MAX_COMPILED:
+            self.compiled.pop(next(iter(self.compiled)))
+        self.compiled[key] = found
+        return found
+
+    def compile(self, plan: Plan) -> Compiled:
+        return Compiled(
+            self.captured, self.config, plan, rank=self.context.rank, device=self.device, trainable=self.trainable,
+            buffers=self.buffers, optimizer_class=self.optimizer_class,
+        )  # fmt: skip
+
+    def layout(self, plan: Plan) -> StateLayout:
+        """What all ranks keep."""
+        return state_layout(
+            self.captured, self.config, plan, self.device, self.trainable, self.optimizer_class
+        )  # fmt: skip
+
+    def state(self, compiled: Compiled, read: Read, only_shards: bool = False) -> State:
+        return State(
+            compiled.formation.state, self.context.rank, read, self.config, self.device, self.optimizer_class,
+            self.groups, compiled.hosted(), only_shards,
+        )  # fmt: skip
+
+    def told(self, links: Links, plan: Plan) -> Group | None:
+        """Rank 0 and those that have no place in a plan, where this rank is one of them and there are any."""
+        ranks = (0, *range(plan.world, self.context.world))
+        return links.group(ranks, "told") if len(ranks) > 1 and self.context.rank in ranks else None
+
 
 class Session:
-    """Trains and evaluates one model under one plan. `step` is called with this rank's part of a batch."""
+    """Trains and evaluates one model under one plan. `step` is called with this rank's part of a batch. opening: where
+    there is one, the plan can be changed (`change.py`)."""
 
     def __init__(
-        self, compiled: Compiled, connected: ProcessGroups, state: State, watches: Iterable[Watch] = ()
-    ) -> None:
-        self.compiled, self.connected, self.state, self._watches = compiled, connected, state, tuple(watches)
+        self, compiled: Compiled, connected: ProcessGroups, state: State, watches: Iterable[Watch] = (),
+        opening: Opening | None = None,
+    ) -> None:  # fmt: skip
+        self.compiled, self.connected, self._watches, self.opening = compiled, connected, tuple(watches), opening
+        self._told = None if opening is None else opening.told(connected.links, compiled.plan)
+        self.put_back(state)
+
+    def give_up_state(self) -> list[Filled]:
+        """All that this rank keeps, of which another state is made; the session runs no step until it has one."""
+        held = self.state.give_up()
+        del self.step, self._evaluator, self.state
+        return held
+
+    def put_back(self, state: State) -> None:
+        """From now on with this state."""
+        compiled, connected, self.state = self.compiled, self.connected, state
         training = self._engine(compiled.training, self._watches, self._gradients(), self._totals())
         evaluation = self._engine(compiled.evaluation, self._watches, {}, None)
-        self.step = Step(compiled.training.feeder, training, compiled.program, compiled.plan)
+        self.step = Step(compiled.training.feeder, training, compiled.program, compiled.plan, self._told)
         self._evaluator = Evaluator(
             evaluation, compiled.evaluation.feeder, compiled.formation, connected, compiled.samples
         )  # fmt: skip
@@ -65,34 +142,31 @@ class Session:
         groups: Groups | None = None,
         watches: Iterable[Watch] = (),
         links: Links | None = None,
-        look: Callable[[Compiled, Callable[[Plan], Compiled]], None] | None = None,
+        look: Look | None = None,
     ) -> Session:
         """links: of this context, to be used and left open; else it makes its own and closes them. look: is shown what
         is compiled, and how other plans would be, before anything is put on the device."""
-        device = torch.device(context.device)
+        opening = Opening(captured, config, context, tuple(trainable), buffers, optimizer_class, groups, tuple(watches))
+        return cls.of(opening, plan, read, look, links)
 
-        def compile(plan: Plan) -> Compiled:
-            return Compiled(
-                captured, config, plan, rank=context.rank, device=device, trainable=trainable, buffers=buffers,
-                optimizer_class=optimizer_class,
-            )  # fmt: skip
-
-        compiled = compile(plan)
+    @classmethod
+    def of(
+        cls, opening: Opening, plan: Plan, read: Read, look: Look | None = None, links: Links | None = None
+    ) -> Session:
+        """The same, of what is given together."""
+        compiled, context = opening.remembered(plan), opening.context
         if look is not None:
-            look(compiled, compile)
+            look(compiled, opening.compile)
         if context.world > 1:
             context.slot.set_place(compiled.formation.place)
-        own = links or Links(context, timeout=config.timeout)
+        own = links or Links(context, timeout=opening.config.timeout)
         connected = ProcessGroups(compiled.formation, own, owns_links=links is None)
-        state = State(
-            compiled.formation.state, context.rank, read, config, device, optimizer_class, groups, compiled.hosted()
-        )  # fmt: skip
-        return cls(compiled, connected, state, watches)
+        return cls(compiled, connected, opening.state(compiled, read), opening.watches, opening)
 
     def under(self, plan: Plan) -> Session:
         """The same state and connections with the programs of another plan, one that leaves everything where it is."""
         self.step.engine.settle()
-        return Session(self.compiled.under(plan), self.connected, self.state, self._watches)
+        return Session(self.compiled.under(plan), self.connected, self.state, self._watches, self.opening)
 
     @property
     def plan(self) -> Plan:
@@ -104,7 +178,11 @@ class Session:
 
     def evaluate(self, batches: Batches, samples: int) -> float:
         """The mean loss over the first `samples` samples, in micro-batches of the size that training uses."""
-        return self._evaluator(batches, samples)
+        loss = self._evaluator(batches, samples)
+        if self._told is not None:
+            said = torch.tensor(loss, dtype=torch.float64, device=self.compiled.device)
+            self._told.broadcast(said, self._told.ranks[0]).wait("the evaluation's loss")
+        return loss
 
     def forward(self, batch: Batch, first: int) -> None:
         """This rank's part of a batch without a backward and without dropout, for outputs that leave."""

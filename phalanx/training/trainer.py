@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.config import RunConfig, require_eval_data
+from phalanx.config import RunConfig, plan_text, require_eval_data
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.join import join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
+from phalanx.observe.requests import ask
 from phalanx.params.groups import ParameterGroup
 from phalanx.params.lr_functions import LrFunction, MakeScheduler, ScheduledRate, require_no_schedule
 from phalanx.params.optimizer_instance import ReadOptimizer, read_optimizer
+from phalanx.plan.plan import Plan
 from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
 from phalanx.state.remote import is_remote, local_copy
@@ -141,6 +143,10 @@ class Trainer:
                 f"{back.message}; that would be for the {MOST_ROLLBACKS + 1}th time",
                 "lower lr, set clip or a larger spike_factor; or look for broken samples at these steps in the run log",
             ) from None
+
+    def change(self, plan: str | Plan) -> None:
+        """From a callback: another plan, between two of the next steps. `on_change` tells what came of it."""
+        ask(self.folder, plan.full_text if isinstance(plan, Plan) else plan_text(plan))
 
     def _fit(self) -> Summary:
         """On the ranks that there are, or that are started for it."""

@@ -43,6 +43,13 @@ def test_groups_are_any_set_of_ranks_and_kept_by_purpose(pool: WorkerPool):
     assert pool.run(jobs.sub_groups) == [(1.0, 2.0, True), (1.0, 4.0, True), (5.0, 2.0, True), (5.0, 4.0, True)]
 
 
+def test_ranks_send_each_other_different_amounts_and_texts_and_leave_groups(pool: WorkerPool):
+    for rank, (into, said, silence, total) in enumerate(pool.run(jobs.all_to_all_and_texts)):
+        assert into == [other for other in range(4) for _ in range(rank + 1)]
+        assert said == ["", "é", "éé", "ééé"] and silence == [""] * 4
+        assert total == [4]
+
+
 def test_a_group_of_one_communicates_nothing(pool: WorkerPool):
     assert pool.run(jobs.alone_in_a_group, world=1) == [([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])]
 

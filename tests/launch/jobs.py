@@ -273,3 +273,27 @@ def ignores_signals(context: RankContext, folder: str) -> None:
 
 def rank_error(context: RankContext) -> None:
     raise RankError(f"rank {context.rank} gave up")
+
+
+def all_to_all_and_texts(context: RankContext) -> tuple[list[int], list[str], list[str], list[int]]:
+    """Rank r sends s + 1 numbers r to rank s; everybody says something but rank 0; a group is left and made again."""
+    world = context.world
+    with Links(context, timeout=20) as links:
+        group = links.group(tuple(range(world)))
+        sent = [other + 1 for other in range(world)]
+        received = [context.rank + 1] * world
+        into = torch.zeros(sum(received), dtype=torch.uint8)
+        out = torch.full((sum(sent),), context.rank, dtype=torch.uint8)
+        group.all_to_all(into, out, received, sent).wait()
+        said, silence = group.texts("é" * context.rank), group.texts("")
+        pair = (context.rank // 2 * 2, context.rank // 2 * 2 + 1)
+        total = torch.ones(1)
+        for _ in range(2):
+            own = links.group(pair, "again")
+            own.all_reduce(total).wait()
+            group.barrier().wait()
+            links.drop_others([group])
+            assert links.group(pair, "again") is not own
+            group.barrier().wait()
+            links.drop_others([group])
+        return into.tolist(), said, silence, total.int().tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -210,3 +210,20 @@ def lora(context: RankContext, plan: str, kind: str, folder: Path | None = None,
     if folder is not None:
         session.export(folder)
     return [begun, finished(session, losses)]
+
+
+def changing(context: RankContext, plans: Sequence[str], steps: int = 2) -> Trained:
+    """The session's own optimizer under a scheduler, a few steps under each plan."""
+    session = opened(context, net(), plans[0], numbers(0), loss=both, has_optimizer=True, optimizer="adamw", lr=LR)
+    assert session.optimizer is not None
+    optimizer, losses = session.optimizer, []
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for number, plan in enumerate(plans):
+        if number:
+            session.change(plan)
+            assert session.optimizer is optimizer
+        for step in range(steps):
+            losses.append(session.forward_backward(numbers(number * steps + step)))
+            session.step()
+            scheduler.step()
+    return finished(session, losses)

@@ -1,0 +1,93 @@
+"""How long training pauses when a plan changes while it runs, against the size of the state that moves.
+
+    python benchmarks/migrate.py [--quick] [--repeats 7] [--out migrate.json]
+
+Four CPU ranks go to and fro between two plans. Beside the pause stands what the same bytes between the same ranks take
+when nothing is packed, checked or placed (all at once, measured in turn with the pauses), and what the way through a
+checkpoint on disk takes in processes that are there already: a stop and a new start would add those of a start. The
+first change to a plan also makes its functions; that is shown by itself, with the first step.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import plot
+import report
+from compare_setting import Setting, Size
+from migrate_ranks import Case, Measured, measure
+
+from phalanx.launch.worker_pool import WorkerPool
+from phalanx.observe.format import bytes_text
+from phalanx.plan.complete import complete
+
+WIDTHS, LAYERS, WORLD = (128, 512, 1024), 6, 4
+CHANGES = (("pp=4,mb=4", "dp=4,zero=1"), ("tp=4", "pp=2,dp=2,mb=2"), ("pp=4,mb=4", "pp=4,mb=2,schedule=gpipe"))
+ALLOWED = 0.15  # seconds beside the bytes, of four CPU ranks
+HEADERS = ["from", "to", "state", "moved", "pause s", "prepare", "connect", "move", "plain bytes s",
+           "pause - plain", "through files s", "first change and step s"]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = report.options(__doc__ or "")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="of each change; the median counts")
+    parser.add_argument("--quick", action="store_true", help="the smallest model and one repeat")
+    options = parser.parse_args(arguments)
+    widths, repeats = (WIDTHS[:1], 1) if options.quick else (WIDTHS, options.repeats)
+    results: list[dict[str, Any]] = []
+    with WorkerPool(WORLD, threads_per_rank=1, device="cpu") as pool, tempfile.TemporaryDirectory() as folder:
+        for width in widths:
+            for old, new in CHANGES:
+                results.append(_measured(pool, width, old, new, repeats, Path(folder)))
+                print(f"width {width}: {old} → {new}", file=sys.stderr)
+    print(report.table(HEADERS, [row(result) for result in results]))
+    report.publish(options, "migrate", {"world": WORLD, "layers": LAYERS, "repeats": repeats}, results, panels(results))
+
+
+def _measured(pool: WorkerPool, width: int, old: str, new: str, repeats: int, folder: Path) -> dict[str, Any]:
+    size = Size(layers=LAYERS, width=width, vocabulary=4 * width, samples=8, tokens=16)
+    setting = Setting("llama", size, "float32", masters=False)
+    captured, batch = setting.capture(), setting.batch()
+    costs = captured.blocks.flops(captured.dims(batch))
+    plans = [complete(text, world=WORLD, batch_size=size.samples, costs=costs).plan for text in (old, new)]
+    found: list[Measured] = pool.run(measure, Case(captured, batch, *plans, repeats, folder))
+    pairs = [slow - plain for slow, plain in zip(_slowest(found, "pauses"), _slowest(found, "plain"), strict=True)]
+    return {
+        "old": old, "new": new, "width": width, "state_bytes": sum(each.state_bytes for each in found),
+        "bytes": found[0].bytes, "first": max(each.first for each in found),
+        **{name: report.summary(_slowest(found, name)) for name in ("pauses", "plain", "through_files")},
+        "beside": report.summary(pairs),
+        "parts": {name: report.summary([max(each.parts[name][i] for each in found) for i in range(repeats)])
+                  for name in found[0].parts},
+    }  # fmt: skip
+
+
+def _slowest(found: Sequence[Measured], name: str) -> list[float]:
+    return [max(times) for times in zip(*(getattr(each, name) for each in found), strict=True)]
+
+
+def row(result: Mapping[str, Any]) -> list[str]:
+    parts = [f"{result['parts'].get(name, {}).get('median', 0.0):.3f}" for name in ("prepare", "connect", "move")]
+    medians = [f"{result[name]['median']:.3f}" for name in ("plain", "beside", "through_files")]
+    sizes = [bytes_text(result[name]) for name in ("state_bytes", "bytes")]
+    pause = f"{result['pauses']['median']:.3f}"
+    return [result["old"], result["new"], *sizes, pause, *parts, *medians, f"{result['first']:.2f}"]
+
+
+def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
+    found: dict[str, list[plot.Point]] = {"pause": [], "plain bytes": [], "through files": []}
+    for each in results:
+        name = f"{each['old']} → {each['new']}, {bytes_text(each['state_bytes'])}"
+        for kind, key in zip(found, ("pauses", "plain", "through_files"), strict=True):
+            found[kind].append(plot.Point.of(name, each[key]))
+    return [plot.Panel("a change of plan on four CPU ranks", "change and size of the state", "seconds", found)]
+
+
+if __name__ == "__main__":
+    main()

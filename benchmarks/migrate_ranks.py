@@ -1,0 +1,157 @@
+"""The rank's side of `migrate.py`: a session that goes to and fro between two plans, beside the same bytes sent plainly
+and beside a checkpoint that is saved by one plan and loaded by the other."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from phalanx.adapt.portions import move_bytes
+from phalanx.comm.links import Links
+from phalanx.config import RunConfig
+from phalanx.engine.layout import ProcessGroups
+from phalanx.launch.context import RankContext
+from phalanx.model.captured import Captured
+from phalanx.params.flat import Piece
+from phalanx.plan.plan import Plan
+from phalanx.state import checkpoint
+from phalanx.state.rendezvous import Meeting, StoreRendezvous
+from phalanx.training.change import Member, change, everyone, open_member
+from phalanx.training.session import Opening, Session
+
+LR = 1e-4
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: the change from one plan to the other, and back."""
+
+    captured: Captured
+    batch: Mapping[str, Tensor]
+    old: Plan
+    new: Plan
+    repeats: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank, a number per repeat. parts: of pauses, by name. first: the pause of the first change, which makes
+    the functions of the new plan."""
+
+    first: float
+    pauses: list[float]
+    parts: dict[str, list[float]]
+    plain: list[float]
+    through_files: list[float]
+    bytes: int
+    state_bytes: int
+
+
+def measure(context: RankContext, case: Case) -> Measured:
+    opening = _opening(context, case)
+    member = open_member(opening, case.old, _read(case.captured))
+    _step(member, case)
+    state_bytes = sum(data.nbytes for _, data in member.state.shards())
+    began = time.perf_counter()
+    member, done = change(member, case.new)
+    _step(member, case)
+    first = time.perf_counter() - began
+    member, _ = change(member, case.old)
+    _step(member, case)
+    pauses: list[float] = []
+    plain: list[float] = []
+    through_files: list[float] = []
+    parts: dict[str, list[float]] = {}
+    for number in range(case.repeats):
+        seconds, _ = _timed(member, _plainly, member, case)
+        plain.append(seconds)
+        seconds, member = _timed(member, _changed, member, case.new, parts)
+        pauses.append(seconds)
+        _step(member, case)
+        member, _ = change(member, case.old)
+        _step(member, case)
+        seconds, _ = _timed(member, _through_files, member, case, context, number)
+        through_files.append(seconds)
+    member.close()
+    return Measured(first, pauses, parts, plain, through_files, done.bytes, state_bytes)
+
+
+def _changed(member: Member, plan: Plan, parts: dict[str, list[float]]) -> Member:
+    member, done = change(member, plan)
+    for name, seconds in done.seconds.items():
+        parts.setdefault(name, []).append(seconds)
+    return member
+
+
+def _plainly(member: Member, case: Case) -> None:
+    """As many bytes between the same ranks at once, out of one buffer and into another."""
+    group, opening = everyone(member), member.opening
+    migration = opening.migrations.get((case.old, case.new)) if opening is not None else None
+    portions = migration.portions if migration is not None else ()  # where nothing moves there is none
+    moves = [move for portion in portions for own in portion.rounds for move in own]
+    sizes = [[0] * len(group.ranks) for _ in group.ranks]
+    for move in moves:
+        sizes[move.source][move.destination] += move_bytes(move)
+    sent, received = sizes[group.index], [own[group.index] for own in sizes]
+    out, into = (torch.zeros(sum(own), dtype=torch.uint8) for own in (sent, received))
+    group.all_to_all(into, out, received, sent).wait("plain bytes")
+
+
+def _through_files(member: Member, case: Case, context: RankContext, number: int) -> None:
+    """A checkpoint saved by one plan and taken up by a new session of the other, in processes that are there."""
+    folder, state = case.folder / str(number), member.state
+
+    def meeting(name: str) -> Meeting:
+        return Meeting(context.rank, context.world, StoreRendezvous(context.store, context.rank), key=f"{name}{number}")
+
+    scalars, _ = state.scalars()
+    path = checkpoint.save(folder, 1, state.shards(), {"optimizer": scalars}, 1, meeting=meeting("save"))
+    found = checkpoint.open_together(path, meeting("open"))
+    opening = member.opening
+    assert opening is not None
+    compiled = opening.compile(case.new)
+    with Links(context, name=f"files{number}") as links:
+        ProcessGroups(compiled.formation, links)
+        again = opening.state(compiled, lambda name, _, piece: piece.read(found, f"model/{name}"))
+        again.restore(found, scalars, None)
+    everyone(member).barrier().wait("all ranks")
+    if context.rank == 0:
+        shutil.rmtree(folder)
+
+
+def _timed(member: Member, action: Callable[..., T], *arguments: Any) -> tuple[float, T]:
+    everyone(member).barrier().wait("all ranks")
+    began = time.perf_counter()
+    result = action(*arguments)
+    everyone(result if isinstance(result, Session) else member).barrier().wait("all ranks")
+    return time.perf_counter() - began, result
+
+
+def _step(member: Member, case: Case) -> None:
+    assert isinstance(member, Session)
+    samples = next(iter(case.batch.values())).shape[0]
+    first, count = member.part(0, samples)
+    member.step({name: tensor[first : first + count] for name, tensor in case.batch.items()}, first, LR).read()
+
+
+def _opening(context: RankContext, case: Case) -> Opening:
+    config = RunConfig.create(lr=LR, batch_size=next(iter(case.batch.values())).shape[0], compile="off", device="cpu")
+    captured = case.captured
+    return Opening(captured, config, context, tuple(captured.trainable), dict(captured.buffers))
+
+
+def _read(captured: Captured) -> Callable[[str, bool, Piece], Tensor]:
+    def read(name: str, is_master: bool, piece: Piece) -> Tensor:
+        shape = (piece.stop - piece.start,)
+        return torch.ones(shape) if len(captured.shapes[name]) == 1 else torch.empty(shape).normal_(0, 0.02)
+
+    return read

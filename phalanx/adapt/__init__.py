@@ -1,0 +1,1 @@
+"""Changing what runs: another plan for the same run, while it runs."""

@@ -1,0 +1,173 @@
+"""State from the layout of one plan to that of another, straight between the ranks of a running job.
+
+Portion by portion: all ranks make room, exchange, compare checksums, agree that all is well, and only then let go of
+what the portion was made of, so that no rank ever holds much more than the larger of its two states. If something is
+wrong on any rank, all of them move back what had already moved and have what they had.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.adapt.exchange import Staging, exchange
+from phalanx.adapt.portions import Migration, Portion, parameter_of
+from phalanx.comm.links import Group
+from phalanx.errors import PhalanxError
+from phalanx.params.layout_of import KeptSlot, SlotsOf, StateLayout
+from phalanx.state.layout import Box, StateShard
+
+Home = Callable[[str], torch.device]  # of a tensor by its name
+
+
+class ChangeRefused(PhalanxError):
+    """A change of plan that was not made: everything is as it was."""
+
+
+def agree(group: Group, problem: PhalanxError | str | None) -> None:
+    """Returns on all ranks, or, where one of them has a problem, raises on all of them."""
+    if isinstance(problem, PhalanxError):
+        text = json.dumps([problem.message, problem.hint])
+    else:
+        text = json.dumps([problem, ""]) if problem else ""
+    said = group.texts(text)
+    found = [(rank, *json.loads(own)) for rank, own in zip(group.ranks, said, strict=True) if own]
+    if found:
+        rank, message, hint = found[0]
+        where = "" if len({message for _, message, _ in found}) == 1 and len(found) == len(said) else f"rank {rank}: "
+        raise ChangeRefused(f"{where}{message}", hint)
+
+
+class Arrived:
+    """State of a rank as it came, by its names in a checkpoint; whoever reads a tensor takes it out."""
+
+    def __init__(self, shards: Iterable[StateShard], data: dict[str, Tensor]) -> None:
+        self._shards, self._data = {shard.name: shard for shard in shards}, data
+
+    def names(self) -> Sequence[str]:
+        return list(self._data)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shards[name].shape
+
+    def read(self, name: str) -> Tensor:
+        return self.read_flat(name, self._shards[name].boxes).view(self.shape(name))
+
+    def read_flat(self, name: str, boxes: Sequence[Box]) -> Tensor:
+        assert tuple(boxes) == self._shards[name].boxes, f"of {name} other boxes came than are wanted"
+        return self._data.pop(name)
+
+
+def slots_now(layout: StateLayout, rank: int | None, held: Iterable[StateShard], group: Group) -> SlotsOf:
+    """What the optimizer keeps by now of each parameter, on whatever rank. Before a first update that is nothing; and
+    some optimizers are not known well enough to be foreseen. Only then do ranks tell each other."""
+    found: dict[str, list[KeptSlot]] = (
+        {kept.facts.name: [] for kept in layout.updated(rank)} if rank is not None else {}
+    )
+    shapes = {each.name: each.shape for each in layout.facts.parameters}
+    for shard in held:
+        kind, slot, *_ = shard.name.split("/", 2)
+        if kind == "optimizer":
+            name = parameter_of(shard.name)
+            found[name].append((slot, shard.dtype, None if shard.shape == shapes[name] else shard.shape))
+    foreseen = layout.facts.slots is not None
+    as_foreseen = foreseen and all(sorted(own, key=str) == _expected(layout, name) for name, own in found.items())
+    texts = group.texts("" if as_foreseen else json.dumps(found))
+    if not any(texts):
+        return layout.expected_slots
+    told: dict[str, tuple[KeptSlot, ...]] = {}
+    for text in filter(None, texts):
+        for name, own in json.loads(text).items():
+            told[name] = tuple((slot, dtype, None if shape is None else tuple(shape)) for slot, dtype, shape in own)
+    return lambda name: told[name] if name in told else layout.expected_slots(name)
+
+
+def _expected(layout: StateLayout, name: str) -> list[KeptSlot]:
+    return sorted(layout.expected_slots(name), key=str)
+
+
+def migrate(
+    migration: Migration, held: dict[str, Tensor], *, rank: int, group: Group, device: torch.device, home: Home
+) -> Arrived:
+    """What this rank has in the new layout. held: what it has in the old one, which it loses. group: all ranks of the
+    job, which all call this. home: in the new layout.
+
+    Raises `MovedBack`, with what this rank had, where the change was not made.
+    """
+    homes = {name: data.device for name, data in held.items()}
+    stream = _Stream(rank, group, device)
+    try:
+        arrived = stream.run(migration, held, home)
+    except ChangeRefused as refused:
+        back = migration.back(stream.dropped)
+        held |= _Stream(rank, group, device).run(back, stream.arrived, homes.__getitem__)
+        raise MovedBack(refused, Arrived(migration.old.get(rank, ()), held)) from refused
+    return Arrived(migration.new.get(rank, ()), arrived)
+
+
+class MovedBack(Exception):
+    """Why a change was not made, and the state as it was before."""
+
+    def __init__(self, refused: ChangeRefused, state: Arrived) -> None:
+        super().__init__(str(refused))
+        self.refused, self.state = refused, state
+
+
+class _Stream:
+    """`arrived` is what came so far, `dropped` the portions whose old state is gone."""
+
+    def __init__(self, rank: int, group: Group, device: torch.device) -> None:
+        self._rank, self._group, self._staging = rank, group, Staging(device)
+        self.arrived: dict[str, Tensor] = {}
+        self.dropped: list[Portion] = []
+
+    def run(self, migration: Migration, held: dict[str, Tensor], home: Home) -> dict[str, Tensor]:
+        """Takes what it moves out of `held`."""
+        old, new = (
+            {shard.name: shard for shard in layout.get(self._rank, ())} for layout in (migration.old, migration.new)
+        )
+        problem: str | None = None
+        before: Portion | None = None
+        for portion in (*migration.portions, None):
+            room: dict[str, Tensor] = {}
+            if portion is not None and problem is None:
+                try:
+                    room = self._room(portion, old, new, held, home)
+                except RuntimeError as error:
+                    problem = f"no room for {portion.names[0]} and what goes with it: {str(error).splitlines()[0]}"
+            agree(self._group, problem)  # also that what came before is sound
+            if before is not None:
+                self.dropped.append(before)
+                for name in before.names:
+                    held.pop(name, None)
+            if portion is None:
+                break
+            self.arrived |= room
+            problem, before = self._move(portion, held), portion
+        return self.arrived
+
+    def _room(
+        self, portion: Portion, old: dict[str, StateShard], new: dict[str, StateShard], held: dict[str, Tensor],
+        home: Home,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Memory for what comes; what stays as it is needs none."""
+        found: dict[str, Tensor] = {}
+        for name in portion.names:
+            if name in new:
+                stays = name in old and old[name].boxes == new[name].boxes and held[name].device == home(name)
+                dtype = getattr(torch, new[name].dtype)
+                found[name] = held[name] if stays else torch.empty(new[name].numel, dtype=dtype, device=home(name))
+        return found
+
+    def _move(self, portion: Portion, held: dict[str, Tensor]) -> str | None:
+        for move in portion.local:
+            if move.destination == self._rank and self.arrived[move.name] is not held[move.name]:
+                source = move.taken_from.view(held[move.name], move.box)
+                move.put_to.view(self.arrived[move.name], move.box).copy_(source)
+        problems: list[str] = []
+        for moves in portion.rounds:
+            problems += exchange(moves, held, self.arrived, self._rank, self._group, self._staging)
+        return "; ".join(problems[:3]) or None

@@ -1,0 +1,160 @@
+"""A change of layout in portions that can be carried out one after the other: pure, and the same on every rank.
+
+A portion is all state of the parameters of a bucket, or of a few small ones. It is closed: no bucket of either plan has
+a parameter in two portions, so that once a portion has moved, the memory of its old buckets is free. Its moves between
+ranks go in rounds, none of which needs much memory besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from phalanx.params.layout_of import StateLayout
+from phalanx.params.state_facts import ParameterFacts
+from phalanx.state.layout import Box, Layout, StateShard
+from phalanx.state.moves import Move, plan_moves
+
+PORTION_BYTES = 2**25  # of state, unless that of one bucket is more
+ROUND_BYTES = 2**27  # that a rank sends or receives at once
+BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+
+
+@dataclass(frozen=True)
+class Portion:
+    """names: of the tensors. local: moves within a rank. rounds: moves between ranks."""
+
+    names: tuple[str, ...]
+    local: tuple[Move, ...]
+    rounds: tuple[tuple[Move, ...], ...]
+
+
+@dataclass(frozen=True)
+class Migration:
+    """From one layout to another."""
+
+    old: Layout
+    new: Layout
+    portions: tuple[Portion, ...]
+
+    @cached_property
+    def bytes_sent(self) -> int:
+        """By all ranks to others."""
+        moves = (move for portion in self.portions for own in portion.rounds for move in own)
+        return sum(move_bytes(move) for move in moves)
+
+    def back(self, portions: Sequence[Portion]) -> Migration:
+        """The way back of these portions."""
+        groups = [portion.names for portion in portions]
+        old, new = (_only(layout, {name for names in groups for name in names}) for layout in (self.old, self.new))
+        return Migration(new, old, _portions(new, old, groups))
+
+
+def plan_migration(old: StateLayout, new: StateLayout, before: Layout, after: Layout) -> Migration:
+    """before, after: the state of all ranks under the two."""
+    groups = _closed([old.facts.buckets, new.facts.buckets])
+    of_parameter = {name: number for number, names in enumerate(groups) for name in names}
+    found: list[dict[str, int]] = [{} for _ in groups]  # bytes of the whole tensors
+    for shard in (shard for shards in after.values() for shard in shards):
+        own = found[of_parameter[parameter_of(shard.name)]]
+        if shard.name not in own:
+            own[shard.name] = math.prod(shard.shape) * BYTES.get(shard.dtype, 1)
+    return Migration(before, after, _portions(before, after, _joined(found)))
+
+
+def _joined(groups: Iterable[Mapping[str, int]]) -> list[list[str]]:
+    """Neighbours together as long as they are small."""
+    found: list[list[str]] = []
+    total = PORTION_BYTES
+    for own in groups:
+        size = sum(own.values())
+        if total + size > PORTION_BYTES:
+            found.append([])
+            total = 0
+        found[-1] += own
+        total += size
+    return found
+
+
+def parameter_of(name: str) -> str:
+    """Whose state a tensor is: `optimizer/exp_avg/wte.weight`, `model/wte.weight`."""
+    kind, _, rest = name.partition("/")
+    return rest.partition("/")[2] if kind == "optimizer" else rest
+
+
+def move_bytes(move: Move) -> int:
+    return move.box.numel * BYTES.get(move.dtype, 1)
+
+
+def _closed(bucketings: Sequence[Mapping[int, Sequence[ParameterFacts]]]) -> list[list[str]]:
+    """The names of parameters, those together that share a bucket anywhere, in the order of the last bucketing."""
+    leader: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while leader[name] != name:
+            name = leader[name] = leader[leader[name]]
+        return name
+
+    for buckets in bucketings:
+        for own in buckets.values():
+            names = [each.name for each in own]
+            for name in names:
+                leader.setdefault(name, name)
+            for name in names[1:]:
+                leader[find(name)] = find(names[0])
+    groups: dict[str, list[str]] = defaultdict(list)
+    for own in (bucketings[-1][index] for index in sorted(bucketings[-1])):
+        for each in own:
+            groups[find(each.name)].append(each.name)
+    return list(groups.values())
+
+
+def _portions(old: Layout, new: Layout, groups: Sequence[Sequence[str]]) -> tuple[Portion, ...]:
+    of_name = {name: number for number, names in enumerate(groups) for name in names}
+    local: list[list[Move]] = [[] for _ in groups]
+    between: list[list[Move]] = [[] for _ in groups]
+    for move in plan_moves(old, new):
+        (local if move.source == move.destination else between)[of_name[move.name]].append(move)
+    return tuple(
+        Portion(tuple(names), tuple(mine), tuple(_rounds(others)))
+        for names, mine, others in zip(groups, local, between, strict=True)
+        if names
+    )
+
+
+def _rounds(moves: Iterable[Move]) -> Iterator[tuple[Move, ...]]:
+    """In order; in none of them does a rank send or receive more than so many bytes."""
+    own: list[Move] = []
+    sent, received = Counter[int](), Counter[int]()
+    for whole in moves:
+        for move in _cut(whole):
+            size = move_bytes(move)
+            if own and max(sent[move.source], received[move.destination]) + size > ROUND_BYTES:
+                yield tuple(own)
+                own, sent, received = [], Counter[int](), Counter[int]()
+            own.append(move)
+            sent[move.source] += size
+            received[move.destination] += size
+    if own:
+        yield tuple(own)
+
+
+def _cut(move: Move) -> Iterator[Move]:
+    """As moves of boxes of which none is too large for a round."""
+    box = move.box
+    dim = next((dim for dim, size in enumerate(box.shape) if size > 1), None)
+    if dim is None or move_bytes(move) <= ROUND_BYTES:
+        yield move
+        return
+    half = box.shape[dim] // 2
+    for begin, size in ((0, half), (half, box.shape[dim] - half)):
+        offset = tuple(o + begin * (d == dim) for d, o in enumerate(box.offset))
+        shape = tuple(size if d == dim else s for d, s in enumerate(box.shape))
+        yield from _cut(move._replace(box=Box(offset, shape)))
+
+
+def _only(layout: Layout, names: set[str]) -> dict[int, tuple[StateShard, ...]]:
+    return {rank: tuple(shard for shard in shards if shard.name in names) for rank, shards in layout.items()}

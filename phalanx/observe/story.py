@@ -1,0 +1,67 @@
+"""The story of a run in words, out of its log: where it began, what changed, what went wrong, how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from phalanx.observe.format import bytes_text, seconds_text
+
+Record = Mapping[str, Any]
+
+
+def story(records: Iterable[Record]) -> Iterator[str]:
+    """One line for everything that happened between steps, and one for every stretch of steps."""
+    steps: list[Record] = []
+    for record in records:
+        if record["kind"] == "step":
+            steps.append(record)
+        elif record["kind"] in _WORDS:
+            yield from _stretch(steps)
+            steps = []
+            yield f"{_clock(record)}  {_WORDS[record['kind']](record)}"
+    yield from _stretch(steps)
+
+
+def _stretch(steps: list[Record]) -> Iterator[str]:
+    if steps:
+        first, last = steps[0], steps[-1]
+        seconds = sum(each.get("step_seconds", 0.0) for each in steps) / len(steps)
+        name = f"step {first['step']}" if len(steps) == 1 else f"steps {first['step']} to {last['step']}"
+        skipped = sum(1 for each in steps if each.get("skipped"))
+        lost = f", {skipped} of them skipped" if skipped else ""
+        yield f"{_clock(last)}  {name}: loss {first['loss']} to {last['loss']}, {seconds_text(seconds)} each{lost}"
+
+
+def _clock(record: Record) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
+
+
+def _began(record: Record) -> str:
+    plan = str(record["header"].get("plan", "")).partition(":")[0]
+    first, total = record["first_step"], record["total_steps"]
+    if not first:
+        return f"the run began, {total} steps, with plan {plan}"
+    return f"the run went on after step {first} of {total}, with plan {plan}"
+
+
+def change_words(record: Record) -> str:
+    """`step 200: plan dp=2 → pp=2,mb=4 (as the options say): 1.2 MiB moved, a pause of 100ms`."""
+    text = f"step {record['step']}: plan {record['old']} → {record['plan']} ({record['how']})"
+    if "refused" in record:
+        return f"{text} was refused and the old one stays: {record['refused']}"
+    for name in ("batch_size", "seq_len"):
+        text += f", {name} {record[name]}" if name in record else ""
+    return f"{text}: {bytes_text(record['bytes'])} moved, a pause of {seconds_text(record['seconds'])}"
+
+
+_WORDS = {
+    "start": _began,
+    "change": change_words,
+    "checkpoint": lambda record: f"saved in {record['path']}",
+    "not_saved": lambda record: f"step {record['step']} could not be saved: {record['message']}",
+    "stop": lambda record: f"stopped by {record['signal']} after step {record['step']}",
+    "error": lambda record: f"failed: {record['message']}",
+    "finish": lambda record: f"the run ended with loss {record['loss']}",
+}

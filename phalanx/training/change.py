@@ -1,0 +1,234 @@
+"""Another plan for a session that runs: everything that can be refused first, then new connections, then the state.
+
+All ranks of the job call `change` between the same two steps. Until the state moves nothing has changed; while it moves
+it can be moved back; afterwards the session is one of the new plan, as if it had been opened with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.adapt.migrate import Arrived, MovedBack, agree, migrate, slots_now
+from phalanx.adapt.portions import Migration, parameter_of, plan_migration
+from phalanx.comm.links import Group, Links
+from phalanx.config import RunConfig
+from phalanx.engine.compiled import Compiled
+from phalanx.engine.layout import ProcessGroups
+from phalanx.errors import LinkError, PhalanxError
+from phalanx.params.buckets import Read
+from phalanx.params.flat import Piece
+from phalanx.params.layout_of import SlotsOf, StateLayout
+from phalanx.params.optimizer import make_optimizer
+from phalanx.params.parameters import Weight
+from phalanx.params.rank_state import State
+from phalanx.plan.plan import Plan
+from phalanx.training.session import Look, Opening, Session
+from phalanx.training.spare import Spare
+
+Member = Session | Spare  # what a rank is in a job
+
+
+@dataclass
+class Change:
+    """What a change was, and what it took. bytes: that went from rank to rank. seconds: of its parts."""
+
+    old: Plan
+    new: Plan
+    bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
+
+
+def change(
+    member: Member, plan: Plan, config: RunConfig | None = None, look: Look | None = None
+) -> tuple[Member, Change]:
+    """What this rank is from now on. config: with another size of batches. look: as in `Session.open`.
+
+    Raises `ChangeRefused` on all ranks where one of them cannot: then all is as it was, and `member` goes on.
+    """
+    opening = member.opening
+    assert opening is not None, "a session that was put together by hand stays as it is"
+    opening = replace(opening, config=config or opening.config)
+    done = Change(member.plan, plan)
+    links, group = _links(member), everyone(member)
+    with done.timed("prepare"):
+        compiled, layout = _prepared(opening, plan, group, look)
+    with done.timed("connect"):
+        if isinstance(member, Session):
+            member.step.engine.settle()
+        connected = ProcessGroups(compiled.formation, links, _owns(member)) if compiled is not None else None
+        told = opening.told(links, plan)
+    state = member.state if isinstance(member, Session) else None
+    if all(said == "same" for said in group.texts("same" if _stays(member, compiled) else "other")):
+        if state is not None:
+            state.layout = layout
+    else:
+        with done.timed("move"):
+            state = _moved(member, compiled, layout, connected, group, opening, done)
+    with done.timed("connect"):
+        links.drop_others([*(connected.ends() if connected else ()), group, *([told] if told else [])])
+    if compiled is None or connected is None or state is None:
+        opening.context.slot.set_place("spare")
+        return Spare(plan, opening, links), done
+    if opening.context.world > 1:
+        opening.context.slot.set_place(compiled.formation.place)
+    return Session(compiled, connected, state, opening.watches, opening), done
+
+
+def everyone(member: Member) -> Group:
+    """All ranks of the job, those without a place included."""
+    assert member.opening is not None
+    return _links(member).group(tuple(range(member.opening.context.world)), "world")
+
+
+def _links(member: Member) -> Links:
+    return member.links if isinstance(member, Spare) else member.connected.links
+
+
+def open_member(opening: Opening, plan: Plan, read: Read, look: Look | None = None) -> Member:
+    """A rank's part in a plan that may leave some out."""
+    if opening.has_place(plan):
+        return Session.of(opening, plan, read, look)
+    opening.context.slot.set_place("spare")
+    return Spare(plan, opening, Links(opening.context, timeout=opening.config.timeout))
+
+
+def _owns(member: Member) -> bool:
+    return isinstance(member, Spare) or member.connected.owns_links
+
+
+def _prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> tuple[Compiled | None, StateLayout]:
+    """Functions and programs of the new plan, and that it fits: all that can be known before anything is touched."""
+    compiled: Compiled | None = None
+    layout: StateLayout | None = None
+    problem: PhalanxError | None = None
+    try:
+        if opening.has_place(plan):
+            compiled = opening.remembered(plan)
+            layout = compiled.formation.state
+            _require_optimizer(opening, layout)
+            if look is not None:
+                look(compiled, opening.compile)
+        else:
+            layout = opening.layout(plan)
+    except LinkError:
+        raise
+    except PhalanxError as error:
+        problem = error
+    agree(group, problem)
+    assert layout is not None
+    return compiled, layout
+
+
+def _require_optimizer(opening: Opening, layout: StateLayout) -> None:
+    """Refuses an optimizer that cannot update what the plan would give this rank."""
+    weights: dict[str, Weight] = {}
+    for kept in layout.kept(opening.context.rank):
+        if kept.facts.trained:
+            empty = torch.empty(0, device=opening.device)
+            weights[kept.facts.name] = Weight(kept.piece, empty, empty, trained=True)
+    make_optimizer(weights, opening.config, opening.optimizer_class, opening.groups)
+
+
+def _stays(member: Member, compiled: Compiled | None) -> bool:
+    """Whether all state of this rank lies where it would lie."""
+    if isinstance(member, Spare) or compiled is None:
+        return isinstance(member, Spare) and compiled is None
+    rank, old, new = compiled.rank, member.state.layout, compiled.formation.state
+    return (
+        old.facts == new.facts
+        and old.buckets(rank) == new.buckets(rank)
+        and old.sharding(rank) == new.sharding(rank)
+        and list(old.kept(rank)) == list(new.kept(rank))
+        and member.compiled.hosted() == compiled.hosted()
+        and old.plan.steps_on_host == new.plan.steps_on_host
+    )
+
+
+def _moved(
+    member: Member, compiled: Compiled | None, layout: StateLayout, connected: ProcessGroups | None, group: Group,
+    opening: Opening, done: Change,
+) -> State | None:  # fmt: skip
+    """The state of this rank under the new plan; the old one is gone."""
+    rank, was, old = opening.context.rank, member if isinstance(member, Session) else None, member.state.layout
+    optimizer, loss_scale = _everyones(group, *member.state.scalars())
+    given = was.give_up_state() if was is not None else []
+    slots = slots_now(old, rank if was is not None else None, [shard for shard, _ in given], group)
+    held = {shard.name: data for shard, data in given}
+    given.clear()  # so that nothing but `held` knows the tensors
+    migration = _migration(opening, old, layout, slots)
+    done.bytes = migration.bytes_sent
+    if opening.device.type == "cuda":
+        gc.collect()  # what holds a session together refers to each other
+
+    hosted = _hosted(compiled) if compiled is not None else set[str]()
+
+    def home(name: str) -> torch.device:
+        is_hosted = not name.startswith("model/") and parameter_of(name) in hosted
+        return torch.device("cpu") if is_hosted else opening.device
+
+    try:
+        arrived = migrate(migration, held, rank=rank, group=group, device=opening.device, home=home)
+    except MovedBack as back:
+        if was is not None:
+            was.put_back(_made(opening, was.compiled, back.state, optimizer, loss_scale, was.connected.gather))
+        raise back.refused from None
+    if compiled is None or connected is None:
+        return None
+    return _made(opening, compiled, arrived, optimizer, loss_scale, connected.gather)
+
+
+def _hosted(compiled: Compiled) -> set[str]:
+    """The parameters whose masters and optimizer state lie on the host."""
+    facts = compiled.formation.facts
+    return {each.name for bucket in compiled.hosted() for each in facts.buckets.get(bucket, ())}
+
+
+def _everyones(
+    group: Group, optimizer: dict[str, Any], loss_scale: dict[str, float] | None
+) -> tuple[dict[str, Any], dict[str, float] | None]:
+    """What the ranks' optimizers keep besides tensors, together; rank 0 always has a place."""
+    said = [json.loads(text) for text in group.texts(json.dumps([optimizer, loss_scale]))]
+    merged: dict[str, Any] = {}
+    for own, _ in reversed(said):
+        merged |= own
+    return merged, said[0][1]
+
+
+def _migration(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf) -> Migration:
+    """Remembered where the optimizer keeps what was foreseen."""
+    pair = (old.plan, new.plan)
+    foreseen = slots == old.expected_slots
+    if foreseen and pair in opening.migrations:
+        return opening.migrations[pair]
+    found = plan_migration(old, new, old.all_state(slots), new.all_state(slots))
+    if foreseen:
+        opening.migrations[pair] = found
+    return found
+
+
+def _made(
+    opening: Opening, compiled: Compiled, arrived: Arrived, optimizer: dict[str, Any],
+    loss_scale: dict[str, float] | None, zero: Group,
+) -> State:  # fmt: skip
+    def read(name: str, is_master: bool, piece: Piece) -> Tensor:
+        return piece.read(arrived, f"{'master' if is_master else 'model'}/{name}")
+
+    state = opening.state(compiled, read, only_shards=True)
+    state.parameters.collect_all(zero)
+    state.restore(arrived, optimizer, loss_scale)
+    return state

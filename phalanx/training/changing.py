@@ -1,0 +1,75 @@
+"""When a run changes its plan, and to which: by its options from a step on, or because somebody asks while it runs.
+
+All ranks come to the same answer between the same two steps: what the options say they all know, and that rank 0 was
+asked travels in the reduction of every step. How a plan is changed is `change.py`'s work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.config import RunConfig
+from phalanx.errors import PhalanxError
+from phalanx.launch.context import RankContext
+from phalanx.observe.requests import Answer, Inbox, Request
+from phalanx.plan.periods import Period
+from phalanx.training.change import Member, everyone
+
+SCHEDULED, ASKED = "as the options say", "asked for while it ran"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """plans: in the order in which they are tried; what nothing is lost without is tried once. must: whether one of
+    them has to be taken, because batches or samples change with it."""
+
+    period: Period
+    plans: tuple[str, ...]
+    how: str
+    must: bool = False
+    request: Request | None = None
+
+
+class Changes:
+    """`plan` is the text of the plan in force, `period` the period."""
+
+    def __init__(self, config: RunConfig, context: RankContext, folder: Path, step: int) -> None:
+        self._periods, self._context = config.periods, context
+        self.period = self._periods.at(step)
+        self.plan = self.period.plan
+        self._inbox = Inbox(folder)
+        if context.rank == 0:
+            self._inbox.clear()
+
+    def is_asked(self) -> bool:
+        """Whether this rank has a request."""
+        return self._context.rank == 0 and self._inbox.has_request()
+
+    def at(self, step: int, member: Member, asked: bool) -> Iterator[Wanted]:
+        """What is wanted before a step. asked: whether rank 0 had a request by the end of the last."""
+        period = self._periods.at(step)
+        if period != self.period:
+            changes = period.plan != self.period.plan
+            must = (period.batch_size, period.seq_len) != (self.period.batch_size, self.period.seq_len)
+            plans = [*([period.plan] if changes else []), *([self.plan, period.plan] if must else [])]
+            yield Wanted(period, tuple(dict.fromkeys(plans)), SCHEDULED, must)
+        if asked and (request := self._request(member)) is not None:
+            yield Wanted(period, (request.plan,), ASKED, request=request)
+
+    def answer(self, wanted: Wanted, answer: Answer) -> None:
+        if self._context.rank == 0 and wanted.request is not None:
+            self._inbox.answer(wanted.request, answer)
+
+    def _request(self, member: Member) -> Request | None:
+        """What rank 0 finds, on all ranks."""
+        found = self._inbox.take() if self._context.rank == 0 else None
+        said = everyone(member).texts(json.dumps([found.name, found.plan]) if found is not None else "")[0]
+        return Request(*json.loads(said)) if said else None
+
+
+def refusal(error: PhalanxError) -> str:
+    """In one line."""
+    return f"{error.message} ({error.hint})" if error.hint else error.message
