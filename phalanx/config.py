@@ -22,11 +22,13 @@ from pydantic_core import ErrorDetails
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.plan import fields as plan_fields
 from phalanx.plan.plan import Plan
+from phalanx.plan.rules import require_searchable
 from phalanx.spellings import said_here
 
 OptionValue = bool | int | float | str | tuple[float, ...] | None
 
 OPTIMIZERS = ("adamw", "sgd")
+AUTO, SIMPLE = "auto", "simple"  # words that stand for a plan
 
 # An option in this table acts only when another one has one of these values; set otherwise, it is refused.
 ACTS_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -81,8 +83,10 @@ class RunConfig(BaseModel):
     steps: int | None = _option("Training", None, "steps to train (instead of epochs)", ge=1)
     epochs: float | None = _option("Training", None, "passes over the data (default: 1, unless steps is given)", gt=0)
     plan: str = _option(
-        "Training", "", "plan as text, e.g. pp=2,mb=4, or a .json or .yaml file of it; what it leaves out is decided"
-    )
+        "Training", AUTO,
+        "auto: searched for these devices (auto,tp=2: beside what is given); simple: an even pipeline; or a plan as "
+        "text, e.g. pp=2,mb=4, or a .json or .yaml file of it; what it leaves out is decided simply",
+    )  # fmt: skip
     ranks: int | None = _option(
         "Training", None, "local ranks to start (default: what the plan needs, else the CUDA devices, else 1)", ge=1
     )
@@ -226,9 +230,22 @@ class RunConfig(BaseModel):
         if isinstance(value, Plan):
             return value.full_text
         if isinstance(value, str | Path):
-            value = plan_text(value)
-            plan_fields.read(value)
+            value = "" if str(value) == SIMPLE else plan_text(value)
+            if is_searched(value):
+                require_searchable(plan_fields.read(given_fields(value)))
+            else:
+                plan_fields.read(value)
         return value
+
+    @property
+    def searches_plan(self) -> bool:
+        """Whether what the plan leaves open is searched; otherwise it is decided simply (`plan/complete.py`)."""
+        return is_searched(self.plan)
+
+    @property
+    def given_plan(self) -> str:
+        """The fields of the plan that the user gave."""
+        return given_fields(self.plan)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -331,6 +348,15 @@ def plain_value(value: Any) -> Any:
         return json.loads(value.lower())
     except ValueError:
         return value
+
+
+def is_searched(plan: str) -> bool:
+    return plan.partition(",")[0].strip() == AUTO
+
+
+def given_fields(plan: str) -> str:
+    """`auto,tp=2` gives `tp=2`."""
+    return plan.partition(",")[2] if is_searched(plan) else plan
 
 
 def plan_text(given: str | Path) -> str:

@@ -15,7 +15,7 @@ import typer
 
 from phalanx.cli.models import DTYPES, TOKENS, capture_model, choose_dims, find_facts, patiently
 from phalanx.config import plan_text, read_mapping
-from phalanx.errors import ConfigError, PhalanxError, PlanError, nearest
+from phalanx.errors import ConfigError, PhalanxError, nearest
 
 if TYPE_CHECKING:
     from phalanx.plan.cluster import Cluster
@@ -179,36 +179,21 @@ def _software(path: Path | None, cluster: Cluster) -> Software:
 
 def _fixed(text: str) -> dict[str, Any]:
     from phalanx.plan import fields
+    from phalanx.plan.rules import require_searchable
 
     given = fields.read(plan_text(text))
-    _require_weighed(given)
-    searched = ("stages", "recompute")
-    if decided := [name for name in searched if name in given]:
-        message = f"option plan: {decided[0]} is what the search decides, and cannot be given beside it"
-        raise PlanError(message, "leave it out, or use `phalanx estimate` for a plan that is complete")
+    require_searchable(given)
     return given
-
-
-_NOT_WEIGHED = ("slices", "degrees", "save", "overlap", "pairs")
-
-
-def _require_weighed(given: dict[str, Any]) -> None:
-    """What an estimate says nothing about is refused, not ignored."""
-    unknown = [name for name in _NOT_WEIGHED if name in given]
-    if given.get("schedule") == "zb-v":
-        unknown.append("schedule=zb-v")
-    if unknown:
-        message = f"option plan: {unknown[0]} is not in what planning estimates"
-        raise PlanError(message, "leave it out, or see what it does with `phalanx program --plan`")
 
 
 def _estimate(case: Case, text: str) -> Estimate:
     from phalanx.plan import fields
     from phalanx.plan.complete import complete
     from phalanx.plan.estimate import estimate
+    from phalanx.plan.rules import require_weighed
 
     costs = [work.products + work.attention for work in map(case.work.block, range(len(case.work.blocks)))]
-    _require_weighed(fields.read(plan_text(text)))
+    require_weighed(fields.read(plan_text(text)))
     chosen = complete(plan_text(text), world=case.cluster.world, batch_size=case.batch, costs=costs).plan
     return estimate(case.work, chosen, case.cluster, case.software, case.batch)
 

@@ -100,7 +100,7 @@ class StageTimes:
         model = problem.model
         parameters, largest = self._parameters(runs, layers, ends)
         gradient = problem.software.gradient
-        room = budget_of(machine) - sum(state_bytes(model.width, self._plan, parameters, largest, gradient).values())
+        room = budget_of(machine) - sum(state_bytes(model, self._plan, parameters, largest, gradient).values())
         if room <= 0:
             return math.inf, None
         seconds = problem.class_seconds(machine)
@@ -187,8 +187,8 @@ class StageTimes:
     def is_hopeless(self) -> bool:
         """Whether the state of all blocks is more than all places together have room for."""
         parameters = self._problem.model.num_parameters / self._plan.pp
-        width, gradient = self._problem.model.width, self._problem.software.gradient
-        state = sum(state_bytes(width, self._plan, parameters, 0.0, gradient).values())
+        model, gradient = self._problem.model, self._problem.software.gradient
+        state = sum(state_bytes(model, self._plan, parameters, 0.0, gradient).values())
         return state > max(map(budget_of, set(self._places)))
 
     def _waiting(self) -> float:
@@ -205,7 +205,7 @@ class StageTimes:
         own = Seconds(*map(sum, zip(*(seconds[problem.model.blocks[block]] for block in blocks), strict=True)))
         layers = tuple(sum(n[end] - n[begin] for begin, end in runs) for n in problem.counted)
         parameters, largest = self._parameters(runs, layers, tuple(b for b in blocks if b in problem.ends))
-        return timed_place(problem.model.width, self._plan, machine, own, parameters, largest)
+        return timed_place(problem.model, self._plan, machine, own, parameters, largest)
 
     def drained(self) -> float:
         """Of a stage's seconds, the share that adds to the time that others wait."""

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from phalanx.observe.runlog import RunLog
 from phalanx.observe.trace import StepProfiler
 from phalanx.params.flat import Piece
 from phalanx.params.lr_schedule import change_text, learning_rate
+from phalanx.plan.plan import Plan
 from phalanx.state.folders import replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
@@ -46,8 +48,10 @@ from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, Ran
 from phalanx.state.saving import AsyncSaver, StorageError
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
-from phalanx.training.budget import MemoryGuard
+from phalanx.training.auto import choose_alone
+from phalanx.training.budget import Budget, Fit, MemoryGuard
 from phalanx.training.exporting import export_model
+from phalanx.training.here import announce
 from phalanx.training.job import Job, Summary
 from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare
@@ -100,6 +104,9 @@ class Loop:
             self._emit("on_start")
             reporter.start(rows)
             fit = self.memory.fit
+            if self.run.choice is not None:
+                choice = self.run.choice
+                log.write("plan", plan=choice.plan.text, chosen="auto", reason=choice.reason, **choice.record)
             log.write("memory", predicted_bytes=fit.bytes, components=fit.components, on_host=fit.on_host)
             with stop_request(speaks=self._is_rank0) as stop:
                 self._train(reporter, saver, stop)
@@ -261,10 +268,13 @@ class Loop:
             found = checkpoint_to_resume(config.resume, self.folder / "checkpoints", self._meeting, say)
         say(f"preparing {config.model}: data, graph, weights")
         self.context.slot.enter("capture")
+        if config.searches_plan:
+            announce(self.context, config.memory_bytes)
         with self._phases.phase("prepare"), self._rank_0_first():
             run = self.run = prepare(
-                job.model, job.data, job.eval_data, config, self.context, collate=job.collate, groups=job.groups
-            )
+                job.model, job.data, job.eval_data, config, self.context, collate=job.collate, groups=job.groups,
+                optimizer_class=job.optimizer_class,
+            )  # fmt: skip
         self.context.slot.enter("compile")
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
@@ -289,6 +299,7 @@ class Loop:
                 before = found.state["total_steps"]
                 changed = change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
+        run = self.run = replace(self.run, plan=self.session.plan)
         return header(run, config, self.session, origin, self.memory.fit)
 
     def _memory_guard(self) -> MemoryGuard:
@@ -298,7 +309,16 @@ class Loop:
             first, count = of.part(0, size)
             return batches.batch(first, count), first
 
-        return MemoryGuard(self.config.memory_bytes, self.run.device, size, first_batch)
+        searches = self.run.subject is not None and self.context.world == 1
+        replan = self._replan if searches else None
+        return MemoryGuard(self.config.memory_bytes, self.run.device, size, first_batch, replan)
+
+    def _replan(self, fit: Fit, look: Callable[[Plan], Fit], budget: Budget | None) -> Plan | None:
+        """The plan of a run that leaves it open, on one rank."""
+        assert self.run.subject is not None
+        choice = choose_alone(self.run.subject, self.context, fit, look, budget)
+        self.run = replace(self.run, choice=choice)
+        return choice and choice.plan
 
     @contextlib.contextmanager
     def _rank_0_first(self) -> Iterator[None]:

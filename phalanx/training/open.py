@@ -82,6 +82,11 @@ def open(
     """
     refuse_while_loading("phalanx.open")
     config, optimizer_class = _config(plan, optimizer, options)
+    if config.searches_plan:
+        raise ConfigError(
+            f"plan = {config.plan!r}: a loop of your own has no search for a plan",
+            "give a plan, such as the one that `phalanx plan --out plan.json` writes, or leave it out",
+        )
     _refuse_hosted_state(config.plan)
     joined = join(config.device)
     if joined is None:

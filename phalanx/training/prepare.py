@@ -45,6 +45,7 @@ from phalanx.state.snapshot import Mark, digest
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
 from phalanx.tasks.vocabulary import vocab_size
+from phalanx.training.auto import Choice, Subject, choose
 
 MOST_STAGES = 16  # on one rank: for what can be said about a plan before the model is known
 
@@ -68,6 +69,8 @@ class Prepared:
     dtype: torch.dtype
     total_steps: int
     reasons: dict[str, str] = field(default_factory=dict)
+    choice: Choice | None = None  # of the plan, where it was searched
+    subject: Subject | None = None  # what one rank would search for, once it knows what fits
 
     @property
     def model_mark(self) -> Mark:
@@ -85,7 +88,7 @@ class Prepared:
 
 def prepare(
     model: Model, data: Any, eval_data: Any, config: RunConfig, context: RankContext, *,
-    collate: Collate | None = None, groups: Sequence[ParameterGroup] = (),
+    collate: Collate | None = None, groups: Sequence[ParameterGroup] = (), optimizer_class: type[Any] | None = None,
 ) -> Prepared:  # fmt: skip
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan."""
     device, dtype = torch.device(context.device), getattr(torch, config.dtype)
@@ -106,7 +109,7 @@ def prepare(
     eval_collate = collate if is_own_dataset(eval_data) else None
     eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate)
     total_steps, length_reason = run_length(config, batches)
-    read = read_model(spec, task, batches, config, context, groups)
+    read = read_model(spec, task, batches, config, context, groups, optimizer_class)
     if config.export and context.rank == 0:
         _warn_of_changed_layers(model)
     if eval_batches is not None:
@@ -115,6 +118,7 @@ def prepare(
         spec, task, tokenizer, batches, eval_batches, read.captured, read.trainable, read.groups, read.plan,
         device, dtype, total_steps,
         {**read.reasons, "device": device_reason(config.device, device), "steps": length_reason},
+        read.choice, read.subject,
     )  # fmt: skip
 
 
@@ -125,18 +129,20 @@ def find_model(model: Model, config: RunConfig) -> ModelSpec:
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model as a graph, what of it is trained, and the plan. `reasons` as in `Prepared`."""
+    """A model as a graph, what of it is trained, and the plan. `reasons`, `choice`, `subject` as in `Prepared`."""
 
     captured: Captured
     trainable: tuple[str, ...]
     groups: Groups
     plan: Plan
     reasons: dict[str, str]
+    choice: Choice | None = None
+    subject: Subject | None = None
 
 
 def read_model(
     spec: ModelSpec, task: Task, batches: Batches, config: RunConfig, context: RankContext,
-    groups: Sequence[ParameterGroup] = (),
+    groups: Sequence[ParameterGroup] = (), optimizer_class: type[Any] | None = None,
 ) -> ReadModel:  # fmt: skip
     """Captured, proven on samples of these batches, and with a plan that suits it."""
     dtype = getattr(torch, config.dtype)
@@ -150,16 +156,22 @@ def read_model(
     if not set(trainable) & set(captured.blocks.parameters()):
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
-    plan, reasons = complete(config.plan, world=context.world, batch_size=config.batch_size, costs=costs)
+    plan, reasons = complete(config.given_plan, world=context.world, batch_size=config.batch_size, costs=costs)
+    subject, choice = None, None
+    if config.searches_plan:
+        subject = Subject(spec, captured, trainable, batches, config, plan, optimizer_class)
+    if subject is not None and context.world > 1:
+        choice = choose(subject, context)
+        plan, reasons = choice.plan, {} if choice.plan != plan else reasons
     captured = _without_coupling(spec, captured, batches, plan, config.batch_size)
-    return ReadModel(captured, trainable, found, plan, {**reasons, "check": checked})
+    return ReadModel(captured, trainable, found, plan, {**reasons, "check": checked}, choice, subject)
 
 
 def choose_num_ranks(config: RunConfig) -> int:
     """How many ranks to start on this machine: as asked for, as the plan needs, or one per GPU."""
     usable = torch.cuda.is_available() and config.device != "cpu"
     found = max(1, torch.cuda.device_count()) if usable else 1
-    ranks = config.ranks or needed_ranks(config.plan) or found
+    ranks = config.ranks or needed_ranks(config.given_plan) or found
     require_fit(config, ranks)  # before any is started
     return ranks
 
@@ -171,8 +183,8 @@ def require_fit(config: RunConfig, world: int) -> None:
             f"option ranks = {config.ranks}, but the launcher started {world}",
             "leave ranks out where a launcher starts them, or have it start as many",
         )
-    num_blocks = sum(fields.read(config.plan).get("stages", ())) or world * MOST_STAGES
-    complete(config.plan, world=world, batch_size=config.batch_size, costs=[1.0] * num_blocks)
+    num_blocks = sum(fields.read(config.given_plan).get("stages", ())) or world * MOST_STAGES
+    complete(config.given_plan, world=world, batch_size=config.batch_size, costs=[1.0] * num_blocks)
 
 
 def device_reason(choice: str, device: torch.device) -> str:

@@ -65,10 +65,10 @@ class Session:
         groups: Groups | None = None,
         watches: Iterable[Watch] = (),
         links: Links | None = None,
-        look: Callable[[Compiled, Callable[[Plan], Compiled]], None] | None = None,
+        look: Callable[[Compiled, Callable[[Plan], Compiled]], Compiled] | None = None,
     ) -> Session:
         """links: of this context, to be used and left open; else it makes its own and closes them. look: is shown what
-        is compiled, and how other plans would be, before anything is put on the device."""
+        is compiled, and how other plans would be, before anything is put on the device; what it returns is run."""
         device = torch.device(context.device)
 
         def compile(plan: Plan) -> Compiled:
@@ -79,7 +79,7 @@ class Session:
 
         compiled = compile(plan)
         if look is not None:
-            look(compiled, compile)
+            compiled = look(compiled, compile)
         if context.world > 1:
             context.slot.set_place(compiled.formation.place)
         own = links or Links(context, timeout=config.timeout)
