@@ -124,7 +124,8 @@ def open_on(
     dims: Mapping[str, Sequence[str | int]] | None = None,
     leave: Callable[[BaseException | None], None] | None = None,
 ) -> OwnSession:
-    """On a rank that is there."""
+    """On a rank that is there. What the plan leaves open is decided simply."""
+    config = config.override(plan=config.given_plan) if config.searches_plan else config
     context.slot.enter("capture")
     if loss == OUTER:
         config = _with_forwards_first(config)
