@@ -43,6 +43,7 @@ Tiny = Annotated[bool, typer.Option("--tiny", help="shrink the model to test siz
 Calibration = Annotated[
     Path | None, typer.Option(help="what programs reach of a device, as `phalanx calibrate` wrote it")
 ]
+Profile = Annotated[Path | None, typer.Option(help="rates of the device, as `phalanx profile --out` wrote them")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
@@ -66,6 +67,7 @@ def plan(
     dtype: Dtype = DTYPES[0],
     tiny: Tiny = False,
     calibration: Calibration = None,
+    profile: Profile = None,
     out: Annotated[Path | None, typer.Option(help="write the best plan to this .json file")] = None,
     export: Annotated[
         str | None,
@@ -78,7 +80,7 @@ def plan(
 
     if export is not None:
         _require_framework(export)
-    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration)
+    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration, profile)
     case.fixed = _fixed(given)
     found = search(case.work, case.cluster, case.software, case.batch, case.fixed)
     beside = [_estimate(case, text) for text in compare or ()]
@@ -104,12 +106,13 @@ def estimate(
     dtype: Dtype = DTYPES[0],
     tiny: Tiny = False,
     calibration: Calibration = None,
+    profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a plan takes on a cluster: where a step's time goes, and the memory of every stage."""
     from phalanx.cli import plan_report
 
-    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration)
+    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration, profile)
     own = _estimate(case, given)
     if as_json:
         typer.echo(json.dumps(plan_report.estimate_data(own), indent=2, ensure_ascii=False))
@@ -127,7 +130,7 @@ class Case:
 
 def _case(
     model: str, cluster: str, batch_size: int | None, seq_len: int | None, task: str | None, dtype: str, tiny: bool,
-    calibration: Path | None,
+    calibration: Path | None, profile: Path | None,
 ) -> Case:  # fmt: skip
     from phalanx.program.work_of_facts import work_of_facts
 
@@ -147,7 +150,32 @@ def _case(
 
     is_shipped = load(facts.name) == facts
     work = work_of_facts(facts, choose_dims(facts, 1, seq_len), None if is_shipped else describe)
-    return Case(work, machines, _software(calibration, machines), batch)
+    software = _software(calibration, machines)
+    if profile is not None:
+        machines, software = _measured(profile, machines, software, dtype)
+    return Case(work, machines, software, batch)
+
+
+def _measured(path: Path, cluster: Cluster, software: Software, dtype: str) -> tuple[Cluster, Software]:
+    """With the rates in a profile, which must be those of the cluster's devices."""
+    from phalanx.plan.rates import is_of, on_cluster
+    from phalanx.profile.store import rates_from, read_profile
+
+    rows, wanted = read_profile(path), cluster.nodes[0].device
+    keys = {(str(row.key.get("device")), str(row.key.get("dtype")), int(row.key.get("ranks", 1))) for row in rows}
+    fitting = sorted((key for key in keys if is_of(key[0], wanted) and key[1] == dtype), key=lambda key: key[2])
+    kinds = {kind.device.name for kind in cluster.nodes}
+    if len(kinds) > 1 or not fitting:
+        about = ", ".join(sorted({f"{device} in {own}" for device, own, _ in keys if own in DTYPES})) or "nothing"
+        message = (
+            f"option profile = '{path}' is about {about}, and the cluster has {', '.join(sorted(kinds))} in {dtype}"
+        )
+        raise ConfigError(message, "measure on that device (phalanx profile --dtype … --out FILE), or leave it out")
+    rates = next((own for key in reversed(fitting) if (own := rates_from(rows, *key)) is not None), None)
+    if rates is None:
+        message = f"option profile = '{path}' lacks products or memory of {wanted.name}"
+        raise ConfigError(message, "measure anew with `phalanx profile --out FILE`")
+    return on_cluster(cluster, software, rates)
 
 
 def _cluster(text: str) -> Cluster:

@@ -34,10 +34,9 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.search import search
 from phalanx.plan.work import ModelWork
 from phalanx.training.budget import Budget, Fit
-from phalanx.training.here import cluster_here
+from phalanx.training.here import planned_here
 
 _KEY = "plan"
-_EXACT = Software(reserved=0.0, slack=0.0)  # what a rank holds is asked of its program, not estimated
 _TRIES = 4
 ALIKE = 1.01
 
@@ -112,30 +111,30 @@ def _searched(subject: Subject, context: RankContext) -> Choice:
     config, fixed = subject.config, fields.read(subject.config.given_plan)
     if not subject.cuts:
         raise PlanError("whether samples depend on each other is not known, and the simple plan does not cut batches")
-    cluster = cluster_here(context, config.memory_bytes, config.dtype)
+    cluster, software = planned_here(context, config.memory_bytes, config.dtype)
     compiled = _whole(subject, torch.device(context.device))
     if not subject.heads or compiled.formation.facts.slots is None:  # heads, or how elements are updated, are not known
         fixed = {"tp": 1, **fixed}
     if compiled.formation.facts.slots is None:
         fixed = {"zero": 0, **fixed}
-    work, found = _best(subject, compiled, cluster, fixed)
+    work, found = _best(subject, compiled, cluster, software, fixed)
     if not found and fixed.get("tp") != 1:
         fixed = {**fixed, "tp": 1}
-        work, found = _best(subject, compiled, cluster, fixed)
+        work, found = _best(subject, compiled, cluster, software, fixed)
     if not found:
         raise PlanError("the model cannot be split as the best plans would")
-    return _choice(subject, work, cluster, found, fixed)
+    return _choice(subject, work, cluster, software, found, fixed)
 
 
 def _best(
-    subject: Subject, compiled: Compiled, cluster: Cluster, fixed: Mapping[str, Any]
+    subject: Subject, compiled: Compiled, cluster: Cluster, software: Software, fixed: Mapping[str, Any]
 ) -> tuple[ModelWork, list[Estimate]]:
     """The best plans that this model can run, best first. What `recompute=light` keeps is found out only where
     something has to be computed again."""
     for light in (False, True):
         work = _work(subject, compiled, light)
         try:
-            found = search(work, cluster, Software(), subject.config.batch_size, fixed).plans
+            found = search(work, cluster, software, subject.config.batch_size, fixed).plans
         except PlanError:
             if light:
                 raise
@@ -177,13 +176,14 @@ def _can_run(subject: Subject, plan: Plan) -> bool:
 
 
 def _choice(
-    subject: Subject, work: ModelWork, cluster: Cluster, found: Sequence[Estimate], fixed: Mapping[str, Any]
-) -> Choice:
+    subject: Subject, work: ModelWork, cluster: Cluster, software: Software, found: Sequence[Estimate],
+    fixed: Mapping[str, Any],
+) -> Choice:  # fmt: skip
     best, *others = found
     plan = complete(
         best.plan, world=cluster.world, batch_size=subject.config.batch_size, costs=subject.costs()
     ).plan  # fmt: skip
-    simple = estimate(work, subject.simple, cluster, Software(), subject.config.batch_size)
+    simple = estimate(work, subject.simple, cluster, software, subject.config.batch_size)
     given = f" with {fields.write(fixed)}" if fixed else ""
     simply = f"{_shown(simple)}{'' if simple.fits else ', which would not fit'}"
     reason = (
@@ -247,8 +247,9 @@ def lightened(
         fixed = {"mb": 1, **fixed}
     try:
         work = _work(subject, _whole(subject, fit.device))
-        cluster = cluster_here(context, budget, subject.config.dtype)
-        found = _exactly(work, cluster, subject.config.batch_size, fixed, look, budget)
+        cluster, software = planned_here(context, budget, subject.config.dtype)
+        exact = replace(software, reserved=0.0, slack=0.0)  # what a rank holds is asked of its program
+        found = _exactly(work, cluster, exact, subject.config.batch_size, fixed, look, budget)
     except PhalanxError:
         found = None
     if found is not None:
@@ -260,15 +261,16 @@ def lightened(
 
 
 def _exactly(
-    work: ModelWork, cluster: Cluster, batch: int, fixed: Mapping[str, Any], look: Callable[[Plan], Fit], budget: int
-) -> tuple[Estimate, Fit] | None:
+    work: ModelWork, cluster: Cluster, software: Software, batch: int, fixed: Mapping[str, Any],
+    look: Callable[[Plan], Fit], budget: int,
+) -> tuple[Estimate, Fit] | None:  # fmt: skip
     """Searches within a budget that is corrected by how far the last estimate was off."""
     best: tuple[Estimate, Fit] | None = None
     allowed, seen = float(budget), set[str]()
     for _ in range(_TRIES):
         limited = Cluster(tuple(replace(kind, memory=allowed) for kind in cluster.nodes))
         try:
-            own = search(work, limited, _EXACT, batch, fixed).plans[0]
+            own = search(work, limited, software, batch, fixed).plans[0]
         except PlanError:
             break
         if own.plan.text in seen:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -19,7 +18,11 @@ import torch
 from phalanx.launch.context import RankContext
 from phalanx.observe.metrics import peak_flops
 from phalanx.plan.cluster import Cluster, Nodes
+from phalanx.plan.cost import Software
 from phalanx.plan.devices import DEVICES, Device, Figure
+from phalanx.plan.rates import Rates, is_of, on_cluster
+from phalanx.profile.hardware import device_name, rates_of
+from phalanx.profile.store import Store, profiles_path
 from phalanx.training.budget import Budget
 
 _KEY = "device of rank"
@@ -73,6 +76,25 @@ def cluster_here(context: RankContext, memory: int | None, dtype: str) -> Cluste
     return cluster_of(found, dtype, is_shared=memory is None)
 
 
+def planned_here(context: RankContext, memory: int | None, dtype: str) -> tuple[Cluster, Software]:
+    """The cluster, and what software reaches there; by what `phalanx profile` measured of it, where it did."""
+    cluster, software = cluster_here(context, memory, dtype), Software()
+    rates = _measured(context, cluster, dtype)
+    return (cluster, software) if rates is None else on_cluster(cluster, software, rates)
+
+
+def _measured(context: RankContext, cluster: Cluster, dtype: str) -> Rates | None:
+    """Of devices that are all alike, with as many ranks on a node; of GPUs of their own also with one."""
+    path, device = profiles_path(), torch.device(context.device)
+    if len(cluster.nodes) > 1 or not path.is_file():
+        return None
+    rows, ranks = Store(path).rows(), cluster.per_node
+    found = rates_of(rows, device_name(device), dtype, ranks)
+    if found is None and device.type == "cuda" and torch.cuda.device_count() >= ranks:
+        found = rates_of(rows, device_name(device), dtype, 1)
+    return found
+
+
 def _checked(row: Any) -> dict[str, Any]:
     kinds = {"node": int, "name": str, "place": str, "memory": int, "cores": (int, float)}
     assert isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
@@ -105,8 +127,7 @@ def _node(ranks: list[RankDevice], dtype: str, is_shared: bool) -> Nodes:
 def known_device(name: str, memory: float, dtype: str) -> Device:
     """What planning knows of a GPU by torch's name of it, at the precision of a run; of several the one whose memory is
     nearest."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    alike = [own for own in DEVICES.values() if own.name != "CPU" and _words(own.name) <= words]
+    alike = [own for own in DEVICES.values() if own.name != "CPU" and is_of(name, own)]
     usual = min(alike, key=lambda own: abs(own.memory.value - memory), default=_UNKNOWN)
     published = peak_flops(name, dtype)
     if published is not None:
@@ -114,11 +135,6 @@ def known_device(name: str, memory: float, dtype: str) -> Device:
     else:
         flops = Figure(usual.flops.value * _USUAL[dtype], f"{usual.name}, {dtype}", "assumed")
     return replace(usual, name=usual.name if alike else name, flops=flops)
-
-
-def _words(name: str) -> set[str]:
-    """`A100-40` is told from `A100` by its memory."""
-    return set(re.split(r"[^a-z0-9]+", name.lower().partition("-")[0]))
 
 
 def _cpu(num_cores: float, dtype: str) -> Device:

@@ -96,18 +96,9 @@ def prepare(
     spec = find_model(model, config)
     task = _task(spec, data, collate)
     spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
-    tokens = sample_length(config.seq_len, task, spec.config)
-
-    def opened(source: Any, shuffle: bool, collate: Collate | None) -> Batches:
-        return open_data(
-            source, task=task, config=spec.config, tokenizer=tokenizer, tokens=tokens, seed=config.seed,
-            documents=config.documents, shuffle=shuffle, on_broken=config.on_broken, cache=cache_folder() / "data",
-            text_key=config.text_key, collate=collate,
-        )  # fmt: skip
-
-    batches = opened(data, config.shuffle, collate)
+    batches = _opened(data, spec, task, tokenizer, config, config.shuffle, collate)
     eval_collate = collate if is_own_dataset(eval_data) else None
-    eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate)
+    eval_batches = None if eval_data is None else _opened(eval_data, spec, task, tokenizer, config, False, eval_collate)
     total_steps, length_reason = run_length(config, batches)
     read = read_model(spec, task, batches, config, context, groups, optimizer_class)
     if config.export and context.rank == 0:
@@ -119,6 +110,26 @@ def prepare(
         device, dtype, total_steps,
         {**read.reasons, "device": device_reason(config.device, device), "steps": length_reason},
         read.choice, read.subject,
+    )  # fmt: skip
+
+
+def training_data(config: RunConfig) -> Batches:
+    """The data of a run that is all in its options, opened as `prepare` does."""
+    spec = find_model(config.model, config)
+    task = _task(spec, config.data, None)
+    spec, tokenizer = _tokenizer(spec, task, config.data, None, config)
+    return _opened(config.data, spec, task, tokenizer, config, config.shuffle, None)
+
+
+def _opened(
+    source: Any, spec: ModelSpec, task: Task, tokenizer: Tokenizer | None, config: RunConfig, shuffle: bool,
+    collate: Collate | None,
+) -> Batches:  # fmt: skip
+    return open_data(
+        source, task=task, config=spec.config, tokenizer=tokenizer,
+        tokens=sample_length(config.seq_len, task, spec.config), seed=config.seed, documents=config.documents,
+        shuffle=shuffle, on_broken=config.on_broken, cache=cache_folder() / "data", text_key=config.text_key,
+        collate=collate,
     )  # fmt: skip
 
 
