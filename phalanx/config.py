@@ -87,6 +87,9 @@ class RunConfig(BaseModel):
         "auto: searched for these devices (auto,tp=2: beside what is given); simple: an even pipeline; or a plan as "
         "text, e.g. pp=2,mb=4, or a .json or .yaml file of it; what it leaves out is decided simply",
     )  # fmt: skip
+    measure_top: int | None = _option(
+        "Training", None, "run a few steps of so many of the best plans of plan=auto, and take the fastest", ge=2, le=16
+    )
     ranks: int | None = _option(
         "Training", None, "local ranks to start (default: what the plan needs, else the CUDA devices, else 1)", ge=1
     )
@@ -304,6 +307,9 @@ def _check_together(config: RunConfig) -> None:
         if value != RunConfig.model_fields[option].default and condition not in values:
             shown = f"option {option} = {value!r} does nothing with {other} = {condition!r}"
             raise ConfigError(shown, f"leave {option} out, or set {other} to {' or '.join(values)}")
+    if config.measure_top is not None and not config.searches_plan:
+        shown = f"option measure_top = {config.measure_top} does nothing with plan = {config.plan or SIMPLE!r}"
+        raise ConfigError(f"{shown}, for which nothing is searched", f"leave measure_top out, or use plan={AUTO}")
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(f"options steps = {config.steps} and epochs = {config.epochs} exclude each other", "give one")
     if config.steps is not None and config.warmup_steps > config.steps:

@@ -16,10 +16,13 @@ from phalanx.config import RunConfig
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.work import work_of_graph
 from phalanx.errors import ConfigError, PlanError
+from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 from phalanx.plan.search import search
 from phalanx.training.auto import Choice, Subject, choose
 from phalanx.training.here import RankDevice, cluster_of, known_device
+from phalanx.training.job import Job
+from phalanx.training.trials import STEPS, with_fastest
 from tests.captured import named
 from tests.run_helpers import losses, records, short_run
 
@@ -217,3 +220,70 @@ def test_an_optimizer_that_looks_at_whole_tensors_leaves_them_whole(monkeypatch:
     seen.clear()
     choose(replace(subject(), spec=SimpleNamespace(name="mine", factory=None, config=None)), context(Store()))  # type: ignore[arg-type]
     assert seen[0] == {"tp": 1}
+
+
+# Plans that are tried out.
+
+
+def tried(plan: Plan, folder: Path, seconds: list[float], runners_up: list[dict[str, Any]]) -> None:
+    """What a trial leaves behind."""
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(plan.to_json())
+    log: list[dict[str, Any]] = [{"kind": "plan", "runners_up": runners_up}]
+    log += [{"kind": "step", "step_seconds": own} for own in seconds]
+    (folder / "log-rank0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
+
+
+def test_the_fastest_of_the_best_plans_is_kept_with_its_figures(tmp_path: Path) -> None:
+    job = Job(MODEL, DATA, None, RunConfig.create(measure_top=3, batch_size=8, out=tmp_path))
+    rows = [{"plan": "dp=2", "fits": True}, {"plan": "pp=4", "fits": False}, {"plan": "tp=2", "fits": True}]
+    times = {Plan(pp=2): [9.0, 3.0, 2.0], Plan(dp=2): [8.0, 1.0, 1.5]}
+    given: list[RunConfig] = []
+
+    def run(trial: Job) -> None:
+        given.append(trial.config)
+        plan = Plan(pp=2) if trial.config.searches_plan else Plan.parse(trial.config.plan)
+        if plan not in times:
+            raise PlanError("cannot be split")
+        tried(plan, Path(trial.config.out), times[plan], rows)
+
+    found = with_fastest(job, run)
+    assert [own.steps for own in given] == [STEPS] * 3 and not any(own.export for own in given)
+    assert not any(Path(own.out).exists() for own in given)
+    assert found.config.export and found.config.out == str(tmp_path)
+    assert Plan.parse(found.config.plan) == Plan(dp=2) and found.config.measure_top is None
+    assert found.choice is not None and found.choice.how == "measured"
+    assert found.choice.reason == "dp=2: 1.0s a step measured, pp=2 2.0s; tp=2 failed: cannot be split"
+    assert [own["measured_step_seconds"] for own in found.choice.record["measured"]] == [2.0, 1.0]
+
+
+def test_one_rank_tries_numbers_of_micro_batches(tmp_path: Path) -> None:
+    job = Job(MODEL, DATA, None, RunConfig.create(measure_top=9, batch_size=4, out=tmp_path))
+    seen: list[int] = []
+
+    def run(trial: Job) -> None:
+        plan = Plan(stages=(6,)) if trial.config.searches_plan else Plan.parse(trial.config.plan)
+        seen.append(plan.mb)
+        tried(plan, Path(trial.config.out), [1.0, 1.0 / plan.mb], [])
+
+    assert Plan.parse(with_fastest(job, run).config.plan).mb == 4 and seen == [1, 2, 4]
+
+
+def test_measuring_is_refused_where_it_would_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="measure_top = 3 does nothing with plan = 'mb=2'") as caught:
+        RunConfig.create(plan="mb=2", measure_top=3)
+    assert "plan=auto" in caught.value.hint
+    with pytest.raises(ConfigError, match="does nothing with plan = 'simple'"):
+        RunConfig.create(plan="simple", measure_top=3)
+    monkeypatch.setattr("phalanx.training.trainer.join", lambda *arguments, **given: RankContext.alone())
+    with pytest.raises(ConfigError, match="ranks that a launcher started run one job"):
+        short_run(MODEL, DATA, tmp_path, measure_top=2)
+
+
+@pytest.mark.long
+def test_a_run_that_was_tried_out_trains_as_if_it_had_not(tmp_path: Path) -> None:
+    short_run(MODEL, DATA, tmp_path / "a", plan="simple")
+    short_run(MODEL, DATA, tmp_path / "b", measure_top=2)
+    (record,) = records(tmp_path / "b", "plan")
+    assert record["chosen"] == "measured" and len(record["measured"]) == 2
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-5)

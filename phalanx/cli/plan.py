@@ -162,8 +162,9 @@ def _measured(path: Path, cluster: Cluster, software: Software, dtype: str) -> t
     from phalanx.profile.store import rates_from, read_profile
 
     rows, wanted = read_profile(path), cluster.nodes[0].device
-    keys = {(str(row.key.get("device")), str(row.key.get("dtype")), int(row.key.get("ranks", 1))) for row in rows}
-    fitting = sorted((key for key in keys if is_of(key[0], wanted) and key[1] == dtype), key=lambda key: key[2])
+    keys = {(str(row.key.get("device")), str(row.key.get("dtype")), row.key.get("ranks")) for row in rows}
+    own = ((device, precision, ranks) for device, precision, ranks in keys if isinstance(ranks, int))
+    fitting = sorted((key for key in own if is_of(key[0], wanted) and key[1] == dtype), key=lambda key: key[2])
     kinds = {kind.device.name for kind in cluster.nodes}
     if len(kinds) > 1 or not fitting:
         about = ", ".join(sorted({f"{device} in {own}" for device, own, _ in keys if own in DTYPES})) or "nothing"
@@ -171,7 +172,7 @@ def _measured(path: Path, cluster: Cluster, software: Software, dtype: str) -> t
             f"option profile = '{path}' is about {about}, and the cluster has {', '.join(sorted(kinds))} in {dtype}"
         )
         raise ConfigError(message, "measure on that device (phalanx profile --dtype … --out FILE), or leave it out")
-    rates = next((own for key in reversed(fitting) if (own := rates_from(rows, *key)) is not None), None)
+    rates = next((found for key in reversed(fitting) if (found := rates_from(rows, *key)) is not None), None)
     if rates is None:
         message = f"option profile = '{path}' lacks products or memory of {wanted.name}"
         raise ConfigError(message, "measure anew with `phalanx profile --out FILE`")

@@ -172,4 +172,5 @@ def rates_from(rows: list[Row], device: str, dtype: str, ranks: int) -> Rates | 
 
 def _points(rows: list[Row], kind: str, **wanted: str) -> Points:
     found = matching([row for row in rows if row.kind == kind], **wanted)
-    return tuple(sorted((float(row.key["size"]), row.value) for row in found))
+    sizes = ((row.key.get("size"), row.value) for row in found)
+    return tuple(sorted((float(size), value) for size, value in sizes if isinstance(size, int) and value > 0))

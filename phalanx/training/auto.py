@@ -49,6 +49,10 @@ class Choice:
     reason: str
     record: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def how(self) -> str:
+        return "measured" if "measured" in self.record else "auto"
+
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"plan": self.plan.to_json()})
 

@@ -32,6 +32,7 @@ from phalanx.model.selfcheck import refuse_lost_hooks
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.params.groups import ParameterGroup
 from phalanx.state import checkpoint
+from phalanx.training.auto import Choice
 from phalanx.training.prepare import Collate
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -50,6 +51,7 @@ class Job:
     optimizer_class: type[Any] | None = None
     groups: tuple[ParameterGroup, ...] = ()
     began: float = field(default_factory=time.time, compare=False)
+    choice: Choice | None = None  # of the plan, where it was measured
 
     @property
     def folder(self) -> Path:

@@ -106,7 +106,7 @@ class Loop:
             fit = self.memory.fit
             if self.run.choice is not None:
                 choice = self.run.choice
-                log.write("plan", plan=choice.plan.text, chosen="auto", reason=choice.reason, **choice.record)
+                log.write("plan", plan=choice.plan.text, chosen=choice.how, reason=choice.reason, **choice.record)
             log.write("memory", predicted_bytes=fit.bytes, components=fit.components, on_host=fit.on_host)
             with stop_request(speaks=self._is_rank0) as stop:
                 self._train(reporter, saver, stop)
@@ -299,7 +299,7 @@ class Loop:
                 before = found.state["total_steps"]
                 changed = change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
-        run = self.run = replace(self.run, plan=self.session.plan)
+        run = self.run = replace(self.run, plan=self.session.plan, choice=self.job.choice or self.run.choice)
         return header(run, config, self.session, origin, self.memory.fit)
 
     def _memory_guard(self) -> MemoryGuard:

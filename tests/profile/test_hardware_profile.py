@@ -1,5 +1,5 @@
-"""Measurements of devices: what is asked, how it is kept, what becomes of broken or foreign files, and how planning uses
-it."""
+"""Measurements of devices: what is asked, how it is kept, what becomes of broken or foreign files, and what planning
+makes of it."""
 
 from __future__ import annotations
 
