@@ -86,8 +86,14 @@ class StageTimes:
 
     def _own(self, place: int, runs: tuple[tuple[int, int], ...]) -> tuple[float, Mix | None]:
         problem, machine = self._problem, self._places[place]
-        layers = tuple(sum(own[end] - own[begin] for begin, end in runs) for own in problem.counted)
-        ends = tuple(problem.ends[i] for begin, end in runs for i in range(problem.before[begin], problem.before[end]))
+        if len(runs) == 1:  # as almost always
+            (begin, end) = runs[0]
+            layers = tuple([own[end] - own[begin] for own in problem.counted])
+            ends = problem.ends[problem.before[begin] : problem.before[end]]
+        else:
+            layers = tuple(sum(own[end] - own[begin] for begin, end in runs) for own in problem.counted)
+            among = ((problem.before[begin], problem.before[end]) for begin, end in runs)
+            ends = tuple(problem.ends[i] for begin, end in among for i in range(begin, end))
         key = (machine.number, self._held[place], layers, ends)
         if key not in self._times:
             self._times[key] = self._worked_out(place, runs, layers, ends)
