@@ -23,11 +23,13 @@ from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.plan import fields as plan_fields
 from phalanx.plan.periods import Periods
 from phalanx.plan.plan import Plan
+from phalanx.plan.rules import require_searchable
 from phalanx.spellings import said_here
 
 OptionValue = bool | int | float | str | tuple[float, ...] | None
 
 OPTIMIZERS = ("adamw", "sgd")
+AUTO, SIMPLE = "auto", "simple"  # words that stand for a plan
 
 # An option in this table acts only when another one has one of these values; set otherwise, it is refused.
 ACTS_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -90,7 +92,12 @@ class RunConfig(BaseModel):
     steps: int | None = _option("Training", None, "steps to train (instead of epochs)", ge=1)
     epochs: float | None = _option("Training", None, "passes over the data (default: 1, unless steps is given)", gt=0)
     plan: str = _option(
-        "Training", "", "plan as text, e.g. pp=2,mb=4, or a .json or .yaml file of it; what it leaves out is decided"
+        "Training", AUTO,
+        "auto: searched for these devices (auto,tp=2: beside what is given); simple: an even pipeline; or a plan as "
+        "text, e.g. pp=2,mb=4, or a .json or .yaml file of it; what it leaves out is decided simply",
+    )  # fmt: skip
+    measure_top: int | None = _option(
+        "Training", None, "run a few steps of so many of the best plans of plan=auto, and take the fastest", ge=2, le=16
     )
     plan_at: tuple[str, ...] = _option(
         "Training", (), "STEP:PLAN: another plan from this step on, without stopping (repeatable)"
@@ -281,16 +288,29 @@ class RunConfig(BaseModel):
         if isinstance(value, Plan):
             return value.full_text
         if isinstance(value, str | Path):
-            value = plan_text(value)
-            plan_fields.read(value)
+            value = "" if str(value) == SIMPLE else plan_text(value)
+            if is_searched(value):
+                require_searchable(plan_fields.read(given_fields(value)))
+            else:
+                plan_fields.read(value)
         return value
 
     @property
     def periods(self) -> Periods:
         """Which plan, batch size and sample length hold from which step on."""
         return Periods.of(
-            self.plan, self.batch_size, self.seq_len, self.plan_at, self.batch_size_at, self.seq_len_at
+            self.given_plan, self.batch_size, self.seq_len, self.plan_at, self.batch_size_at, self.seq_len_at
         )  # fmt: skip
+
+    @property
+    def searches_plan(self) -> bool:
+        """Whether what the plan leaves open is searched; otherwise it is decided simply (`plan/complete.py`)."""
+        return is_searched(self.plan)
+
+    @property
+    def given_plan(self) -> str:
+        """The fields of the plan that the user gave."""
+        return given_fields(self.plan)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -360,6 +380,9 @@ def _check_together(config: RunConfig) -> None:
         if value != RunConfig.model_fields[option].default and condition not in values:
             shown = f"option {option} = {value!r} does nothing with {other} = {condition!r}"
             raise ConfigError(shown, f"leave {option} out, or set {other} to {' or '.join(values)}")
+    if config.measure_top is not None and not config.searches_plan:
+        shown = f"option measure_top = {config.measure_top} does nothing with plan = {config.plan or SIMPLE!r}"
+        raise ConfigError(f"{shown}, for which nothing is searched", f"leave measure_top out, or use plan={AUTO}")
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(f"options steps = {config.steps} and epochs = {config.epochs} exclude each other", "give one")
     if config.steps is not None and config.warmup_steps > config.steps:
@@ -424,6 +447,15 @@ def plain_value(value: Any) -> Any:
         return json.loads(value.lower())
     except ValueError:
         return value
+
+
+def is_searched(plan: str) -> bool:
+    return plan.partition(",")[0].strip() == AUTO
+
+
+def given_fields(plan: str) -> str:
+    """`auto,tp=2` gives `tp=2`."""
+    return plan.partition(",")[2] if is_searched(plan) else plan
 
 
 def plan_text(given: str | Path) -> str:

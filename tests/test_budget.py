@@ -128,7 +128,7 @@ def test_a_plan_that_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> No
     assert memory["predicted_bytes"] == sum(memory["components"].values())
     assert {"parameters", "moments", "gradients", "activations"} <= memory["components"].keys()
     with pytest.raises(PhalanxError, match=r"plan mb=1 does not fit: stage 0 needs .* \(as asked for") as caught:
-        short_run(MODEL, DATA, tmp_path / "b", memory=f"{int(0.9 * memory['predicted_bytes'])}")
+        short_run(MODEL, DATA, tmp_path / "b", plan="simple", memory=f"{int(0.9 * memory['predicted_bytes'])}")
     assert "on an assumed device, these would fit: " in caught.value.hint and "× the step)" in caught.value.hint
 
 

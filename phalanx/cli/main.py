@@ -15,11 +15,25 @@ from typing import Annotated, Any
 import typer
 
 import phalanx
-from phalanx.cli import bench, calibrate, change, env, history, inspect, lab, launch, plan, program, train, verify
+from phalanx.cli import (
+    bench,
+    calibrate,
+    change,
+    env,
+    history,
+    inspect,
+    lab,
+    launch,
+    plan,
+    profile,
+    program,
+    train,
+    verify,
+)  # fmt: skip
 from phalanx.errors import PhalanxError
 from phalanx.spellings import said_here
 
-VERBS = (train, change, history, launch, verify, inspect, plan, calibrate, program, lab, bench, env)
+VERBS = (train, change, history, launch, verify, inspect, plan, profile, calibrate, program, lab, bench, env)
 
 # Newer typers carry their own copy of click, older ones use click itself; BadParameter leads to the base of either.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]

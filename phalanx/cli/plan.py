@@ -15,7 +15,7 @@ import typer
 
 from phalanx.cli.models import DTYPES, TOKENS, capture_model, choose_dims, find_facts, patiently
 from phalanx.config import plan_text, read_mapping
-from phalanx.errors import ConfigError, PhalanxError, PlanError, nearest
+from phalanx.errors import ConfigError, PhalanxError, nearest
 
 if TYPE_CHECKING:
     from phalanx.plan.cluster import Cluster
@@ -43,6 +43,7 @@ Tiny = Annotated[bool, typer.Option("--tiny", help="shrink the model to test siz
 Calibration = Annotated[
     Path | None, typer.Option(help="what programs reach of a device, as `phalanx calibrate` wrote it")
 ]
+Profile = Annotated[Path | None, typer.Option(help="rates of the device, as `phalanx profile --out` wrote them")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
@@ -66,6 +67,7 @@ def plan(
     dtype: Dtype = DTYPES[0],
     tiny: Tiny = False,
     calibration: Calibration = None,
+    profile: Profile = None,
     out: Annotated[Path | None, typer.Option(help="write the best plan to this .json file")] = None,
     export: Annotated[
         str | None,
@@ -78,7 +80,7 @@ def plan(
 
     if export is not None:
         _require_framework(export)
-    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration)
+    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration, profile)
     case.fixed = _fixed(given)
     found = search(case.work, case.cluster, case.software, case.batch, case.fixed)
     beside = [_estimate(case, text) for text in compare or ()]
@@ -104,12 +106,13 @@ def estimate(
     dtype: Dtype = DTYPES[0],
     tiny: Tiny = False,
     calibration: Calibration = None,
+    profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a plan takes on a cluster: where a step's time goes, and the memory of every stage."""
     from phalanx.cli import plan_report
 
-    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration)
+    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration, profile)
     own = _estimate(case, given)
     if as_json:
         typer.echo(json.dumps(plan_report.estimate_data(own), indent=2, ensure_ascii=False))
@@ -127,7 +130,7 @@ class Case:
 
 def _case(
     model: str, cluster: str, batch_size: int | None, seq_len: int | None, task: str | None, dtype: str, tiny: bool,
-    calibration: Path | None,
+    calibration: Path | None, profile: Path | None,
 ) -> Case:  # fmt: skip
     from phalanx.program.work_of_facts import work_of_facts
 
@@ -147,7 +150,33 @@ def _case(
 
     is_shipped = load(facts.name) == facts
     work = work_of_facts(facts, choose_dims(facts, 1, seq_len), None if is_shipped else describe)
-    return Case(work, machines, _software(calibration, machines), batch)
+    software = _software(calibration, machines)
+    if profile is not None:
+        machines, software = _measured(profile, machines, software, dtype)
+    return Case(work, machines, software, batch)
+
+
+def _measured(path: Path, cluster: Cluster, software: Software, dtype: str) -> tuple[Cluster, Software]:
+    """With the rates in a profile, which must be those of the cluster's devices."""
+    from phalanx.plan.rates import is_of, on_cluster
+    from phalanx.profile.store import rates_from, read_profile
+
+    rows, wanted = read_profile(path), cluster.nodes[0].device
+    keys = {(str(row.key.get("device")), str(row.key.get("dtype")), row.key.get("ranks")) for row in rows}
+    own = ((device, precision, ranks) for device, precision, ranks in keys if isinstance(ranks, int))
+    fitting = sorted((key for key in own if is_of(key[0], wanted) and key[1] == dtype), key=lambda key: key[2])
+    kinds = {kind.device.name for kind in cluster.nodes}
+    if len(kinds) > 1 or not fitting:
+        about = ", ".join(sorted({f"{device} in {own}" for device, own, _ in keys if own in DTYPES})) or "nothing"
+        message = (
+            f"option profile = '{path}' is about {about}, and the cluster has {', '.join(sorted(kinds))} in {dtype}"
+        )
+        raise ConfigError(message, "measure on that device (phalanx profile --dtype … --out FILE), or leave it out")
+    rates = next((found for key in reversed(fitting) if (found := rates_from(rows, *key)) is not None), None)
+    if rates is None:
+        message = f"option profile = '{path}' lacks products or memory of {wanted.name}"
+        raise ConfigError(message, "measure anew with `phalanx profile --out FILE`")
+    return on_cluster(cluster, software, rates)
 
 
 def _cluster(text: str) -> Cluster:
@@ -179,36 +208,21 @@ def _software(path: Path | None, cluster: Cluster) -> Software:
 
 def _fixed(text: str) -> dict[str, Any]:
     from phalanx.plan import fields
+    from phalanx.plan.rules import require_searchable
 
     given = fields.read(plan_text(text))
-    _require_weighed(given)
-    searched = ("stages", "recompute")
-    if decided := [name for name in searched if name in given]:
-        message = f"option plan: {decided[0]} is what the search decides, and cannot be given beside it"
-        raise PlanError(message, "leave it out, or use `phalanx estimate` for a plan that is complete")
+    require_searchable(given)
     return given
-
-
-_NOT_WEIGHED = ("slices", "degrees", "save", "overlap", "pairs")
-
-
-def _require_weighed(given: dict[str, Any]) -> None:
-    """What an estimate says nothing about is refused, not ignored."""
-    unknown = [name for name in _NOT_WEIGHED if name in given]
-    if given.get("schedule") == "zb-v":
-        unknown.append("schedule=zb-v")
-    if unknown:
-        message = f"option plan: {unknown[0]} is not in what planning estimates"
-        raise PlanError(message, "leave it out, or see what it does with `phalanx program --plan`")
 
 
 def _estimate(case: Case, text: str) -> Estimate:
     from phalanx.plan import fields
     from phalanx.plan.complete import complete
     from phalanx.plan.estimate import estimate
+    from phalanx.plan.rules import require_weighed
 
     costs = [work.products + work.attention for work in map(case.work.block, range(len(case.work.blocks)))]
-    _require_weighed(fields.read(plan_text(text)))
+    require_weighed(fields.read(plan_text(text)))
     chosen = complete(plan_text(text), world=case.cluster.world, batch_size=case.batch, costs=costs).plan
     return estimate(case.work, chosen, case.cluster, case.software, case.batch)
 

@@ -153,9 +153,7 @@ def parts_of(model: ModelWork, plan: Plan, places: Sequence[Machine], loads: Seq
     for machine, load in zip(places, loads, strict=True):
         if (machine.number, load) not in known:
             own = [_times(machine.seconds(model.classes[kind], rung), n) for (kind, rung), n in load.counts]
-            known[machine.number, load] = timed_place(
-                model.width, plan, machine, add(own), load.parameters, load.largest
-            )
+            known[machine.number, load] = timed_place(model, plan, machine, add(own), load.parameters, load.largest)
     timed = [known[machine.number, load] for machine, load in zip(places, loads, strict=True)]
     return step_parts(plan, timed, message_seconds(model, plan, places), places[0].software)
 
@@ -165,12 +163,13 @@ def _times(seconds: Seconds, count: int) -> Seconds:
 
 
 def timed_place(
-    width: int, plan: Plan, machine: Machine, seconds: Seconds, parameters: float, largest: float
+    model: ModelWork, plan: Plan, machine: Machine, seconds: Seconds, parameters: float, largest: float
 ) -> Place:  # fmt: skip
     """parameters: elements of all blocks of the place; largest: of the largest block."""
-    hidden, contention = machine.software.hidden, machine.software.contention
+    hidden, contention, width = machine.software.hidden, machine.software.contention, model.width
+    learning = model.trained * parameters
     behind = hidden * (seconds.backward + seconds.weight + seconds.again)
-    reduce = machine.reduce_seconds(parameters)
+    reduce = machine.reduce_seconds(learning)
     per_micro_batch = reduce if plan.reduces == "micro-batch" and plan.dp > 1 else 0.0
     waits = 0.0
     if plan.gathers == "micro-batch":
@@ -179,9 +178,9 @@ def timed_place(
         per_micro_batch += gathered
     waits += beneath(per_micro_batch, behind, contention)
     once = machine.gather_seconds(parameters, width) if plan.gathers == "step" else 0.0
-    last = machine.reduce_seconds(largest)
+    last = machine.reduce_seconds(model.trained * largest)
     tail = last if per_micro_batch else max(min(reduce, last), beneath(reduce, behind, contention))
-    return Place(seconds, waits, tail, behind, machine.update_seconds(parameters, width) + once)
+    return Place(seconds, waits, tail, behind, machine.update_seconds(learning, width) + once)
 
 
 def beneath(communication: float, window: float, contention: float) -> float:

@@ -180,7 +180,7 @@ def _accelerate(job: Job) -> Exported:
     plan, lost = job.plan, list[str]()
     head: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16", "num_machines": job.nodes,
-        "num_processes": plan.world, "gradient_accumulation_steps": 1 if plan.pp > 1 else plan.mb,
+        "num_processes": plan.world,
     }  # fmt: skip
     if plan.pp > 1 or plan.tp > 1:
         head |= {"distributed_type": "MEGATRON_LM", "megatron_lm_config": _accelerate_megatron(job, lost)}
@@ -193,6 +193,8 @@ def _accelerate(job: Job) -> Exported:
         head["distributed_type"] = "MULTI_GPU" if plan.dp > 1 else "NO"
         if plan.zero == 1:
             lost.append("zero=1 (its FSDP shards gradients, too)")
+    if plan.pp == 1 and plan.tp == 1 and plan.mb > 1:
+        lost.append(f"mb={plan.mb} (an option of the launch line: --gradient_accumulation_steps {plan.mb})")
     if len(plan.policies) > 1:
         lost.append("recompute layer by layer")
     return Exported(_yaml(head), tuple(lost))

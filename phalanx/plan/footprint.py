@@ -38,14 +38,12 @@ def kept_bytes(kept: Kept, plan: Plan) -> float:
 
 
 def state_bytes(
-    width: int, plan: Plan, parameters: float, largest: float, gradient: float = 4.0
-) -> dict[str, float]:  # fmt: skip
+    model: ModelWork, plan: Plan, parameters: float, largest: float, gradient: float = 4.0
+) -> dict[str, float]:
     """What is there during the whole step, of so many parameters; largest: those of the largest block. gradient: bytes
     of a parameter's sum."""
-    own, largest = parameters / plan.tp, largest / plan.tp
-    wide = max(4, width)
-    state = 2 * wide + (wide if width < wide else 0)
-    gradient = max(gradient, width)
+    width, own, largest = model.width, parameters / plan.tp, largest / plan.tp
+    state, gradient = model.trained * model.state_width, model.trained * max(gradient, width)
     weights, gradients = width * own, gradient * own
     if plan.zero == 3:
         gathered = weights if plan.gathers == "step" else min(weights, 2 * width * largest)
@@ -85,5 +83,5 @@ def memory(
     ]
     held, working = max(moments, key=sum)
     largest = max(model.block(block).parameters for block in blocks)
-    state = state_bytes(model.width, plan, parameters_of(model, blocks), largest, gradient)
+    state = state_bytes(model, plan, parameters_of(model, blocks), largest, gradient)
     return {**state, "activations": held, "working": working}

@@ -81,7 +81,7 @@ class Mixer:
         self._seconds, self._kept, self._working = (
             np.array([getattr(option, name) for option in self._options]) for name in ("seconds", "kept", "working")
         )
-        self._rows: dict[tuple[int, Ends], tuple[Numbers, Numbers, Numbers]] = {}
+        self._rows: dict[tuple[int, Ends], tuple[NDArray[np.int64], Numbers, Numbers]] = {}
 
     @property
     def fastest(self) -> Option:
@@ -93,12 +93,10 @@ class Mixer:
         quick = self._quick(num_layers, held, room, ends)
         if quick is not None or not num_layers:
             return quick
-        seconds, kept, peak = self._table(num_layers, ends)
-        fitting = np.flatnonzero((held - 1) * kept + peak <= room)
-        if not len(fitting):
-            return None
-        row = fitting[np.argmin(seconds[fitting])]
-        return self._mix(counts(num_layers, len(self._options))[row])
+        rows, kept, peak = self._table(num_layers, ends)
+        fits = (held - 1) * kept + peak <= room
+        first = int(fits.argmax())  # the quickest are first
+        return self._mix(rows[first]) if fits[first] else None
 
     def _quick(self, num_layers: int, held: float, room: float, ends: Ends) -> Mix | None:
         """All layers with the fastest option, where that fits: nothing is faster."""
@@ -111,8 +109,9 @@ class Mixer:
             return None
         return Mix(((option.rung, num_layers),) if num_layers else (), num_layers * option.seconds)
 
-    def _table(self, num_layers: int, ends: Ends) -> tuple[Numbers, Numbers, Numbers]:
-        """Of every row of counts: seconds, bytes that a micro-batch keeps, and the most that the one at work needs."""
+    def _table(self, num_layers: int, ends: Ends) -> tuple[NDArray[np.int64], Numbers, Numbers]:
+        """Rows of counts, the quickest first, with the bytes that a micro-batch keeps and the most that the one at work
+        needs."""
         key = (num_layers, ends)
         if key not in self._rows:
             rows = counts(num_layers, len(self._options))
@@ -120,7 +119,8 @@ class Mixer:
             moments = np.where(rows > 0, kept + self._working, 0.0).max(axis=1)
             whole = kept[:, -1] + ends.last_kept
             peak = np.maximum(np.maximum(moments, ends.first_kept + ends.first_working), whole + ends.last_working)
-            self._rows[key] = (np.asarray(rows @ self._seconds, dtype=np.float64), whole, peak)
+            order = np.argsort(rows @ self._seconds, kind="stable")
+            self._rows[key] = (rows[order], whole[order], peak[order])
         return self._rows[key]
 
     def _mix(self, row: NDArray[np.int64]) -> Mix:

@@ -75,8 +75,9 @@ class Plan:
     offload: Offload = ()
 
     def __post_init__(self) -> None:
-        for name, value in self._values().items():
-            object.__setattr__(self, name, fields.take_value(name, value))
+        for name, default in _DEFAULTS.items():
+            if (value := getattr(self, name)) is not default:
+                object.__setattr__(self, name, fields.take_value(name, value))
         if self.v == 0:
             object.__setattr__(self, "v", VIRTUAL_STAGES.get(self.schedule, 1))
         validate(self)
@@ -259,14 +260,14 @@ class Plan:
         return Plan(**fields.read(text))
 
     def _values(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: getattr(self, name) for name in _DEFAULTS}
 
     def _unlike_default(self) -> dict[str, Any]:
-        default = {field.name: field.default for field in dataclasses.fields(self)}
-        default["v"] = VIRTUAL_STAGES[self.schedule]
+        default = {**_DEFAULTS, "v": VIRTUAL_STAGES[self.schedule]}
         return {name: value for name, value in self._values().items() if value != default[name]}
 
 
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Plan)}
 _KEPT = {
     "none": "kept for the backward",
     "light": "recomputed in the backward but for products and attention",

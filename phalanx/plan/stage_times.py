@@ -86,8 +86,14 @@ class StageTimes:
 
     def _own(self, place: int, runs: tuple[tuple[int, int], ...]) -> tuple[float, Mix | None]:
         problem, machine = self._problem, self._places[place]
-        layers = tuple(sum(own[end] - own[begin] for begin, end in runs) for own in problem.counted)
-        ends = tuple(problem.ends[i] for begin, end in runs for i in range(problem.before[begin], problem.before[end]))
+        if len(runs) == 1:  # as almost always
+            (begin, end) = runs[0]
+            layers = tuple([own[end] - own[begin] for own in problem.counted])
+            ends = problem.ends[problem.before[begin] : problem.before[end]]
+        else:
+            layers = tuple(sum(own[end] - own[begin] for begin, end in runs) for own in problem.counted)
+            among = ((problem.before[begin], problem.before[end]) for begin, end in runs)
+            ends = tuple(problem.ends[i] for begin, end in among for i in range(begin, end))
         key = (machine.number, self._held[place], layers, ends)
         if key not in self._times:
             self._times[key] = self._worked_out(place, runs, layers, ends)
@@ -100,7 +106,7 @@ class StageTimes:
         model = problem.model
         parameters, largest = self._parameters(runs, layers, ends)
         gradient = problem.software.gradient
-        room = budget_of(machine) - sum(state_bytes(model.width, self._plan, parameters, largest, gradient).values())
+        room = budget_of(machine) - sum(state_bytes(model, self._plan, parameters, largest, gradient).values())
         if room <= 0:
             return math.inf, None
         seconds = problem.class_seconds(machine)
@@ -187,8 +193,8 @@ class StageTimes:
     def is_hopeless(self) -> bool:
         """Whether the state of all blocks is more than all places together have room for."""
         parameters = self._problem.model.num_parameters / self._plan.pp
-        width, gradient = self._problem.model.width, self._problem.software.gradient
-        state = sum(state_bytes(width, self._plan, parameters, 0.0, gradient).values())
+        model, gradient = self._problem.model, self._problem.software.gradient
+        state = sum(state_bytes(model, self._plan, parameters, 0.0, gradient).values())
         return state > max(map(budget_of, set(self._places)))
 
     def _waiting(self) -> float:
@@ -205,7 +211,7 @@ class StageTimes:
         own = Seconds(*map(sum, zip(*(seconds[problem.model.blocks[block]] for block in blocks), strict=True)))
         layers = tuple(sum(n[end] - n[begin] for begin, end in runs) for n in problem.counted)
         parameters, largest = self._parameters(runs, layers, tuple(b for b in blocks if b in problem.ends))
-        return timed_place(problem.model.width, self._plan, machine, own, parameters, largest)
+        return timed_place(problem.model, self._plan, machine, own, parameters, largest)
 
     def drained(self) -> float:
         """Of a stage's seconds, the share that adds to the time that others wait."""

@@ -65,7 +65,8 @@ class BlockWork:
 @dataclass(frozen=True)
 class ModelWork:
     """blocks: of each the place of its class. width: bytes of a weight. tokens: of a sample. heads: the most ranks that
-    its attention can be split over; 0 where that is not known."""
+    its attention can be split over; 0 where that is not known. trained: share of the parameters that learn. state:
+    bytes that the optimizer keeps for each of those; None: two moments, and masters of weights below 32 bits."""
 
     name: str
     classes: tuple[BlockWork, ...]
@@ -74,6 +75,14 @@ class ModelWork:
     num_parameters: int
     width: int = 2
     heads: int = 0
+    trained: float = 1.0
+    state: float | None = None
+
+    @cached_property
+    def state_width(self) -> float:
+        """Bytes of optimizer state for each parameter that is trained."""
+        wide = max(4, self.width)
+        return self.state if self.state is not None else 2 * wide + (wide if self.width < wide else 0)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

@@ -7,10 +7,11 @@ what it adds to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from phalanx.expressions import evaluate
-from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, fewest_heads
+from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, fewest_heads
 from phalanx.plan.plan import Plan
 from phalanx.plan.work import BlockWork, Kept, ModelWork, merged
 from phalanx.program.from_facts import shipped
@@ -47,23 +48,52 @@ def _block(facts: ModelFacts, number: int, dims: Dims, shapes: dict[str, ModelSh
     before = facts.blocks[number - 1].crossing if number else ()
     entering, leaving = (float(sum(t.bytes(dims) for t in crossing)) for crossing in (before, block.crossing))
     units = sum(bool(unit.name) for unit in block.units)
+    kept = {rung: kept_by(shape, number, dims) for rung, shape in shapes.items()}
+    flops = products_and_attention(*(evaluate(block.flops, own) for own in (dims, longer(dims))))
+    seen = BlockNumbers(
+        block.name, number == 0, *flops, block.parameters, tied, entering, leaving, units, kept,
+        *_working(shapes["none"], number, dims), DTYPE_BYTES[facts.dtype],
+    )  # fmt: skip
+    return block_work(seen)
+
+
+class BlockNumbers(NamedTuple):
+    """A block as it was seen, in numbers of one sample. entering, leaving: bytes of what crosses into it and out of it.
+    kept: bytes, where nothing is computed again (`none`) and, if that is known, under `light`. working, fixed: bytes
+    that it needs while it runs, of each sample and whatever their number. width: bytes of an element."""
+
+    name: str
+    is_first: bool
+    products: float
+    attention: float
+    parameters: float
+    tied: float
+    entering: float
+    leaving: float
+    units: int
+    kept: Mapping[str, float]
+    working: float
+    fixed: float
+    width: int
+
+
+def block_work(seen: BlockNumbers) -> BlockWork:
+    """What tensor parallelism divides of it follows from what lies between units."""
+    units, entering = seen.units, seen.entering
     lies_between = units or int(bool(entering))  # the head, too, norms what enters it
     between = lies_between * entering
-    none = _kept(shapes["none"], number, dims)
-    kept = {"none": _divided(none, between, between)}
-    if units and "light" in shapes:
-        light = _kept(shapes["light"], number, dims)
+    kept = {"none": _divided(seen.kept["none"], between, between)}
+    if units and "light" in seen.kept:
         # Where tensors are split, a unit begins with a redistribution, whose result is kept.
-        kept["light"] = _divided(light, 0.0, between)._replace(entries=between)
+        kept["light"] = _divided(seen.kept["light"], 0.0, between)._replace(entries=between)
     if units:
         kept["unit"] = Kept(between, 0.0, between, between)
     kept["block"] = Kept(entering, 0.0, 0.0, entering)
-    products, attention = _flops(block, dims)
-    working, fixed = _working(shapes["none"], number, dims)
-    exchanges = units or int(not number)  # an embedding that is split by its vocabulary is summed, a head is not
+    exchanges = units or int(seen.is_first)  # an embedding that is split by its vocabulary is summed, a head is not
     return BlockWork(
-        block.name, products, attention, block.parameters, kept, kept["none"], leaving or entering, exchanges, units,
-        working, fixed, tied, odd=not units and _is_odd(products, entering, DTYPE_BYTES[facts.dtype]),
+        seen.name, seen.products, seen.attention, seen.parameters, kept, kept["none"], seen.leaving or entering,
+        exchanges, units, seen.working, seen.fixed, seen.tied,
+        odd=not units and _is_odd(seen.products, entering, seen.width),
     )  # fmt: skip
 
 
@@ -78,7 +108,7 @@ def _divided(total: float, entries: float, rest: float) -> Kept:
     return Kept(total, total - entries - rest, entries, rest)
 
 
-def _kept(shape: ModelShape, number: int, dims: Dims) -> float:
+def kept_by(shape: ModelShape, number: int, dims: Dims) -> float:
     """With the activations that its backward reads, which stay for it."""
     chain = [op for op in shape.ops_of(number) if op.kind == "segment"]
     reads = {name for op in chain for name in (*op.bw.reads, *op.bw.w_reads)}
@@ -100,8 +130,12 @@ def _working(shape: ModelShape, number: int, dims: Dims) -> tuple[float, float]:
     return two - one, 2 * one - two
 
 
-def _flops(block: BlockFacts, dims: Dims) -> tuple[float, float]:
-    """Linear in the tokens, and quadratic in them: attention."""
-    at = [evaluate(block.flops, {**dims, **{d: n * k for d, n in dims.items() if d != "batch"}}) for k in (1, 2)]
-    attention = max(0.0, (at[1] - 2 * at[0]) / 2)
-    return at[0] - attention, attention
+def longer(dims: Dims) -> dict[str, int]:
+    """Samples twice as long."""
+    return {dim: size * (1 if dim == "batch" else 2) for dim, size in dims.items()}
+
+
+def products_and_attention(once: float, twice: float) -> tuple[float, float]:
+    """Of FLOPs, what is linear in the tokens, and what is quadratic in them: attention. twice: of longer samples."""
+    attention = max(0.0, (twice - 2 * once) / 2)
+    return once - attention, attention

@@ -21,7 +21,7 @@ from phalanx.engine.step import micro_batches
 from phalanx.errors import PhalanxError
 from phalanx.observe.format import bytes_text
 from phalanx.observe.metrics import peak_memory
-from phalanx.plan.lighter import Needs, lighter_plans
+from phalanx.plan.lighter import Lighter, Needs, lighter_plans
 from phalanx.plan.plan import Plan
 from phalanx.program.costs import Costs
 from phalanx.program.from_facts import Device, block_seconds
@@ -54,25 +54,38 @@ class Budget:
 
 class MemoryGuard:
     """Refuses a plan that cannot fit before anything lies on the device, and explains memory that runs out. batch: the
-    part of the first batch that a plan gives this rank, and its place in the stream. held: bytes that make way for what
-    a plan needs."""
+    part of the first batch that a plan gives this rank, and its place in the stream. replan: the plan to take instead
+    of one, given what it needs, how to ask that of others, and what there is; None: the plan stays. held: bytes that
+    make way for what a plan needs."""
 
     fit: Fit
 
     def __init__(
         self, given: int | None, device: torch.device, batch_size: int, batch: Callable[[Compiled], tuple[Batch, int]],
-        held: int = 0,
+        replan: Replan | None = None, held: int = 0,
     ) -> None:  # fmt: skip
         self.held = held
         self._given, self._device, self._batch_size, self._batch = given, device, batch_size, batch
+        self._replan = replan
         if given is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, given / total), device)
 
-    def look(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> None:
-        fit = Fit(compiled, compile, self._batch, self._batch_size)
-        fit.require(Budget.of(self._given, self._device, self.held))
-        self.fit = fit
+    def look(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> Compiled:
+        """What is to be run: this, or another plan that suits the memory there is."""
+        made = {compiled.plan: compiled}
+
+        def fit(plan: Plan) -> Fit:
+            if plan not in made:
+                made[plan] = compile(plan)
+            return Fit(made[plan], compile, self._batch, self._batch_size)
+
+        self.fit, budget = fit(compiled.plan), Budget.of(self._given, self._device, self.held)
+        plan = self._replan(self.fit, fit, budget) if self._replan is not None else None
+        if plan is not None and plan != compiled.plan:
+            self.fit = fit(plan)
+        self.fit.require(budget)
+        return made[self.fit.plan]
 
     @contextmanager
     def explained(self, what: str = "") -> Iterator[None]:
@@ -83,6 +96,9 @@ class MemoryGuard:
             if not is_out_of_memory(error):
                 raise
             raise self.fit.error(error, what) from error
+
+
+Replan = Callable[["Fit", Callable[[Plan], "Fit"], Budget | None], Plan | None]
 
 
 class Fit:
@@ -134,9 +150,7 @@ class Fit:
 
     def advice(self, budget: int) -> str:
         """The cheapest changes after which the plan needs no more than so many bytes."""
-        fitting, least = lighter_plans(
-            self.plan, self._batch_size, budget, self._needs, has_host=self.device.type == "cuda"
-        )
+        fitting, least = self._lighter(budget)
         if fitting:
             changes = [
                 f"{own.change} ({bytes_text(own.needs.memory)}, {own.needs.seconds / self._seconds:.2f}× the step)"
@@ -145,6 +159,14 @@ class Fit:
             return f"on an assumed device, these would fit: {'; '.join(changes)}"
         smallest = f", the least {bytes_text(least.needs.memory)} by {least.change}" if least else ""
         return f"no change of this plan would fit{smallest}: use more ranks, a shorter seq_len or a smaller model"
+
+    def lighter(self, budget: int) -> list[Lighter]:
+        """The cheapest changes of the plan after which it needs no more, quickest first."""
+        return self._lighter(budget)[0]
+
+    def _lighter(self, budget: int) -> tuple[list[Lighter], Lighter | None]:
+        has_host = self.device.type == "cuda"
+        return lighter_plans(self.plan, self._batch_size, budget, self._needs, has_host=has_host)
 
     def _micro_batch(self) -> str:
         part = -(-self._batch_size // self.plan.dp)

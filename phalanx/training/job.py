@@ -33,6 +33,7 @@ from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.params.groups import ParameterGroup
 from phalanx.params.lr_functions import LrFunction
 from phalanx.state import checkpoint
+from phalanx.training.auto import Choice
 from phalanx.training.metrics import Metric
 from phalanx.training.prepare import Collate
 
@@ -55,6 +56,7 @@ class Job:
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     passed_over: int = 0  # samples that a run which goes on leaves out, in all; 0: as its checkpoint says
     began: float = field(default_factory=time.time, compare=False)
+    choice: Choice | None = None  # of the plan, where it was measured
 
     @property
     def folder(self) -> Path:

@@ -47,6 +47,7 @@ from phalanx.params.lr_functions import checked_rate
 from phalanx.params.lr_schedule import change_text, learning_rate
 from phalanx.plan.complete import complete, usable_ranks
 from phalanx.plan.periods import Period
+from phalanx.plan.plan import Plan
 from phalanx.state.folders import final_folder, replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
@@ -56,11 +57,13 @@ from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, Ran
 from phalanx.state.saving import AsyncSaver, StorageError
 from phalanx.state.snapshot import Snapshot, checkpoint_to_resume, restore, resumed_text
 from phalanx.tasks.base import Batch
-from phalanx.training.budget import MemoryGuard
+from phalanx.training.auto import choose_alone
+from phalanx.training.budget import Budget, Fit, MemoryGuard
 from phalanx.training.change import Change, Member, change, open_member
 from phalanx.training.changing import Changes, Wanted, refusal
 from phalanx.training.exporting import export_dcp, export_model
 from phalanx.training.generating import Generator
+from phalanx.training.here import announce
 from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.metrics import Metrics, perplexity
 from phalanx.training.prediction import NUM_STEPS, Predictor
@@ -122,6 +125,9 @@ class Loop:
             stack.callback(_settle, saver)
             self._emit("on_start")
             reporter.start(rows)
+            if self.run.choice is not None:
+                choice = self.run.choice
+                log.write("plan", plan=choice.plan.text, chosen=choice.how, reason=choice.reason, **choice.record)
             if isinstance(self.session, Session):
                 fit = self.memory.fit
                 log.write("memory", predicted_bytes=fit.bytes, components=fit.components, on_host=fit.on_host)
@@ -439,10 +445,12 @@ class Loop:
         self._first_step = 1 if found is None else found.step + 1
         say(f"preparing {config.model}: data, graph, weights")
         self.context.slot.enter("capture")
+        if config.searches_plan:
+            announce(self.context, config.memory_bytes)
         with self._phases.phase("prepare"), self._rank_0_first():
             run = self.run = prepare(
                 job.model, job.data, job.eval_data, config, self.context, collate=job.collate, groups=job.groups,
-                step=self._first_step,
+                step=self._first_step, optimizer_class=job.optimizer_class,
             )  # fmt: skip
         self.changes = Changes(config, self.context, self.folder, self._first_step)
         period = self.changes.period
@@ -462,7 +470,7 @@ class Loop:
             return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
         require_cuda(config.memory_snapshot, run.device.type)
-        self.memory = self._memory_guard(period.batch_size, run.batches)
+        self.memory = self._memory_guard(period.batch_size, run.batches, searches=True)
         with self._phases.phase("weights"), self.memory.explained("the model's state"):
             opening = Opening(
                 run.captured, config.override(batch_size=period.batch_size), self.context, run.trainable,
@@ -475,6 +483,12 @@ class Loop:
                 before = found.state["total_steps"]
                 changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
                 origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
+        run = self.run = dataclasses.replace(
+            self.run, plan=self.session.plan, choice=self.job.choice or self.run.choice
+        )  # fmt: skip
+        self.snapshot.plans[-1]["plan"] = run.plan.shown
+        if run.choice is not None:
+            self.changes.plan = run.plan.full_text
         if isinstance(self.session, Spare):
             return {}  # only rank 0 shows it, which always has a place
         if config.metrics or job.metrics:
@@ -501,12 +515,22 @@ class Loop:
                 "give the lr_function or scheduler that the run had; or train on from the exported model as a new run",
             )
 
-    def _memory_guard(self, size: int, batches: Batches) -> MemoryGuard:
+    def _memory_guard(self, size: int, batches: Batches, searches: bool = False) -> MemoryGuard:
+        """searches: where one rank's plan is open, it is chosen by what fits."""
+
         def first_batch(of: Compiled) -> tuple[Batch, int]:
             first, count = of.part(0, size)
             return batches.batch(first, count), first
 
-        return MemoryGuard(self.config.memory_bytes, self.run.device, size, first_batch)
+        replan = self._replan if searches and self.run.subject is not None and self.context.world == 1 else None
+        return MemoryGuard(self.config.memory_bytes, self.run.device, size, first_batch, replan)
+
+    def _replan(self, fit: Fit, look: Callable[[Plan], Fit], budget: Budget | None) -> Plan | None:
+        """The plan of a run that leaves it open, on one rank."""
+        assert self.run.subject is not None
+        choice = choose_alone(self.run.subject, self.context, fit, look, budget)
+        self.run = dataclasses.replace(self.run, choice=choice)
+        return choice and choice.plan
 
     @contextlib.contextmanager
     def _rank_0_first(self) -> Iterator[None]:

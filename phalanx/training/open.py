@@ -82,6 +82,11 @@ def open(
     """
     refuse_while_loading("phalanx.open")
     config, optimizer_class = _config(plan, optimizer, options)
+    if config.searches_plan:
+        raise ConfigError(
+            f"plan = {config.plan!r}: a loop of your own has no search for a plan",
+            "give a plan, such as the one that `phalanx plan --out plan.json` writes, or leave it out",
+        )
     _refuse_hosted_state(config.plan)
     joined = join(config.device)
     if joined is None:
@@ -119,7 +124,8 @@ def open_on(
     dims: Mapping[str, Sequence[str | int]] | None = None,
     leave: Callable[[BaseException | None], None] | None = None,
 ) -> OwnSession:
-    """On a rank that is there."""
+    """On a rank that is there. What the plan leaves open is decided simply."""
+    config = config.override(plan=config.given_plan) if config.searches_plan else config
     context.slot.enter("capture")
     if loss == OUTER:
         config = _with_forwards_first(config)

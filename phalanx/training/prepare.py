@@ -45,6 +45,7 @@ from phalanx.state.snapshot import Mark, digest
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
 from phalanx.tasks.vocabulary import vocab_size
+from phalanx.training.auto import Choice, Subject, choose
 
 MOST_STAGES = 16  # on one rank: for what can be said about a plan before the model is known
 
@@ -68,6 +69,8 @@ class Prepared:
     dtype: torch.dtype
     total_steps: int
     reasons: dict[str, str] = field(default_factory=dict)
+    choice: Choice | None = None  # of the plan, where it was searched
+    subject: Subject | None = None  # what one rank would search for, once it knows what fits
     lengths: Mapping[int | None, Batches] = field(default_factory=dict)  # the data by every seq_len that it comes in
     may_cut: bool = True  # whether batches are known to be sums of their samples
 
@@ -96,6 +99,7 @@ def _first_sample(batches: Batches) -> Mapping[str, Tensor]:
 def prepare(
     model: Model, data: Any, eval_data: Any, config: RunConfig, context: RankContext, *,
     collate: Collate | None = None, groups: Sequence[ParameterGroup] = (), step: int = 1,
+    optimizer_class: type[Any] | None = None,
 ) -> Prepared:  # fmt: skip
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan.
     step: the first that will be made."""
@@ -107,12 +111,7 @@ def prepare(
     periods = config.periods
 
     def opened(source: Any, shuffle: bool, collate: Collate | None, seq_len: int | None) -> Batches:
-        return open_data(
-            source, task=task, config=spec.config, tokenizer=tokenizer, seed=config.seed,
-            tokens=sample_length(seq_len, task, spec.config),
-            documents=config.documents, shuffle=shuffle, on_broken=config.on_broken, cache=cache_folder() / "data",
-            text_key=config.text_key, collate=collate,
-        )  # fmt: skip
+        return _opened(source, spec, task, tokenizer, config, shuffle, collate, seq_len)
 
     lengths = {seq_len: opened(data, config.shuffle, collate, seq_len) for seq_len in _seq_lens(config, data, task)}
     batches = lengths[periods.at(step).seq_len]
@@ -123,7 +122,7 @@ def prepare(
             eval_batches.mask_like(own)
             own.mask_like(eval_batches)
     total_steps, length_reason = run_length(config, batches)
-    read = read_model(spec, task, batches, config, context, groups, step)
+    read = read_model(spec, task, batches, config, context, groups, step, optimizer_class)
     if config.export and context.rank == 0:
         _warn_of_changed_layers(model)
     if eval_batches is not None:
@@ -131,8 +130,28 @@ def prepare(
     return Prepared(
         spec, task, tokenizer, batches, eval_batches, read.captured, read.trainable, read.groups, read.plan,
         device, dtype, total_steps,
-        {**read.reasons, "device": device_reason(config.device, device), "steps": length_reason}, lengths,
-        read.may_cut,
+        {**read.reasons, "device": device_reason(config.device, device), "steps": length_reason},
+        read.choice, read.subject, lengths, read.may_cut,
+    )  # fmt: skip
+
+
+def training_data(config: RunConfig) -> Batches:
+    """The data of a run that is all in its options, opened as `prepare` does."""
+    spec = find_model(config.model, config)
+    task = _task(spec, config.data, None)
+    spec, tokenizer = _tokenizer(spec, task, config.data, None, config)
+    return _opened(config.data, spec, task, tokenizer, config, config.shuffle, None, config.seq_len)
+
+
+def _opened(
+    source: Any, spec: ModelSpec, task: Task, tokenizer: Tokenizer | None, config: RunConfig, shuffle: bool,
+    collate: Collate | None, seq_len: int | None,
+) -> Batches:  # fmt: skip
+    return open_data(
+        source, task=task, config=spec.config, tokenizer=tokenizer,
+        tokens=sample_length(seq_len, task, spec.config), seed=config.seed, documents=config.documents,
+        shuffle=shuffle, on_broken=config.on_broken, cache=cache_folder() / "data", text_key=config.text_key,
+        collate=collate,
     )  # fmt: skip
 
 
@@ -161,8 +180,8 @@ def find_model(model: Model, config: RunConfig) -> ModelSpec:
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model as a graph, what of it is trained, and the plan. `reasons` as in `Prepared`. may_cut: whether it is known
-    that batches may be cut."""
+    """A model as a graph, what of it is trained, and the plan. `reasons`, `choice`, `subject` as in `Prepared`.
+    may_cut: whether it is known that batches may be cut."""
 
     captured: Captured
     trainable: tuple[str, ...]
@@ -170,11 +189,13 @@ class ReadModel:
     plan: Plan
     reasons: dict[str, str]
     may_cut: bool
+    choice: Choice | None = None
+    subject: Subject | None = None
 
 
 def read_model(
     spec: ModelSpec, task: Task, batches: Batches, config: RunConfig, context: RankContext,
-    groups: Sequence[ParameterGroup] = (), step: int = 1,
+    groups: Sequence[ParameterGroup] = (), step: int = 1, optimizer_class: type[Any] | None = None,
 ) -> ReadModel:  # fmt: skip
     """Captured, proven on samples of these batches, and with a plan that suits it. step: whose plan it is."""
     dtype, period = getattr(torch, config.dtype), config.periods.at(step)
@@ -189,6 +210,13 @@ def read_model(
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
     plan, reasons = plan_for(config, period.plan, context.world, period.batch_size, costs)
+    subject, choice = None, None
+    if config.searches_plan and period.plan == config.given_plan:
+        current = config.override(batch_size=period.batch_size)
+        subject = Subject(spec, captured, trainable, batches, current, plan, optimizer_class)
+    if subject is not None and context.world > 1:
+        choice = choose(subject, context)
+        plan, reasons = choice.plan, {} if choice.plan != plan else reasons
     later = [
         plan_for(config, each.plan, context.world, each.batch_size, costs).plan
         for each in config.periods
@@ -197,7 +225,7 @@ def read_model(
     cutting = next((each for each in (plan, *later) if _cuts(each)), plan)
     captured = _without_coupling(spec, captured, batches, cutting, period.batch_size)
     may_cut = _is_known(spec, captured) or _cuts(cutting)
-    return ReadModel(captured, trainable, found, plan, {**reasons, "check": checked}, may_cut)
+    return ReadModel(captured, trainable, found, plan, {**reasons, "check": checked}, may_cut, choice, subject)
 
 
 def choose_num_ranks(config: RunConfig) -> int:

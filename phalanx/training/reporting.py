@@ -301,6 +301,7 @@ def header(
         "device": f"{run.device} ({run.reasons['device']}), segments compiled: {session.compiled.compiler.mode}",
         "dtype": config.dtype + (" with float32 master weights" if session.compiled.formation.facts.masters else ""),
         "plan": plan_text(run.plan, config.batch_size),
+        **({"chosen": run.choice.reason} if run.choice is not None else {}),
         "optimizer": _optimizer_text(run, config, session, own_rate),
         "memory": fit.describe(),
         "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
@@ -313,9 +314,8 @@ def header(
         rows["evaluation"] = run.eval_batches.describe()
     if run.plan.world > 1:
         rows["ranks"] = ranks_text(run.plan)
-        rows["stages"] = "; ".join(
-            reason for name, reason in run.reasons.items() if name in ("pp", "dp", "mb", "stages")
-        )
+        decided = [reason for name, reason in run.reasons.items() if name in ("pp", "dp", "mb", "stages")]
+        rows["stages"] = "; ".join(decided) or f"stages {'-'.join(map(str, run.plan.stages))}"
     if lab := os.environ.get("PHALANX_LAB"):
         rows["lab"] = lab
     for number, note in enumerate(run.captured.notes, start=1):

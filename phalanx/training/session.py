@@ -39,7 +39,7 @@ from phalanx.program.shape import Partition
 from phalanx.tasks.base import Batch
 
 _MAX_COMPILED = 8  # plans that are remembered
-Look = Callable[[Compiled, Callable[[Plan], Compiled]], None]
+Look = Callable[[Compiled, Callable[[Plan], Compiled]], Compiled]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Session:
         look: Look | None = None,
     ) -> Session:
         """links: of this context, to be used and left open; else it makes its own and closes them. look: is shown what
-        is compiled, and how other plans would be, before anything is put on the device."""
+        is compiled, and how other plans would be, before anything is put on the device; what it returns is run."""
         opening = Opening(captured, config, context, tuple(trainable), buffers, optimizer_class, groups, tuple(watches))
         return cls.of(opening, plan, read, look, links)
 
@@ -156,7 +156,7 @@ class Session:
         """The same, of what is given together."""
         compiled, context = opening.remembered(plan), opening.context
         if look is not None:
-            look(compiled, opening.compile)
+            compiled = look(compiled, opening.compile)
         if context.world > 1:
             context.slot.set_place(compiled.formation.place)
         own = links or Links(context, timeout=opening.config.timeout)

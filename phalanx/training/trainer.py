@@ -7,7 +7,7 @@ started them and this process is one. What a rank does is in `loop.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from phalanx.training.metrics import Metric, require_metrics
 from phalanx.training.prepare import Collate, choose_num_ranks
 from phalanx.training.reporting import Callbacks
 from phalanx.training.spikes import MOST_ROLLBACKS, RollBack
+from phalanx.training.trials import with_fastest
 
 
 class Trainer:
@@ -158,13 +159,30 @@ class Trainer:
                     "option on_spike = 'rollback' begins anew from a checkpoint, which ranks of a launcher cannot",
                     "use on_spike=skip, or let phalanx start the ranks",
                 )
+            self._refuse_trials()
             return run_joined(context, self._fit_here, silence=self.config.silence)
         refuse_second_run(self.folder)
         ranks = choose_num_ranks(self.config)
         if ranks == 1:
-            return self._fit_here(RankContext.alone(local_device(device, 0)))
-        with WorkerPool(ranks, device=device, silence=self.config.silence) as pool, pack(self.job) as payload:
-            return pool.run(fit_on_rank, payload, on_event=lambda hook, given: self._on_event(hook, *given))[0]
+            alone = RankContext.alone(local_device(device, 0))
+            self._try_out(lambda job: Loop(job, alone, _nobody).fit())
+            return self._fit_here(alone)
+        with WorkerPool(ranks, device=device, silence=self.config.silence) as pool:
+            self._try_out(lambda job: _run(pool, job))
+            return _run(pool, self.job, lambda hook, given: self._on_event(hook, *given))
+
+    def _try_out(self, run: Callable[[Job], Summary]) -> None:
+        """From now on the job has the fastest of its best plans, where that was asked for."""
+        if self.config.measure_top is not None:
+            self.job = with_fastest(self.job, run)
+            self.config = self.job.config
+
+    def _refuse_trials(self) -> None:
+        if self.config.measure_top is not None:
+            raise ConfigError(
+                f"option measure_top = {self.config.measure_top}: ranks that a launcher started run one job",
+                "measure without a launcher, or leave measure_top out: plan=auto takes what is predicted to be best",
+            )
 
     def _fit_here(self, context: RankContext) -> Summary:
         self.loop = Loop(self.job, context, self._on_event if context.rank == 0 else _nobody)
@@ -178,6 +196,11 @@ class Trainer:
         """The user's own module gets the trained values."""
         if isinstance(self.job.model, nn.Module):
             fill(self.job.model, saved, self.config.lora)
+
+
+def _run(pool: WorkerPool, job: Job, on_event: Callable[[str, Any], None] | None = None) -> Summary:
+    with pack(job) as payload:
+        return pool.run(fit_on_rank, payload, on_event=on_event)[0]
 
 
 def fit_on_rank(context: RankContext, payload: JobPayload) -> Summary:

@@ -163,8 +163,8 @@ def test_without_plan_and_ranks_a_cpu_is_one_rank(tmp_path: Path, monkeypatch: p
     assert "ranks" not in records(tmp_path, "start")[0]["header"]
 
 
-def test_a_number_of_ranks_alone_makes_a_plan(lent_ranks: list[int], tmp_path: Path):
-    result = short_run("gpt2", DATA, tmp_path, **OPTIONS, ranks=2)
+def test_a_number_of_ranks_makes_a_simple_plan(lent_ranks: list[int], tmp_path: Path):
+    result = short_run("gpt2", DATA, tmp_path, **OPTIONS, ranks=2, plan="simple")
     header = records(tmp_path, "start")[0]["header"]
     assert json.loads((tmp_path / "plan.json").read_text())["pp"] == 2
     assert header["ranks"] == "2 (2 in a pipeline × 1 replicas)"

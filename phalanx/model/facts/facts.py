@@ -8,7 +8,7 @@ known here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -144,8 +144,13 @@ def fewest_heads(name: str) -> int:
     entry = zoo_table.lookup(name)
     if entry is None:
         return 0
-    given = [value for key in _HEADS if isinstance(value := entry.fields.get(key), int)]
-    return min(given, default=_USUAL_HEADS.get(entry.model_type, 0))
+    return heads_of(entry.fields.get, entry.model_type)
+
+
+def heads_of(field: Callable[[str], object], model_type: str = "") -> int:
+    """The same of a configuration. field: its value of a name, None where it has none."""
+    given = [value for key in _HEADS if isinstance(value := field(key), int)]
+    return min(given, default=_USUAL_HEADS.get(model_type, 0))
 
 
 def shipped_path(name: str) -> Path:

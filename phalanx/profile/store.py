@@ -1,0 +1,176 @@
+"""What was measured, kept between runs: one SQLite file, a row for each measurement, keyed by all that it depends on.
+
+A file that cannot be read is put aside and begun anew, which is said; rows of other versions or other devices are never
+found, because their keys differ. The same rows can be written to one JSON file and read back.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from phalanx.config import cache_folder
+from phalanx.errors import ConfigError
+from phalanx.plan.rates import COLLECTIVES, Points, Rates
+from phalanx.records import Malformed, read_record
+
+FORMAT = "phalanx profile"
+VERSION = 1
+Key = Mapping[str, str | int]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """key: what was measured, on what, with what. value: in the unit of its kind. made: when, where."""
+
+    kind: str
+    key: dict[str, str | int]
+    value: float
+    made: str
+
+
+@dataclass(frozen=True)
+class _File:
+    format: str
+    version: int
+    rows: list[Row]
+
+
+def profiles_path() -> Path:
+    return cache_folder() / "profiles.sqlite"
+
+
+class Store:
+    """Opened by path; several processes may use one file at a time."""
+
+    def __init__(self, path: Path, say: Say = lambda text: None) -> None:
+        self.path, self._say = path, say
+
+    def get(self, kind: str, key: Key) -> float | None:
+        with self._opened() as database:
+            found = database.execute(
+                "SELECT value FROM measurements WHERE kind = ? AND key = ?", (kind, _text(key))
+            ).fetchone()
+        return None if found is None else float(found[0])
+
+    def put(self, kind: str, key: Key, value: float) -> None:
+        self._write([Row(kind, dict(key), value, provenance())])
+
+    def rows(self, kind: str | None = None) -> list[Row]:
+        where, given = ("WHERE kind = ?", (kind,)) if kind else ("", ())
+        with self._opened() as database:
+            found = database.execute(f"SELECT kind, key, value, made FROM measurements {where}", given).fetchall()
+        return [Row(own, json.loads(key), float(value), made) for own, key, value, made in found]
+
+    def forget(self, kind: str, key: Key) -> None:
+        with self._opened() as database, database:
+            database.execute("DELETE FROM measurements WHERE kind = ? AND key = ?", (kind, _text(key)))
+
+    def export(self, path: Path, rows: list[Row]) -> None:
+        try:
+            path.write_text(json.dumps(asdict(_File(FORMAT, VERSION, rows)), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            message = f"option out = '{path}' cannot be written: {error.strerror}"
+            raise ConfigError(message, "name a file in a folder that exists and may be written to") from error
+
+    def take(self, rows: list[Row]) -> None:
+        self._write(rows)
+
+    def _write(self, rows: list[Row]) -> None:
+        with self._opened() as database, database:
+            database.executemany(
+                "INSERT OR REPLACE INTO measurements VALUES (?, ?, ?, ?)",
+                [(row.kind, _text(row.key), row.value, row.made) for row in rows],
+            )
+
+    def _opened(self) -> closing[sqlite3.Connection]:
+        try:
+            return closing(self._connect())
+        except sqlite3.OperationalError as error:
+            message = f"measurements cannot be kept in {self.path}: {error}"
+            raise ConfigError(message, "set PHALANX_CACHE to a folder that may be written to") from error
+        except sqlite3.DatabaseError as error:
+            aside = self.path.with_suffix(".broken")
+            self.path.replace(aside)
+            self._say(f"{self.path} cannot be read ({error}): put aside as {aside.name}, what it held is measured anew")
+            return closing(self._connect())
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise sqlite3.OperationalError(str(error)) from error
+        database = sqlite3.connect(self.path, timeout=30)
+        try:
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version not in (0, VERSION):
+                self._say(f"{self.path} is of another version: what it held is measured anew")
+                database.execute("DROP TABLE measurements")
+            with database:
+                database.execute(
+                    "CREATE TABLE IF NOT EXISTS measurements "
+                    "(kind TEXT, key TEXT, value REAL, made TEXT, PRIMARY KEY (kind, key))"
+                )
+                database.execute(f"PRAGMA user_version = {VERSION}")
+            database.execute("SELECT kind, key, value, made FROM measurements LIMIT 1").fetchone()
+        except sqlite3.Error:
+            database.close()
+            raise
+        return database
+
+
+def read_profile(path: Path) -> list[Row]:
+    """The rows of a JSON file that `export` wrote."""
+    try:
+        found = read_record(_File, path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"profile {path} cannot be read: {error.strerror}", "give a file of `phalanx profile --out`"
+        ) from None
+    except (Malformed, UnicodeDecodeError) as error:
+        raise ConfigError(f"profile {path} is not one: {error}", "write it with `phalanx profile --out FILE`") from None
+    if (found.format, found.version) != (FORMAT, VERSION):
+        message = f"profile {path} is {found.format!r}, version {found.version}"
+        raise ConfigError(message, f"measure anew with this Phalanx, which writes version {VERSION}")
+    return found.rows
+
+
+def provenance() -> str:
+    """When and where."""
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC on {platform.node()}"
+
+
+def _text(key: Key) -> str:
+    return json.dumps(dict(key), sort_keys=True)
+
+
+def matching(rows: list[Row], **wanted: str | int) -> Iterator[Row]:
+    """Those whose keys hold all of this."""
+    return (row for row in rows if all(row.key.get(name) == value for name, value in wanted.items()))
+
+
+def rates_from(rows: list[Row], device: str, dtype: str, ranks: int) -> Rates | None:
+    """What rows say of a device; None where products or memory are missing."""
+    own = list(matching(rows, device=device, ranks=ranks))
+    products = _points(own, "product", dtype=dtype)
+    memory, host = _points(own, "memory"), _points(own, "host")
+    if not products or not memory:
+        return None
+    collectives = {kind: found for kind in COLLECTIVES if (found := _points(own, kind))}
+    made = max(row.made for row in own)
+    return Rates(
+        device, dtype, ranks, products, memory[-1][1], host[-1][1] if host else None, collectives, f"measured {made}"
+    )
+
+
+def _points(rows: list[Row], kind: str, **wanted: str) -> Points:
+    found = matching([row for row in rows if row.kind == kind], **wanted)
+    sizes = ((row.key.get("size"), row.value) for row in found)
+    return tuple(sorted((float(size), value) for size, value in sizes if isinstance(size, int) and value > 0))
