@@ -9,6 +9,7 @@ others get zeros of the same shape, whose backward takes part; the losses of rep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -35,9 +36,13 @@ class Outputs:
     def __init__(self, session: Session, ends: Ends, scope: Scope, keep: Callable[[StepRun], None]) -> None:
         self._session, self._ends, self._scope, self._keep = session, ends, scope, keep
         self._plan, self._device = session.plan, session.compiled.device
-        self._end = end_of_forwards(session.step.program)
         self._anchor = torch.zeros((), requires_grad=True)  # so that autograd has something to go back to
         self._waiting: StepRun | None = None
+
+    @cached_property
+    def _end(self) -> int:
+        """Of the forwards, where a backward is to come."""
+        return end_of_forwards(self._session.step.program)
 
     def __call__(self, part: Batch, first: int, begin: int, num_samples: int) -> Any:
         """part: this rank's samples, which are those from `begin` on of so many."""

@@ -54,6 +54,7 @@ class Opened:
     ends: Ends | None = None  # where outputs leave
     scope: Scope = "whole"
     merges: bool = False  # whether an export has adapters merged in
+    leaving: Callable[[Batch], tuple[Session, Ends]] | None = None  # the same state as a model whose outputs leave
 
 
 class OwnSession:
@@ -77,6 +78,7 @@ class OwnSession:
         self._norm: Tensor | None = None  # finite if all gradients since the last zero_grad are
         self._is_updating = self._is_closed = False
         self._outputs = None if opened.ends is None else Outputs(session, opened.ends, opened.scope, self._keep)
+        self._left: Outputs | None = None  # for outputs of a session that computes its loss itself
         self._hooks = watch_optimizers(self)
         self._context.slot.enter("loop")
 
@@ -113,6 +115,21 @@ class OwnSession:
             outputs = self._outputs(part, first, begin, num_samples(given))
         self.samples += num_samples(given) if torch.is_grad_enabled() else 0
         return outputs
+
+    @torch.no_grad()
+    def outputs(self, batch: Any) -> Any:
+        """The model's outputs for a global batch, whole on every rank, without dropout; nothing is learned from them.
+        For that a session which computes its loss itself reads the model once more, without its labels."""
+        if self._outputs is not None:
+            return self(batch)
+        given = {name: tensor for name, tensor in self._opened.form(batch).items() if name != "labels"}
+        if self._left is None:
+            assert self._opened.leaving is not None
+            session, ends = self._opened.leaving(given)
+            self._left = Outputs(session, ends, "whole", self._keep)
+        part, first, begin = self._part(given, with_labels=False)
+        with self._running(part, "evaluate"):
+            return self._left(part, first, begin, num_samples(given))
 
     def part(self, rows: Tensor) -> Tensor:
         """What of a global batch's rows belongs to this rank's replica."""
@@ -304,10 +321,10 @@ class OwnSession:
     def _makes_gradients(self) -> str:
         return "session.forward_backward(batch)" if self._outputs is None else "backward() on a loss of session(inputs)"
 
-    def _part(self, given: Batch) -> tuple[Batch, int, int]:
+    def _part(self, given: Batch, with_labels: bool = True) -> tuple[Batch, int, int]:
         """This rank's part of a global batch, its place in the stream of samples, and in the batch."""
         plan = self.plan
-        if plan.dp * plan.mb * plan.multiple > 1:
+        if with_labels and plan.dp * plan.mb * plan.multiple > 1:
             require_labels(self._session.compiled.captured, given, plan.shown)
         first, count = self._session.part(self.samples, num_samples(given))
         begin = first - self.samples

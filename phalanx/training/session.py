@@ -26,6 +26,7 @@ from phalanx.engine.link import Parts
 from phalanx.engine.redistribute import Mover
 from phalanx.engine.reductions import GlobalReductions
 from phalanx.engine.step import Step
+from phalanx.errors import PlanError
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.buckets import BufferPool, Read
@@ -93,6 +94,18 @@ class Session:
         """The same state and connections with the programs of another plan, one that leaves everything where it is."""
         self.step.engine.settle()
         return Session(self.compiled.under(plan), self.connected, self.state, self._watches)
+
+    def computing(self, captured: Captured, plan: Plan) -> Session:
+        """The same state and connections with another graph of the same parameters, such as one without a loss."""
+        self.step.engine.settle()
+        compiled = self.compiled.under(plan, captured)
+        if compiled.formation.facts.parameters != self.compiled.formation.facts.parameters:
+            raise PlanError(
+                f"plan {plan.shown} keeps parameters elsewhere where the model's outputs leave than where its loss is "
+                "computed",
+                "leave tp out of the plan, or compute the loss outside (loss='outer')",
+            )
+        return Session(compiled, self.connected, self.state, self._watches)
 
     @property
     def plan(self) -> Plan:

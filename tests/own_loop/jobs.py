@@ -210,3 +210,16 @@ def lora(context: RankContext, plan: str, kind: str, folder: Path | None = None,
     if folder is not None:
         session.export(folder)
     return [begun, finished(session, losses)]
+
+
+def looked_at(context: RankContext, plan: str) -> Trained:
+    """A step of a language model that computes its loss itself, then its outputs."""
+    session = opened(context, llama(), plan, words(0))
+    optimizer = torch.optim.SGD(session.parameters(), lr=LR)
+    losses: list[Any] = [session.forward_backward(words(0))]
+    optimizer.step()
+    logits = session.outputs({"input_ids": words(1)["input_ids"][:, :-2]})["logits"]
+    assert not logits.requires_grad
+    losses += [logits[row].square().sum() for row in range(SAMPLES)]
+    losses.append(session.forward_backward(words(2)))  # training goes on as if nothing had been asked
+    return finished(session, losses)

@@ -161,3 +161,9 @@ def test_state_on_the_host_is_not_for_loops_of_ones_own() -> None:
     with pytest.raises(PlanError, match="offload=optimizer keeps on the host what a loop of your own") as caught:
         open_net(plan="mb=2,offload=activations+optimizer:0.5")
     assert "leave the optimizer out of offload" in caught.value.hint
+
+
+@pytest.mark.long
+def test_outputs_beside_a_vocabulary_that_is_split_are_refused(pool: WorkerPool) -> None:
+    with pytest.raises(PlanError, match="plan tp=2 keeps parameters elsewhere where the model's outputs leave"):
+        pool.run(jobs.looked_at, "tp=2", world=2)
