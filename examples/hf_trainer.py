@@ -33,4 +33,4 @@ with tempfile.TemporaryDirectory() as folder:
     )  # fmt: skip
     trainer.train()
     if trainer.is_world_process_zero():
-        print(f"evaluated: {trainer.state.log_history[-2]['eval_loss']:.3f}")
+        print(f"evaluated: loss {trainer.state.log_history[-2]['eval_loss']:.3f}")
