@@ -88,6 +88,7 @@ class Session:
         state = State(
             compiled.formation.state, context.rank, read, config, device, optimizer_class, groups, compiled.hosted()
         )  # fmt: skip
+        state.connect(lambda ranks: own.group(ranks, "matrices"))
         return cls(compiled, connected, state, watches)
 
     def under(self, plan: Plan) -> Session:

@@ -223,3 +223,22 @@ def looked_at(context: RankContext, plan: str) -> Trained:
     losses += [logits[row].square().sum() for row in range(SAMPLES)]
     losses.append(session.forward_backward(words(2)))  # training goes on as if nothing had been asked
     return finished(session, losses)
+
+
+def by_matrix(context: RankContext, plan: str, kind: str, folder: Path | None = None, other: str = "") -> Trained:
+    """Muon for the matrices of layers and AdamW for all else, or Adafactor, as the session's own optimizer; where there
+    is a folder saved before the last step, and taken up again under another plan."""
+    chosen: dict[str, Any] = {"optimizer": kind} if kind == "muon" else {"optimizer_class": torch.optim.Adafactor}
+    chosen |= {"loss": both, "has_optimizer": True, "lr": LR}
+    session = opened(context, net(), plan, numbers(0), **chosen)
+    losses: list[Any] = []
+    for step in range(3):
+        if folder is not None and step == 2:
+            session.save(folder)
+            session.close()
+            context = replace(context, generation=context.generation + 1000)
+            session = opened(context, net(), other, numbers(0), **chosen)
+            session.load(folder)
+        losses.append(session.forward_backward(numbers(step)))
+        session.step()
+    return finished(session, losses)
