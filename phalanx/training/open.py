@@ -83,7 +83,8 @@ def open(
     """
     refuse_while_loading("phalanx.open")
     config, optimizer_class = _config(plan, optimizer, options)
-    _refuse_hosted_state(config.plan)
+    if optimizer is None:
+        _refuse_hosted_state(config.plan)
     joined = join(config.device)
     if joined is None:
         needed = needed_ranks(config.plan) or 1
@@ -237,12 +238,13 @@ def _lengths(spec: ModelSpec, batch: Batch) -> dict[str, tuple[str | int, ...]]:
 
 
 def _refuse_hosted_state(plan: str) -> None:
-    """A loop of the user's own finds gradients and parameters where they are computed with."""
+    """An optimizer of the user's own finds gradients and parameters where they are computed with."""
     words = [word for word, _ in fields.read(plan).get("offload", ()) if word.startswith("optimizer")]
     if words:
         raise PlanError(
-            f"plan: offload={words[0]} keeps on the host what a loop of your own would look for on the device",
-            "leave the optimizer out of offload, or train with phalanx.train",
+            f"plan: offload={words[0]} keeps on the host what an optimizer of your own would look for on the device",
+            "let the session make it (phalanx.open(…, optimizer='adamw', lr=…), session.step()), or leave the "
+            "optimizer out of offload",
         )
 
 

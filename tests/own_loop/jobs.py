@@ -242,3 +242,18 @@ def by_matrix(context: RankContext, plan: str, kind: str, folder: Path | None = 
         losses.append(session.forward_backward(numbers(step)))
         session.step()
     return finished(session, losses)
+
+
+def hosted(context: RankContext, plan: str, steps: int = 3) -> Trained:
+    """The session's own optimizer, whose state lies on the host; clipped, with a schedule."""
+    session = opened(context, net(), plan, numbers(0), loss=both, has_optimizer=True, optimizer="adamw", lr=LR)
+    assert session.optimizer is not None
+    scheduler = torch.optim.lr_scheduler.LambdaLR(session.optimizer, lambda step: 1 / (1 + step))
+    losses: list[Any] = []
+    for step in range(steps):
+        losses.append(session.forward_backward(numbers(step)))
+        losses.append(session.clip_grad_norm_(0.3))
+        session.step()
+        scheduler.step()
+    losses.append(session.evaluate(numbers(100)))
+    return finished(session, losses)
