@@ -1,7 +1,7 @@
 """The gradients of a session in a loop of the user's own, between the call that makes them and the update.
 
 They lie in the `grad` of what a rank updates, where any optimizer finds them. Where the plan keeps the state of the
-optimizer on the host, gradients go there while the backward runs; then they stay in the step's own run until that goes on.
+optimizer on the host, gradients go there while the backward runs; then they stay in the step's run until it goes on.
 """
 
 from __future__ import annotations
