@@ -28,13 +28,13 @@ from phalanx.spellings import said_here
 
 OptionValue = bool | int | float | str | tuple[float, ...] | None
 
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "sgd", "muon")
 AUTO, SIMPLE = "auto", "simple"  # words that stand for a plan
 
 # An option in this table acts only when another one has one of these values; set otherwise, it is refused.
 ACTS_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "betas": ("optimizer", ("adamw",)),
-    "eps": ("optimizer", ("adamw",)),
+    "betas": ("optimizer", ("adamw", "muon")),
+    "eps": ("optimizer", ("adamw", "muon")),
     "min_lr_ratio": ("lr_schedule", ("cosine", "linear")),
     "lr_steps": ("lr_schedule", ("cosine", "linear")),
     "master_weights": ("dtype", ("bfloat16", "float16")),
@@ -136,11 +136,11 @@ class RunConfig(BaseModel):
         "skip its update, or also go back to the newest checkpoint and leave its batches out",
     )
 
-    optimizer: str = _option("Optimizer", "adamw", "adamw, sgd or the dotted path of an optimizer class")
+    optimizer: str = _option("Optimizer", "adamw", "adamw, sgd, muon or the dotted path of an optimizer class")
     optimizer_options: dict[str, OptionValue] = _option("Optimizer", {}, "further optimizer argument (repeatable)")
     lr: float = _option("Optimizer", 3e-4, "peak learning rate", gt=0)
-    betas: tuple[float, float] = _option("Optimizer", (0.9, 0.95), "decay rates of AdamW's moments (adamw only)")
-    eps: float = _option("Optimizer", 1e-8, "term that keeps AdamW's denominator above zero (adamw only)", gt=0)
+    betas: tuple[float, float] = _option("Optimizer", (0.9, 0.95), "decay rates of AdamW's moments (adamw, muon)")
+    eps: float = _option("Optimizer", 1e-8, "term that keeps AdamW's denominator above zero (adamw, muon)", gt=0)
     weight_decay: float = _option("Optimizer", 0.1, "decay of matrices; vectors are never decayed", ge=0)
     groups: tuple[str, ...] = _option(
         "Optimizer", (), "parameters updated in another way: PATTERN:lr=0.1,decay=0 or PATTERN:freeze (repeatable)"

@@ -21,7 +21,7 @@ ROWS = (
     ("engine",),
     ("profile", "lab", "adapt"),
     ("training",),
-    ("verification", "compat"),
+    ("verification", "compat", "hf"),
     ("cli",),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}

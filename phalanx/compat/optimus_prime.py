@@ -22,6 +22,7 @@ from phalanx.model.zoo.zoo import resolve
 from phalanx.tasks.base import Batch
 from phalanx.training.open import open as open_session
 from phalanx.training.open import open_on
+from phalanx.training.own_session import OwnSession
 
 _MODES = ("gpipe", "1f1b")
 _EXAMPLE_TOKENS = 16
@@ -32,6 +33,8 @@ class Optimus_p:
     """A model as a pipeline over the ranks that torchrun started, with replicas and tensor parallelism as asked for.
 
     pp_size: what the ranks allow, where it is not given. activation_ckpt: blocks are computed again in the backward.
+    swap_opt_in_fwdbwd: the optimizer's state lies on the host; swap_model_in_optstep: the host updates, too. The
+    optimizer is then made here, of the class `optimizer` with `lr`, because others keep their state on the device.
     example: a batch, for a module that is not one of HuggingFace's. dtype: precision of training.
     """
 
@@ -47,25 +50,31 @@ class Optimus_p:
         swap_opt_in_fwdbwd: bool = False,
         swap_model_in_optstep: bool = False,
         *,
+        optimizer: type[torch.optim.Optimizer] | None = None,
+        lr: float | None = None,
         example: Any = None,
         dtype: str = "float32",
         context: RankContext | None = None,
     ) -> None:
-        _require_no_swap(swap_opt_in_fwdbwd, swap_model_in_optstep)
+        swaps = _offload(swap_opt_in_fwdbwd, swap_model_in_optstep, optimizer, lr)
         self.num_mb = num_mb
         sizes = {"pp": pp_size, "dp": dp_size, "tp": tp_size, "mb": num_mb}
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise ConfigError(f"Optimus_p: {_OURS[name]} = {size} is below 1", "give a whole number of 1 or more")
         plan = ",".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
-        plan += ",schedule=gpipe" + (",recompute=block" if activation_ckpt else "")
+        plan += ",schedule=gpipe" + (",recompute=block" if activation_ckpt else "") + swaps
+        made: dict[str, Any] = {"lr": lr, "weight_decay": 0.0} if swaps else {}
         batch = _example(model, num_mb * dp_size * tp_size) if example is None else example
         device = "cuda" if use_gpu else "cpu"
         if context is None:
-            self.session = open_session(model, example=batch, plan=plan, device=device, dtype=dtype)
+            self.session = open_session(
+                model, example=batch, plan=plan, optimizer=optimizer, device=device, dtype=dtype, **made
+            )
         else:
-            config = RunConfig.create(plan=plan, clip=None, device=device, dtype=dtype)
-            self.session = open_on(context, model, config, batch)
+            config = RunConfig.create(plan=plan, clip=None, device=device, dtype=dtype, **made)
+            self.session = open_on(context, model, config, batch, has_optimizer=bool(swaps), optimizer_class=optimizer)
+        self._stepping = _Stepping(self.session) if swaps else None
         self._loss: Tensor | None = None
         self._names = tuple(batch)
 
@@ -93,8 +102,9 @@ class Optimus_p:
         return self.session.clip_grad_norm_(max_norm)
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self.session.optimizer
+    def optimizer(self) -> Any:
+        """Yours; with `swap_opt_in_fwdbwd` one that has `step`, `zero_grad` and `param_groups`."""
+        return self._stepping or self.session.optimizer
 
     @optimizer.setter
     def optimizer(self, given: torch.optim.Optimizer) -> None:
@@ -175,16 +185,39 @@ def _required(given: Batch | None) -> Batch:
     return given
 
 
-def _require_no_swap(optimizer: bool, model: bool) -> None:
+class _Stepping(torch.optim.Optimizer):
+    """The optimizer of a session whose state lies on the host, as loops and schedulers use one."""
+
+    def __init__(self, session: OwnSession) -> None:
+        assert session.optimizer is not None
+        super().__init__([torch.empty(0)], {"lr": 0.0})
+        self._session = session
+        self.param_groups = session.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self._session.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._session.zero_grad()
+
+
+def _offload(
+    optimizer: bool, model: bool, kind: type[torch.optim.Optimizer] | None, lr: float | None
+) -> str:  # fmt: skip
+    """What a plan says for these options."""
     if model and not optimizer:
         raise ConfigError(
             "Optimus_p: swap_model_in_optstep = True needs swap_opt_in_fwdbwd = True", "set both, or neither"
         )
-    if optimizer:
+    hint = "write Optimus_p(…, swap_opt_in_fwdbwd=True, optimizer=torch.optim.Adam, lr=3e-5)"
+    if optimizer and (kind is None or lr is None):
+        raise ConfigError("Optimus_p: swap_opt_in_fwdbwd = True needs to make the optimizer itself", hint)
+    if not optimizer and (kind is not None or lr is not None):
         raise ConfigError(
-            "Optimus_p: swap_opt_in_fwdbwd = True: a loop of your own updates parameters where they are computed with",
-            "leave it out; to keep less on a device use dp_size, and zero=1 … 3 in a plan of phalanx.open",
+            "Optimus_p: optimizer and lr do nothing without swap_opt_in_fwdbwd = True",
+            f"assign optimus_p.optimizer, or {hint}",
         )
+    return "" if not optimizer else ",offload=optimizer-step" if model else ",offload=optimizer"
 
 
 def _example(model: nn.Module, samples: int) -> Batch:

@@ -67,12 +67,12 @@ class Compiled:
         self._seed, self.buffers = config.seed, buffers
         self.training, self.evaluation = self._functions(trainable, trains=True), self._functions((), trains=False)
 
-    def under(self, plan: Plan) -> Compiled:
-        """The same model under another plan."""
-        captured, config, trainable, optimizer_class = self._given
+    def under(self, plan: Plan, captured: Captured | None = None) -> Compiled:
+        """The same model under another plan. captured: another graph of the same parameters."""
+        own, config, trainable, optimizer_class = self._given
         return Compiled(
-            captured, config, plan, rank=self.rank, device=self.device, trainable=trainable, buffers=self.buffers,
-            optimizer_class=optimizer_class,
+            captured or own, config, plan, rank=self.rank, device=self.device, trainable=trainable,
+            buffers=self.buffers, optimizer_class=optimizer_class,
         )  # fmt: skip
 
     @property

@@ -88,6 +88,13 @@ class HostedOptimizer:
         self._core = Optimizer(make(self._weights), self._weights, clip)
         self._thread: ThreadPoolExecutor | None = None
 
+    def follow(self, optimizer: Optimizer, clip: float | None) -> None:
+        """Takes over what a loop of the user's own set in the optimizer of what is not on the host, which has the same
+        groups: learning rates, decay, and what gradients are clipped to."""
+        self._core.clip = clip
+        for mine, theirs in zip(self._core.inner.param_groups, optimizer.inner.param_groups, strict=True):
+            mine.update({name: value for name, value in theirs.items() if name != "params"})
+
     # Updates on the device.
 
     def fetch(self, part: PartName) -> Copying:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,19 @@ from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.params.element_wise import KNOWN, is_element_wise
 from phalanx.params.flat import Piece
 from phalanx.params.groups import Groups
+from phalanx.params.matrix_wise import Holders, Kind, MatrixWise
+from phalanx.params.optimizer_groups import LR_SCALE, MUON, REST, entries_of, entry_number
 from phalanx.params.parameters import Weight
 from phalanx.params.state_facts import Slot
 from phalanx.params.streams import Streams
+from phalanx.state.layout import StateShard
 from phalanx.state.local import Local
 
-_NAMED: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+_NAMED: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": torch.optim.Muon,
+}  # fmt: skip
+_FUSED = (torch.optim.AdamW, torch.optim.SGD)
 _GROUP = "group."
-_LR_SCALE = "lr_scale"  # of a group: what the run's learning rate is multiplied by
 _PLAIN = bool | int | float | str | None
 _NUM_STREAMS = 2  # more of them gain nothing
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping equals it
@@ -61,7 +67,7 @@ class Optimizer:
         gradients are still multiplied by.
         """
         for group in self.inner.param_groups if lr is not None else ():
-            group["lr"] = lr * group.get(_LR_SCALE, 1.0)
+            group["lr"] = lr * group.get(LR_SCALE, 1.0)
         factor = self._divisor(norm, loss_scale)
         if self._skips_on_device:
             self._update_on_device(gradients, factor, finite)
@@ -107,6 +113,10 @@ class Optimizer:
                 if isinstance(value, Tensor):
                     yield slot, name, value
 
+    def owned(self) -> Iterator[tuple[StateShard, Tensor]]:
+        """What of the state is kept whole by an owner of a matrix."""
+        return self.inner.owned() if isinstance(self.inner, MatrixWise) else iter(())
+
     def scalars(self) -> dict[str, Any]:
         """What else the state holds, by the same names; JSON."""
         found = {key: value for key, value in self._state() if not isinstance(value, Tensor)}
@@ -119,12 +129,15 @@ class Optimizer:
         return found
 
     def load(
-        self, slots: Iterable[tuple[str, str]], read: Callable[[str, str], Tensor], scalars: Mapping[str, Any]
-    ) -> None:
-        """Takes back what `tensors` and `scalars` gave. slots: the (slot, parameter) pairs of all ranks; `read` gives
-        this rank's piece of one."""
+        self, slots: Iterable[tuple[str, str]], read: Callable[[str, str], Tensor], scalars: Mapping[str, Any],
+        read_whole: Callable[[str, str], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Takes back what `tensors`, `owned` and `scalars` gave. slots: the (slot, parameter) pairs of all ranks;
+        `read` gives this rank's piece of one."""
         groups = {id(weight): group for group in self.inner.param_groups for weight in group["params"]}
         for slot, name in slots:
+            if isinstance(self.inner, MatrixWise) and self.inner.take(slot, name, read_whole or read):
+                continue
             if name in self.weights:
                 weight = self.weights[name].exact
                 self.inner.state[weight][slot] = read(slot, name).to(_home(slot, weight, groups[id(weight)]))
@@ -204,9 +217,10 @@ def _home(slot: str, weight: Tensor, group: Mapping[str, Any]) -> torch.device:
 
 def make_optimizer(
     weights: Mapping[str, Weight], config: RunConfig, optimizer_class: type[Any] | None = None,
-    groups: Groups | None = None,
+    groups: Groups | None = None, holders: Holders | None = None,
 ) -> torch.optim.Optimizer:  # fmt: skip
-    """The optimizer of the run, for these pieces. `optimizer_class` stands before the one that `config` names."""
+    """The optimizer of the run, for these pieces. `optimizer_class` stands before the one that `config` names. holders:
+    of parts of tensors, where the plan splits them; None where one that needs them whole is refused."""
     groups = groups or Groups()
     chosen = _chosen(config, optimizer_class)
     if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
@@ -216,8 +230,7 @@ def make_optimizer(
             f"optimizer {chosen.__name__} evaluates the loss several times per step, which a program cannot do",
             "choose an optimizer whose step needs no closure",
         )
-    options = _arguments(chosen, config)
-    require_element_wise(chosen, weights, options)
+    kinds = _kinds(chosen, config, weights, holders)
     decayed = _takes(chosen, "weight_decay")
     for group in groups.settings if not decayed else ():
         if group.decay is not None:
@@ -230,8 +243,13 @@ def make_optimizer(
             f"option weight_decay = {config.weight_decay} does nothing: {chosen.__name__} does not decay weights",
             "leave weight_decay out, or choose another optimizer",
         )
+    entries = entries_of(config, decayed, groups, kinds)
+    made = [entry.group(weights, groups, kinds) for entry in entries]
     try:
-        return chosen(_groups(weights, config, decayed, groups), **options)
+        if len(kinds) == 1 and not kinds[""].by_matrix:
+            return chosen(made, **kinds[""].arguments)
+        find = partial(entry_number, entries=entries, groups=groups, kinds=kinds)
+        return MatrixWise(made, kinds, weights, config.lr, find, holders)
     except (TypeError, ValueError, RuntimeError) as error:
         own = ("params", "weight_decay", *_own_options(chosen, config))
         allowed = [name for name in inspect.signature(chosen).parameters if name not in own]
@@ -259,37 +277,27 @@ def optimizer_slots(
     )
 
 
-def decays(shape: Sequence[int]) -> bool:
-    """Matrices decay; biases, norms and other vectors do not."""
-    return len(shape) >= 2
-
-
 def _chosen(config: RunConfig, optimizer_class: type[Any] | None) -> Any:
     return optimizer_class or _NAMED.get(config.optimizer) or _import(config.optimizer)
 
 
-def _groups(weights: Mapping[str, Weight], config: RunConfig, decayed: bool, groups: Groups) -> list[dict[str, Any]]:
-    """The same groups on every rank, even where one of them has nothing in it."""
-    found: list[dict[str, Any]] = []
-    for number, group in ((None, None), *enumerate(groups.settings)):
-        if group is not None and group.freeze:
-            continue
-        mine = [weight for weight in weights.values() if groups.number.get(weight.piece.name) == number]
-        own = {} if group is None or group.lr == 1.0 else {_LR_SCALE: group.lr, "lr": config.lr * group.lr}
-        if not decayed:
-            found.append({"params": [w.exact for w in mine], **own})
-        elif group is not None and group.decay is not None:
-            found.append({"params": [w.exact for w in mine], "weight_decay": group.decay, **own})
-        else:
-            found += [
-                {
-                    "params": [w.exact for w in mine if decays(w.piece.shape)],
-                    "weight_decay": config.weight_decay,
-                    **own,
-                },
-                {"params": [w.exact for w in mine if not decays(w.piece.shape)], "weight_decay": 0.0, **own},
-            ]
-    return found
+def _kinds(
+    chosen: type[Any], config: RunConfig, weights: Mapping[str, Weight], holders: Holders | None
+) -> dict[str, Kind]:
+    """Which optimizers there are: one, or Muon for the matrices of layers and AdamW for all else."""
+    options = _arguments(chosen, config)
+    if chosen is torch.optim.Muon:
+        if holders is None:  # of parts on the host
+            require_element_wise(chosen, weights, options)
+        return {
+            MUON: Kind(chosen, {"adjust_lr_fn": "match_rms_adamw", **options}, by_matrix=True),
+            REST: Kind(torch.optim.AdamW, {"lr": config.lr, "betas": config.betas, "eps": config.eps}, by_matrix=False),
+        }
+    if chosen in KNOWN or holders is None or not holders.split:
+        require_element_wise(chosen, weights, options)
+        return {"": Kind(chosen, options, by_matrix=False)}
+    by_itself = is_element_wise(chosen, lambda tensors: chosen(tensors, **options), holders.device)
+    return {"": Kind(chosen, options, by_matrix=not by_itself)}
 
 
 def require_element_wise(kind: type[Any], weights: Mapping[str, Weight], arguments: Mapping[str, Any]) -> None:
@@ -303,7 +311,8 @@ def require_element_wise(kind: type[Any], weights: Mapping[str, Weight], argumen
     known = ", ".join(sorted(kind.__name__ for kind in KNOWN))
     raise ConfigError(
         f"optimizer {kind.__name__} does not update each element by itself, but the plan splits tensors",
-        f"use zero=0, tp=1 and no offload of the optimizer, or one of torch's {known}",
+        "use zero=0, tp=1 and no offload of the optimizer; or let the session make it (phalanx.open(…, optimizer=its "
+        f"class), session.step()), where owners get whole tensors; or one of torch's {known}",
     )
 
 
@@ -313,7 +322,7 @@ def _arguments(chosen: type[Any], config: RunConfig) -> dict[str, Any]:
     for name in ("weight_decay", *arguments):
         if name in config.optimizer_options:
             raise ConfigError(f"optimizer_options must not hold {name!r}", f"use the option {name} itself")
-    fused = {"fused": True} if chosen in _NAMED.values() else {}
+    fused = {"fused": True} if chosen in _FUSED else {}
     return arguments | fused | config.optimizer_options
 
 

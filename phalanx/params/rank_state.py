@@ -7,12 +7,13 @@ and go to is the caller's business, how they lie on the device is `buckets.py`'s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.comm.links import Group
 from phalanx.config import RunConfig
 from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
@@ -20,6 +21,7 @@ from phalanx.params.groups import Groups
 from phalanx.params.hosted import HostedOptimizer
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.loss_scale import LossScale
+from phalanx.params.matrix_wise import Holders, MatrixWise
 from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.params.parameters import Parameters, load_parameters
 from phalanx.state.layout import Box, StateShard
@@ -54,7 +56,9 @@ class State:
         )
         elsewhere = {piece.name for bucket in hosted or {} for piece, _ in self.parameters.bucket(bucket).updated}
         weights = {name: weight for name, weight in self.parameters.trained.items() if name not in elsewhere}
-        self.optimizer = Optimizer(make_optimizer(weights, config, optimizer_class, groups), weights, config.clip)
+        holders = None if hosted else Holders(layout, rank, device)
+        inner = make_optimizer(weights, config, optimizer_class, groups, holders)
+        self.optimizer = Optimizer(inner, weights, config.clip)
         self.hosted: HostedOptimizer | None = None
         if hosted:
             self.hosted = HostedOptimizer(
@@ -62,6 +66,12 @@ class State:
                 device, on_host=layout.plan.steps_on_host,
             )  # fmt: skip
         self.loss_scale = LossScale(device) if config.dtype == "float16" else None
+
+    def connect(self, join: Callable[[tuple[int, ...]], Group]) -> None:
+        """Where an optimizer needs tensors whole, its ranks exchange them."""
+        inner = self.optimizer.inner
+        if isinstance(inner, MatrixWise) and inner.ranks:
+            inner.connect(join(inner.ranks))
 
     def settle(self) -> None:
         """Waits for everything that is on its way."""
@@ -72,7 +82,8 @@ class State:
     def shards(self) -> Iterator[Filled]:
         """Everything a checkpoint holds, as far as it lies here."""
         self.settle()
-        return of_checkpoint(self.layout, self._rank, self.parameters, self._slots())
+        yield from of_checkpoint(self.layout, self._rank, self.parameters, self._slots())
+        yield from self.optimizer.owned()
 
     def _slots(self) -> Iterator[tuple[str, str, Tensor]]:
         """The optimizer's state by slot and parameter."""
@@ -117,7 +128,7 @@ class State:
 
         keys = (name.split("/", 2) for name in found.names() if name.startswith("optimizer/"))
         slots = [(slot, name) for _, slot, name in keys]
-        self.optimizer.load(slots, read, optimizer)
+        self.optimizer.load(slots, read, optimizer, lambda slot, name: found.read(f"optimizer/{slot}/{name}"))
         if self.hosted is not None:
             self.hosted.load(slots, read, optimizer)
         if self.loss_scale is not None and loss_scale is not None:

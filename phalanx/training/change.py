@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.adapt.migrate import Arrived, MovedBack, agree, migrate, slots_now
+from phalanx.adapt.migrate import Arrived, ChangeRefused, MovedBack, agree, migrate, slots_now
 from phalanx.adapt.portions import Migration, parameter_of, plan_migration
 from phalanx.comm.links import Group, Links
 from phalanx.config import RunConfig
@@ -27,6 +27,7 @@ from phalanx.errors import LinkError, PhalanxError
 from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
 from phalanx.params.layout_of import SlotsOf, StateLayout
+from phalanx.params.matrix_wise import MatrixWise
 from phalanx.params.optimizer import make_optimizer
 from phalanx.params.parameters import Weight
 from phalanx.params.rank_state import State
@@ -141,7 +142,12 @@ def _require_optimizer(opening: Opening, layout: StateLayout) -> None:
         if kept.facts.trained:
             empty = torch.empty(0, device=opening.device)
             weights[kept.facts.name] = Weight(kept.piece, empty, empty, trained=True)
-    make_optimizer(weights, opening.config, opening.optimizer_class, opening.groups)
+    made = make_optimizer(weights, opening.config, opening.optimizer_class, opening.groups)
+    if isinstance(made, MatrixWise):
+        raise ChangeRefused(
+            "an optimizer of whole matrices keeps its state with their owners, and that cannot move while a run trains",
+            "save, and go on from the checkpoint under the new plan",
+        )
 
 
 def _stays(member: Member, compiled: Compiled | None) -> bool:

@@ -28,6 +28,7 @@ from phalanx.launch.join import Joined, join
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.status_board import BoardWatch
 from phalanx.model.attach import Ends, arguments_of, second_arguments
+from phalanx.model.capture import capture
 from phalanx.model.ops.leave import ROWS
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.params.flat import Piece
@@ -87,7 +88,8 @@ def open(
             f"plan = {config.plan!r}: a loop of your own has no search for a plan",
             "give a plan, such as the one that `phalanx plan --out plan.json` writes, or leave it out",
         )
-    _refuse_hosted_state(config.plan)
+    if optimizer is None:
+        _refuse_hosted_state(config.plan)
     joined = join(config.device)
     if joined is None:
         needed = needed_ranks(config.plan) or 1
@@ -163,9 +165,19 @@ def open_on(
 
     opened = Opened(
         spec, task, form, context, memory, has_optimizer, leave or _nobody, plan_of, ends, outputs,
-        merges=config.merge_lora,
+        merges=config.merge_lora, leaving=lambda session, inputs: _leaving(session, spec, config, inputs),
     )  # fmt: skip
     return OwnSession(session, opened)
+
+
+def _leaving(session: Session, spec: ModelSpec, config: RunConfig, inputs: Batch) -> tuple[Session, Ends]:
+    """The state and connections of a session with a model whose outputs leave, for forwards only."""
+    ended, task, _, _, ends = _ended(spec, config, inputs, OUTER, {})
+    assert ends is not None
+    known = task.inputs(ended.config, padding=False, documents=False)
+    captured = capture(ended, known, dtype=getattr(torch, config.dtype), dropout=config.dropout, check=False)
+    plan = replace(session.plan, slices=())
+    return session.computing(captured, plan), ends
 
 
 def _first_part(compiled: Compiled, batch: Batch) -> tuple[Batch, int]:
@@ -197,7 +209,8 @@ def _ended(
     read = {**batch, ROWS: torch.arange(num_samples(batch))} if leaves else batch
     ends = Ends(module, tuple(read), function)
     ended = replace(spec, task="custom", factory=lambda: ends(_made(spec, config)), folder=None)
-    return ended, Custom(with_dims(infer_inputs(read), dims)), form, read, ends if leaves else None
+    lengths = dims or _lengths(spec, read)
+    return ended, Custom(with_dims(infer_inputs(read), lengths)), form, read, ends if leaves else None
 
 
 def _with_forwards_first(config: RunConfig) -> RunConfig:
@@ -223,16 +236,31 @@ def _task(spec: ModelSpec, batch: Batch, dims: Mapping[str, Sequence[str | int]]
         inputs = known.inputs(spec.config, padding="attention_mask" in batch, documents="document_ids" in batch)
         if {each.name for each in inputs} == set(batch):
             return known
-    return Custom(with_dims(infer_inputs(batch), dims))
+    return Custom(with_dims(infer_inputs(batch), dims or _lengths(spec, batch)))
+
+
+def _lengths(spec: ModelSpec, batch: Batch) -> dict[str, tuple[str | int, ...]]:
+    """Which dims differ between batches of a HuggingFace model that reads text: those as long as the text."""
+    ids = batch.get("input_ids")
+    if spec.config is None or ids is None or ids.dim() != 2:
+        return {}
+    decodes = bool(getattr(spec.config, "is_encoder_decoder", False))
+    found: dict[str, tuple[str | int, ...]] = {}
+    for name, tensor in batch.items():
+        decoded = decodes and name.startswith(("labels", "decoder_"))
+        if tensor.dim() >= 2 and (decoded or tensor.shape[1] == ids.shape[1]):
+            found[name] = ("batch", "source" if decodes and not decoded else "tokens", *tensor.shape[2:])
+    return found
 
 
 def _refuse_hosted_state(plan: str) -> None:
-    """A loop of the user's own finds gradients and parameters where they are computed with."""
+    """An optimizer of the user's own finds gradients and parameters where they are computed with."""
     words = [word for word, _ in fields.read(plan).get("offload", ()) if word.startswith("optimizer")]
     if words:
         raise PlanError(
-            f"plan: offload={words[0]} keeps on the host what a loop of your own would look for on the device",
-            "leave the optimizer out of offload, or train with phalanx.train",
+            f"plan: offload={words[0]} keeps on the host what an optimizer of your own would look for on the device",
+            "let the session make it (phalanx.open(…, optimizer='adamw', lr=…), session.step()), or leave the "
+            "optimizer out of offload",
         )
 
 

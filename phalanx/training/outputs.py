@@ -30,12 +30,12 @@ _MOST_DIMS = 8
 
 
 class Outputs:
-    """keep: what is done with a run whose gradients are complete."""
+    """keep: what is done with a run whose gradients are complete; None where there are none."""
 
-    def __init__(self, session: Session, ends: Ends, scope: Scope, keep: Callable[[StepRun], None]) -> None:
+    def __init__(self, session: Session, ends: Ends, scope: Scope, keep: Callable[[StepRun], None] | None) -> None:
         self._session, self._ends, self._scope, self._keep = session, ends, scope, keep
         self._plan, self._device = session.plan, session.compiled.device
-        self._end = end_of_forwards(session.step.program)
+        self._end = 0 if keep is None else end_of_forwards(session.step.program)
         self._anchor = torch.zeros((), requires_grad=True)  # so that autograd has something to go back to
         self._waiting: StepRun | None = None
 
@@ -63,6 +63,7 @@ class Outputs:
                 program = self._session.step.program
                 self._session.step.engine.run(program, run, until=end_of_gradients(program))
             self._waiting = None
+            assert self._keep is not None
             self._keep(run)
 
         return self._together(list(_Gate.apply(back, self._anchor, *outputs)))

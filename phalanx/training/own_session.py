@@ -33,11 +33,10 @@ from phalanx.training.budget import MemoryGuard
 from phalanx.training.change import Change, change
 from phalanx.training.outputs import Outputs, Scope
 from phalanx.training.own_batch import BatchForm
+from phalanx.training.own_gradients import Gradients, InRun, InWeights
 from phalanx.training.own_optimizer import watch_optimizers
 from phalanx.training.own_state import OwnState
 from phalanx.training.session import Session
-
-_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class Opened:
     ends: Ends | None = None  # where outputs leave
     scope: Scope = "whole"
     merges: bool = False  # whether an export has adapters merged in
+    leaving: Callable[[Session, Batch], tuple[Session, Ends]] | None = None  # its state, as a model whose outputs leave
 
 
 class OwnSession:
@@ -68,6 +68,8 @@ class OwnSession:
         self._opened, self._context = opened, opened.context
         self._optimizer: torch.optim.Optimizer | None = session.state.optimizer.inner if opened.has_optimizer else None
         self._is_own = not opened.has_optimizer  # whether the user steps it
+        if self._optimizer is not None and session.state.hosted is not None:
+            self._optimizer.register_step_pre_hook(self._require_whole_step)
         self.steps = self.samples = 0
         self._kept = OwnState(session, opened.context)
         self._is_updating = self._is_closed = False
@@ -86,6 +88,7 @@ class OwnSession:
                 "call session(inputs) and the backward() of your loss, or open it with a loss function",
             )
         given = self._opened.form(batch)
+        self._gradients.begin()
         part, first, _ = self._part(given)
         with self._running(part):
             run = self._session.step.backward(part, first)
@@ -109,6 +112,21 @@ class OwnSession:
         self.samples += num_samples(given) if torch.is_grad_enabled() else 0
         return outputs
 
+    @torch.no_grad()
+    def outputs(self, batch: Any) -> Any:
+        """The model's outputs for a global batch, whole on every rank, without dropout; nothing is learned from them.
+        For that a session which computes its loss itself reads the model once more, without its labels."""
+        if self._outputs is not None:
+            return self(batch)
+        given = {name: tensor for name, tensor in self._opened.form(batch).items() if name != "labels"}
+        if self._left is None:
+            assert self._opened.leaving is not None
+            session, ends = self._opened.leaving(self._session, given)
+            self._left = Outputs(session, ends, "whole", keep=None)
+        part, first, begin = self._part(given, with_labels=False)
+        with self._running(part, "evaluate"):
+            return self._left(part, first, begin, num_samples(given))
+
     def part(self, rows: Tensor) -> Tensor:
         """What of a global batch's rows belongs to this rank's replica."""
         first, count = self._session.part(0, rows.shape[0])
@@ -123,15 +141,15 @@ class OwnSession:
                 "give one to phalanx.open(…, optimizer='adamw', lr=…), or make your own of session.parameters() and "
                 "call its step()",
             )
-        if self._last is None or self._norm is None:
+        norm = self._gradients.norm
+        if norm is None:
             raise ConfigError("session.step() found no gradients", f"call {self._makes_gradients} before")
         if self._is_own:
             self._optimizer.step()
-            return self._norm.isfinite()
-        gradients = {n: w.exact.grad for n, w in self._weights.items() if w.exact.grad is not None}
+            return norm.isfinite()
         self._is_updating = True
         try:
-            updated = self._session.step.update(self._last, gradients, self._norm)
+            updated = self._gradients.update(self._session)
         finally:
             self._is_updating = False
         self.zero_grad()
@@ -140,22 +158,13 @@ class OwnSession:
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
-        for weight in self._weights.values():
-            weight.exact.grad = None
-        self._norm = None
+        self._gradients.forget(self._session)
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The norm of all gradients of all ranks as one vector; those above `max_norm` are scaled down to it."""
-        gradients = {n: w.exact.grad for n, w in self._weights.items() if w.exact.grad is not None}
-        if self._last is None:
+        if self._gradients.norm is None:
             raise ConfigError("session.clip_grad_norm_() found no gradients", f"call {self._makes_gradients} before")
-        totals = self._session.step.engine.parts.totals
-        assert totals is not None
-        norm = totals.norm_of(gradients, torch.zeros((), dtype=torch.float64, device=self._session.compiled.device))
-        if gradients:
-            torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + _EPSILON)).clamp(max=1.0))
-        return norm
+        return self._gradients.clip(self._session, max_norm)
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss of a global batch, without dropout; nothing is learned from it."""
@@ -193,6 +202,12 @@ class OwnSession:
         if not any(id(tensor) in self._ids for group in given.param_groups for tensor in group["params"]):
             raise ConfigError(
                 f"{type(given).__name__} updates no parameter of this session", "make it of session.parameters()"
+            )
+        if self._session.state.hosted is not None:
+            raise ConfigError(
+                f"{type(given).__name__}: plan {self.plan.shown} keeps the optimizer's state on the host, which an "
+                "optimizer of your own cannot do",
+                "open the session with optimizer=its class and lr=…, and call session.step()",
             )
         require_element_wise(type(given), self._weights, given.defaults)
         self._optimizer = given
@@ -246,8 +261,8 @@ class OwnSession:
             )
         if plan.schedule not in self._schedules:
             self._schedules[schedule] = self._session.under(plan)
+        self.zero_grad()
         self._session = self._schedules[schedule]
-        self._last = None  # its program was another
 
     @torch.no_grad()
     def change(self, plan: str | Plan) -> Change:
@@ -319,10 +334,10 @@ class OwnSession:
         for weight in self._weights.values():
             weight.exact.requires_grad_(True)
         self._ids = {id(weight.exact) for weight in self._weights.values()}
-        self._last: StepRun | None = None
-        self._norm: Tensor | None = None  # finite if all gradients since the last zero_grad are
+        self._gradients: Gradients = InWeights(self._weights) if session.state.hosted is None else InRun()
         ends = self._opened.ends
         self._outputs = None if ends is None else Outputs(session, ends, self._opened.scope, self._keep)
+        self._left: Outputs | None = None  # for outputs of a session that computes its loss itself
 
     def _require_changeable(self) -> None:
         if self._is_own:
@@ -331,7 +346,7 @@ class OwnSession:
                 "open it with phalanx.open(…, optimizer='adamw'); or save it, open another one with the new plan, and "
                 "load",
             )
-        if self._norm is not None:
+        if self._gradients.norm is not None:
             raise ConfigError(
                 "session.change() found gradients that no update has used", "call session.step() or zero_grad() before"
             )
@@ -340,10 +355,10 @@ class OwnSession:
     def _makes_gradients(self) -> str:
         return "session.forward_backward(batch)" if self._outputs is None else "backward() on a loss of session(inputs)"
 
-    def _part(self, given: Batch) -> tuple[Batch, int, int]:
+    def _part(self, given: Batch, with_labels: bool = True) -> tuple[Batch, int, int]:
         """This rank's part of a global batch, its place in the stream of samples, and in the batch."""
         plan = self.plan
-        if plan.dp * plan.mb * plan.multiple > 1:
+        if with_labels and plan.dp * plan.mb * plan.multiple > 1:
             require_labels(self._session.compiled.captured, given, plan.shown)
         first, count = self._session.part(self.samples, num_samples(given))
         begin = first - self.samples
@@ -358,28 +373,25 @@ class OwnSession:
             yield
         slot.enter("loop")
 
-    @torch.no_grad()
     def _keep(self, run: StepRun, scale: float = 1.0) -> None:
-        """Adds the gradients of a run to those that are there, free of the scale of the loss."""
-        loss_scale = self._session.state.loss_scale
-        factor = scale if loss_scale is None else scale / loss_scale.value
-        for name, gradient in run.gradients.items():
-            weight = self._weights[name].exact
-            own = (gradient * factor).to(weight.dtype).view(weight.shape)
-            weight.grad = own if weight.grad is None else weight.grad.add_(own)
-        assert run.norm is not None
-        self._norm = run.norm if self._norm is None else self._norm + run.norm
-        self._session.step.engine.abandon(run)
-        self._session.step.engine.parts.sends.settle()
-        self._last = run
+        """Adds the gradients of a run to those that are there."""
+        self._gradients.add(self._session, run, scale)
+
+    def _require_whole_step(self, *given: Any) -> None:
+        if not self._is_updating:
+            raise ConfigError(
+                f"the optimizer of this session was asked for a step, and plan {self.plan.shown} keeps its state on "
+                "the host",
+                "call session.step(), which brings state and gradients together",
+            )
 
     def before_own_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to change parameters of this session."""
         if optimizer is not self._optimizer:
             self.optimizer = optimizer
         loss_scale = self._session.state.loss_scale
-        if loss_scale is not None and self._norm is not None:
-            finite = self._norm.isfinite()
+        if loss_scale is not None and self._gradients.norm is not None:
+            finite = self._gradients.norm.isfinite()
             loss_scale.update(finite)
             if not bool(finite):  # with nothing to go by it changes nothing
                 self.zero_grad()
@@ -387,7 +399,7 @@ class OwnSession:
     def after_own_step(self) -> None:
         self.refresh()
         self.steps += 1
-        self._norm = None
+        self._gradients.norm = None
 
     def updates(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._is_updating or self._is_closed:

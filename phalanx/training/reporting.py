@@ -29,7 +29,7 @@ from phalanx.observe.phases import Phases
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.story import change_words
-from phalanx.params.optimizer import decays
+from phalanx.params.optimizer_groups import decays
 from phalanx.plan.plan import Plan
 from phalanx.state.saving import StorageError
 from phalanx.state.snapshot import Snapshot

@@ -35,9 +35,11 @@ def optimus_prime(
     context: RankContext, sizes: dict[str, int], mode: str, folder: Path | None = None
 ) -> tuple[list[float], dict[str, Tensor], list[bool]]:
     """As in its examples: the batch is prepared where the first stage is, the loss is read where the last one is."""
-    optimus_p = Optimus_p(gpt2(), 2, use_gpu=False, dtype="float64", context=context, **sizes)
+    swaps: dict[str, Any] = {"optimizer": torch.optim.Adam, "lr": LR} if "swap_opt_in_fwdbwd" in sizes else {}
+    optimus_p = Optimus_p(gpt2(), 2, use_gpu=False, dtype="float64", context=context, **sizes, **swaps)
     optimus_p.train()
-    optimus_p.optimizer = torch.optim.Adam(optimus_p.parameters(), lr=LR)
+    if not swaps:
+        optimus_p.optimizer = torch.optim.Adam(optimus_p.parameters(), lr=LR)
     scheduler = torch.optim.lr_scheduler.StepLR(optimus_p.optimizer, 1, gamma=0.9)
     total: list[float] = []
     for i, batch in enumerate(optimus_p.prepare_dataloader(texts(), SAMPLES, shuffle=False)):

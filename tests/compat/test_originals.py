@@ -50,6 +50,10 @@ def plain_optimus_prime() -> tuple[list[float], nn.Module]:
         pytest.param({"pp_size": 2}, "gpipe", marks=pytest.mark.long),
         pytest.param({"pp_size": 2, "dp_size": 2}, "1f1b", marks=pytest.mark.long),
         pytest.param({"pp_size": 2, "tp_size": 2, "activation_ckpt": True}, "gpipe", marks=pytest.mark.long),
+        pytest.param({"pp_size": 2, "swap_opt_in_fwdbwd": True}, "1f1b", marks=pytest.mark.long),
+        pytest.param(
+            {"pp_size": 2, "swap_opt_in_fwdbwd": True, "swap_model_in_optstep": True}, "gpipe", marks=pytest.mark.long
+        ),
     ],
 )
 def test_optimus_primes_example_is_exact(pool: WorkerPool, tmp_path: Path, sizes: dict[str, Any], mode: str) -> None:
@@ -86,7 +90,8 @@ def test_oases_sample_usage_is_exact(pool: WorkerPool, schedule: str, tp: int, d
     ("options", "message", "hint"),
     [
         ({"swap_model_in_optstep": True}, "needs swap_opt_in_fwdbwd = True", "set both"),
-        ({"swap_opt_in_fwdbwd": True}, "updates parameters where they are computed with", "leave it out"),
+        ({"swap_opt_in_fwdbwd": True}, "needs to make the optimizer itself", "optimizer=torch.optim.Adam"),
+        ({"lr": 0.1}, "optimizer and lr do nothing without swap_opt_in_fwdbwd", "assign optimus_p.optimizer"),
         ({"pp_size": 0}, "Optimus_p: pp_size = 0 is below 1", "1 or more"),
         ({"pp_size": 2}, "needs 2 ranks, and this process was started alone", "torchrun"),
         ({"model": nn.Linear(2, 2)}, "nothing is known of the inputs of Linear", "example=…"),

@@ -227,3 +227,50 @@ def changing(context: RankContext, plans: Sequence[str], steps: int = 2) -> Trai
             session.step()
             scheduler.step()
     return finished(session, losses)
+
+
+def looked_at(context: RankContext, plan: str) -> Trained:
+    """A step of a language model that computes its loss itself, then its outputs."""
+    session = opened(context, llama(), plan, words(0))
+    optimizer = torch.optim.SGD(session.parameters(), lr=LR)
+    losses: list[Any] = [session.forward_backward(words(0))]
+    optimizer.step()
+    logits = session.outputs({"input_ids": words(1)["input_ids"][:, :-2]})["logits"]
+    assert not logits.requires_grad
+    losses += [logits[row].square().sum() for row in range(SAMPLES)]
+    losses.append(session.forward_backward(words(2)))  # training goes on as if nothing had been asked
+    return finished(session, losses)
+
+
+def by_matrix(context: RankContext, plan: str, kind: str, folder: Path | None = None, other: str = "") -> Trained:
+    """Muon for the matrices of layers and AdamW for all else, or Adafactor, as the session's own optimizer; where there
+    is a folder saved before the last step, and taken up again under another plan."""
+    chosen: dict[str, Any] = {"optimizer": kind} if kind == "muon" else {"optimizer_class": torch.optim.Adafactor}
+    chosen |= {"loss": both, "has_optimizer": True, "lr": LR}
+    session = opened(context, net(), plan, numbers(0), **chosen)
+    losses: list[Any] = []
+    for step in range(3):
+        if folder is not None and step == 2:
+            session.save(folder)
+            session.close()
+            context = replace(context, generation=context.generation + 1000)
+            session = opened(context, net(), other, numbers(0), **chosen)
+            session.load(folder)
+        losses.append(session.forward_backward(numbers(step)))
+        session.step()
+    return finished(session, losses)
+
+
+def hosted(context: RankContext, plan: str, steps: int = 3) -> Trained:
+    """The session's own optimizer, whose state lies on the host; clipped, with a schedule."""
+    session = opened(context, net(), plan, numbers(0), loss=both, has_optimizer=True, optimizer="adamw", lr=LR)
+    assert session.optimizer is not None
+    scheduler = torch.optim.lr_scheduler.LambdaLR(session.optimizer, lambda step: 1 / (1 + step))
+    losses: list[Any] = []
+    for step in range(steps):
+        losses.append(session.forward_backward(numbers(step)))
+        losses.append(session.clip_grad_norm_(0.3))
+        session.step()
+        scheduler.step()
+    losses.append(session.evaluate(numbers(100)))
+    return finished(session, losses)

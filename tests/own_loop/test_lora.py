@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.lora import Lora, adapted_layers, add_adapters, is_adapter, merged
 from phalanx.state.adapters import targets
 from tests.own_loop import jobs
-from tests.own_loop.jobs import both, llama, net, numbers, words
+from tests.own_loop.jobs import LR, both, llama, net, numbers, opened, words
 from tests.own_loop.test_own_loop_is_exact import require_equal, widened
 
 LORA = Lora(2, 8.0)
@@ -145,3 +146,20 @@ def test_targets_that_are_not_there_are_refused() -> None:
         add_adapters(nn.Linear(2, 2), Lora(2, 4.0))
     with pytest.raises(ConfigError, match="merge_lora = True does nothing without lora"):
         phalanx.RunConfig(merge_lora=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="compares with peft itself")
+def test_peft_loads_the_folder_and_its_models_train(tmp_path: Path) -> None:
+    import peft  # pyright: ignore[reportMissingImports]
+
+    session = opened(RankContext.alone(), llama(), "mb=2", words(0), lora="r=2,alpha=8", has_optimizer=True, lr=LR)
+    session.forward_backward(words(0))
+    session.step()
+    session.export(tmp_path / "adapter")
+    loaded: Any = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")
+    assert float(widened(loaded, words(1)).detach()) == pytest.approx(session.evaluate(words(1)), rel=1e-9)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    own: Any = peft.get_peft_model(llama(), config)
+    theirs = opened(RankContext.alone(), own, "mb=2", words(0))
+    assert float(theirs.forward_backward(words(0))) == pytest.approx(float(widened(own, words(0)).detach()), rel=1e-9)
+    assert all(".lora_" in name for name, _ in theirs.named_parameters())

@@ -201,3 +201,56 @@ def test_a_checkpoint_of_one_plan_is_gone_on_from_under_another(pool: WorkerPool
         optimizer.step()
         losses.append(float(loss.detach()))
     require_equal(run(pool, 2, jobs.saved_and_loaded, "dp=2,zero=1", "pp=2,mb=2", tmp_path), losses, model)
+
+
+@pytest.mark.parametrize(
+    ("world", "plan"),
+    [
+        (1, "mb=2"),
+        pytest.param(2, "pp=2,mb=2", marks=pytest.mark.long),
+        pytest.param(2, "dp=2,zero=3", marks=pytest.mark.long),
+        pytest.param(2, "pp=2,mb=2,slices=2", marks=pytest.mark.long),
+    ],
+)
+def test_outputs_of_a_session_that_computes_its_loss_itself(pool: WorkerPool, world: int, plan: str) -> None:
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    loss = widened(model, words(0))
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad(), reference.default_dtype(torch.float64), reference.Widen():
+        logits = model(input_ids=words(1)["input_ids"][:, :-2]).logits
+        losses = [float(loss.detach()), *logits.square().sum((1, 2)).tolist(), float(model(**words(2)).loss)]
+    require_equal(run(pool, world, jobs.looked_at, plan), losses, model)
+
+
+@pytest.mark.parametrize(
+    ("world", "plan"),
+    [
+        (1, "mb=2,offload=optimizer"),
+        (1, "mb=2,offload=optimizer-step"),
+        pytest.param(2, "dp=2,zero=2,offload=optimizer", marks=pytest.mark.long),
+        pytest.param(2, "pp=2,mb=2,offload=optimizer-step:0.5", marks=pytest.mark.long),
+    ],
+)
+def test_state_of_the_sessions_optimizer_on_the_host(pool: WorkerPool, world: int, plan: str) -> None:
+    model = net()
+    named = list(model.parameters())
+    groups = [
+        {"params": [p for p in named if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in named if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    losses: list[float] = []
+    for step in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = LR / (1 + step)
+        optimizer.zero_grad()
+        x, target = numbers(step)
+        loss = both(model(x), target)
+        loss.backward()
+        losses += [float(loss.detach()), float(nn.utils.clip_grad_norm_(model.parameters(), 0.3))]
+        optimizer.step()
+    x, target = numbers(100)
+    losses.append(float(both(model(x), target).detach()))
+    require_equal(run(pool, world, jobs.hosted, plan), losses, model)

@@ -158,6 +158,56 @@ def test_a_pipeline_takes_the_next_batch_after_the_backward_of_the_last(pool: Wo
 
 
 def test_state_on_the_host_is_not_for_loops_of_ones_own() -> None:
-    with pytest.raises(PlanError, match="offload=optimizer keeps on the host what a loop of your own") as caught:
+    with pytest.raises(PlanError, match="offload=optimizer keeps on the host what an optimizer of your own") as caught:
         open_net(plan="mb=2,offload=activations+optimizer:0.5")
-    assert "leave the optimizer out of offload" in caught.value.hint
+    assert "leave the optimizer out of offload" in caught.value.hint and "session.step()" in caught.value.hint
+
+
+@pytest.mark.long
+def test_outputs_beside_a_vocabulary_that_is_split_are_refused(pool: WorkerPool) -> None:
+    with pytest.raises(PlanError, match="plan tp=2 keeps parameters elsewhere where the model's outputs leave"):
+        pool.run(jobs.looked_at, "tp=2", world=2)
+
+
+@cache
+def hosted_session() -> OwnSession:
+    return opened(
+        RankContext.alone(), net(), "mb=2,offload=optimizer", numbers(0), loss=both, has_optimizer=True,
+        optimizer="adamw", lr=0.1,
+    )  # fmt: skip
+
+
+def accumulates() -> None:
+    hosted_session().zero_grad()
+    hosted_session().forward_backward(numbers(0))
+    hosted_session().forward_backward(numbers(0))
+
+
+def scales() -> None:
+    hosted_session().zero_grad()
+    hosted_session().forward_backward(numbers(0), scale=0.5)
+
+
+def steps_itself() -> None:
+    optimizer = hosted_session().optimizer
+    assert optimizer is not None
+    optimizer.step()
+
+
+def brings_its_own() -> None:
+    hosted_session().optimizer = torch.optim.SGD(hosted_session().parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("does", "message", "hint"),
+    [
+        (accumulates, "where gradients of several batches do not add up", "call session.step() after every batch"),
+        (scales, "scale = 0.5, where the plan keeps the optimizer's state on the host", "leave scale out"),
+        (steps_itself, "the optimizer of this session was asked for a step", "call session.step()"),
+        (brings_its_own, "SGD: plan mb=2,offload=optimizer keeps the optimizer's state on the host", "optimizer=its"),
+    ],
+)
+def test_a_session_whose_optimizer_is_on_the_host(does: Any, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        does()
+    assert message in str(error.value) and hint in str(error.value)

@@ -1,0 +1,165 @@
+"""`phalanx.hf.Trainer` gives what transformers' Trainer gives, under any plan: losses, rates, metrics, events."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from phalanx.hf import Trainer, TrainingArguments
+from phalanx.launch.worker_pool import WorkerPool
+from tests.hf import jobs
+from tests.hf.history import history
+from tests.hf.scripts import VOCABULARY, causal_script, classification_script, llama, padded, sentences, texts
+
+REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text("utf-8"))
+
+
+def require_equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert [each.keys() for each in found] == [each.keys() for each in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5, msg=f"{mine} instead of {theirs}")
+
+
+def test_a_causal_language_model_with_accumulation_clipping_decay_and_a_schedule(tmp_path: Path) -> None:
+    trainer = causal_script(Trainer, TrainingArguments, str(tmp_path))
+    result = trainer.train()
+    require_equal(history(trainer), REFERENCE["causal"])
+    assert result.global_step == 6 and result.training_loss == pytest.approx(REFERENCE["causal"][-1]["train_loss"])
+
+
+def test_a_classification_with_metrics_and_predictions(tmp_path: Path) -> None:
+    trainer = classification_script(Trainer, TrainingArguments, str(tmp_path))
+    trainer.train()
+    require_equal(history(trainer), REFERENCE["classification"])
+    predicted = trainer.predict(sentences(5, seed=2))
+    torch.testing.assert_close(torch.tensor(predicted.predictions), torch.tensor(REFERENCE["predictions"]))
+    assert predicted.metrics["test_loss"] == pytest.approx(REFERENCE["test_loss"], rel=1e-5)
+    assert predicted.label_ids.tolist() == [each["label"] for each in sentences(5, seed=2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "plan"),
+    [
+        ("classification_script", 2, "dp=2,zero=1,mb=2"),  # batches of 2 samples for 4 parts at the end of an epoch
+        pytest.param("causal_script", 2, "pp=2,mb=2", marks=pytest.mark.long),
+        pytest.param("causal_script", 4, "tp=2,dp=2,zero=3", marks=pytest.mark.long),
+        pytest.param("classification_script", 2, "tp=2,mb=2", marks=pytest.mark.long),
+    ],
+)
+def test_the_same_under_a_plan(pool: WorkerPool, tmp_path: Path, name: str, world: int, plan: str) -> None:
+    found = pool.run(jobs.run_script, name, plan, str(tmp_path), world=world)
+    for each in found:
+        require_equal(each, REFERENCE[name.removesuffix("_script")])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="transformers' Trainer needs accelerate")
+def test_the_reference_is_what_transformers_gives_here() -> None:
+    from tests.hf.record import record
+
+    found = record()
+    for name in ("causal", "smoothed", "classification"):
+        require_equal(found[name], REFERENCE[name])
+
+
+class Watcher(TrainerCallback):
+    """Writes down what happens; ends the run after two steps."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.events.append(f"step {state.global_step}")
+        control.should_training_stop = state.global_step == 2
+        control.should_save = state.global_step == 1
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **given: Any) -> None:
+        self.events.append("log " + ("loss" if "loss" in logs else "end"))
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.events.append("save")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.events.append("end")
+
+
+def test_callbacks_see_events_and_end_the_run_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
+    watcher = Watcher()
+    trainer = causal_script(Trainer, TrainingArguments, str(tmp_path), callbacks=[watcher], eval_strategy="no")
+    trainer.train()
+    assert watcher.events == ["step 1", "log loss", "save", "step 2", "log loss", "log end", "end"]
+    again = causal_script(Trainer, TrainingArguments, str(tmp_path))
+    again.train(resume_from_checkpoint=True)
+    require_equal(history(again)[:-1], REFERENCE["causal"][:-1])
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    assert isinstance(saved, nn.Module)
+
+
+@pytest.mark.long
+def test_the_model_holds_what_was_trained_and_a_folder_of_it_loads(tmp_path: Path) -> None:
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = causal_script(
+        Trainer, TrainingArguments, str(tmp_path), **changes, eval_strategy="steps", load_best_model_at_end=True
+    )
+    trainer.train()
+    trainer.save_model(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    batch = padded(texts(3, seed=5))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch).loss, trainer.model(**batch).loss)
+    assert not torch.equal(trainer.model.lm_head.weight, llama().lm_head.weight)
+    assert trainer.state.best_model_checkpoint is not None and Path(trainer.state.best_model_checkpoint).is_dir()
+
+
+@pytest.mark.long
+def test_label_smoothing_is_a_loss_outside(tmp_path: Path) -> None:
+    trainer = causal_script(
+        Trainer, TrainingArguments, str(tmp_path), label_smoothing_factor=0.1, eval_strategy="no", num_train_epochs=1,
+        plan="mb=2",
+    )  # fmt: skip
+    trainer.train()
+    require_equal(history(trainer), REFERENCE["smoothed"])
+
+
+class OwnLoss(Trainer):
+    """As fine-tuners override it."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        assert model.config.vocab_size == VOCABULARY
+        flat = outputs.logits[:, :-1].reshape(-1, VOCABULARY)
+        loss = F.cross_entropy(flat, labels[:, 1:].reshape(-1), ignore_index=-100, reduction="sum")
+        loss = loss / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.long
+def test_compute_loss_of_ones_own_and_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path), num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, seed=7,
+        max_grad_norm=0.5, eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True, logging_steps=1,
+        disable_tqdm=True,
+    )  # fmt: skip
+    model = llama()
+    no_decay = [p for name, p in model.named_parameters() if "norm" in name]
+    decay = [p for name, p in model.named_parameters() if "norm" not in name]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
+    rates = [0.0, 0.5, 1.0, 0.8535533905932738, 0.5, 0.14644660940672627, 0.0]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step])
+    trainer = OwnLoss(
+        model=model, args=args, data_collator=padded, train_dataset=texts(22), eval_dataset=texts(6, seed=1),
+        optimizers=(optimizer, schedule),
+    )  # fmt: skip
+    trainer.train()
+    require_equal(history(trainer), REFERENCE["causal"])
