@@ -37,6 +37,7 @@ from phalanx.training.budget import Budget, Fit
 from phalanx.training.here import planned_here
 
 _KEY = "plan"
+_TOO_HIGH = 1.3  # by about how much an estimate of memory may be, at most
 _TRIES = 4
 ALIKE = 1.01
 
@@ -268,7 +269,8 @@ def _exactly(
     work: ModelWork, cluster: Cluster, software: Software, batch: int, fixed: Mapping[str, Any],
     look: Callable[[Plan], Fit], budget: int,
 ) -> tuple[Estimate, Fit] | None:  # fmt: skip
-    """Searches within a budget that is corrected by how far the last estimate was off."""
+    """Searches within a budget that is corrected by how far the last estimate was off; one by which nothing fits may
+    have been too high."""
     best: tuple[Estimate, Fit] | None = None
     allowed, seen = float(budget), set[str]()
     for _ in range(_TRIES):
@@ -276,7 +278,10 @@ def _exactly(
         try:
             own = search(work, limited, software, batch, fixed).plans[0]
         except PlanError:
-            break
+            if seen:
+                break
+            allowed *= _TOO_HIGH
+            continue
         if own.plan.text in seen:
             break
         seen.add(own.plan.text)

@@ -156,7 +156,11 @@ def open_on(
 
     def plan_of(text: str) -> Plan:
         """Another plan for this session, complete."""
-        _refuse_hosted_state(text)
+        if _hosts_state(text):
+            raise PlanError(
+                f"plan {text} keeps the optimizer's state on the host, where session.change() cannot bring it",
+                "save, open a session with this plan, and load; or leave the optimizer out of offload",
+            )
         text = _with_forwards_first(config.override(plan=text)).plan if loss == OUTER else text
         costs = read.captured.blocks.flops(read.captured.dims(batch))
         plan = complete(text, world=context.world, batch_size=config.batch_size, costs=costs).plan
@@ -253,12 +257,17 @@ def _lengths(spec: ModelSpec, batch: Batch) -> dict[str, tuple[str | int, ...]]:
     return found
 
 
+def _hosts_state(plan: str) -> str:
+    """By which word a plan keeps state of the optimizer on the host; none: ''."""
+    words = [word for word, _ in fields.read(plan).get("offload", ())]
+    return next((word for word in words if word.startswith("optimizer")), "")
+
+
 def _refuse_hosted_state(plan: str) -> None:
     """An optimizer of the user's own finds gradients and parameters where they are computed with."""
-    words = [word for word, _ in fields.read(plan).get("offload", ()) if word.startswith("optimizer")]
-    if words:
+    if word := _hosts_state(plan):
         raise PlanError(
-            f"plan: offload={words[0]} keeps on the host what an optimizer of your own would look for on the device",
+            f"plan: offload={word} keeps on the host what an optimizer of your own would look for on the device",
             "let the session make it (phalanx.open(…, optimizer='adamw', lr=…), session.step()), or leave the "
             "optimizer out of offload",
         )
