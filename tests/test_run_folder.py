@@ -21,7 +21,7 @@ from phalanx.observe.runlog import RunLog, read_log
 from phalanx.state import checkpoint, folders, huggingface, saving
 from phalanx.state.rendezvous import LocalRendezvous, Meeting
 from phalanx.state.saving import StorageError
-from phalanx.training import loop
+from phalanx.training import checkpoints
 from tests.run_helpers import records, short_run
 from tests.state.test_lock import other_process
 
@@ -181,7 +181,7 @@ class FullDisk:
             return begin(folder, step)
 
         monkeypatch.setattr(folders, "begin", counted)
-        monkeypatch.setattr(loop, "_TRY_AGAIN_SECONDS", 0.01)
+        monkeypatch.setattr(checkpoints, "_TRY_AGAIN_SECONDS", 0.01)
 
 
 def test_training_goes_on_while_the_disk_is_full_and_says_so_at_that_step(
@@ -207,7 +207,7 @@ def test_the_last_checkpoint_is_tried_until_there_is_room(tmp_path: Path, monkey
 
 def test_a_disk_that_stays_full_ends_the_run_with_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     FullDisk(monkeypatch, lambda number: number >= 3)
-    monkeypatch.setattr(loop, "_TRIES", 2)
+    monkeypatch.setattr(checkpoints, "_TRIES", 2)
     with pytest.raises(CheckpointError, match=r"last checkpoint could not be saved .*\n.*step-00000002; make room"):
         short_run(MODEL, DATA, tmp_path, **OPTIONS)
 

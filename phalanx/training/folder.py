@@ -1,0 +1,125 @@
+"""The folder of a run, as one rank has it: locked by rank 0 for as long as the run lasts, cleared of what killed runs
+left, with a copy of it in remote storage where that was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from phalanx.config import RunConfig
+from phalanx.errors import ConfigError, LinkError
+from phalanx.launch.context import RankContext
+from phalanx.launch.store import forget_secrets
+from phalanx.plan.plan import Plan
+from phalanx.state.checkpoint import Checkpoint
+from phalanx.state.folders import replace_text
+from phalanx.state.folders import tidy as tidy_checkpoints
+from phalanx.state.huggingface import tidy as tidy_export
+from phalanx.state.lock import RunLock
+from phalanx.state.remote import Mirror, fetch_folder, fetch_newest, is_remote, refuse_used_mirror
+from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
+from phalanx.state.saving import AsyncSaver
+from phalanx.state.snapshot import checkpoint_to_resume
+from phalanx.training.job import stop_file
+
+Say = Callable[[str], None]
+
+
+class RunFolder:
+    """`mirror` is rank 0's, if there is one."""
+
+    mirror: Mirror | None = None
+
+    def __init__(self, path: Path, config: RunConfig, context: RankContext) -> None:
+        self.path, self.config, self.context = path, config, context
+        self.checkpoints = path / "checkpoints"
+        self._still_ours: Callable[[], None] = lambda: None  # on rank 0: whether the lock holds
+
+    def take(self, stack: contextlib.ExitStack, say: Say) -> None:
+        """Rank 0 locks the run folder and clears what killed runs left in it; the others wait until it has."""
+        context, given_up = self.context, threading.Event()
+        context.abort.listen(given_up.set)
+        rendezvous = StoreRendezvous(context.store, context.rank) if context.world > 1 else LocalRendezvous()
+        self._meeting = Meeting(context.rank, context.world, rendezvous, key="start", given_up=given_up)
+        lock = RunLock(self.path, say)
+
+        def take() -> None:
+            stack.enter_context(lock)
+            tidy_checkpoints(self.checkpoints)
+            tidy_export(self.path / "export")
+            stop_file(self.path).unlink(missing_ok=True)
+            self._fetch(say)
+
+        with blaming_others():
+            self._meeting.agree("lock", 1, take)
+            self._meeting.agree("there", context.world, lambda: None)
+        if context.rank == 0:
+            self._still_ours = lock.still_ours
+            forget_secrets(self.path)
+            self._open_mirror(stack, say)
+
+    def to_resume(self, say: Say) -> Checkpoint | None:
+        """The checkpoint to go on from."""
+        resume = self.config.resume
+        if is_remote(resume):
+            resume = str(self.checkpoints / resume.rstrip("/").rpartition("/")[2])
+        with blaming_others():
+            return checkpoint_to_resume(resume, self.checkpoints, self._meeting, say)
+
+    def write_settings(self, plan: Plan) -> None:
+        """By rank 0."""
+        if self.context.rank > 0:
+            return
+        try:
+            replace_text(self.path / "config.yaml", self.config.to_yaml())
+            replace_text(self.path / "plan.json", plan.to_json() + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {self.path} cannot be written: {error.strerror}", "choose another folder (--out)"
+            ) from None
+
+    def saver(self) -> AsyncSaver:
+        context = self.context
+        meeting = StoreRendezvous(context.store, context.rank) if context.world > 1 else None
+        saver = AsyncSaver(
+            self.checkpoints, self.config.keep_checkpoints, rank=context.rank, world=context.world, rendezvous=meeting,
+            still_ours=self._still_ours,
+        )  # fmt: skip
+        context.abort.listen(saver.give_up)
+        return saver
+
+    def _open_mirror(self, stack: contextlib.ExitStack, say: Say) -> None:
+        """At the end of the run what is to be copied has been, or somebody was told."""
+        if self.config.mirror is None:
+            return
+        mirror = self.mirror = Mirror(self.config.mirror, self.path, say)
+        stack.callback(mirror.close)
+        stack.callback(mirror.copy, "config.yaml", "plan.json", "log-rank0.jsonl", "export", "export-dcp")
+
+    def _fetch(self, say: Say) -> None:
+        """What is to be gone on from and lies in remote storage is brought here."""
+        config, there = self.config, self.checkpoints
+        if is_remote(config.resume):
+            fetched = there / config.resume.rstrip("/").rpartition("/")[2]
+            if not fetched.exists():
+                there.mkdir(parents=True, exist_ok=True)
+                fetch_folder(config.resume, fetched)
+                say(f"fetched {config.resume}")
+        elif config.resume == "never" and config.mirror is not None:
+            refuse_used_mirror(config.mirror)
+        elif config.resume == "auto" and config.mirror is not None:
+            newest = fetch_newest(config.mirror, self.path)
+            if newest is not None:
+                say(f"fetched {newest} from {config.mirror}")
+
+
+@contextlib.contextmanager
+def blaming_others() -> Iterator[None]:
+    """Around what ranks do together: who only heard that another failed leaves it to that one to say why."""
+    try:
+        yield
+    except (RankFailed, MissingRanks) as error:
+        raise LinkError(str(error)) from error

@@ -1,0 +1,209 @@
+"""A rank that is ready to train: model and data prepared, a plan, its session with the state in place, fresh or as a
+checkpoint holds it; and the same under another plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.data.batches import Batches
+from phalanx.engine.compiled import Compiled
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.launch.context import RankContext
+from phalanx.launch.status_board import BoardWatch
+from phalanx.observe.memory_snapshot import require_cuda
+from phalanx.observe.phases import Phases
+from phalanx.params.flat import Piece
+from phalanx.params.lr_functions import checked_rate
+from phalanx.params.lr_schedule import change_text, learning_rate
+from phalanx.plan.complete import complete, usable_ranks
+from phalanx.plan.periods import Period
+from phalanx.plan.plan import Plan
+from phalanx.state.snapshot import Snapshot, restore, resumed_text
+from phalanx.tasks.base import Batch
+from phalanx.training.auto import choose_alone
+from phalanx.training.budget import Budget, Fit, MemoryGuard
+from phalanx.training.change import Change, Member, open_member
+from phalanx.training.change import change as change_plan
+from phalanx.training.changing import Changes
+from phalanx.training.folder import RunFolder
+from phalanx.training.generating import Generator
+from phalanx.training.here import announce
+from phalanx.training.job import Job
+from phalanx.training.metrics import Metrics
+from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare, require_change
+from phalanx.training.reporting import header
+from phalanx.training.session import Opening, Session
+from phalanx.training.spare import Spare
+
+_has_run = False  # in this process
+
+
+class ReadyRank:
+    """One rank's part of a job, before its first step and between any two."""
+
+    run: Prepared
+    session: Member
+    changes: Changes
+    memory: MemoryGuard
+    metrics: Metrics | None = None
+    generator: Generator | None = None
+    snapshot: Snapshot
+
+    def __init__(self, job: Job, context: RankContext) -> None:
+        self.job, self.context, self.config = job, context, job.config
+        self.folder = RunFolder(job.folder, job.config, context)
+        self.phases = Phases(job.began)
+        self.resumed: Path | None = None  # the checkpoint that the run went on from
+
+    def set_up(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """Prepares the run and puts its state in place, fresh or as a checkpoint holds it; returns the header."""
+        config, job = self.config, self.job
+        _forget_earlier_runs()
+        found = self.folder.to_resume(say)
+        first_step = 1 if found is None else found.step + 1
+        say(f"preparing {config.model}: data, graph, weights")
+        self.context.slot.enter("capture")
+        if config.searches_plan:
+            announce(self.context, config.memory_bytes)
+        with self.phases.phase("prepare"), self._rank_0_first():
+            run = self.run = prepare(
+                job.model, job.data, job.eval_data, config, self.context, collate=job.collate, groups=job.groups,
+                step=first_step, optimizer_class=job.optimizer_class,
+            )  # fmt: skip
+        self.changes = Changes(config, self.context, self.folder.path, first_step)
+        period = self.changes.period
+        self.context.slot.enter("compile")
+        self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
+        if found is not None:
+            self.snapshot, self.resumed = restore(found, self.snapshot), found.path
+            self.snapshot.passed_over = max(self.snapshot.passed_over, job.passed_over)
+            self._require_same_rate()
+        how = "the run began" if found is None else "the run went on from a checkpoint"
+        self.snapshot.plans.append({"step": first_step, "plan": run.plan.shown, "how": how})
+        weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
+
+        def read(name: str, is_master: bool, piece: Piece) -> Tensor:
+            if found is None:
+                return piece.read(weights, name)
+            return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
+
+        require_cuda(config.memory_snapshot, run.device.type)
+        self.memory = self._memory_guard(period.batch_size, run.batches, searches=True)
+        with self.phases.phase("weights"), self.memory.explained("the model's state"):
+            opening = Opening(
+                run.captured, config.override(batch_size=period.batch_size), self.context, run.trainable,
+                load_buffers(run.captured, weights, run.device), job.optimizer_class, run.groups,
+                (BoardWatch(self.context.slot),) if self.context.world > 1 else (),
+            )  # fmt: skip
+            self.session = open_member(opening, run.plan, read, self.memory.look)
+            if found is not None and isinstance(self.session, Session):
+                self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
+                before = found.state["total_steps"]
+                changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
+                origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
+        run = self.run = dataclasses.replace(
+            self.run, plan=self.session.plan, choice=self.job.choice or self.run.choice
+        )  # fmt: skip
+        self.snapshot.plans[-1]["plan"] = run.plan.shown
+        if run.choice is not None:
+            self.changes.plan = run.plan.full_text
+        if isinstance(self.session, Spare):
+            return {}  # only rank 0 shows it, which always has a place
+        if config.metrics or job.metrics:
+            self._open_metrics()
+        if config.generate_every:
+            self.generator = Generator(run, config, self.context)
+        return header(run, opening.config, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
+
+    def change(self, period: Period, text: str) -> Change:
+        """Another plan, batch size or sample length from now on. Raises `ChangeRefused` or a `PlanError`."""
+        batches = self.run.lengths[period.seq_len]
+        costs = self.run.captured.blocks.flops(self.run.captured.dims(batches.batch(0, 1)))
+        usable = usable_ranks(text, self.context.world)
+        plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs).plan
+        require_change(self.run, self.config, plan)
+        if self.metrics is not None:
+            self.metrics.require_change(plan, self.context.world)
+        memory = self._memory_guard(period.batch_size, batches)
+        memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
+        config = self.config.override(batch_size=period.batch_size)
+        self.session, done = change_plan(self.session, plan, config, memory.look)
+        self.run = dataclasses.replace(self.run, plan=plan, batches=batches)
+        self.memory, self.changes.period = memory, period
+        if self.metrics is not None:
+            self.metrics.close()
+            self._open_metrics()
+        return done
+
+    def lr(self, step: int) -> float:
+        if self.job.lr_function is not None:
+            return checked_rate(self.job.lr_function, step)
+        return learning_rate(self.config, step, self.run.total_steps)
+
+    def _open_metrics(self) -> None:
+        assert isinstance(self.session, Session)
+        job = self.job
+        self.metrics = Metrics(
+            self.run, self.config, self.session, self.context, job.metrics, job.optimizer_class
+        )  # fmt: skip
+
+    def _require_same_rate(self) -> None:
+        """A function of the user's own is recognised by the rate of the last step, as far as the run had one."""
+        step, was = self.snapshot.step, self.snapshot.own_lr
+        now = self.lr(step) if self.job.lr_function is not None and step else None
+        if now != was:
+            said = ["the options' rate" if rate is None else f"{rate:g} from lr_function" for rate in (was, now)]
+            raise ConfigError(
+                f"the run cannot go on exactly: step {step} was made with {said[0]}, and would now be with {said[1]}",
+                "give the lr_function or scheduler that the run had; or train on from the exported model as a new run",
+            )
+
+    def _memory_guard(self, size: int, batches: Batches, searches: bool = False) -> MemoryGuard:
+        """searches: where one rank's plan is open, it is chosen by what fits."""
+
+        def first_batch(of: Compiled) -> tuple[Batch, int]:
+            first, count = of.part(0, size)
+            return batches.batch(first, count), first
+
+        replan = self._replan if searches and self.run.subject is not None and self.context.world == 1 else None
+        return MemoryGuard(self.config.memory_bytes, self.run.device, size, first_batch, replan)
+
+    def _replan(self, fit: Fit, look: Callable[[Plan], Fit], budget: Budget | None) -> Plan | None:
+        """The plan of a run that leaves it open, on one rank."""
+        assert self.run.subject is not None
+        choice = choose_alone(self.run.subject, self.context, fit, look, budget)
+        self.run = dataclasses.replace(self.run, choice=choice)
+        return choice and choice.plan
+
+    @contextlib.contextmanager
+    def _rank_0_first(self) -> Iterator[None]:
+        """Others wait, and find in the caches what rank 0 put there."""
+        store, key = self.context.store, "prepared"
+        if self.context.world > 1 and self.context.rank > 0:
+            while not store.check([key]):
+                if self.context.abort.wait(0.05):
+                    raise PhalanxError(f"stopped while preparing: {self.context.abort.reason}")
+            store.get(key)  # refused if rank 0 did not write it
+        yield
+        if self.context.world > 1 and self.context.rank == 0:
+            store.set(key, "yes")
+
+
+def _forget_earlier_runs() -> None:
+    """Their tensors may still be there: what holds a run together refers to each other, and Python looks for such
+    cycles only when it has made many objects, however large they are."""
+    global _has_run
+    if _has_run:
+        gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    _has_run = True
