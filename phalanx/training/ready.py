@@ -27,6 +27,7 @@ from phalanx.params.lr_schedule import change_text, learning_rate
 from phalanx.plan.complete import complete, usable_ranks
 from phalanx.plan.periods import Period
 from phalanx.plan.plan import Plan
+from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.snapshot import Snapshot, restore, resumed_text
 from phalanx.tasks.base import Batch
 from phalanx.training.auto import choose_alone
@@ -69,19 +70,35 @@ class ReadyRank:
         config, job = self.config, self.job
         _forget_earlier_runs()
         found = self.folder.to_resume(say)
-        first_step = 1 if found is None else found.step + 1
         say(f"preparing {config.model}: data, graph, weights")
-        self.context.slot.enter("capture")
+        self._prepare(found, first_step=1 if found is None else found.step + 1)
+        origin = self._open(found)
+        run = self.run = dataclasses.replace(self.run, plan=self.session.plan, choice=job.choice or self.run.choice)
+        self.snapshot.plans[-1]["plan"] = run.plan.shown
+        if run.choice is not None:
+            self.changes.plan = run.plan.full_text
+        if isinstance(self.session, Spare):
+            return {}  # only rank 0 shows it, which always has a place
+        if config.metrics or job.metrics:
+            self._open_metrics()
+        if config.generate_every:
+            self.generator = Generator(run, config, self.context)
+        now = config.override(batch_size=self.changes.period.batch_size)
+        return header(run, now, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
+
+    def _prepare(self, found: Checkpoint | None, first_step: int) -> None:
+        """Model, data and plan, and where in the run it stands."""
+        config, job, context = self.config, self.job, self.context
+        context.slot.enter("capture")
         if config.searches_plan:
-            announce(self.context, config.memory_bytes)
+            announce(context, config.memory_bytes)
         with self.phases.phase("prepare"), self._rank_0_first():
             run = self.run = prepare(
-                job.model, job.data, job.eval_data, config, self.context, collate=job.collate, groups=job.groups,
+                job.model, job.data, job.eval_data, config, context, collate=job.collate, groups=job.groups,
                 step=first_step, optimizer_class=job.optimizer_class,
             )  # fmt: skip
-        self.changes = Changes(config, self.context, self.folder.path, first_step)
-        period = self.changes.period
-        self.context.slot.enter("compile")
+        self.changes = Changes(config, context, self.folder.path, first_step)
+        context.slot.enter("compile")
         self.snapshot = Snapshot(config.model_dump(mode="json"), run.model_mark, run.data_mark, run.total_steps)
         if found is not None:
             self.snapshot, self.resumed = restore(found, self.snapshot), found.path
@@ -89,6 +106,10 @@ class ReadyRank:
             self._require_same_rate()
         how = "the run began" if found is None else "the run went on from a checkpoint"
         self.snapshot.plans.append({"step": first_step, "plan": run.plan.shown, "how": how})
+
+    def _open(self, found: Checkpoint | None) -> str:
+        """The session, with its state; where that came from."""
+        run, job, config, period = self.run, self.job, self.config, self.changes.period
         weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
 
         def read(name: str, is_master: bool, piece: Piece) -> Tensor:
@@ -105,24 +126,12 @@ class ReadyRank:
                 (BoardWatch(self.context.slot),) if self.context.world > 1 else (),
             )  # fmt: skip
             self.session = open_member(opening, run.plan, read, self.memory.look)
-            if found is not None and isinstance(self.session, Session):
-                self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
-                before = found.state["total_steps"]
-                changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
-                origin = "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
-        run = self.run = dataclasses.replace(
-            self.run, plan=self.session.plan, choice=self.job.choice or self.run.choice
-        )  # fmt: skip
-        self.snapshot.plans[-1]["plan"] = run.plan.shown
-        if run.choice is not None:
-            self.changes.plan = run.plan.full_text
-        if isinstance(self.session, Spare):
-            return {}  # only rank 0 shows it, which always has a place
-        if config.metrics or job.metrics:
-            self._open_metrics()
-        if config.generate_every:
-            self.generator = Generator(run, config, self.context)
-        return header(run, opening.config, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
+            if found is None or isinstance(self.session, Spare):
+                return origin
+            self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
+        before = found.state["total_steps"]
+        changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
+        return "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
 
     def change(self, period: Period, text: str) -> Change:
         """Another plan, batch size or sample length from now on. Raises `ChangeRefused` or a `PlanError`."""
