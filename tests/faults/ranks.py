@@ -27,7 +27,7 @@ def fit(
     """What rank 0 of `phalanx.train` returns, on as many ranks of the pool as the plan needs."""
     trainer = Trainer(model, data, short_config(out, **options))
     with pack(trainer.job) as payload:
-        ranks = needed_ranks(trainer.config.plan) or 1
+        ranks = needed_ranks(trainer.config.given_plan) or 1
         return pool.run(fit_on_rank, payload, world=ranks, on_event=on_event)[0]
 
 

@@ -122,7 +122,11 @@ def test_a_rank_lost_in_a_step_is_named_with_its_stage_and_instruction_and_the_r
     how = "stopped answering for 5 s" if number == signal.SIGSTOP else "was killed by signal SIGKILL"
     seen = striker.view
     assert seen is not None and seen.instruction.startswith(instruction)
-    assert message == f"{PLACES[plan]} {how} in step {seen.step} at {seen.instruction}"
+    said, title, *ranks = message.splitlines()
+    assert said == f"{PLACES[plan]} {how} in step {seen.step} at {seen.instruction}"
+    assert title.strip() == "the last instructions of every rank, the newest last:"
+    assert len(ranks) == 2 and ranks[1].strip().startswith(f"rank 1, step {seen.step}: ")
+    assert ranks[1].endswith(f" {seen.instruction}")
     require_as_if_nothing_happened(pool, tmp_path, plan, undisturbed)
 
 
