@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.compat.profilers import DatasetProfiler, HardwareProfiler, ModelProfiler
+from phalanx.compat.profilers import SEQ_LEN, DatasetProfiler, HardwareProfiler, ModelProfiler
 from phalanx.errors import ConfigError, nearest
 from phalanx.params.groups import ParameterGroup
 from phalanx.plan.cluster import Cluster, Nodes
@@ -79,7 +79,7 @@ class DynamicStrategySelector:
         self.model = model
         self.hardware = hardware_profiler or HardwareProfiler()
         self.dataset = dataset_profiler
-        self.profiler = model_profiler or ModelProfiler(model, **_tokens_of(dataset_profiler))
+        self.profiler = model_profiler or ModelProfiler(model, _tokens_of(dataset_profiler))
         self.batch_size = batch_size or (dataset_profiler.batch_size if dataset_profiler is not None else None)
         if parallelism_manager is not None:
             parallelism_manager.selector = self
@@ -329,6 +329,6 @@ def _checked(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _tokens_of(dataset: DatasetProfiler | None) -> dict[str, int]:
+def _tokens_of(dataset: DatasetProfiler | None) -> int:
     """As long as the longest sample of the data, where there is any."""
-    return {} if dataset is None else {"seq_len": max(2, int(dataset.profile()["max_length"]))}
+    return SEQ_LEN if dataset is None else max(2, int(dataset.profile()["max_length"]))

@@ -33,6 +33,7 @@ from phalanx.program.work_of_facts import work_of_facts
 _SIDE, _COPIED = 512, 1 << 24  # of a product, elements of a copy: what a processor is measured with
 _ROUNDS = 3
 _MOST_LOOKED_AT = 1000
+SEQ_LEN = 128  # tokens a sample, where no data says
 
 
 class HardwareProfiler:
@@ -73,7 +74,7 @@ class ModelProfiler:
     """model: a HuggingFace model, or what names one: of some zoo models all is known without reading them. seq_len:
     tokens of a sample. dtype: precision of training, of a model that is read."""
 
-    def __init__(self, model: nn.Module | str, seq_len: int = 128, dtype: str = "float32") -> None:
+    def __init__(self, model: nn.Module | str, seq_len: int = SEQ_LEN, dtype: str = "float32") -> None:
         self.model, self._seq_len, self._dtype = model, seq_len, dtype
 
     @cached_property
@@ -192,9 +193,9 @@ def _processors(count: int) -> Cluster:
     """This machine's processor, measured: ranks share it, and exchange through its memory."""
     flops, bandwidth = _measured()
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    of_each = (Figure(value / count, "this machine", "measured") for value in (memory, flops, bandwidth))
+    own, compute, copies = (Figure(value / count, "this machine", "measured") for value in (memory, flops, bandwidth))
     link = Figure(bandwidth / count, "this machine", "measured")  # messages are copied there and back
-    device = devices.Device("processor", *of_each, link, "memory", link, count)
+    device = devices.Device("processor", own, compute, copies, link, "memory", link, count)
     return Cluster.of([Nodes(1, count, device, link.value, link.value, device.memory.value)])
 
 
@@ -204,7 +205,7 @@ def _measured() -> tuple[float, float]:
     target, products, copies = torch.empty_like(source), list[float](), list[float]()
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        matrix @ matrix
+        torch.mm(matrix, matrix)
         products.append(time.perf_counter() - began)
         began = time.perf_counter()
         target.copy_(source)

@@ -137,7 +137,7 @@ def options_of(args: transformers.TrainingArguments, dtype: torch.dtype) -> dict
 def plan_of(args: transformers.TrainingArguments, plan: str) -> str:
     """As given, or in PHALANX_PLAN; gradient checkpointing is what plans call recompute."""
     text = plan or os.environ.get("PHALANX_PLAN", "")
-    kwargs = {name: value for name, value in (args.gradient_checkpointing_kwargs or {}).items()}
+    kwargs: dict[str, Any] = dict(args.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
     kwargs.pop("use_reentrant", None)  # there is one way to compute again here
     if kwargs:
         raise ConfigError(

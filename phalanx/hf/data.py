@@ -82,7 +82,7 @@ class Randomness:
 
 
 def train_sampler(dataset: Any, args: transformers.TrainingArguments, length_name: str | None) -> Sampler[int] | None:
-    if not has_length(dataset) or isinstance(dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset) or not has_length(dataset):
         return None
     if args.train_sampling_strategy == "sequential":
         return SequentialSampler(dataset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -71,13 +71,13 @@ def evaluate(
         further = {"losses": found_losses} if "loss" in args.include_for_metrics else {}
         further |= {"inputs": inputs.arrays()} if "inputs" in args.include_for_metrics else {}
         metrics = dict(wanted.metrics(EvalPrediction(predictions=found, label_ids=known_labels, **further)))
-    metrics = denumpify_detensorize(metrics)
+    metrics = cast(dict[str, Any], denumpify_detensorize(metrics))
     if found_losses is not None and len(found_losses):
         flat = torch.cat([torch.as_tensor(each).reshape(-1) for each in found_losses])
         metrics["loss"] = float(flat.mean())
     named = {name if name.startswith(f"{wanted.prefix}_") else f"{wanted.prefix}_{name}": value
              for name, value in metrics.items()}  # fmt: skip
-    return EvalLoopOutput(predictions=found, label_ids=known_labels, metrics=named, num_samples=num_samples)
+    return EvalLoopOutput(predictions=cast(Any, found), label_ids=known_labels, metrics=named, num_samples=num_samples)
 
 
 def _labels(batch: Batch, names: Sequence[str]) -> Any:

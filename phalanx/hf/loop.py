@@ -94,7 +94,8 @@ class Loop:
         self._drawn = rest["randomness"]
 
     def _tell_callbacks(self) -> None:
-        handler, trainer = self._trainer.callback_handler, self._trainer
+        trainer = self._trainer
+        handler: Any = trainer.callback_handler
         handler.optimizer, handler.lr_scheduler = trainer.optimizer, trainer.lr_scheduler
         handler.train_dataloader = self._source
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -30,12 +30,12 @@ def make_optimizer(
     chosen: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None,
 ) -> torch.optim.Optimizer:  # fmt: skip
     """chosen: a class and its arguments, instead of those that `args.optim` names."""
-    kind, arguments = chosen or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+    kind, arguments = chosen or transformers.Trainer.get_optimizer_cls_and_kwargs(args, cast(Any, model))
     own = {"params", "model", "optimizer_dict"} & arguments.keys()
     if own or is_optimizer_factory(kind):
+        named = getattr(args.optim, "value", args.optim)
         raise ConfigError(
-            f"TrainingArguments: optim = {args.optim.value!r} looks for its parameters in the module, which a plan "
-            "splits",
+            f"TrainingArguments: optim = {named!r} looks for its parameters in the module, which a plan splits",
             "choose one that takes a list of parameters, such as adamw_torch, adafactor or sgd; or give "
             "optimizer_cls_and_kwargs=(class, arguments)",
         )
@@ -82,7 +82,7 @@ def make_scheduler(
 ) -> LRScheduler | ReduceLROnPlateau:
     return get_scheduler(
         args.lr_scheduler_type, optimizer=optimizer, num_warmup_steps=args.get_warmup_steps(steps),
-        num_training_steps=steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        num_training_steps=steps, scheduler_specific_kwargs=cast(dict[str, Any] | None, args.lr_scheduler_kwargs),
     )  # fmt: skip
 
 

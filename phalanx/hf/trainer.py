@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -86,8 +86,9 @@ class Trainer:
         if (model is None) == (model_init is None):
             raise ConfigError("Trainer: it needs a model or model_init, one of them", "give model=…")
         self.model = model if model is not None else _initialised(model_init)
-        if getattr(self.model, "config", None) is not None:
-            self.model.config.use_cache = self.args.use_cache
+        config: Any = getattr(self.model, "config", None)
+        if config is not None:
+            config.use_cache = self.args.use_cache
         self.data_collator = data_collator or _default_collator(processing_class)
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -119,7 +120,9 @@ class Trainer:
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     def new_state(self) -> TrainerState:
-        kept = [each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)]
+        kept: list[Any] = [
+            each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
+        ]
         zero = self.is_world_process_zero()
         return TrainerState(is_local_process_zero=zero, is_world_process_zero=zero, stateful_callbacks=kept)
 
@@ -278,12 +281,14 @@ class Trainer:
             self.label_names, ignored, loss_only or self.args.prediction_loss_only, self.num_items,
             self.preprocess_logits_for_metrics, self.compute_metrics, prefix,
         )  # fmt: skip
-        self.callback_handler.eval_dataloader = source
+        handler: Any = self.callback_handler
+        handler.eval_dataloader = source
 
         def after_batch() -> None:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
         output = evaluate(self.computation, batches(source, self.randomness), self.args, wanted, after_batch)
+        assert output.metrics is not None and output.num_samples is not None
         steps = math.ceil(output.num_samples / self.args.per_device_eval_batch_size)
         output.metrics.update(speed_metrics(prefix, began, num_samples=output.num_samples, num_steps=steps))
         return output
@@ -378,7 +383,7 @@ def _initialised(model_init: Callable[[], nn.Module] | None) -> nn.Module:
 
 def _default_collator(processing_class: Any) -> Callable[[list[Any]], Mapping[str, Any]]:
     if isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
-        return DataCollatorWithPadding(processing_class)
+        return DataCollatorWithPadding(cast(Any, processing_class))
     return default_data_collator
 
 

@@ -119,7 +119,11 @@ class Loop(ReadyRank):
                 reporter.step(self._facts(step, eval_loss, evaluated), outcome)
                 if reporter.spike is not None and config.on_spike == "rollback":
                     self._roll_back(checkpoints, reporter.spike, step)
-                if self.generator is not None and self._due(step, config.generate_every):
+                if (
+                    self.generator is not None
+                    and isinstance(self.session, Session)
+                    and self._due(step, config.generate_every)
+                ):
                     with reporter.paused(), self.context.slot.within("generate"):
                         reporter.generated(step, self.generator(self.session, step))
                 if predictor is not None and predictor.is_due:
