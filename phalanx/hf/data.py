@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -88,9 +88,9 @@ def train_sampler(dataset: Any, args: transformers.TrainingArguments, length_nam
         return SequentialSampler(dataset)
     if args.train_sampling_strategy == "group_by_length":
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        column = args.length_column_name
-        lengths = dataset[column] if column in (getattr(dataset, "column_names", None) or ()) else None
-        return LengthGroupedSampler(batch, dataset=dataset, lengths=lengths, model_input_name=length_name)
+        column, columns = args.length_column_name, cast(Any, dataset)
+        lengths = columns[column] if column in (getattr(dataset, "column_names", None) or ()) else None
+        return LengthGroupedSampler(batch, dataset=columns, lengths=lengths, model_input_name=length_name)
     return EpochOrder(len(dataset), args.seed if args.data_seed is None else args.data_seed)
 
 

@@ -119,13 +119,8 @@ class Loop(ReadyRank):
                 reporter.step(self._facts(step, eval_loss, evaluated), outcome)
                 if reporter.spike is not None and config.on_spike == "rollback":
                     self._roll_back(checkpoints, reporter.spike, step)
-                if (
-                    self.generator is not None
-                    and isinstance(self.session, Session)
-                    and self._due(step, config.generate_every)
-                ):
-                    with reporter.paused(), self.context.slot.within("generate"):
-                        reporter.generated(step, self.generator(self.session, step))
+                if self._due(step, config.generate_every):
+                    self._generate(step, reporter)
                 if predictor is not None and predictor.is_due:
                     with reporter.paused():
                         reporter.predicted(**predictor.fields(self.memory.fit.bytes))
@@ -147,6 +142,12 @@ class Loop(ReadyRank):
                 checkpoints.save_at_last(self.snapshot, self.session, stop, self._spared)
         if self._is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
+
+    def _generate(self, step: int, reporter: Reporter) -> None:
+        """A spare rank has no part of the model to generate with."""
+        if self.generator is not None and isinstance(self.session, Session):
+            with reporter.paused(), self.context.slot.within("generate"):
+                reporter.generated(step, self.generator(self.session, step))
 
     def _predictor(self, name: str = "") -> Predictor | None:
         session = self.session
