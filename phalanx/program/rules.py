@@ -134,6 +134,7 @@ class Rules(Generic[Id]):
     ) -> None:  # fmt: skip
         self.plan, self.shape, self.sink, self._moved = plan, shape, sink, moved or {}
         self.names = Names(plan, shape)
+        self._used = "gathered" if plan.gathers else "parameters"  # what computations read
         self.first_stage = _first_stages(plan, pp_index)
         self.trained = [bucket for bucket in buckets_of(plan, shape, pp_index) if shape.trained[bucket]]
         self.hosted = hosted_of(plan, shape, pp_index)
@@ -177,7 +178,7 @@ class Rules(Generic[Id]):
                 base = memory.get(same.get(name, ""))
                 memory[name] = sink.write(self.activation(it, name), op.size(name), base)
         if op.bw.takes and self._saves(it):
-            for kind, size in self._saved(op):
+            for kind, size in op.bw.saved:
                 sink.write(self._of_op(kind, it), size)
 
     def _redistribute(self, it: Instruction) -> None:
@@ -208,9 +209,9 @@ class Rules(Generic[Id]):
         self._read_parameters(it, op)
         if bw.inputs or (fused and bw.w_inputs):
             sink.read(self._inputs(it))
-        for name in dict.fromkeys((*bw.reads, *(bw.w_reads if fused else ()))):
+        for name in bw.all_reads if fused else bw.reads:
             sink.read(self.activation(it, name))
-        for kind, _ in self._saved(op):
+        for kind, _ in bw.saved:
             sink.read(self._of_op(kind, it))
         if op.pasts:
             sink.read(self._of_op("past", it))
@@ -376,14 +377,9 @@ class Rules(Generic[Id]):
         place = place_of(it)
         return place in self._has_backward and (it.op is Op.A or place not in self._again)
 
-    @staticmethod
-    def _saved(op: BlockOp) -> list[tuple[str, str]]:
-        kinds = (("saved_b", op.bw.saved_b), ("saved_bw", op.bw.saved_bw))
-        return [(kind, size) for kind, size in kinds if size]
-
     def _read_parameters(self, it: Instruction, op: BlockOp) -> None:
         for bucket in self.buckets(it, op):
-            self.sink.read(of_bucket("gathered" if self.plan.gathers else "parameters", bucket))
+            self.sink.read(of_bucket(self._used, bucket))
 
     def buckets(self, it: Instruction, op: BlockOp) -> tuple[int, ...]:
         return self.shape.buckets(_number(it.block)) if op.buckets is None else op.buckets

@@ -39,6 +39,17 @@ class Backward:
     same: tuple[tuple[str, str], ...] = ()
     d_same: tuple[tuple[str, str], ...] = ()
 
+    @cached_property
+    def saved(self) -> tuple[tuple[str, str], ...]:
+        """What the forward leaves, by the kind of value, with its bytes."""
+        kinds = (("saved_b", self.saved_b), ("saved_bw", self.saved_bw))
+        return tuple((kind, size) for kind, size in kinds if size)
+
+    @cached_property
+    def all_reads(self) -> Names:
+        """Of B and W together."""
+        return tuple(dict.fromkeys((*self.reads, *self.w_reads)))
+
 
 @dataclass(frozen=True)
 class BlockOp:
@@ -76,7 +87,11 @@ class BlockOp:
         return self.traced or Backward(self.writes, self.reads, self.reads, self.reads, self.writes)
 
     def size(self, name: str) -> str:
-        return dict(zip(self.writes, self.sizes)).get(name, "0")
+        return self._size_of.get(name, "0")
+
+    @cached_property
+    def _size_of(self) -> dict[str, str]:
+        return dict(zip(self.writes, self.sizes))
 
 
 @dataclass(frozen=True)
