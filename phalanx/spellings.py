@@ -10,7 +10,7 @@ import re
 
 _GLOBAL = "--batch-size (the global batch: samples per device × devices × accumulation steps)"
 _SHARDED = "--plan zero=1, zero=2 or zero=3, with dp=N for the number of replicas"
-_REPORTS = "nothing: the run folder holds every number as JSON lines, and --json prints them"
+_REPORTS = "--report-to tensorboard, whose files lie in --out"
 
 SAID_HERE = {
     "batch": "--batch-size", "tokens": "--seq-len",
@@ -48,7 +48,7 @@ SAID_HERE = {
     "tensor_parallel_size": "--plan tp=N", "tensor_model_parallel_size": "--plan tp=N",
     "pipeline_parallel_size": "--plan pp=N", "pipeline_model_parallel_size": "--plan pp=N",
     "data_parallel_size": "--plan dp=N", "nproc_per_node": "--ranks", "num_processes": "--ranks", "num_gpus": "--ranks",
-    "report_to": _REPORTS, "logging_dir": _REPORTS,
+    "logging_dir": _REPORTS,
     "ddp_timeout": "--timeout", "from_scratch": "--init fresh", "do_train": "nothing: the verb is train",
 }  # fmt: skip
 

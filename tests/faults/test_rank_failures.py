@@ -295,10 +295,12 @@ def test_the_command_tells_of_a_killed_rank_in_one_sentence_and_goes_on_until_it
     _, err = command.ended(2)
     assert time.monotonic() - began < 15
     assert not any(is_alive(pid) for pid in pids.values())
-    assert err.splitlines() == [
-        f"error: rank 1 (stage 1) was killed by signal SIGKILL in step {seen.step} at {seen.instruction}",
-        "  → not for lack of memory, by the kernel's count of such kills: a person, a scheduler or a program sent it",
-    ]
+    said, title, *ranks, advice = err.splitlines()
+    assert said == f"error: rank 1 (stage 1) was killed by signal SIGKILL in step {seen.step} at {seen.instruction}"
+    assert title.strip() == "the last instructions of every rank, the newest last:" and len(ranks) == 2
+    assert advice == (
+        "  → not for lack of memory, by the kernel's count of such kills: a person, a scheduler or a program sent it"
+    )
     require_intact(out)
 
     command = Command(out, steps=ENDLESS)

@@ -25,7 +25,7 @@ from phalanx.model.captured import Captured
 from phalanx.model.graph.blocks import Port
 from phalanx.model.weights.weights import SafetensorsWeights
 from phalanx.model.zoo.zoo import build, resolve
-from phalanx.params import optimizer as optimizers
+from phalanx.params import optimizer_groups
 from phalanx.params.buckets import Bucket
 from phalanx.params.optimizer import Optimizer
 from phalanx.plan.plan import Plan
@@ -233,7 +233,7 @@ def _other_rate(scene: Scene) -> None:
 
 
 def _everything_decays(scene: Scene) -> None:
-    scene.patch.setattr(optimizers, "decays", lambda shape: True)
+    scene.patch.setattr(optimizer_groups, "decays", lambda shape: True)
 
 
 def _other_betas(scene: Scene) -> None:

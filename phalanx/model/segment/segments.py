@@ -15,7 +15,7 @@ the factors of a product where they are one (`products.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -157,12 +157,13 @@ class Segment:
         left = [*(node for node in self._d_inputs if node is not None), *self.saved_w]
         weight = Forms(self._d_params, {*self.parameters, *self.w_saved}, self._products).nodes
         fused = Forms(self._d_params, set(self._given), self._products).nodes
+        odd = {size for node in self.parameters for size in node.meta["val"].shape if size % _ALIGNED}
 
         def bytes_of(
             outputs: Sequence[fx.Node | None], sources: Sequence[fx.Node], left: Sequence[fx.Node]
         ) -> list[int]:  # fmt: skip
             values = total_bytes(left, besides=sources)
-            return [held - values for held in running_bytes(graph, outputs, sources, self._compiler.fuses)]
+            return [held - values for held in running_bytes(graph, outputs, sources, self._compiler.fuses, odd)]
 
         return Working(
             bytes_of(own, self.joint.inputs, own),
@@ -268,11 +269,13 @@ class Working:
 
 
 def running_bytes(
-    graph: fx.Graph, outputs: Iterable[fx.Node | None], sources: Sequence[fx.Node], fuses: bool = False
-) -> list[int]:
+    graph: fx.Graph, outputs: Iterable[fx.Node | None], sources: Sequence[fx.Node], fuses: bool = False,
+    odd: Collection[int] = (),
+) -> list[int]:  # fmt: skip
     """While `outputs` are computed from `sources`, which do not count, at each operator; views cost nothing. fuses:
     nor does what is computed element by element and read by nothing but such operators and reductions, or what is
-    written over what is read for the last time."""
+    written over what is read for the last time. odd: sizes that suit no tensor core, of parameters only: the numbers
+    of samples and tokens are taken to suit."""
     given = set(sources)
     wanted = [node for node in outputs if node is not None]
     needed = closure(wanted, given)
@@ -293,7 +296,7 @@ def running_bytes(
             for size in set(new.values()) & ending.keys():
                 del alive[ending[size]]
         alive.update(new)
-        found.append(sum(alive.values()) + (_padding(node, fixed) if fuses else 0))
+        found.append(sum(alive.values()) + (_padding(node, fixed, odd) if fuses else 0))
         alive = {storage: size for storage, size in alive.items() if last[storage] > place}
     return found
 
@@ -320,7 +323,7 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _ALIGNED = 8  # elements of half precision, for tensor cores
 
 
-def _padding(node: fx.Node, fixed: set[int]) -> int:
+def _padding(node: fx.Node, fixed: set[int], odd: Collection[int]) -> int:
     """Bytes of the copies that a compiler makes of a product's factors where their sizes suit no tensor core. What is
     summed over has room behind it from the beginning, unless it is `fixed` how that storage lies."""
     if node.target not in _PRODUCTS or node.meta["val"].itemsize != 2:
@@ -328,8 +331,8 @@ def _padding(node: fx.Node, fixed: set[int]) -> int:
     left, right = node.all_input_nodes[-2:] if len(node.all_input_nodes) > 1 else node.all_input_nodes * 2
     (rows, inner), columns = left.meta["val"].shape[-2:], right.meta["val"].shape[-1]
     is_fixed = any(storage in fixed for storage, _ in _storages(left))
-    copied = [left] if rows % 2 or (inner % _ALIGNED and is_fixed) else []
-    copied += [right] if inner % _ALIGNED or columns % _ALIGNED else []
+    copied = [left] if (rows in odd and rows % 2) or (inner in odd and is_fixed) else []
+    copied += [right] if inner in odd or columns in odd else []
     return sum(own.meta["val"].numel() * 2 for own in copied)
 
 
