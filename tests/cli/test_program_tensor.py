@@ -27,13 +27,13 @@ LAYER = 2  # a block in the middle
 
 @pytest.fixture(autouse=True, scope="module")
 def once() -> Iterator[None]:
-    """The model is captured, measured and described under every split once for all tests."""
+    """The model is captured, measured and described under every split once for all tests, as it is uncompiled."""
     read, known = describe.describe, dict[Split, SplitFacts]()
 
     def described(captured: Captured, plan: Plan, dtype: str) -> SplitFacts:
         split = Split.of(plan)
         if split not in known:
-            known[split] = read(captured, plan, dtype)
+            known[split] = read(captured, plan, dtype, device="cpu")
         return known[split]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ long = pytest.mark.long
 # What each of them has that others do not.
 EXACT = [
     "gpt_oss",  # a sink beside the keys
-    "llama4_text",  # attention within chunks
+    pytest.param("llama4_text", marks=long),  # attention within chunks
     "deepseek_v3",  # values smaller than keys, and writes into parts of tensors
     pytest.param("modernbert", marks=long),  # windows in both directions
     pytest.param("bart", marks=long),  # decoder layers read the encoder's last layer itself

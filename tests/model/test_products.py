@@ -14,7 +14,8 @@ from tests import captured
 from tests.model.test_segments import Call, call, d_outputs_for
 from tests.traced import Run
 
-LAYERS = [(captured.GPT2, "transformer.h.1"), (captured.LLAMA, "model.layers.1"), (captured.MIXTRAL, "model.layers.1")]
+LAYERS = [(captured.GPT2, "transformer.h.1"), (captured.LLAMA, "model.layers.1"),
+          pytest.param(captured.MIXTRAL, "model.layers.1", marks=pytest.mark.long)]  # fmt: skip
 
 
 def product(dtype: torch.dtype, seed: int = 0) -> Product:

@@ -31,7 +31,7 @@ LAYERS = [
     (captured.GPT2, "embedding"),
     (captured.GPT2, "head"),
     (captured.LLAMA, "model.layers.1"),
-    (captured.MIXTRAL, "model.layers.1"),
+    pytest.param(captured.MIXTRAL, "model.layers.1", marks=pytest.mark.long),
 ]
 
 

@@ -18,6 +18,7 @@ from phalanx.program.instructions import Op
 from tests import captured
 from tests.captured import DOUBLE, GEMMA3, GPT2, LLAMA, T5, WHISPER
 
+long = pytest.mark.long
 SAMPLES, TOKENS = 3, 9
 
 
@@ -52,7 +53,7 @@ def test_an_encoder_runs_once_per_micro_batch_and_what_it_hands_on_is_whole(
     }
 
 
-@pytest.mark.parametrize("name", [GPT2, GEMMA3, WHISPER, T5])
+@pytest.mark.parametrize("name", [pytest.param(GPT2, marks=long), pytest.param(GEMMA3, marks=long), WHISPER, T5])
 def test_layers_still_share_their_templates_and_each_has_a_past_of_its_own(name: str) -> None:
     before, after = captured.named(name).blocks, sliced(name).captured.blocks
     assert len(after.templates) == len(before.templates)
@@ -97,7 +98,7 @@ def test_a_model_whose_tokens_see_later_ones_or_that_has_none_is_refused_with_th
 inner_edges = st.sets(st.integers(1, TOKENS - 1))
 
 
-@pytest.mark.parametrize("name", [GPT2, LLAMA, WHISPER])
+@pytest.mark.parametrize("name", [GPT2, pytest.param(LLAMA, marks=long), WHISPER])
 @settings(max_examples=15)
 @given(inner=inner_edges)
 def test_cut_inputs_and_values_put_together_again_are_what_they_were(name: str, inner: set[int]) -> None:
@@ -135,7 +136,7 @@ def _train(case: captured.Case, plan: str) -> StepRun:
     return step
 
 
-@pytest.mark.parametrize("name", [GPT2, WHISPER])
+@pytest.mark.parametrize("name", [pytest.param(GPT2, marks=long), WHISPER])
 def test_slices_have_the_loss_and_gradients_of_the_plain_model(name: str) -> None:
     case = captured.named(name, padding=True, dropout=0.1)
     step = _train(case, "mb=2,slices=4-1-3/1-2")
