@@ -238,7 +238,8 @@ class Loop(ReadyRank):
         with reporter.paused(), self.context.slot.within("evaluate"), self.memory.explained():
             loss = self.session.evaluate(batches, samples)
             found = {"eval_loss": loss, **perplexity(self.run.task, loss)}
-            found |= self.metrics(batches, samples) if self.metrics is not None else {}
+            if self.metrics is not None and isinstance(self.session, Session):
+                found |= self.metrics(self.session, batches, samples)
         self._emit("on_evaluate", {"step": step, **found, "eval_samples": samples})
         return found
 
@@ -294,8 +295,6 @@ class Loop(ReadyRank):
             if self.config.export_dcp:
                 export_dcp(self.session, self.context, self.run.spec, self.folder.path / "export-dcp")
         reporter.finish(self.folder.path, exported, self.phases)
-        if self.metrics is not None:
-            self.metrics.close()
         self.session.close()
         snapshot, saved = self.snapshot, checkpoints.newest()
         best, folder = self._spared, self.folder

@@ -180,8 +180,7 @@ def _leaving(session: Session, spec: ModelSpec, config: RunConfig, inputs: Batch
     assert ends is not None
     known = task.inputs(ended.config, padding=False, documents=False)
     captured = capture(ended, known, dtype=getattr(torch, config.dtype), dropout=config.dropout, check=False)
-    plan = replace(session.plan, slices=())
-    return session.computing(captured, plan), ends
+    return session.computing(session.compiled.reading(captured)), ends
 
 
 def _first_part(compiled: Compiled, batch: Batch) -> tuple[Batch, int]:
