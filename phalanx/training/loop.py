@@ -35,6 +35,7 @@ from phalanx.observe.trace import StepProfiler
 from phalanx.observe.trackers import with_trackers
 from phalanx.state.folders import final_folder, replace_text
 from phalanx.tasks.base import Batch
+from phalanx.training.callbacks import Emit
 from phalanx.training.changing import Wanted, refusal
 from phalanx.training.checkpoints import Checkpoints
 from phalanx.training.exporting import export_dcp, export_model
@@ -42,7 +43,7 @@ from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.metrics import perplexity
 from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.ready import ReadyRank
-from phalanx.training.reporting import Emit, Reporter, StepFacts
+from phalanx.training.reporting import Reporter, StepFacts
 from phalanx.training.session import Session
 from phalanx.training.spare import Spare
 from phalanx.training.spikes import RollBack, spike_limit

@@ -37,11 +37,12 @@ from phalanx.training.change import change as change_plan
 from phalanx.training.changing import Changes
 from phalanx.training.folder import RunFolder
 from phalanx.training.generating import Generator
+from phalanx.training.header import header
 from phalanx.training.here import announce
+from phalanx.training.initial_weights import load_buffers, open_weights
 from phalanx.training.job import Job
 from phalanx.training.metrics import Metrics
-from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare, require_change
-from phalanx.training.reporting import header
+from phalanx.training.prepare import Prepared, prepare, require_change
 from phalanx.training.session import Look, Opening
 from phalanx.training.spare import Spare
 
