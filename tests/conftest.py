@@ -69,7 +69,7 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PHALANX_CACHE", str(folder))
         if "torch" in sys.modules:  # else no test of this run captures anything
             patch.setattr("phalanx.model.capture.self_check", lambda *arguments: None)
-            patch.setattr("phalanx.training.prepare.prove", lambda *arguments: "")
+            patch.setattr("phalanx.training.read_model.prove", lambda *arguments: "")
         yield folder
 
 

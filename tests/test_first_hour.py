@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.model.zoo.zoo import resolve
 from phalanx.state import checkpoint
 from phalanx.training.early import require_usable
-from phalanx.training.prepare import open_weights
+from phalanx.training.initial_weights import open_weights
 from tests.run_helpers import losses, records, short_run
 
 MODEL, DATA = "phalanx-demo", "synthetic:8"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.errors import CaptureError, ConfigError, PhalanxError
 from phalanx.model import reference
 from phalanx.model.zoo.zoo import resolve
-from phalanx.training.prepare import open_weights
+from phalanx.training.initial_weights import open_weights
 from phalanx.training.trainer import Trainer
 from tests.run_helpers import padded_samples, records, short_config, short_run
 
@@ -52,7 +52,16 @@ def expected(samples) -> dict[str, float]:
     return {"eval_accuracy": (hits & known).sum().item() / known.sum().item(), "eval_margin": best}
 
 
-@pytest.mark.parametrize("plan", ["mb=3", pytest.param("pp=2,dp=2,mb=2,zero=1", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "mb=3",
+        "mb=3,slices=2",
+        pytest.param("pp=2,dp=2,mb=2,zero=1", marks=pytest.mark.long),
+        pytest.param("tp=2,mb=3", marks=pytest.mark.long),  # which splits the vocabulary
+        pytest.param("pp=2,tp=2,mb=3,slices=2", marks=pytest.mark.long),
+    ],
+)
 def test_metrics_are_those_of_the_plain_model(samples, expected, tmp_path: Path, plan: str):
     config = short_config(
         tmp_path, **OPTIONS, plan=plan, metrics=["accuracy"], batch_size=6, lr=1e-30, weight_decay=0.0
@@ -132,7 +141,6 @@ def test_a_model_that_returns_nothing_else_has_no_metrics(rows, tmp_path: Path):
         ({"metrics": ["acuracy"], "eval_data": "synthetic"}, r"metrics = 'acuracy' is unknown(.|\n)*'accuracy'"),
         ({"metrics": ["accuracy"]}, r"metrics = 'accuracy' has nothing to evaluate(.|\n)*set eval_data"),
         ({"metrics": {"accuracy": margin}, "eval_data": "synthetic"}, "'accuracy' is no metric of your own"),
-        ({"metrics": ["accuracy"], "eval_data": "synthetic", "plan": "slices=2"}, "has slices, whose outputs"),
     ],
 )
 def test_metrics_that_cannot_be_are_refused(tmp_path: Path, given, message):

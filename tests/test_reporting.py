@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.plan.plan import Plan
-from phalanx.training.reporting import plan_text, ranks_text
+from phalanx.training.header import plan_text, ranks_text
 
 
 def test_the_ranks_are_named_by_axis() -> None:

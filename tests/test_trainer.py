@@ -19,7 +19,7 @@ from phalanx.model import reference
 from phalanx.model.zoo.zoo import resolve
 from phalanx.params.lr_schedule import lr_factor
 from phalanx.state import checkpoint
-from phalanx.training.prepare import open_weights
+from phalanx.training.initial_weights import open_weights
 from phalanx.training.trainer import Trainer
 from tests.run_helpers import HALF, SHORT, NoDecay, padded_samples, records, short_config, short_run
 

@@ -6,8 +6,8 @@ Functions belong to shapes, not to plans: they serve as long as these match.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from phalanx.engine.compute import Compute
 from phalanx.engine.inputs import Feeder, split
 from phalanx.engine.layout import RankLayout
 from phalanx.engine.trace import Tracer
+from phalanx.errors import PlanError
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.params.layout_of import StateLayout
@@ -41,7 +42,8 @@ class Functions:
 
 
 class Compiled:
-    """captured: sliced where the plan says so. programs: of all ranks."""
+    """captured: sliced where the plan says so. programs: of all ranks. whole: parameters that the ranks of a
+    tensor-parallel group do not divide."""
 
     def __init__(
         self,
@@ -54,10 +56,11 @@ class Compiled:
         trainable: Sequence[str],
         buffers: Mapping[str, Tensor],
         optimizer_class: type[Any] | None = None,
+        whole: Collection[str] = (),
     ) -> None:
         self.plan, self.rank, self.device, self.dtype = plan, rank, device, getattr(torch, config.dtype)
         self._given = (captured, config, tuple(trainable), optimizer_class)
-        self.composed = compose(captured, plan, Mesh.of(plan).coordinates(rank)[2], self.dtype, trainable)
+        self.composed = compose(captured, plan, Mesh.of(plan).coordinates(rank)[2], self.dtype, trainable, whole)
         self.graph = self.composed.graph
         self.compiler = Compiler(resolve_mode(config.compile, device))
         self.formation = _formation(self.composed, config, plan, rank, device, trainable, optimizer_class)
@@ -67,12 +70,28 @@ class Compiled:
         self._seed, self.buffers = config.seed, buffers
         self.training, self.evaluation = self._functions(trainable, trains=True), self._functions((), trains=False)
 
-    def under(self, plan: Plan, captured: Captured | None = None) -> Compiled:
-        """The same model under another plan. captured: another graph of the same parameters."""
-        own, config, trainable, optimizer_class = self._given
+    def under(self, plan: Plan) -> Compiled:
+        """The same model under another plan."""
+        return self._again(self._given[0], plan)
+
+    def reading(self, captured: Captured) -> Compiled:
+        """Another graph of the same parameters, which stay where they are: one whose outputs leave, whole."""
+        parameters = self.formation.facts.parameters
+        whole = [each.name for each in parameters if all(local.is_whole for local in each.locals)]
+        found = self._again(captured, replace(self.plan, slices=()), whole)
+        if found.formation.facts.parameters != parameters:
+            raise PlanError(
+                f"plan {self.plan.shown} keeps parameters elsewhere where the model's outputs leave than where its "
+                "loss is computed",
+                "choose tp=1; or leave out what needs outputs, such as metrics and predictions",
+            )
+        return found
+
+    def _again(self, captured: Captured, plan: Plan, whole: Collection[str] = ()) -> Compiled:
+        _, config, trainable, optimizer_class = self._given
         return Compiled(
-            captured or own, config, plan, rank=self.rank, device=self.device, trainable=trainable,
-            buffers=self.buffers, optimizer_class=optimizer_class,
+            captured, config, plan, rank=self.rank, device=self.device, trainable=trainable, buffers=self.buffers,
+            optimizer_class=optimizer_class, whole=whole,
         )  # fmt: skip
 
     @property

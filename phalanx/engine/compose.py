@@ -87,14 +87,17 @@ class Composed:
         return {name: split[name].local.local_shape if name in split else shape for name, shape in shapes.items()}
 
 
-def compose(captured: Captured, plan: Plan, tp_index: int, dtype: torch.dtype, trainable: Collection[str]) -> Composed:
-    """As the rank with this place in a tensor-parallel group has it."""
+def compose(
+    captured: Captured, plan: Plan, tp_index: int, dtype: torch.dtype, trainable: Collection[str],
+    whole: Collection[str] = (),
+) -> Composed:  # fmt: skip
+    """As the rank with this place in a tensor-parallel group has it. whole: parameters that are not to be cut."""
     sliced = slice_model(captured, dtype) if plan.slices else None
     captured = sliced.captured if sliced is not None else captured
     blocks = captured.blocks
     policies = [plan.recompute_of(block, blocks.layers) for block in range(len(blocks.blocks))]
     by_unit, light = (_where(policies, policy) for policy in ("unit", "light"))
-    chained = shard(captured, plan, tp_index, dtype) if plan.tp > 1 else unsplit(blocks, by_unit)
+    chained = shard(captured, plan, tp_index, dtype, whole) if plan.tp > 1 else unsplit(blocks, by_unit)
     buckets = bucket_names(blocks, trainable, chained, sliced)
     return Composed(captured, sliced, chained, _measured(buckets, captured, chained, trainable), light)
 

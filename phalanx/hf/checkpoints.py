@@ -22,8 +22,7 @@ _REST = "trainer_rest.json"  # the schedule's and the random numbers' state
 def save(
     folder: Path, session: OwnSession, state: TrainerState, rest: Mapping[str, Any], only_model: bool
 ) -> None:  # fmt: skip
-    """All ranks call it."""
-    session.export(folder)
+    """Beside the model, which is there. All ranks call it."""
     if not only_model:
         session.save(folder / STATE)
     if session.is_main:

@@ -51,6 +51,7 @@ from phalanx.hf.data import Batch, Randomness, batches, loader, num_items, train
 from phalanx.hf.evaluation import Wanted, evaluate
 from phalanx.hf.loop import Loop
 from phalanx.launch.context import RankContext
+from phalanx.state.adapters import has_own_adapters
 from phalanx.training.own_session import OwnSession
 
 
@@ -86,6 +87,7 @@ class Trainer:
         if (model is None) == (model_init is None):
             raise ConfigError("Trainer: it needs a model or model_init, one of them", "give model=…")
         self.model = model if model is not None else _initialised(model_init)
+        self._base = _without_adapters(self.model)  # whose forward says what the model takes
         config: Any = getattr(self.model, "config", None)
         if config is not None:
             config.use_cache = self.args.use_cache
@@ -98,7 +100,7 @@ class Trainer:
             raise ConfigError("Trainer: optimizers = (None, scheduler): a scheduler moves an optimizer", "give both")
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = self.given_scheduler
-        self.label_names = self.args.label_names or find_labels(type(self.model))
+        self.label_names = self.args.label_names or find_labels(type(self._base))
         self.label_smoother = _smoother(self.args, self.model)
         self.randomness = Randomness()
         self._context = context
@@ -145,7 +147,7 @@ class Trainer:
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
         elif self.label_smoother is not None:
-            shifts = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            shifts = type(self._base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             loss = self.label_smoother(outputs, labels, shift_labels=shifts)
         else:
             raise ConfigError(
@@ -181,15 +183,15 @@ class Trainer:
         if not self._accepts_loss_kwargs and self.compute_loss_func is None:
             return None
         config = getattr(self.model, "config", None)
-        shifts = LOSS_MAPPING.get(getattr(self.model, "loss_type", None) or "") is ForCausalLMLoss
+        shifts = LOSS_MAPPING.get(getattr(self._base, "loss_type", None) or "") is ForCausalLMLoss
         return num_items(batch, shifts and not getattr(config, "is_encoder_decoder", False))
 
     @property
     def _accepts_loss_kwargs(self) -> bool:
-        known = getattr(self.model, "accepts_loss_kwargs", None)
+        known = getattr(self._base, "accepts_loss_kwargs", None)
         if known is not None:
             return bool(known)
-        parameters = inspect.signature(self.model.forward).parameters.values()
+        parameters = inspect.signature(self._base.forward).parameters.values()
         return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
     # Data.
@@ -213,8 +215,8 @@ class Trainer:
     def _collator(self) -> Callable[[list[Any]], Batch]:
         if not self.args.remove_unused_columns:
             return self.data_collator
-        taken = [*inspect.signature(self.model.forward).parameters, "label", "label_ids", *self.label_names]
-        return without_unused(self.data_collator, taken, type(self.model).__name__)
+        taken = [*inspect.signature(self._base.forward).parameters, "label", "label_ids", *self.label_names]
+        return without_unused(self.data_collator, taken, type(self._base).__name__)
 
     # The optimizer.
 
@@ -379,6 +381,11 @@ def _initialised(model_init: Callable[[], nn.Module] | None) -> nn.Module:
             "Trainer: model_init takes arguments, which are those of a hyperparameter search", "give one without"
         )
     return model_init()
+
+
+def _without_adapters(model: nn.Module) -> nn.Module:
+    """Of a model that came with adapters of peft, the one they are for."""
+    return cast(Any, model).get_base_model() if has_own_adapters(model) else model
 
 
 def _default_collator(processing_class: Any) -> Callable[[list[Any]], Mapping[str, Any]]:

@@ -16,7 +16,7 @@ from phalanx.launch.context import RankContext
 from phalanx.model.lora import Lora, adapted_layers, merged
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.params.gather_full import gather_full
-from phalanx.state.adapters import write_adapters
+from phalanx.state.adapters import has_own_adapters, write_adapters, write_own_adapters
 from phalanx.state.dcp_writing import write_dcp
 from phalanx.state.huggingface import export
 from phalanx.training.change import Member
@@ -46,6 +46,8 @@ def export_model(
         if spec.lora is not None:
             tensors = merged(tensors, adapted_layers(build(spec, device="meta")), spec.lora)
         plain = build(replace(spec, lora=None), device="meta")
+        if has_own_adapters(plain):
+            return write_own_adapters(folder, tensors, plain)
         return export(
             folder, model=plain, tensors=tensors, config=spec.config, tokenizer=tokenizer, base_folder=spec.folder
         )

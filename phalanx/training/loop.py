@@ -35,6 +35,7 @@ from phalanx.observe.trace import StepProfiler
 from phalanx.observe.trackers import with_trackers
 from phalanx.state.folders import final_folder, replace_text
 from phalanx.tasks.base import Batch
+from phalanx.training.callbacks import Emit
 from phalanx.training.changing import Wanted, refusal
 from phalanx.training.checkpoints import Checkpoints
 from phalanx.training.exporting import export_dcp, export_model
@@ -42,7 +43,7 @@ from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.metrics import perplexity
 from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.ready import ReadyRank
-from phalanx.training.reporting import Emit, Reporter, StepFacts
+from phalanx.training.reporting import Reporter, StepFacts
 from phalanx.training.session import Session
 from phalanx.training.spare import Spare
 from phalanx.training.spikes import RollBack, spike_limit
@@ -238,7 +239,8 @@ class Loop(ReadyRank):
         with reporter.paused(), self.context.slot.within("evaluate"), self.memory.explained():
             loss = self.session.evaluate(batches, samples)
             found = {"eval_loss": loss, **perplexity(self.run.task, loss)}
-            found |= self.metrics(batches, samples) if self.metrics is not None else {}
+            if self.metrics is not None and isinstance(self.session, Session):
+                found |= self.metrics(self.session, batches, samples)
         self._emit("on_evaluate", {"step": step, **found, "eval_samples": samples})
         return found
 
@@ -294,8 +296,6 @@ class Loop(ReadyRank):
             if self.config.export_dcp:
                 export_dcp(self.session, self.context, self.run.spec, self.folder.path / "export-dcp")
         reporter.finish(self.folder.path, exported, self.phases)
-        if self.metrics is not None:
-            self.metrics.close()
         self.session.close()
         snapshot, saved = self.snapshot, checkpoints.newest()
         best, folder = self._spared, self.folder

@@ -14,20 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.adapt.migrate import ChangeRefused
-from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.data.batches import Batches
 from phalanx.engine.compiled import Compiled
-from phalanx.engine.layout import ProcessGroups
 from phalanx.errors import CaptureError, ConfigError, PhalanxError, nearest
-from phalanx.launch.context import RankContext
 from phalanx.model.attach import Inputs, arguments_of, attached
 from phalanx.model.capture import capture
+from phalanx.model.captured import Captured
 from phalanx.model.ops.leave import ROWS, Outbox, leave, outbox
 from phalanx.model.zoo.zoo import ModelSpec, build
-from phalanx.plan.plan import Plan
 from phalanx.tasks.base import IGNORE, Batch, Input, Task
+from phalanx.training.outputs import join_parts
 from phalanx.training.prepare import Prepared
 from phalanx.training.session import Session
 
@@ -114,58 +111,35 @@ def _leaves(value: Any, rows: Tensor) -> bool:
 
 
 class Metrics:
-    """Computes metrics with the state of a session. Every rank makes and calls it."""
+    """Computes metrics. Every rank makes one, and those with a place in the plan call it."""
 
     def __init__(
-        self, run: Prepared, config: RunConfig, session: Session, context: RankContext, own: Mapping[str, Metric],
-        optimizer_class: type[Any] | None = None,
+        self, run: Prepared, config: RunConfig, own: Mapping[str, Metric]
     ) -> None:  # fmt: skip
-        if run.plan.slices:
-            raise ConfigError(
-                f"option metrics: plan {run.plan.shown} has slices, whose outputs do not leave one by one",
-                "leave metrics out, or slices",
-            )
-        self._run, self._ending, self._plan = run, Ending(), run.plan
+        self._run, self._ending = run, Ending()
         self._metrics = {**({"accuracy": accuracy(run.task)} if "accuracy" in config.metrics else {}), **own}
         self._values = "values" in config.metrics
-        self._session, self._links = self._beside(config, session, context, optimizer_class)
+        self._captured = self._read(config)
+        self._of: Compiled | None = None  # what trains, for which these were made:
+        self._compiled: Compiled | None = None
+        self._session: Session | None = None
 
-    def require_change(self, plan: Plan, world: int) -> None:
-        """Before the plan changes: whether metrics can be computed under the new one as well."""
-        if plan.slices or plan.tp != self._plan.tp or plan.world < world:
-            raise ChangeRefused(
-                f"option metrics: of plan {plan.shown} none could be computed",
-                f"choose a plan of all {world} ranks with tp={self._plan.tp} and without slices",
-            )
+    def under(self, compiled: Compiled) -> Compiled:
+        """What computes outputs beside what trains; refuses a plan under which that cannot be."""
+        if self._compiled is None or self._of is not compiled:
+            self._session = None  # which would keep state that is about to move
+            self._of, self._compiled = compiled, compiled.reading(self._captured)
+        return self._compiled
 
-    def close(self) -> None:
-        if self._links is not None:
-            self._links.close()
-
-    def _beside(
-        self, config: RunConfig, session: Session, context: RankContext, optimizer_class: type[Any] | None
-    ) -> tuple[Session, Links | None]:
-        """The same state with a graph whose outputs leave."""
+    def _read(self, config: RunConfig) -> Captured:
+        """The model as a graph whose outputs leave."""
         run, assumed = self._run, self._run.eval_batches
         assert assumed is not None
         inputs = run.task.inputs(run.spec.config, padding=assumed.padding, documents=assumed.documents)
         spec = replace(run.spec, task="custom", factory=lambda: self._ended(config, inputs), folder=None)
-        captured = capture(
+        return capture(
             spec, (*inputs, Input(ROWS, "int64", ("batch",))), dtype=run.dtype, dropout=config.dropout, check=False
         )
-        compiled = Compiled(
-            captured, config, run.plan, rank=context.rank, device=run.device, trainable=run.trainable,
-            buffers=session.compiled.buffers, optimizer_class=optimizer_class,
-        )  # fmt: skip
-        if _placed(compiled) != _placed(session.compiled):
-            raise PhalanxError(
-                f"metrics cannot be computed under plan {run.plan.shown}: for outputs that leave it the model would be "
-                "split otherwise than for training (a vocabulary that tensor parallelism splits, say)",
-                "leave metrics out, or give a plan with tp=1",
-            )
-        links = Links(context, timeout=config.timeout, name="metrics") if context.world > 1 else None
-        connected = session.connected if links is None else ProcessGroups(compiled.formation, links)
-        return Session(compiled, connected, session.state), links
 
     def _ended(self, config: RunConfig, inputs: Sequence[Input]) -> nn.Module:
         spec: ModelSpec = self._run.spec
@@ -174,9 +148,12 @@ class Metrics:
         return attached(made, [each.name for each in inputs if known is None or each.name in known], self._ending)
 
     @torch.no_grad()
-    def __call__(self, batches: Batches, samples: int) -> dict[str, float]:
-        """Each metric over the first `samples` samples, by its name with eval_ before it."""
-        compiled, plan = self._session.compiled, self._plan
+    def __call__(self, trains: Session, batches: Batches, samples: int) -> dict[str, float]:
+        """Each metric over the first `samples` samples, by its name with eval_ before it, with the parameters of the
+        session that trains."""
+        own = self.under(trains.compiled)
+        session = self._session = self._session or trains.computing(own)
+        compiled, plan = session.compiled, session.plan
         size, mine = compiled.samples * plan.mb, compiled.formation.dp_index
         ends_here = plan.num_stages - 1 in compiled.formation.stages and compiled.formation.is_tp_leader
         sums: dict[str, Tensor] = {}
@@ -184,18 +161,19 @@ class Metrics:
             first = begin + mine * size
             counted = max(0, min(size, samples - first))
             batch = batches.at(torch.arange(first, first + size).remainder(samples).numpy())
-            outputs = self._outputs(batch, first, size)
+            outputs = self._outputs(session, batch, first, size)
             if counted and ends_here:
                 self._add(sums, outputs, batch, counted)
-        return self._totals(sums)
+        return self._totals(session, sums)
 
-    def _outputs(self, batch: Batch, first: int, size: int) -> dict[str, Tensor]:
+    def _outputs(self, session: Session, batch: Batch, first: int, size: int) -> dict[str, Tensor]:
         with outbox(Outbox(size)) as box:
-            self._session.forward({**batch, ROWS: torch.arange(size)}, first)
+            session.forward({**batch, ROWS: torch.arange(size)}, first)
+        join_parts(session, box)
         return {self._ending.names[number]: output for number, output in sorted(box.outputs.items())}
 
     def _add(self, sums: dict[str, Tensor], outputs: dict[str, Tensor], batch: Batch, counted: int) -> None:
-        device = self._session.compiled.device
+        device = next(iter(outputs.values())).device
         shown = {name: output[:counted] for name, output in outputs.items()}
         given = {name: tensor[:counted].to(device) for name, tensor in batch.items()}
         found = {name: _measured(name, metric, shown, given) for name, metric in self._metrics.items()}
@@ -205,24 +183,17 @@ class Metrics:
             value = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in pair])
             sums[name] = sums[name] + value if name in sums else value
 
-    def _totals(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def _totals(self, session: Session, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Over all ranks; those that add nothing know the names as well, because all have read the model."""
         names = sorted({*self._metrics, *(self._ending.scalars if self._values else ())})
         if not names:
             return {}
-        nothing = torch.zeros(2, dtype=torch.float64, device=self._session.compiled.device)
+        nothing = torch.zeros(2, dtype=torch.float64, device=session.compiled.device)
         table = torch.stack([sums.get(name, nothing) for name in names])
-        self._session.connected.world.all_reduce(table).wait("the evaluation's metrics")
+        session.connected.world.all_reduce(table).wait("the evaluation's metrics")
         return {
             f"eval_{name}": total / count if count else math.nan for name, (total, count) in zip(names, table.tolist())
         }
-
-
-def _placed(compiled: Compiled) -> Any:
-    """Where every parameter lies, on all ranks of a tensor-parallel group."""
-    parameters = compiled.formation.facts.parameters
-    locals = {each.name: [each.local(index) for index in range(compiled.plan.tp)] for each in parameters}
-    return compiled.composed.buckets.names, locals
 
 
 def _measured(name: str, metric: Metric, outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Any, Any]:

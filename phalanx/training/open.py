@@ -1,6 +1,6 @@
 """Opens a model for a loop of the user's own: in a script that torchrun, SLURM or MPI started, or in one process alone.
 
-What is trained how is decided as for every run (`prepare.py`); the first batch stands for all that come. What the
+What is trained how is decided as for every run (`read_model.py`); the first batch stands for all that come. What the
 session then does is in `own_session.py`.
 """
 
@@ -40,10 +40,11 @@ from phalanx.spellings import said_here
 from phalanx.tasks.base import Batch, Task
 from phalanx.tasks.custom import Custom, infer_inputs, with_dims
 from phalanx.training.budget import MemoryGuard
+from phalanx.training.initial_weights import load_buffers, open_weights
 from phalanx.training.outputs import Scope
 from phalanx.training.own_batch import TARGET, BatchForm
 from phalanx.training.own_session import Opened, OwnSession
-from phalanx.training.prepare import find_model, load_buffers, open_weights, read_model, require_fit, require_may_cut
+from phalanx.training.read_model import find_model, read_model, require_fit, require_may_cut
 from phalanx.training.session import Session
 
 # The others are about data, the length of a run, its folder and what it shows, which are the loop's own business.
@@ -180,8 +181,7 @@ def _leaving(session: Session, spec: ModelSpec, config: RunConfig, inputs: Batch
     assert ends is not None
     known = task.inputs(ended.config, padding=False, documents=False)
     captured = capture(ended, known, dtype=getattr(torch, config.dtype), dropout=config.dropout, check=False)
-    plan = replace(session.plan, slices=())
-    return session.computing(captured, plan), ends
+    return session.computing(session.compiled.reading(captured)), ends
 
 
 def _first_part(compiled: Compiled, batch: Batch) -> tuple[Batch, int]:

@@ -20,6 +20,7 @@ from phalanx.engine.reductions import StepRun
 from phalanx.errors import ConfigError
 from phalanx.model.attach import Ends
 from phalanx.model.ops.leave import ROWS, Outbox, outbox
+from phalanx.model.shard.sharded import inner_cells
 from phalanx.program.lower import end_of_forwards, end_of_gradients
 from phalanx.tasks.base import Batch
 from phalanx.training.session import Session
@@ -85,6 +86,7 @@ class Outputs:
 
     def _shared(self, box: Outbox, num_rows: int) -> list[Tensor]:
         """The outputs as this rank gets them."""
+        join_parts(self._session, box)
         formation = self._session.compiled.formation
         ends_here = self._plan.num_stages - 1 in formation.stages
         if self._plan.pp > 1:
@@ -114,6 +116,13 @@ class Outputs:
             row[: 2 + len(dims)] = torch.tensor([_DTYPES.index(output.dtype), len(dims), *dims])
         told = _summed(self._session.connected.world, table.to(self._device)).tolist()
         return [(tuple(dims[:count]), _DTYPES[dtype]) for dtype, count, *dims in told]
+
+
+def join_parts(session: Session, box: Outbox) -> None:
+    """Outputs of which every rank of a tensor-parallel group has a part become whole on each."""
+    tp = session.plan.tp
+    for number in sorted(box.split):
+        _summed(session.connected.redistribution_group(inner_cells(tp, tp)), box.outputs[number])
 
 
 class _Gate(torch.autograd.Function):

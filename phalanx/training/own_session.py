@@ -25,7 +25,6 @@ from phalanx.launch.context import RankContext
 from phalanx.model.attach import Ends
 from phalanx.model.separable import require_labels
 from phalanx.model.zoo.zoo import ModelSpec
-from phalanx.params.optimizer import Optimizer, require_element_wise
 from phalanx.plan.complete import require_evaluation
 from phalanx.plan.plan import Plan
 from phalanx.tasks.base import Batch, Task
@@ -33,10 +32,11 @@ from phalanx.training.budget import MemoryGuard
 from phalanx.training.change import Change, change
 from phalanx.training.outputs import Outputs, Scope
 from phalanx.training.own_batch import BatchForm
-from phalanx.training.own_gradients import Gradients, InRun, InWeights
-from phalanx.training.own_optimizer import watch_optimizers
+from phalanx.training.own_optimizer import Updates
 from phalanx.training.own_state import OwnState
 from phalanx.training.session import Session
+
+_OUTSIDE = "backward() on a loss of session(inputs)"
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,12 @@ class OwnSession:
 
     def __init__(self, session: Session, opened: Opened) -> None:
         self._opened, self._context = opened, opened.context
-        self._optimizer: torch.optim.Optimizer | None = session.state.optimizer.inner if opened.has_optimizer else None
-        self._is_own = not opened.has_optimizer  # whether the user steps it
-        if self._optimizer is not None and session.state.hosted is not None:
-            self._optimizer.register_step_pre_hook(self._require_whole_step)
-        self.steps = self.samples = 0
+        self.samples = 0
         self._kept = OwnState(session, opened.context)
-        self._is_updating = self._is_closed = False
+        makes_gradients = "session.forward_backward(batch)" if opened.ends is None else _OUTSIDE
+        self._updates = Updates(session, opened.has_optimizer, makes_gradients)
+        self._is_closed = False
         self._take(session)
-        self._hooks = watch_optimizers(self)
         self._context.slot.enter("loop")
 
     # A step.
@@ -88,7 +85,7 @@ class OwnSession:
                 "call session(inputs) and the backward() of your loss, or open it with a loss function",
             )
         given = self._opened.form(batch)
-        self._gradients.begin()
+        self._updates.gradients.begin()
         part, first, _ = self._part(given)
         with self._running(part):
             run = self._session.step.backward(part, first)
@@ -135,36 +132,15 @@ class OwnSession:
     def step(self) -> Tensor:
         """One update by the gradients there are, which it uses up; whether it was made: gradients that are not finite
         change nothing."""
-        if self._optimizer is None:
-            raise ConfigError(
-                "session.step() has no optimizer",
-                "give one to phalanx.open(…, optimizer='adamw', lr=…), or make your own of session.parameters() and "
-                "call its step()",
-            )
-        norm = self._gradients.norm
-        if norm is None:
-            raise ConfigError("session.step() found no gradients", f"call {self._makes_gradients} before")
-        if self._is_own:
-            self._optimizer.step()
-            return norm.isfinite()
-        self._is_updating = True
-        try:
-            updated = self._gradients.update(self._session)
-        finally:
-            self._is_updating = False
-        self.zero_grad()
-        self.steps += 1
-        return updated
+        return self._updates.step()
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
-        self._gradients.forget(self._session)
+        self._updates.forget()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The norm of all gradients of all ranks as one vector; those above `max_norm` are scaled down to it."""
-        if self._gradients.norm is None:
-            raise ConfigError("session.clip_grad_norm_() found no gradients", f"call {self._makes_gradients} before")
-        return self._gradients.clip(self._session, max_norm)
+        return self._updates.clip(max_norm)
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss of a global batch, without dropout; nothing is learned from it."""
@@ -182,11 +158,11 @@ class OwnSession:
 
     def parameters(self) -> Iterator[Tensor]:
         """What this rank updates, for an optimizer of the user's own: whole parameters, or this rank's shards."""
-        return iter([weight.exact for weight in self._weights.values()])
+        return iter([weight.exact for weight in self._updates.weights.values()])
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The same, by the model's own names. A shard is part of a parameter along one dim, or a row of elements."""
-        return iter([(name, weight.exact) for name, weight in self._weights.items()])
+        return iter([(name, weight.exact) for name, weight in self._updates.weights.items()])
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter of the model, whatever lies here of it."""
@@ -194,33 +170,22 @@ class OwnSession:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._optimizer
+        return self._updates.optimizer
 
     @optimizer.setter
     def optimizer(self, given: torch.optim.Optimizer) -> None:
         """What is saved and loaded; one that makes a step is taken by itself."""
-        if not any(id(tensor) in self._ids for group in given.param_groups for tensor in group["params"]):
-            raise ConfigError(
-                f"{type(given).__name__} updates no parameter of this session", "make it of session.parameters()"
-            )
-        if self._session.state.hosted is not None:
-            raise ConfigError(
-                f"{type(given).__name__}: plan {self.plan.shown} keeps the optimizer's state on the host, which an "
-                "optimizer of your own cannot do",
-                "open the session with optimizer=its class and lr=…, and call session.step()",
-            )
-        require_element_wise(type(given), self._weights, given.defaults)
-        self._optimizer = given
-        self._is_own = True
-        self._session.state.optimizer = Optimizer(given, self._weights, None)
+        self._updates.use(given)
+
+    @property
+    def steps(self) -> int:
+        """Updates that were made."""
+        return self._updates.steps
 
     def refresh(self) -> None:
         """After parameters were changed by hand: what the model computes with follows. Optimizers see to it
         themselves."""
-        with torch.no_grad():
-            self._session.state.optimizer.refresh()
-            if self.plan.zero in (1, 2):
-                self._session.state.parameters.share_all(self._session.connected.gather)
+        self._updates.refresh()
 
     # What is kept.
 
@@ -231,7 +196,8 @@ class OwnSession:
 
     def load(self, path: Path | str) -> None:
         """Goes on from a checkpoint, or from the newest one in a folder of them, whatever plan wrote it."""
-        self.steps, self.samples = self._kept.load(Path(path).expanduser(), with_optimizer=self._optimizer is not None)
+        with_optimizer = self.optimizer is not None
+        self._updates.steps, self.samples = self._kept.load(Path(path).expanduser(), with_optimizer)
         self.zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -261,14 +227,14 @@ class OwnSession:
             )
         if plan.schedule not in self._schedules:
             self._schedules[schedule] = self._session.under(plan)
-        self.zero_grad()
         self._session = self._schedules[schedule]
+        self._updates.under(self._session)
 
     @torch.no_grad()
     def change(self, plan: str | Plan) -> Change:
         """From now on another plan, for the same ranks; every rank calls it. What was made is told: bytes that moved,
         and seconds. Where it is refused (`ChangeRefused`), all is as it was."""
-        self._require_changeable()
+        self._updates.require_changeable()
         new = self._opened.plan_of(plan.full_text if isinstance(plan, Plan) else plan)
         optimizer = self._session.state.optimizer.inner
         session = next(iter(self._schedules.values()))  # whose state all share
@@ -278,6 +244,7 @@ class OwnSession:
         assert isinstance(member, Session)
         member.state.optimizer.adopt(optimizer)  # learning-rate schedulers know this one
         self._take(member)
+        self._updates.take(member)
         return done
 
     @property
@@ -312,8 +279,7 @@ class OwnSession:
         if self._is_closed:
             return
         self._is_closed = True
-        for hook in self._hooks:
-            hook.remove()
+        self._updates.close()
         if error is None:
             self._session.close()
         self._opened.leave(error)
@@ -330,30 +296,9 @@ class OwnSession:
         """From now on with this one."""
         self._session, self._schedules = session, {session.plan.schedule: session}
         self._kept.session = session
-        self._weights = session.state.parameters.trained
-        for weight in self._weights.values():
-            weight.exact.requires_grad_(True)
-        self._ids = {id(weight.exact) for weight in self._weights.values()}
-        self._gradients: Gradients = InWeights(self._weights) if session.state.hosted is None else InRun()
         ends = self._opened.ends
         self._outputs = None if ends is None else Outputs(session, ends, self._opened.scope, self._keep)
         self._left: Outputs | None = None  # for outputs of a session that computes its loss itself
-
-    def _require_changeable(self) -> None:
-        if self._is_own:
-            raise ConfigError(
-                "session.change() moves the state of the session's own optimizer, and this session has none",
-                "open it with phalanx.open(…, optimizer='adamw'); or save it, open another one with the new plan, and "
-                "load",
-            )
-        if self._gradients.norm is not None:
-            raise ConfigError(
-                "session.change() found gradients that no update has used", "call session.step() or zero_grad() before"
-            )
-
-    @property
-    def _makes_gradients(self) -> str:
-        return "session.forward_backward(batch)" if self._outputs is None else "backward() on a loss of session(inputs)"
 
     def _part(self, given: Batch, with_labels: bool = True) -> tuple[Batch, int, int]:
         """This rank's part of a global batch, its place in the stream of samples, and in the batch."""
@@ -375,33 +320,4 @@ class OwnSession:
 
     def _keep(self, run: StepRun, scale: float = 1.0) -> None:
         """Adds the gradients of a run to those that are there."""
-        self._gradients.add(self._session, run, scale)
-
-    def _require_whole_step(self, *given: Any) -> None:
-        if not self._is_updating:
-            raise ConfigError(
-                f"the optimizer of this session was asked for a step, and plan {self.plan.shown} keeps its state on "
-                "the host",
-                "call session.step(), which brings state and gradients together",
-            )
-
-    def before_own_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to change parameters of this session."""
-        if optimizer is not self._optimizer:
-            self.optimizer = optimizer
-        loss_scale = self._session.state.loss_scale
-        if loss_scale is not None and self._gradients.norm is not None:
-            finite = self._gradients.norm.isfinite()
-            loss_scale.update(finite)
-            if not bool(finite):  # with nothing to go by it changes nothing
-                self.zero_grad()
-
-    def after_own_step(self) -> None:
-        self.refresh()
-        self.steps += 1
-        self._gradients.norm = None
-
-    def updates(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self._is_updating or self._is_closed:
-            return False
-        return any(id(tensor) in self._ids for group in optimizer.param_groups for tensor in group["params"])
+        self._updates.gradients.add(self._session, run, scale)

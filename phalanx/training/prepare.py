@@ -9,11 +9,10 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from phalanx import tasks
@@ -21,33 +20,23 @@ from phalanx.config import RunConfig, cache_folder, parse_steps
 from phalanx.data.batches import Batches, needs_tokenizer, open_data, sample_length
 from phalanx.data.own import is_own_dataset, shown
 from phalanx.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from phalanx.engine.inputs import require_inputs
-from phalanx.errors import ConfigError, DataError, PlanError
+from phalanx.errors import ConfigError, DataError
 from phalanx.launch.context import RankContext
-from phalanx.model.capture import capture, capture_for_check
 from phalanx.model.captured import Captured
-from phalanx.model.lora import AdaptedWeights, Lora, is_adapter
-from phalanx.model.selfcheck import num_samples, prove
-from phalanx.model.separable import NUM_CANDIDATES, require_separable
-from phalanx.model.weights.init_recipe import record
-from phalanx.model.weights.weights import ModuleWeights, SafetensorsWeights, SeededWeights, Weights
 from phalanx.model.zoo.configure import override
-from phalanx.model.zoo.zoo import Model, ModelSpec, build, resolve, with_config
-from phalanx.params.groups import Groups, ParameterGroup, group_parameters
-from phalanx.params.parameters import choose_trainable
-from phalanx.plan import fields
-from phalanx.plan.complete import Completed, complete, needed_ranks, require_evaluation, usable_ranks
+from phalanx.model.zoo.zoo import Model, ModelSpec
+from phalanx.params.groups import Groups, ParameterGroup
+from phalanx.plan.complete import require_evaluation
 from phalanx.plan.periods import changes
 from phalanx.plan.plan import Plan
-from phalanx.state.dcp import DcpWeights, is_dcp
 from phalanx.state.huggingface import changed_tensors
 from phalanx.state.snapshot import Mark, digest
 from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
 from phalanx.tasks.vocabulary import vocab_size
-from phalanx.training.auto import Choice, Subject, choose
-
-MOST_STAGES = 16  # on one rank: for what can be said about a plan before the model is known
+from phalanx.training.auto import Choice, Subject
+from phalanx.training.initial_weights import require_no_weights
+from phalanx.training.read_model import find_model, read_model, require_fit, require_may_cut
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -166,90 +155,6 @@ def _seq_lens(config: RunConfig, data: Any, task: Task) -> list[int | None]:
     return found
 
 
-def plan_for(config: RunConfig, given: str, world: int, batch_size: int, costs: Sequence[float]) -> Completed:
-    """A plan of the run with nothing left open. Where the plan changes while it runs, one may leave ranks without a
-    place."""
-    usable = usable_ranks(given, world) if config.plan_at else world
-    return complete(given, world=usable, batch_size=batch_size, costs=costs)
-
-
-def find_model(model: Model, config: RunConfig) -> ModelSpec:
-    spec = with_config(resolve(model, task=config.task, tiny=config.tiny, overrides=config.model_options or None))
-    return spec if config.lora is None else replace(spec, lora=Lora.read(config.lora))
-
-
-@dataclass(frozen=True)
-class ReadModel:
-    """A model as a graph, what of it is trained, and the plan. `reasons`, `choice`, `subject` as in `Prepared`.
-    may_cut: whether it is known that batches may be cut."""
-
-    captured: Captured
-    trainable: tuple[str, ...]
-    groups: Groups
-    plan: Plan
-    reasons: dict[str, str]
-    may_cut: bool
-    choice: Choice | None = None
-    subject: Subject | None = None
-
-
-def read_model(
-    spec: ModelSpec, task: Task, batches: Batches, config: RunConfig, context: RankContext,
-    groups: Sequence[ParameterGroup] = (), step: int = 1, optimizer_class: type[Any] | None = None,
-) -> ReadModel:  # fmt: skip
-    """Captured, proven on samples of these batches, and with a plan that suits it. step: whose plan it is."""
-    dtype, period = getattr(torch, config.dtype), config.periods.at(step)
-    inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
-    captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout, check=False)
-    checked = _proof(spec, task, captured, batches, period.batch_size, dtype) if context.rank == 0 else ""
-    wanted = [*groups, *map(ParameterGroup.read, config.groups)]
-    found = group_parameters(wanted, captured.shapes, captured.aliases, dtype)
-    frozen = {*found.frozen, *(name for name in captured.shapes if spec.lora is not None and not is_adapter(name))}
-    trainable = choose_trainable(captured.trainable, captured.shapes, captured.aliases, config.freeze, frozen)
-    if not set(trainable) & set(captured.blocks.parameters()):
-        raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
-    costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
-    plan, reasons = plan_for(config, period.plan, context.world, period.batch_size, costs)
-    subject, choice = None, None
-    if config.searches_plan and period.plan == config.given_plan:
-        current = config.override(batch_size=period.batch_size)
-        subject = Subject(spec, captured, trainable, batches, current, plan, optimizer_class)
-    if subject is not None and context.world > 1:
-        choice = choose(subject, context)
-        plan, reasons = choice.plan, {} if choice.plan != plan else reasons
-    later = [
-        plan_for(config, each.plan, context.world, each.batch_size, costs).plan
-        for each in config.periods
-        if each.step > step
-    ]
-    cutting = next((each for each in (plan, *later) if _cuts(each)), plan)
-    captured = _without_coupling(spec, captured, batches, cutting, period.batch_size)
-    may_cut = _is_known(spec, captured) or _cuts(cutting)
-    return ReadModel(captured, trainable, found, plan, {**reasons, "check": checked}, may_cut, choice, subject)
-
-
-def choose_num_ranks(config: RunConfig) -> int:
-    """How many ranks to start on this machine: as asked for, as the plan needs, or one per GPU."""
-    usable = torch.cuda.is_available() and config.device != "cpu"
-    found = max(1, torch.cuda.device_count()) if usable else 1
-    needed = [needed_ranks(period.plan) or 0 for period in config.periods]
-    ranks = config.ranks or max(needed) or found
-    require_fit(config, ranks)  # before any is started
-    return ranks
-
-
-def require_fit(config: RunConfig, world: int) -> None:
-    """Whatever the model's blocks cost, this much of the plan must fit ranks and batch."""
-    if config.ranks not in (None, world):
-        raise ConfigError(
-            f"option ranks = {config.ranks}, but the launcher started {world}",
-            "leave ranks out where a launcher starts them, or have it start as many",
-        )
-    for period in config.periods:
-        num_blocks = sum(fields.read(period.plan).get("stages", ())) or world * MOST_STAGES
-        plan_for(config, period.plan, world, period.batch_size, [1.0] * num_blocks)
-
-
 def device_reason(choice: str, device: torch.device) -> str:
     """Why it is this one."""
     if device.type == "cpu":
@@ -301,53 +206,6 @@ def eval_length(config: RunConfig, batches: Batches) -> int:
     return min(config.eval_samples, batches.num_samples or config.eval_samples)
 
 
-def open_weights(model: Model, spec: ModelSpec, seed: int, init: str = "auto") -> tuple[Weights, str]:
-    """Where the initial values come from, and that in words."""
-    if spec.lora is not None:
-        shapes = {name: tuple(p.shape) for name, p in build(spec, device="meta").named_parameters()}
-        base, said = open_weights(model, replace(spec, lora=None), seed, init)
-        return AdaptedWeights(base, shapes, seed), f"{said}; adapters from seed {seed}"
-    if isinstance(model, nn.Module):
-        return ModuleWeights(model), "the module's own values"
-    seeded = SeededWeights(record(lambda: build(spec)), seed)
-    folder = spec.folder
-    if init == "fresh" or folder is None or not _has_weights(folder):
-        return seeded, f"FRESH, from seed {seed}: {_why_fresh(model, spec, init)}"
-    if is_dcp(folder):
-        return DcpWeights(folder, build(spec, device="meta")), f"from {folder} (torch.distributed.checkpoint)"
-    stored = SafetensorsWeights(folder, build(spec, device="meta"), missing_from=seeded)
-    said = f"from {folder}"
-    if stored.missing:
-        said += f"; {len(stored.missing)} that it lacks from seed {seed}: {', '.join(stored.missing[:3])}"
-    return stored, said
-
-
-def _has_weights(folder: Path) -> bool:
-    return is_dcp(folder) or any((*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*.bin")))
-
-
-def _why_fresh(model: Model, spec: ModelSpec, init: str) -> str:
-    """Nobody should take a model that knows nothing for one that was trained."""
-    if init == "fresh":
-        return "as asked for (init=fresh)"
-    if spec.folder is not None:
-        return f"{spec.folder} holds none"
-    if not isinstance(model, str | Path):
-        return "a configuration or factory has none"
-    if spec.name.endswith("-tiny"):
-        return "a shrunken model has none"
-    return f"none of {spec.name!r} are on this machine (hf download {spec.name} fetches them where the hub has them)"
-
-
-def load_buffers(captured: Captured, weights: Weights | None, device: torch.device) -> dict[str, Tensor]:
-    """The model's buffers on the device; those that the weights' source holds come from there."""
-    stored = set(weights.buffer_names()) if weights else set()
-    return {
-        name: (weights.read(name, dtype=buffer.dtype) if weights and name in stored else buffer).to(device)
-        for name, buffer in captured.buffers.items()
-    }
-
-
 def _task(spec: ModelSpec, data: Any, collate: Collate | None) -> Task:
     if spec.task != "custom":
         return tasks.get(spec.task)
@@ -378,7 +236,7 @@ def _tokenizer(
     if not needed and not wanted:
         return spec, None
     if needed and config.tokenizer is None and spec.folder is not None and not has_tokenizer(spec.folder):
-        _require_no_weights(spec.folder, config.init)
+        require_no_weights(spec.folder, config.init)
     size = vocab_size(spec.config)
     if config.tiny:
         tokenizer = load_tokenizer(config.tokenizer, spec.folder, sys.maxsize)
@@ -387,72 +245,11 @@ def _tokenizer(
     return spec, load_tokenizer(config.tokenizer, spec.folder, size)
 
 
-def _require_no_weights(folder: Path, init: str) -> None:
-    """Weights that were trained on other tokens would be taught nonsense."""
-    if init != "fresh" and _has_weights(folder):
-        raise DataError(
-            f"{folder} holds weights, but not the tokenizer that they were trained with",
-            "put its files (tokenizer.json, tokenizer_config.json …) there, or name their folder with tokenizer=FOLDER "
-            "(--tokenizer); tokenizer=bytes only for a model of bytes",
-        )
-
-
-def _without_coupling(spec: ModelSpec, captured: Captured, batches: Batches, plan: Plan, batch_size: int) -> Captured:
-    """Samples may depend on each other only where the plan leaves batches whole. Asked of modules of the user's own,
-    and wherever the loss is not known to be a mean."""
-    if _is_known(spec, captured) or not _cuts(plan):
-        return captured
-    candidates = batches.batch(0, min(batches.num_samples or NUM_CANDIDATES, NUM_CANDIDATES))
-    require_inputs(captured, candidates)
-    return require_separable(spec, captured, candidates, batch_size, plan.shown)
-
-
-def _is_known(spec: ModelSpec, captured: Captured) -> bool:
-    """Whether samples are known not to depend on each other."""
-    return spec.factory is None and not captured.blocks.assumed
-
-
-def _cuts(plan: Plan) -> bool:
-    """Whether a plan computes parts of a batch by themselves."""
-    return plan.dp * plan.mb * plan.multiple > 1
-
-
-def require_may_cut(may_cut: bool, spec: ModelSpec, plan: Plan) -> None:
-    if _cuts(plan) and not may_cut:
-        raise PlanError(
-            f"plan {plan.shown} cuts batches, and whether the samples of {spec.name} depend on each other was not "
-            "looked into: it began with a plan that leaves batches whole",
-            "begin with a plan that cuts batches (mb=2), or name this one from the beginning on (plan_at)",
-        )
-
-
 def require_change(run: Prepared, config: RunConfig, plan: Plan) -> None:
     """Refuses a plan that the run, which began with others, cannot go on with."""
     require_may_cut(run.may_cut, run.spec, plan)
     if run.eval_batches is not None:
         require_evaluation(plan, eval_length(config, run.eval_batches))
-
-
-def _refuse_rounding(batch: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Samples in float64 would become float32 without a word; torch itself refuses to mix the two."""
-    for name, tensor in batch.items():
-        if tensor.dtype == torch.float64 != dtype and not torch.equal(tensor, tensor.float().double()):
-            raise DataError(
-                f"input {name!r} is in float64, whose values would be rounded to {str(dtype).removeprefix('torch.')}",
-                "convert it in the dataset (.float()) if that is meant, or train with dtype=float64",
-            )
-
-
-def _proof(
-    spec: ModelSpec, task: Task, captured: Captured, batches: Batches, batch_size: int, dtype: torch.dtype
-) -> str:
-    """That the graph is the model, on the first samples. One rank finds out for all."""
-    first, second = num_samples(captured, batch_size)
-    samples = [batches.batch(0, first), batches.batch(first, second)]
-    for batch in samples:
-        require_inputs(captured, batch)
-        _refuse_rounding(batch, dtype)
-    return prove(spec, task, captured, samples, capture_for_check)
 
 
 def _warn_of_changed_layers(model: Model) -> None:

@@ -37,12 +37,13 @@ from phalanx.training.change import change as change_plan
 from phalanx.training.changing import Changes
 from phalanx.training.folder import RunFolder
 from phalanx.training.generating import Generator
+from phalanx.training.header import header
 from phalanx.training.here import announce
+from phalanx.training.initial_weights import load_buffers, open_weights
 from phalanx.training.job import Job
 from phalanx.training.metrics import Metrics
-from phalanx.training.prepare import Prepared, load_buffers, open_weights, prepare, require_change
-from phalanx.training.reporting import header
-from phalanx.training.session import Opening, Session
+from phalanx.training.prepare import Prepared, prepare, require_change
+from phalanx.training.session import Look, Opening
 from phalanx.training.spare import Spare
 
 _has_run = False  # in this process
@@ -79,8 +80,6 @@ class ReadyRank:
             self.changes.plan = run.plan.full_text
         if isinstance(self.session, Spare):
             return {}  # only rank 0 shows it, which always has a place
-        if config.metrics or job.metrics:
-            self._open_metrics()
         if config.generate_every:
             self.generator = Generator(run, config, self.context)
         now = config.override(batch_size=self.changes.period.batch_size)
@@ -117,6 +116,8 @@ class ReadyRank:
                 return piece.read(weights, name)
             return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
+        if config.metrics or job.metrics:
+            self.metrics = Metrics(run, config, job.metrics)
         require_cuda(config.memory_snapshot, run.device.type)
         self.memory = self._memory_guard(period.batch_size, run.batches, searches=True)
         with self.phases.phase("weights"), self.memory.explained("the model's state"):
@@ -125,7 +126,7 @@ class ReadyRank:
                 load_buffers(run.captured, weights, run.device), job.optimizer_class, run.groups,
                 (BoardWatch(self.context.slot),) if self.context.world > 1 else (),
             )  # fmt: skip
-            self.session = open_member(opening, run.plan, read, self.memory.look)
+            self.session = open_member(opening, run.plan, read, self._look(self.memory))
             if found is None or isinstance(self.session, Spare):
                 return origin
             self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
@@ -140,30 +141,29 @@ class ReadyRank:
         usable = usable_ranks(text, self.context.world)
         plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs).plan
         require_change(self.run, self.config, plan)
-        if self.metrics is not None:
-            self.metrics.require_change(plan, self.context.world)
         memory = self._memory_guard(period.batch_size, batches)
         memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
         config = self.config.override(batch_size=period.batch_size)
-        self.session, done = change_plan(self.session, plan, config, memory.look)
+        self.session, done = change_plan(self.session, plan, config, self._look(memory))
         self.run = dataclasses.replace(self.run, plan=plan, batches=batches)
         self.memory, self.changes.period = memory, period
-        if self.metrics is not None:
-            self.metrics.close()
-            self._open_metrics()
         return done
+
+    def _look(self, memory: MemoryGuard) -> Look:
+        """What is compiled must fit, and metrics must be possible beside it."""
+
+        def look(compiled: Compiled, compile: Callable[[Plan], Compiled]) -> Compiled:
+            chosen = memory.look(compiled, compile)
+            if self.metrics is not None:
+                self.metrics.under(chosen)
+            return chosen
+
+        return look
 
     def lr(self, step: int) -> float:
         if self.job.lr_function is not None:
             return checked_rate(self.job.lr_function, step)
         return learning_rate(self.config, step, self.run.total_steps)
-
-    def _open_metrics(self) -> None:
-        assert isinstance(self.session, Session)
-        job = self.job
-        self.metrics = Metrics(
-            self.run, self.config, self.session, self.context, job.metrics, job.optimizer_class
-        )  # fmt: skip
 
     def _require_same_rate(self) -> None:
         """A function of the user's own is recognised by the rate of the last step, as far as the run had one."""

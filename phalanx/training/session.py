@@ -28,7 +28,6 @@ from phalanx.engine.linked import Parts
 from phalanx.engine.redistribute import Mover
 from phalanx.engine.reductions import GlobalReductions
 from phalanx.engine.step import Step
-from phalanx.errors import PlanError
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.buckets import BufferPool, Read
@@ -171,16 +170,9 @@ class Session:
         self.step.engine.settle()
         return Session(self.compiled.under(plan), self.connected, self.state, self._watches, self.opening)
 
-    def computing(self, captured: Captured, plan: Plan) -> Session:
+    def computing(self, compiled: Compiled) -> Session:
         """The same state and connections with another graph of the same parameters, such as one without a loss."""
         self.step.engine.settle()
-        compiled = self.compiled.under(plan, captured)
-        if compiled.formation.facts.parameters != self.compiled.formation.facts.parameters:
-            raise PlanError(
-                f"plan {plan.shown} keeps parameters elsewhere where the model's outputs leave than where its loss is "
-                "computed",
-                "leave tp out of the plan, or compute the loss outside (loss='outer')",
-            )
         return Session(compiled, self.connected, self.state, self._watches)
 
     @property

@@ -30,12 +30,13 @@ from phalanx.plan.plan import Plan
 from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
 from phalanx.state.remote import is_remote, local_copy
+from phalanx.training.callbacks import Callbacks
 from phalanx.training.early import require_usable
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, stop_file, unpack
 from phalanx.training.loop import Loop
 from phalanx.training.metrics import Metric, require_metrics
-from phalanx.training.prepare import Collate, choose_num_ranks
-from phalanx.training.reporting import Callbacks
+from phalanx.training.prepare import Collate
+from phalanx.training.read_model import choose_num_ranks
 from phalanx.training.spikes import MOST_ROLLBACKS, RollBack
 from phalanx.training.trials import with_fastest
 

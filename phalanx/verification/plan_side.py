@@ -34,7 +34,7 @@ from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import REDISTRIBUTIONS, Program
 from phalanx.program.shape import ModelShape
 from phalanx.state.dcp import DcpWeights
-from phalanx.training.prepare import open_weights
+from phalanx.training.initial_weights import open_weights
 from phalanx.verification.case import Case, Execution, Part, Start, Step
 from phalanx.verification.rank_side import Trace, facts_of, run_rank
 

@@ -21,7 +21,7 @@ from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
 from phalanx.state.layout import Box
-from phalanx.training.prepare import load_buffers, open_weights
+from phalanx.training.initial_weights import load_buffers, open_weights
 from phalanx.training.session import Session
 from phalanx.verification.case import Case, Copy, Part, Start
 

@@ -17,7 +17,7 @@ from phalanx.hf import Trainer, TrainingArguments
 from phalanx.launch.worker_pool import WorkerPool
 from tests.hf import jobs
 from tests.hf.history import history
-from tests.hf.scripts import VOCABULARY, causal_script, classification_script, llama, padded, sentences, texts
+from tests.hf.scripts import COMMON, VOCABULARY, causal_script, classification_script, llama, padded, sentences, texts
 
 REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text("utf-8"))
 
@@ -67,6 +67,32 @@ def test_the_reference_is_what_transformers_gives_here() -> None:
     found = record()
     for name in ("causal", "smoothed", "classification"):
         require_equal(found[name], REFERENCE[name])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="adapters of peft")
+def test_adapters_of_peft_are_trained_and_saved_as_peft_has_them(tmp_path: Path) -> None:
+    import peft  # pyright: ignore[reportMissingImports]
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        return peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+    args = TrainingArguments(
+        str(tmp_path), max_steps=3, learning_rate=1e-2, save_strategy="steps", save_steps=2, **COMMON
+    )  # fmt: skip
+    trainer = Trainer(model=adapted(), args=args, train_dataset=texts(8), data_collator=padded, plan="mb=2")
+    trainer.train()
+    model, batch = adapted(), padded(texts(3, seed=5))
+    assert all(".lora_" in name for name, _ in trainer.session.named_parameters())
+    trainer.save_model(tmp_path / "out")
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "out")
+    with torch.no_grad():
+        assert not torch.equal(loaded(**batch).loss, model(**batch).loss)
+        torch.testing.assert_close(loaded(**batch).loss, trainer.model(**batch).loss)
+    assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    again = Trainer(model=adapted(), args=args, train_dataset=texts(8), data_collator=padded, plan="mb=4")
+    again.train(resume_from_checkpoint=True)
+    assert again.state.log_history[2]["loss"] == pytest.approx(trainer.state.log_history[2]["loss"], rel=1e-5)
 
 
 class Watcher(TrainerCallback):

@@ -242,6 +242,17 @@ def looked_at(context: RankContext, plan: str) -> Trained:
     return finished(session, losses)
 
 
+def of_sections(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that takes an output apart, so that each part of it is split by itself."""
+    first, second, third = output.chunk(3, -1)
+    return F.mse_loss((first * second * third).sum(-1), target.double())
+
+
+def looked_at_fused(context: RankContext, plan: str) -> None:
+    session = opened(context, nn.Linear(6, 12).double(), plan, numbers(0), loss=of_sections)
+    session.outputs({"input": numbers(1)[0]})
+
+
 def by_matrix(context: RankContext, plan: str, kind: str, folder: Path | None = None, other: str = "") -> Trained:
     """Muon for the matrices of layers and AdamW for all else, or Adafactor, as the session's own optimizer; where there
     is a folder saved before the last step, and taken up again under another plan."""

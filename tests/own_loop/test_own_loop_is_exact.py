@@ -207,9 +207,12 @@ def test_a_checkpoint_of_one_plan_is_gone_on_from_under_another(pool: WorkerPool
     ("world", "plan"),
     [
         (1, "mb=2"),
+        pytest.param(2, "tp=2", marks=pytest.mark.long),  # which splits the vocabulary
         pytest.param(2, "pp=2,mb=2", marks=pytest.mark.long),
         pytest.param(2, "dp=2,zero=3", marks=pytest.mark.long),
         pytest.param(2, "pp=2,mb=2,slices=2", marks=pytest.mark.long),
+        pytest.param(4, "pp=2,tp=2,mb=2,sequence=yes", marks=pytest.mark.long),
+        pytest.param(4, "dp=2,tp=2,zero=1,overlap=oases", marks=pytest.mark.long),
     ],
 )
 def test_outputs_of_a_session_that_computes_its_loss_itself(pool: WorkerPool, world: int, plan: str) -> None:

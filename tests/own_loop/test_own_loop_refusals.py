@@ -164,9 +164,12 @@ def test_state_on_the_host_is_not_for_loops_of_ones_own() -> None:
 
 
 @pytest.mark.long
-def test_outputs_beside_a_vocabulary_that_is_split_are_refused(pool: WorkerPool) -> None:
-    with pytest.raises(PlanError, match="plan tp=2 keeps parameters elsewhere where the model's outputs leave"):
-        pool.run(jobs.looked_at, "tp=2", world=2)
+def test_outputs_that_would_be_split_otherwise_than_for_the_loss_are_refused(pool: WorkerPool) -> None:
+    with pytest.raises(
+        PlanError, match="plan tp=2 keeps parameters elsewhere where the model's outputs leave"
+    ) as caught:
+        pool.run(jobs.looked_at_fused, "tp=2", world=2)
+    assert "choose tp=1" in caught.value.hint
 
 
 @cache

@@ -3,7 +3,8 @@
 In a graph it is the loss: an operator of an output, whose gradient is whatever came back for that output. Outputs go
 into an *outbox* and gradients come from there; rows say which samples these are. While no outbox is open, the operator
 is half the sum of squares, whose gradient is the output itself: so a model that ends in it can be proven, and tried for
-samples that depend on each other, like any other.
+samples that depend on each other, like any other. Where tensor parallelism splits an output (a vocabulary), every rank
+puts its part into an output of zeros: the sum over the ranks is the output.
 """
 
 from __future__ import annotations
@@ -23,16 +24,27 @@ class Outbox:
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self.outputs: dict[int, Tensor] = {}
+        self.split: set[int] = set()  # of the outputs, those of which other ranks have the other parts
         self.gradients: Sequence[Tensor] = ()
 
-    def put(self, output: Tensor, rows: Tensor, number: int) -> None:
+    def put(self, output: Tensor, rows: Tensor, number: int, dim: int, begin: int, size: int) -> None:
         if number not in self.outputs:
-            self.outputs[number] = output.new_zeros(self._num_rows, *output.shape[1:])
-        self.outputs[number].index_copy_(0, rows, output)
+            shape = [self._num_rows, *output.shape[1:]]
+            shape[dim] = size or shape[dim]
+            self.outputs[number] = output.new_zeros(shape)
+        if size:
+            self.split.add(number)
+        _part(self.outputs[number], output, dim, begin, size).index_copy_(0, rows, output)
 
-    def take(self, output: Tensor, rows: Tensor, number: int) -> Tensor:
+    def take(self, output: Tensor, rows: Tensor, number: int, dim: int, begin: int, size: int) -> Tensor:
         """Zeros while functions are only warmed up."""
-        return self.gradients[number].index_select(0, rows) if self.gradients else torch.zeros_like(output)
+        if not self.gradients:
+            return torch.zeros_like(output)
+        return _part(self.gradients[number], output, dim, begin, size).index_select(0, rows)
+
+
+def _part(whole: Tensor, output: Tensor, dim: int, begin: int, size: int) -> Tensor:
+    return whole.narrow(dim, begin, output.shape[dim]) if size else whole
 
 
 _open: Outbox | None = None
@@ -49,39 +61,49 @@ def outbox(box: Outbox) -> Iterator[Outbox]:
         _open = before
 
 
-@torch.library.custom_op("phalanx::leave", mutates_args=(), schema="(Tensor output, Tensor rows, int number) -> Tensor")
-def _leave(output: Tensor, rows: Tensor, number: int) -> Tensor:
+# Of an output that is split, `begin` says where this rank's part begins along `dim`, which is `size` long in all.
+_PART = "int dim=0, int begin=0, int size=0"
+
+
+@torch.library.custom_op(
+    "phalanx::leave", mutates_args=(), schema=f"(Tensor output, Tensor rows, int number, {_PART}) -> Tensor"
+)
+def _leave(output: Tensor, rows: Tensor, number: int, dim: int = 0, begin: int = 0, size: int = 0) -> Tensor:
     if _open is not None:
-        _open.put(output, rows, number)
+        _open.put(output, rows, number, dim, begin, size)
         return output.new_zeros((), dtype=_wide(output))
     return output.to(_wide(output)).square().sum() / 2
 
 
 @torch.library.custom_op(
-    "phalanx::come_back", mutates_args=(), schema="(Tensor d_loss, Tensor output, Tensor rows, int number) -> Tensor"
+    "phalanx::come_back",
+    mutates_args=(),
+    schema=f"(Tensor d_loss, Tensor output, Tensor rows, int number, {_PART}) -> Tensor",
 )
-def _come_back(d_loss: Tensor, output: Tensor, rows: Tensor, number: int) -> Tensor:
-    gradient = output if _open is None else _open.take(output, rows, number)
+def _come_back(
+    d_loss: Tensor, output: Tensor, rows: Tensor, number: int, dim: int = 0, begin: int = 0, size: int = 0
+) -> Tensor:
+    gradient = output if _open is None else _open.take(output, rows, number, dim, begin, size)
     return (gradient.to(_wide(output)) * d_loss).to(output.dtype)
 
 
 @_leave.register_fake
-def _(output, rows, number):
+def _(output, rows, number, dim=0, begin=0, size=0):
     return output.new_empty((), dtype=_wide(output))
 
 
 @_come_back.register_fake
-def _(d_loss, output, rows, number):
+def _(d_loss, output, rows, number, dim=0, begin=0, size=0):
     return torch.empty_like(output)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    given, rows, ctx.number = inputs
+    given, rows, *ctx.which = inputs
     ctx.save_for_backward(given, rows)
 
 
 def _backward(ctx, d_loss):
-    return torch.ops.phalanx.come_back(d_loss, *ctx.saved_tensors, ctx.number), None, None
+    return torch.ops.phalanx.come_back(d_loss, *ctx.saved_tensors, *ctx.which), *(None,) * 5
 
 
 _leave.register_autograd(_backward, setup_context=_setup_context)

@@ -56,6 +56,8 @@ def canonicalise(graph: fx.Graph) -> None:
             _take_bias_off(graph, node, node.args[1:3], node.args[0])
         elif node.target is own.cross_entropy_sum.default:
             _divide_loss(graph, node)
+        elif node.target is own.leave.default:
+            _end_in_segment(graph, node)
         elif node.target is aten.select.int:
             _pick(graph, node, *node.args)  # pyright: ignore
         elif node.target is operator.getitem and node.args[0].target is aten.unbind.int:  # pyright: ignore
@@ -168,6 +170,15 @@ def _picked_from_features(graph: fx.Graph, like: fx.Node, x: fx.Node, dim: int, 
 
 def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     return _make(graph, like, target, args, target(*map_arg(args, lambda node: node.meta["val"])))
+
+
+def _end_in_segment(graph: fx.Graph, node: fx.Node) -> None:
+    """A loss comes out of a segment, not out of a sum over ranks, which what stands for it is where an output leaves
+    in parts."""
+    with graph.inserting_after(node):
+        end = _make(graph, node, aten.sum.default, (), node.meta["val"])
+    node.replace_all_uses_with(end)
+    end.args = (node,)
 
 
 def _divide_loss(graph: fx.Graph, node: fx.Node) -> None:

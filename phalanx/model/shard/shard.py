@@ -6,7 +6,7 @@ the same places, so nobody has to be told; only the ranges differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -38,15 +38,17 @@ from phalanx.plan.plan import Plan
 from phalanx.program.shape import BlockOp
 
 
-def shard(captured: Captured, plan: Plan, tp_index: int, dtype: torch.dtype) -> Sharded:
-    """The model as tensor-parallel rank `tp_index` sees it."""
-    whole: set[str] = set()
+def shard(
+    captured: Captured, plan: Plan, tp_index: int, dtype: torch.dtype, whole: Collection[str] = ()
+) -> Sharded:  # fmt: skip
+    """The model as tensor-parallel rank `tp_index` sees it. whole: parameters that are not to be cut."""
+    kept = set(whole)
     while True:
-        sharder = _Sharder(captured, plan, tp_index, dtype, whole)
+        sharder = _Sharder(captured, plan, tp_index, dtype, kept)
         found = sharder.run()
         if found is not None:
             return found
-        whole |= sharder.torn
+        kept |= sharder.torn
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class _Placed:
 
 
 class _Sharder:
-    """whole: parameters that are not to be cut, because blocks that share them would cut them differently."""
+    """whole: parameters that are not to be cut, because blocks that share them, or another graph, would cut them
+    differently."""
 
     def __init__(self, captured: Captured, plan: Plan, tp_index: int, dtype: torch.dtype, whole: set[str]) -> None:
         self.captured, self.plan, self.index, self._whole = captured, plan, tp_index, whole
@@ -146,7 +149,7 @@ class _Sharder:
         ports = dict(zip(placeholders, block.ports, strict=True))
         for node in graph.nodes:  # products of weights that must stay whole
             if any(s in ports and ports[s].name in self._whole for s in node.all_input_nodes):
-                choices.whole[node] = "blocks that share a weight need it differently"
+                choices.whole[node] = "others that share a weight need it differently"
         activations = {n: TOKENS if sequence and self.dims.has_tokens(n.meta["val"].shape) else WHOLE for n in incoming}
         setting = Setting(degree, sequence, self.dims.has_tokens, self.plan.replicate)
         try:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 import phalanx.model.ops.attention
+import phalanx.model.ops.leave
 import phalanx.model.ops.operators  # noqa: F401  (define the operators named below)
 from phalanx.model.shard import canonical
 from phalanx.model.shard.rules import letters, pointwise, products, sections, views
@@ -69,6 +70,7 @@ RULES: dict[Any, Rule] = {
     own.attention_slice.default: products.attention,
     canonical.loss_part: products.loss_part,
     canonical.loss_join: products.loss_join,
+    own.leave.default: products.leave,
 }
 
 

@@ -1,5 +1,5 @@
 """Rules of operators where splits begin and end: products with weights (by columns, by rows, by vocabulary), attention,
-which is split by heads, and the loss, which is split by classes.
+which is split by heads, and the loss and outputs that leave, which are split by classes.
 """
 
 from __future__ import annotations
@@ -250,3 +250,20 @@ def loss_join(walk: Walk, node: fx.Node) -> Place:
             own.cross_entropy_sum.default, build.of(logits), build.of(targets), ignore, smoothing
         )
     return WHOLE
+
+
+def leave(walk: Walk, node: fx.Node) -> Place:
+    """An output that leaves in parts: each rank's is a summand of the output and of what stands for its loss."""
+    output, rows, number = node.args[:3]
+    assert isinstance(output, fx.Node)
+    place = walk.need_home(node, output)
+    if place.kind != "split":
+        return otherwise(walk, node)
+    only_ranges(place)
+    if place.dim == 0:
+        raise Conflict("an output is split by samples", place)
+    size = shape(output)[place.dim]
+    walk.rewritten[node] = lambda build, rank: build.call(
+        own.leave.default, build.of(output), build.of(rows), number, place.dim, place.cuts[rank][0][0], size
+    )
+    return PARTIAL

@@ -1,0 +1,90 @@
+"""The header of a run: what is trained, on what and how, with the reasons for whatever was derived."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from phalanx.config import RunConfig
+from phalanx.engine.inputs import split
+from phalanx.params.optimizer_groups import decays
+from phalanx.plan.plan import Plan
+from phalanx.training.budget import Fit
+from phalanx.training.prepare import Prepared
+from phalanx.training.session import Session
+
+
+def header(
+    run: Prepared, config: RunConfig, session: Session, origin: str, fit: Fit, own_rate: bool = False
+) -> dict[str, Any]:
+    """What is trained, on what and how, with the reasons for whatever was derived. own_rate: the learning rate is a
+    function of the user's own."""
+    counts = {name: math.prod(shape) for name, shape in run.captured.shapes.items()}
+    trained = sum(counts[name] for name in run.trainable)
+    rows: dict[str, Any] = {
+        "model": f"{run.spec.name} ({run.spec.task})",
+        "parameters": f"{sum(counts.values()):,}, {trained:,} of them trained",
+        "weights": origin,
+        "data": run.batches.describe(),
+        "device": f"{run.device} ({run.reasons['device']}), segments compiled: {session.compiled.compiler.mode}",
+        "dtype": config.dtype + (" with float32 master weights" if session.compiled.formation.facts.masters else ""),
+        "plan": plan_text(run.plan, config.batch_size),
+        **({"chosen": run.choice.reason} if run.choice is not None else {}),
+        "optimizer": _optimizer_text(run, config, session, own_rate),
+        "memory": fit.describe(),
+        "steps": f"{run.total_steps:,} ({run.reasons['steps']})",
+    }
+    if run.reasons.get("check"):
+        rows["checked"] = run.reasons["check"]
+    if run.tokenizer is not None:
+        rows["tokenizer"] = f"{type(run.tokenizer).__name__}, {run.tokenizer.vocab_size:,} tokens"
+    if run.eval_batches is not None:
+        rows["evaluation"] = run.eval_batches.describe()
+    if run.plan.world > 1:
+        rows["ranks"] = ranks_text(run.plan)
+        decided = [reason for name, reason in run.reasons.items() if name in ("pp", "dp", "mb", "stages")]
+        rows["stages"] = "; ".join(decided) or f"stages {'-'.join(map(str, run.plan.stages))}"
+    if lab := os.environ.get("PHALANX_LAB"):
+        rows["lab"] = lab
+    for number, note in enumerate(run.captured.notes, start=1):
+        rows[f"note {number}"] = note
+    return rows
+
+
+def plan_text(plan: Plan, batch_size: int) -> str:
+    """The plan, and what it makes of a batch."""
+    sizes = [size for part in split(batch_size, plan.dp) for size in split(part, plan.mb)]
+    shown = str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
+    replicas = "" if plan.dp == 1 else f"{plan.dp} replicas × "
+    interleaved = " in 2 interleaved halves" if plan.halves == 2 else ""
+    interleaved += ", each with the backward of the one before" if plan.pairs else ""
+    return (
+        f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {batch_size} samples{interleaved}, "
+        f"schedule {plan.schedule}, activations {plan.kept}"
+    )
+
+
+def ranks_text(plan: Plan) -> str:
+    """`8 (2 in a pipeline × 2 replicas × 2 tensor-parallel)`."""
+    beside = f" × {plan.tp} tensor-parallel" if plan.tp > 1 else ""
+    return f"{plan.world} ({plan.pp} in a pipeline × {plan.dp} replicas{beside})"
+
+
+def _optimizer_text(run: Prepared, config: RunConfig, session: Session, own_rate: bool) -> str:
+    optimizer, trained = session.state.optimizer.inner, run.trainable
+    end = "" if config.lr_schedule == "constant" else f" to {config.min_lr_ratio:.0%}"
+    end += f" at step {config.lr_steps}" if config.lr_steps else ""
+    warmup = f" after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
+    parts = [
+        type(optimizer).__name__ + (" (fused)" if optimizer.defaults.get("fused") else ""),
+        "lr from your own function" if own_rate else f"lr {config.lr:g}, {config.lr_schedule}{end}{warmup}",
+        f"clipped at norm {config.clip:g}" if config.clip is not None else "not clipped",
+    ]
+    if any(group.get("weight_decay") for group in optimizer.param_groups):
+        usual = [name for name in trained if name not in run.groups.number]
+        matrices = sum(decays(run.captured.shapes[name]) for name in usual)
+        parts.append(f"decay {config.weight_decay:g} on {matrices} matrices of {len(usual)} tensors")
+    if run.groups.settings:
+        parts.append(f"{len(run.groups.number)} tensors in {len(run.groups.settings)} groups of their own")
+    return ", ".join(parts)
