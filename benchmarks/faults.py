@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
-from faults_run import SILENCE, Run
+from faults_nursery import Nursery
+from faults_run import SILENCE, Helpers, Run
 
 from phalanx.launch.worker_pool import WorkerPool
 
@@ -74,13 +76,13 @@ def _unreadable(run: Run, chance: random.Random) -> int:
 
 
 def _kill_first(run: Run, chance: random.Random) -> int:
-    os.kill(run.processes[0].pid, signal.SIGKILL)
-    return run.processes[0].pid
+    os.kill(run.children[0].pid, signal.SIGKILL)
+    return run.children[0].pid
 
 
 def _ask_to_end(run: Run, chance: random.Random) -> int:
-    for process in run.processes:
-        process.terminate()
+    for child in run.children:
+        os.kill(child.pid, signal.SIGTERM)
     return 0
 
 
@@ -125,7 +127,7 @@ HARMLESS: Mapping[str, Callable[[Run, random.Random], None]] = {
 CASES = [(fault, mode) for fault in (*FATAL, *HARMLESS) for mode in MODES if (fault, mode) != ("link", "pool")]
 
 
-def fatal(run: Run, fault: str, chance: random.Random, pool: WorkerPool) -> dict[str, Any]:
+def fatal(run: Run, fault: str, chance: random.Random) -> dict[str, Any]:
     """Strikes, waits for the end of all, and goes on."""
     run.start(ENDLESS)
     run.wait_for_step(3)
@@ -139,18 +141,22 @@ def fatal(run: Run, fault: str, chance: random.Random, pool: WorkerPool) -> dict
     orphans = [pid for pid in run.clear(everyone) if pid not in launcher_kills]
     run.trigger.unlink(missing_ok=True)
     return {
-        "ended": ended, "seconds": seconds, "orphans": len(orphans), "named": "error: rank " in said,
-        "said": next((line for line in said.splitlines() if line.startswith("error:")), ""), **_resumed(run, pool),
+        "ended": ended, "seconds": seconds, "orphans": len(orphans), "named": _names_a_rank(said),
+        "said": next((line for line in said.splitlines() if line.startswith("error:")), ""), **_resumed(run),
     }  # fmt: skip
 
 
-def _resumed(run: Run, pool: WorkerPool) -> dict[str, Any]:
+def _names_a_rank(said: str) -> bool:
+    return re.search(r"^error: .*\brank \d", said, re.M) is not None
+
+
+def _resumed(run: Run) -> dict[str, Any]:
     """Goes on to the first multiple of STEPS that was not reached."""
     steps = (max(run.losses(), default=0) // STEPS + 1) * STEPS
-    return {"resumed": run.go_on(steps, pool), "steps": steps}
+    return {"resumed": run.go_on(steps), "steps": steps}
 
 
-def harmless(run: Run, fault: str, chance: random.Random, pool: WorkerPool) -> dict[str, Any]:
+def harmless(run: Run, fault: str, chance: random.Random) -> dict[str, Any]:
     """What a run must outlive."""
     steps = LINK_STEPS if fault == "link" else STEPS * 4
     run.start(steps)
@@ -158,32 +164,31 @@ def harmless(run: Run, fault: str, chance: random.Random, pool: WorkerPool) -> d
     time.sleep(chance.uniform(0.0, 1.0))
     everyone = run.everyone()
     HARMLESS[fault](run, chance)
-    ended = run.end(300.0)
-    codes = [process.poll() for process in run.processes]
+    ended = run.end(300.0, everyone)
     said = run.said()
     orphans = run.clear(everyone)
-    return {"ended": ended, "alarm": codes != [0] * len(codes), "orphans": len(orphans), "said": said[:300],
-            "steps": steps}  # fmt: skip
+    alarm = any(child.code for child in run.children)
+    return {"ended": ended, "alarm": alarm, "orphans": len(orphans), "said": said[:300], "steps": steps}
 
 
-def undisturbed(plan: str, steps: int, folder: Path, pool: WorkerPool) -> dict[int, float]:
+def undisturbed(plan: str, steps: int, folder: Path, helpers: Helpers) -> dict[int, float]:
     """The losses of a run that nothing happens to; it goes on where it was when more are asked for."""
-    run = Run("pool", plan, folder / f"undisturbed-{plan}", 90_000)
-    assert max(run.losses(), default=0) >= steps or run.go_on(steps, pool)
+    run = Run("pool", plan, folder / f"undisturbed-{plan}", 90_000, helpers)
+    assert max(run.losses(), default=0) >= steps or run.go_on(steps)
     return run.losses()
 
 
-def inject(number: int, fault: str, mode: str, seed: int, folder: Path, pool: WorkerPool) -> dict[str, Any]:
+def inject(number: int, fault: str, mode: str, seed: int, folder: Path, helpers: Helpers) -> dict[str, Any]:
     """One result; plan and time by chance."""
     chance = random.Random(f"{seed} {number}")
     plan = "dp=2,zero=1" if fault == "link" else chance.choice(PLANS)
-    run = Run(mode, plan, folder / f"run-{number}", number * 10, link=LINK if fault == "link" else "")
+    run = Run(mode, plan, folder / f"run-{number}", number * 10, helpers, LINK if fault == "link" else "")
     shutil.rmtree(run.out, ignore_errors=True)  # of an injection that was interrupted
     try:
-        found = (fatal if fault in FATAL else harmless)(run, fault, chance, pool)
+        found = (fatal if fault in FATAL else harmless)(run, fault, chance)
     finally:
         run.clear(run.everyone())
-    expected, got = undisturbed(plan, found["steps"], folder, pool), run.losses()
+    expected, got = undisturbed(plan, found["steps"], folder, helpers), run.losses()
     equal = all(got.get(step) == expected[step] for step in range(1, found["steps"] + 1))
     return {"number": number, "fault": fault, "mode": mode, "plan": plan, **found, "equal": equal}
 
@@ -226,9 +231,9 @@ def measure(numbers: list[int], chosen: Any, folder: Path) -> Iterator[dict[str,
     """Every fault in both modes in turn."""
     cases = [case for case in CASES if case[0] in (chosen.only or [*FATAL, *HARMLESS])]
     last = time.monotonic() + chosen.seconds
-    with WorkerPool(2, device="cpu") as pool:
+    with Nursery() as nursery, WorkerPool(2, device="cpu") as pool:
         for number in numbers:
-            yield inject(number, *cases[number % len(cases)], chosen.seed, folder, pool)
+            yield inject(number, *cases[number % len(cases)], chosen.seed, folder, Helpers(nursery, pool))
             if time.monotonic() > last:
                 return
 
