@@ -130,7 +130,7 @@ CASES = [(fault, mode) for fault in (*FATAL, *HARMLESS) for mode in MODES if (fa
 def fatal(run: Run, fault: str, chance: random.Random) -> dict[str, Any]:
     """Strikes, waits for the end of all, and goes on."""
     run.start(ENDLESS)
-    run.wait_for_step(3)
+    assert run.wait_for_step(3), f"the run ended before it was struck: {run.said()}"
     time.sleep(chance.uniform(0.0, 3.0))
     everyone, began = run.everyone(), time.monotonic()
     victim = FATAL[fault](run, chance)
@@ -160,10 +160,10 @@ def harmless(run: Run, fault: str, chance: random.Random) -> dict[str, Any]:
     """What a run must outlive."""
     steps = LINK_STEPS if fault == "link" else STEPS * 4
     run.start(steps)
-    run.wait_for_step(min(3, steps))
-    time.sleep(chance.uniform(0.0, 1.0))
+    if run.wait_for_step(min(3, steps)):
+        time.sleep(chance.uniform(0.0, 1.0))
+        HARMLESS[fault](run, chance)
     everyone = run.everyone()
-    HARMLESS[fault](run, chance)
     ended = run.end(300.0, everyone)
     said = run.said()
     orphans = run.clear(everyone)
