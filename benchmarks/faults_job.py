@@ -34,13 +34,18 @@ class Data:
         return {"input_ids": ids, "labels": ids}
 
 
+def trainer(out: str, plan: str, steps: int, trigger: str, silence: float) -> phalanx.Trainer:
+    config = phalanx.RunConfig(
+        out=out, plan=plan, steps=steps, tiny=True, seq_len=TOKENS, batch_size=4, lr=3e-3, lr_schedule="constant",
+        checkpoint_every=2, keep_checkpoints=2, export=False, resume="auto", device="cpu", progress="off", log_every=1,
+        silence=silence,
+    )  # fmt: skip
+    return phalanx.Trainer("gpt2", Data(trigger), config)
+
+
 def main(out: str, plan: str, steps: str, trigger: str, silence: str) -> int:
     try:
-        phalanx.train(
-            "gpt2", Data(trigger), out=out, plan=plan, steps=int(steps), tiny=True, seq_len=TOKENS, batch_size=4,
-            lr=3e-3, lr_schedule="constant", checkpoint_every=2, keep_checkpoints=2, export=False, resume="auto",
-            device="cpu", progress="off", log_every=1, silence=float(silence),
-        )  # fmt: skip
+        trainer(out, plan, int(steps), trigger, float(silence)).fit()
     except PhalanxError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave(2)

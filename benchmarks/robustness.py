@@ -15,10 +15,11 @@ import logging
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +180,11 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", metavar="PLAN", choices=PLANS, help="these instead of all")
     parser.add_argument("--limit", type=int, default=LIMIT, metavar="SECONDS", help="for one case")
     parser.add_argument("--again", action="store_true", help="try what was tried before, too")
+    parser.add_argument("--seconds", type=float, default=inf, help="begin no case after that; call again to go on")
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     results = {(row["family"], row["plan"]): row for row in read(Path(chosen.out))}
-    helpers = Helpers()
+    helpers, last = Helpers(), time.monotonic() + chosen.seconds
     for family in chosen.families or FAMILIES:
         task = FAMILIES[family]
         plans = [plan for plan in chosen.plans or PLANS if task == "causal-lm" or not plan.startswith("slices")]
@@ -192,6 +194,10 @@ def main() -> None:
             report.write(Path(chosen.out), "robustness", {"limit": chosen.limit}, [*results.values()])
             if row.get("reason") != UNFINISHED:
                 print(family, row["plan"], row["outcome"], row.get("reason", "")[:200], flush=True)
+                if time.monotonic() > last:
+                    break
+        if time.monotonic() > last:
+            break
     helpers.close()
 
 

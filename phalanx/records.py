@@ -6,6 +6,7 @@ text is a `Malformed`; nothing else is raised, however the text was made.
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any, TypeVar
 
@@ -26,6 +27,16 @@ def read_record(kind: type[T], text: str | bytes) -> T:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise Malformed(f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+
+def read_json(text: str | bytes) -> Any:
+    """Whatever a JSON text holds; Malformed also where it is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise Malformed("nested too deeply") from None
+    except ValueError as error:
+        raise Malformed(str(error)) from None
 
 
 @cache

@@ -15,20 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.config import RunConfig
-from phalanx.errors import ConfigError, ModelError, PhalanxError
+from phalanx.errors import ConfigError, ModelError
 from phalanx.model.weights.weights import SafetensorsWeights
-from phalanx.state import checkpoint
 from phalanx.state.dcp import DcpWeights, is_dcp
-from phalanx.state.lock import LOCK_FILE, RunLock, read_holder
-from phalanx.state.tensor_files import checksum
-
-NUM_FUZZED = 500  # of each kind; with those of stores more than 10,000
 
 
 class Bomb:
@@ -126,94 +120,11 @@ def test_an_optimizer_of_torchs_may_stand_in_a_file(tmp_path: Path):
     assert RunConfig.load(tmp_path / "run.yaml").optimizer == "torch.optim.Adagrad"
 
 
-def good_checkpoint(folder: Path) -> Path:
-    return checkpoint.save(folder, 1, [("model/w", torch.ones(3, 2)), ("model/b", torch.ones(2))], {"a": 1}, keep=1)
-
-
-def read_checkpoint(path: Path) -> None:
-    found = checkpoint.open(path)
-    for name in found.names():
-        found.read(name)
-
-
-def read_with_new_checksum(path: Path) -> None:
-    """As after somebody who can write checksums, too."""
-    state, marker = path / "state.json", json.loads((path / "COMPLETE").read_text())
-    marker["files"]["state.json"] |= {"size": state.stat().st_size, "sha256": checksum(state)}
-    (path / "COMPLETE").write_text(json.dumps(marker))
-    read_checkpoint(path)
-
-
-def weights_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    save_file(model().state_dict(), folder / "model-1.safetensors")
-    names = dict.fromkeys(("weight", "bias"), "model-1.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    return folder
-
-
-def locked(folder: Path) -> Path:
-    with RunLock(folder):
-        text = (folder / LOCK_FILE).read_bytes()
-    (folder / LOCK_FILE).write_bytes(text)
-    return folder
-
-
-def config_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    RunConfig().save(folder / "run.yaml")
-    return folder
-
-
-# What is made, which of its files is changed, how it is read.
-FUZZED: dict[str, tuple[Callable[[Path], Path], str, Callable[[Path], object]]] = {
-    "marker": (good_checkpoint, "COMPLETE", read_checkpoint),
-    "index": (good_checkpoint, "state.json", read_with_new_checksum),
-    "torch's index": (dcp_folder, ".metadata", lambda path: DcpWeights(path, model()).read("weight")),
-    "weights' index": (weights_folder, "model.safetensors.index.json", lambda p: SafetensorsWeights(p, model())),
-    "weights": (weights_folder, "model-1.safetensors", lambda p: SafetensorsWeights(p, model()).read("weight")),
-    "lock": (locked, LOCK_FILE, read_holder),
-    "options": (config_folder, "run.yaml", lambda path: RunConfig.load(path / "run.yaml")),
-}
-
-
-def mutated(source: random.Random, data: bytes) -> bytes:
-    """Bytes changed, cut off, doubled, or replaced by what breaks parsers."""
-    changed = bytearray(data)
-    for _ in range(source.choice((1, 1, 2, 8))):
-        at = source.randrange(len(changed) + 1)
-        kind = source.randrange(6)
-        if kind == 0:
-            changed[at : at + 1] = bytes([source.randrange(256)])
-        elif kind == 1:
-            del changed[at : at + source.randrange(1, 40)]
-        elif kind == 2:
-            changed[at:at] = changed[at : at + source.randrange(1, 40)]
-        elif kind == 3:
-            changed[at : at + 1] = source.choice((b"-1", b"9" * 30, b"null", b"[]", b"{", b'"', b"NaN", b"1e999"))
-        elif kind == 4:
-            changed[at:at] = b"[" * source.randrange(1, 2000)
-        else:
-            del changed[at:]
-    return bytes(changed)
-
-
-@pytest.mark.parametrize("kind", FUZZED)
-def test_fuzzed_files_give_our_errors_only(tmp_path: Path, kind: str):
-    make, name, read = FUZZED[kind]
-    folder, source = make(tmp_path / "made"), random.Random(kind)
-    good = (folder / name).read_bytes()
-    for _ in range(NUM_FUZZED if kind != "options" else NUM_FUZZED // 5):  # YAML is slow
-        (folder / name).write_bytes(mutated(source, good))
-        with contextlib.suppress(PhalanxError):
-            read(folder)
-
-
 def test_fuzzed_pickles_run_nothing(tmp_path: Path):
     """Every pickle is a program: here are some that are made of the opcodes of real ones."""
     folder, source, mark = dcp_folder(tmp_path / "dcp"), random.Random(3), tmp_path / "ran"
     good, loaded = (folder / ".metadata").read_bytes(), bomb(mark)
-    for _ in range(2 * NUM_FUZZED):
+    for _ in range(1000):
         at = source.randrange(len(good))
         (folder / ".metadata").write_bytes(good[:at] + loaded[source.randrange(4) :] + good[at:])
         with contextlib.suppress(ModelError):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError, DataError, nearest
+from phalanx.records import read_json
 
 POLICIES = ("refuse", "skip")
 
@@ -108,7 +109,7 @@ def _read_jsonl(path: Path, broken: BrokenData) -> Iterator[Record]:
                 broken.report(place, reason)
                 continue
             try:
-                value = json.loads(line.decode("utf-8-sig"))
+                value = read_json(line.decode("utf-8-sig"))
             except ValueError as error:
                 broken.report(place, f"is not JSON ({error})")
                 continue
@@ -120,7 +121,7 @@ def _read_jsonl(path: Path, broken: BrokenData) -> Iterator[Record]:
 
 def _read_json(path: Path, broken: BrokenData) -> Iterator[Record]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = read_json(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError:
         return broken.report(str(path), "is not valid UTF-8")
     except ValueError as error:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import DataError
+from phalanx.records import read_json
 
 _TOKENS, _ENDS, _META = "tokens.bin", "ends.npy", "meta.json"
 
@@ -117,10 +118,10 @@ def _publish(work: Path, final: Path) -> None:
 
 def _load(folder: Path) -> tuple[TokenStream, list[str]] | None:
     try:
-        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        meta = read_json((folder / _META).read_text(encoding="utf-8"))
         ends = np.load(folder / _ENDS, mmap_mode="r")
         tokens = _map(folder / _TOKENS, np.dtype(meta["dtype"]))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return (TokenStream(tokens, ends), meta["skipped"]) if len(tokens) == meta["num_tokens"] else None
 

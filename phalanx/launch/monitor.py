@@ -2,7 +2,8 @@
 
 Every rank shows what it does once a second and watches its left neighbour. The first notice of a failure is the one
 that counts; who reads it sets its abort event, and leaves the process if the main thread does not. On a slow link signs
-of life come late; silence is therefore counted in looks (RunningClock), which then come late as well.
+of life come late; silence is therefore counted in looks (RunningClock), which then come late as well. Looks from where
+the store is do not: so that they find life, ranks show it beside their own looks and not between them.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ class Monitor:
     """Runs beside one rank's job, in a `with` statement."""
 
     def __init__(self, context: RankContext, silence: float = SILENCE) -> None:
-        # A connection of its own: the main thread's may be busy with a long wait.
+        # Connections of its own: the main thread's may be busy with a long wait, and a look with several short ones.
         self._context = context
         self._store: JobStore = context.store.clone()
+        self._shows: JobStore = context.store.clone()
         self._left, self._silence = (context.rank - 1) % context.world, SilenceWatch(RunningClock(), silence)
         descriptor, self._stack_path = tempfile.mkstemp(prefix="phalanx-stack-")
         os.close(descriptor)
@@ -74,10 +76,12 @@ class Monitor:
         self._finished = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phalanx-monitor", daemon=True)
+        self._heart = threading.Thread(target=self._beat, name="phalanx-heart", daemon=True)
 
     def __enter__(self) -> Monitor:
         self._safely(self._show_life)
         self._thread.start()
+        self._heart.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -134,6 +138,13 @@ class Monitor:
         if self._context.rank != 0:
             time.sleep(1.0)
 
+    def _beat(self) -> None:
+        while not self._ended.wait(_TICK_SECONDS) and not self._finished:
+            try:
+                self._show_life()
+            except RuntimeError:  # the store is gone, which the next look finds out
+                return
+
     def _run(self) -> None:
         while not self._ended.wait(_TICK_SECONDS):
             try:
@@ -145,8 +156,6 @@ class Monitor:
                 return
 
     def _look(self) -> Notice | None:
-        if not self._finished:
-            self._show_life()
         if told := self._read("notice"):
             return read_record(Notice, told)
         shown = self._read(f"life/{self._left}") if self._left != self._context.rank else None
@@ -184,7 +193,7 @@ class Monitor:
         self._context.slot.beat()
         self._stack.beat()
         life = Life(self._context.slot.read(), socket.gethostname(), self._stack_path)
-        self._store.set(f"life/{self._context.rank}", json.dumps(dataclasses.asdict(life)))
+        self._shows.set(f"life/{self._context.rank}", json.dumps(dataclasses.asdict(life)))
 
     def _leave(self, notice: Notice) -> None:
         self._notice = notice

@@ -27,6 +27,7 @@ from phalanx.model.proofs import our_code
 from phalanx.model.selfcheck import self_check
 from phalanx.model.weights.weights import tied_names
 from phalanx.model.zoo.zoo import ModelSpec, build
+from phalanx.records import read_json
 from phalanx.tasks.base import Input
 
 
@@ -149,10 +150,10 @@ def _read(path: Path | None) -> tuple[Blocks, list[str]] | None:
     if path is None or not path.exists():
         return None
     try:
-        stored = json.loads(path.read_text())
+        stored = read_json(path.read_text())
         return blocks_from_json(stored["blocks"]), stored["notes"]
-    except (ValueError, KeyError):
-        return None  # half-written by a process that died: capture again
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None  # damaged: capture again
 
 
 def _write(path: Path | None, blocks: Blocks, notes: list[str]) -> None:

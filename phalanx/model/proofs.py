@@ -24,6 +24,7 @@ import phalanx
 from phalanx.config import cache_folder
 from phalanx.model.captured import Captured
 from phalanx.model.zoo.zoo import ModelSpec
+from phalanx.records import read_json
 from phalanx.tasks.base import Batch
 
 _INSTALLED = tuple({str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, *torch.__path__)})
@@ -79,8 +80,8 @@ def _own_code() -> str | None:
 
 def read(key: str | None) -> str | None:
     try:
-        return json.loads(_path(key).read_text())["said"] if key is not None else None
-    except (OSError, ValueError, KeyError):
+        return str(read_json(_path(key).read_text())["said"]) if key is not None else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.plan import fields
-from phalanx.records import read_record
+from phalanx.records import Malformed, read_record
 
 _ASKED, _ANSWERED = "change.json", "change-{}.json"
 _LOOK_SECONDS = 0.1
@@ -55,9 +55,13 @@ def wait_for(folder: Path, request: Request, seconds: float) -> Answer | None:
         if time.monotonic() > deadline:
             return None
         time.sleep(_LOOK_SECONDS)
-    answer = read_record(Answer, path.read_text(encoding="utf-8"))
-    path.unlink(missing_ok=True)
-    return answer
+    try:
+        return read_record(Answer, path.read_bytes())
+    except Malformed as error:
+        message = f"the answer of the run in {folder} cannot be read: {error}"
+        raise ConfigError(message, f"see what became of it: phalanx history {folder}") from None
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def take_back(folder: Path, request: Request) -> bool:

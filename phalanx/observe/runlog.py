@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from phalanx.errors import ConfigError
+from phalanx.records import read_json
 
 _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
@@ -69,7 +70,7 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            record = json.loads(line)
+            record = read_json(line)
         except ValueError:
             continue
         # The first digits of a longer line can be valid JSON as well.

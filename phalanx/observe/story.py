@@ -12,16 +12,25 @@ Record = Mapping[str, Any]
 
 
 def story(records: Iterable[Record]) -> Iterator[str]:
-    """One line for everything that happened between steps, and one for every stretch of steps."""
+    """One line for everything that happened between steps, and one for every stretch of steps; at the end how many
+    records are not as a run writes them."""
     steps: list[Record] = []
+    damaged = 0
     for record in records:
-        if record["kind"] == "step":
-            steps.append(record)
-        elif record["kind"] in _WORDS:
-            yield from _stretch(steps)
-            steps = []
-            yield f"{_clock(record)}  {_WORDS[record['kind']](record)}"
+        try:
+            if record["kind"] == "step":
+                [*_stretch([record])]
+                steps.append(record)
+            elif record["kind"] in _WORDS:
+                line = f"{_clock(record)}  {_WORDS[record['kind']](record)}"
+                yield from _stretch(steps)
+                steps = []
+                yield line
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError):
+            damaged += 1
     yield from _stretch(steps)
+    if damaged:
+        yield f"{damaged} damaged record{'s' * (damaged > 1)} left out"
 
 
 def _stretch(steps: list[Record]) -> Iterator[str]:

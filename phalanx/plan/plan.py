@@ -18,6 +18,7 @@ from phalanx.plan import fields
 from phalanx.plan.fields import Degrees, Policies, Slicings, bounds, check_layers, degrees_of_layer, write_policies
 from phalanx.plan.offload import Offload, spread
 from phalanx.plan.rules import OVERLAPS, VIRTUAL_STAGES, validate
+from phalanx.records import read_json
 
 SCHEDULES = tuple(VIRTUAL_STAGES)
 AXES = ("pp", "dp", "tp")
@@ -247,7 +248,7 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Reads what `to_json` wrote; the error names the field and what may stand there."""
         try:
-            content: object = json.loads(text)
+            content: object = read_json(text)
         except ValueError as error:
             raise PlanError(f"plan: not JSON: {error}", f"write for example {Plan().to_json()}") from error
         if not isinstance(content, dict):

@@ -68,6 +68,9 @@ def read_runs(path: Path) -> tuple[list[Run], Counter[str]]:
     runs: list[Run] = []
     left_out: Counter[str] = Counter()
     for row in rows:
+        if None in row.values():
+            left_out["too few columns"] += 1
+            continue
         try:
             runs.append(read_run(row))
         except _Skip as skip:

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from phalanx.config import cache_folder
 from phalanx.errors import ConfigError
@@ -54,20 +55,16 @@ class Store:
         self.path, self._say = path, say
 
     def get(self, kind: str, key: Key) -> float | None:
-        with self._opened() as database:
-            found = database.execute(
-                "SELECT value FROM measurements WHERE kind = ? AND key = ?", (kind, _text(key))
-            ).fetchone()
-        return None if found is None else float(found[0])
+        found = self._asked("SELECT value FROM measurements WHERE kind = ? AND key = ?", kind, _text(key))
+        return next((float(value) for (value,) in found if isinstance(value, float)), None)
 
     def put(self, kind: str, key: Key, value: float) -> None:
         self._write([Row(kind, dict(key), value, provenance())])
 
     def rows(self, kind: str | None = None) -> list[Row]:
         where, given = ("WHERE kind = ?", (kind,)) if kind else ("", ())
-        with self._opened() as database:
-            found = database.execute(f"SELECT kind, key, value, made FROM measurements {where}", given).fetchall()
-        return [Row(own, json.loads(key), float(value), made) for own, key, value, made in found]
+        found = self._asked(f"SELECT kind, key, value, made FROM measurements {where}", *given)
+        return [row for each in found if (row := _row(*each)) is not None]
 
     def forget(self, kind: str, key: Key) -> None:
         with self._opened() as database, database:
@@ -90,17 +87,33 @@ class Store:
                 [(row.kind, _text(row.key), row.value, row.made) for row in rows],
             )
 
+    def _asked(self, query: str, *given: str) -> list[tuple[Any, ...]]:
+        try:
+            with self._opened() as database:
+                return database.execute(query, given).fetchall()
+        except sqlite3.OperationalError as error:
+            raise self._unusable(error) from error
+        except sqlite3.DatabaseError as error:  # damage that opening it did not meet
+            self._put_aside(error)
+            return []
+
     def _opened(self) -> closing[sqlite3.Connection]:
         try:
             return closing(self._connect())
         except sqlite3.OperationalError as error:
-            message = f"measurements cannot be kept in {self.path}: {error}"
-            raise ConfigError(message, "set PHALANX_CACHE to a folder that may be written to") from error
+            raise self._unusable(error) from error
         except sqlite3.DatabaseError as error:
-            aside = self.path.with_suffix(".broken")
-            self.path.replace(aside)
-            self._say(f"{self.path} cannot be read ({error}): put aside as {aside.name}, what it held is measured anew")
+            self._put_aside(error)
             return closing(self._connect())
+
+    def _unusable(self, error: sqlite3.Error) -> ConfigError:
+        message = f"measurements cannot be kept in {self.path}: {error}"
+        return ConfigError(message, "set PHALANX_CACHE to a folder that may be written to")
+
+    def _put_aside(self, error: sqlite3.Error) -> None:
+        aside = self.path.with_suffix(".broken")
+        self.path.replace(aside)
+        self._say(f"{self.path} cannot be read ({error}): put aside as {aside.name}, what it held is measured anew")
 
     def _connect(self) -> sqlite3.Connection:
         try:
@@ -108,11 +121,12 @@ class Store:
         except OSError as error:
             raise sqlite3.OperationalError(str(error)) from error
         database = sqlite3.connect(self.path, timeout=30)
+        database.text_factory = lambda text: text.decode(errors="replace")  # damaged text is found when it is read
         try:
             (version,) = database.execute("PRAGMA user_version").fetchone()
             if version not in (0, VERSION):
                 self._say(f"{self.path} is of another version: what it held is measured anew")
-                database.execute("DROP TABLE measurements")
+                database.execute("DROP TABLE IF EXISTS measurements")
             with database:
                 database.execute(
                     "CREATE TABLE IF NOT EXISTS measurements "
@@ -124,6 +138,16 @@ class Store:
             database.close()
             raise
         return database
+
+
+def _row(kind: object, key: object, value: object, made: object) -> Row | None:
+    """None for what only damage can have made."""
+    if not (isinstance(kind, str) and isinstance(key, str) and isinstance(value, float) and isinstance(made, str)):
+        return None
+    try:
+        return Row(kind, read_record(dict[str, str | int], key), value, made)
+    except Malformed:
+        return None
 
 
 def read_profile(path: Path) -> list[Row]:

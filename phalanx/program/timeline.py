@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from phalanx.errors import PlanError
 from phalanx.program.instructions import Instruction, Op, from_text
+from phalanx.records import read_json
 
 COMPUTE = "compute"  # the resource on which a rank computes; every other resource carries communication
 _FORMAT = "phalanx timeline 2"
@@ -118,14 +119,14 @@ class Timeline:
     def from_json(text: str) -> Timeline:
         """Reads what `to_json` wrote; the error says what is not as expected."""
         try:
-            data: Any = json.loads(text)
+            data: Any = read_json(text)
             if data["format"] != _FORMAT:
                 raise ValueError(f"its format is {data['format']!r}")
             events = tuple(map(_read_event, data["events"]))
             memory = tuple({str(name): int(size) for name, size in held.items()} for held in data["memory"])
             if memory and any(event.rank >= len(memory) for event in events):
                 raise ValueError(f"its memory ends at rank {len(memory) - 1}")
-        except (ValueError, TypeError, LookupError, AttributeError, PlanError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, PlanError) as error:
             reason = error.message if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
             raise PlanError(f"not a timeline: {reason}", f"a run writes one that begins with {_FORMAT!r}") from error
         return Timeline(events, memory)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phalanx.records import read_json
 from phalanx.tasks.base import IGNORE, BrokenRecord, RecordRemark
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _tools(tools: Any) -> Sequence[Any] | None:
 def _from_json(value: Any, what: str) -> Any:
     """Datasets often hold values of free form as text."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return read_json(value) if isinstance(value, str) else value
     except ValueError as error:
         raise BrokenRecord(f"{what} is not JSON ({error})") from None
 

@@ -5,7 +5,6 @@ Only files are looked at, and of weights only their headers; whether all of it f
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from phalanx.errors import ConfigError, ModelError, PhalanxError
 from phalanx.launch.join import find_place
 from phalanx.model.zoo.names import require_found
 from phalanx.observe.trackers import require_trackers
+from phalanx.records import read_json
 from phalanx.state.folders import refuse_used
 from phalanx.state.remote import is_remote
 
@@ -75,10 +75,10 @@ def _paths(source: Any) -> list[str]:
 def _weight_files(folder: Path) -> list[Path]:
     """Files of weights that are there; what an index names and is not there is missed by who reads it."""
     try:
-        names = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        names = read_json((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
     except FileNotFoundError:
         names = [_WEIGHTS]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{folder / _INDEX} is not an index of weights: {error!r}", "copy or download it again"
         ) from None
@@ -93,7 +93,7 @@ def _require_whole(file: Path) -> None:
     with file.open("rb") as opened:
         header_size = int.from_bytes(opened.read(8), "little")
         try:
-            header = json.loads(opened.read(min(header_size, size)))
+            header = read_json(opened.read(min(header_size, size)))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(f"{file} is damaged: it is not safetensors", "copy or download it again") from None

@@ -17,6 +17,7 @@ from phalanx.cli import change as change_verb
 from phalanx.cli.main import app
 from phalanx.errors import ConfigError, PhalanxError, PlanError
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.observe import requests
 from phalanx.state import checkpoint
 from phalanx.state.lock import Holder
 from phalanx.training.job import pack
@@ -168,6 +169,13 @@ def test_only_a_run_that_trains_can_be_asked(tmp_path: Path) -> None:
     assert f"no run is training in {tmp_path}" in str(found.exception)
     found = CliRunner().invoke(app, ["history", str(tmp_path)])
     assert "holds no log of a run (log-rank0.jsonl)" in str(found.exception)
+
+
+def test_an_answer_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "change-ab.json").write_text('{"plan": 3}')
+    with pytest.raises(ConfigError, match=r"the answer of the run in .* cannot be read: plan: .*\n.*phalanx history"):
+        requests.wait_for(tmp_path, requests.Request("ab", "pp=2"), 1.0)
+    assert not (tmp_path / "change-ab.json").exists()
 
 
 def test_who_asks_is_told_that_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import faults  # noqa: E402
 import faults_job  # noqa: E402
+import faults_run  # noqa: E402
 
 
 def struck(fault: str, mode: str, **more: object) -> dict[str, object]:
@@ -43,6 +44,6 @@ def test_data_fails_when_it_is_told_to(tmp_path: Path) -> None:
 
 
 def test_processes_are_found_below_one_another() -> None:
-    assert os.getpid() in faults._descendants(os.getppid())
-    assert faults._ancestors(os.getpid(), os.getppid()) == [os.getppid()]
-    assert faults._state(os.getpid()) == "R" and faults._state(2**22 + 1) == ""
+    assert os.getpid() in faults_run.descendants(os.getppid())
+    assert faults_run.ancestors(os.getpid(), os.getppid()) == [os.getppid()]
+    assert faults_run.state(os.getpid()) == "R" and faults_run.state(2**22 + 1) == ""

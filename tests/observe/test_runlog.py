@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
 from phalanx.observe.runlog import RunLog, json_line, read_log
+from phalanx.observe.story import story
 
 
 def test_records_carry_time_and_kind_and_read_back_in_order(tmp_path: Path):
@@ -89,3 +90,10 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"run log .*log-rank0.jsonl cannot be written: ") as caught:
         RunLog(tmp_path / "file" / "run", rank=0)
     assert "option out" in caught.value.hint
+
+
+def test_a_story_leaves_damaged_records_out_and_says_so() -> None:
+    finish = {"kind": "finish", "time": 3.0, "loss": 3.0}
+    *told, last = story([{"kind": "step", "time": "x"}, {"kind": "finish", "time": 1e300, "loss": 1.0}, finish])
+    assert len(told) == 1 and told[0].endswith("the run ended with loss 3.0")
+    assert last == "2 damaged records left out"

@@ -53,6 +53,15 @@ def test_a_file_that_is_no_store_is_put_aside_and_that_is_said(tmp_path: Path) -
     assert len(said) == 1 and "cannot be read" in said[0] and "measured anew" in said[0]
 
 
+def test_a_damaged_row_of_a_store_is_left_out(tmp_path: Path) -> None:
+    store = Store(tmp_path / "p.sqlite")
+    store.put("memory", {"size": 1}, 3.0)
+    with sqlite3.connect(store.path) as database:
+        database.execute("INSERT INTO measurements VALUES ('memory', NULL, 1.0, 'now'), ('memory', '[[', 1.0, 'now')")
+        database.execute("INSERT INTO measurements VALUES ('memory', '{}', 'x', 'now')")
+    assert [row.value for row in store.rows()] == [3.0]
+
+
 def test_a_store_of_another_version_is_begun_anew(tmp_path: Path) -> None:
     path, said = tmp_path / "p.sqlite", list[str]()
     Store(path).put("memory", {"size": 1}, 3.0)

@@ -150,6 +150,8 @@ class Origin:
     weight: Any  # its parameter
     offset: int = 0
     unit: Fraction = Fraction(1)
+    joined: bool = False  # the dim holds several splits, or one several times: no index is one element of the weight
+    last: Any = None  # the last product on the way that could have ended the split as a sum, but did not
 
     def element(self, index: int) -> int:
         return self.offset + self.elements(index)
@@ -157,7 +159,7 @@ class Origin:
     def elements(self, count: int) -> int:
         """How many elements so many indices are."""
         found = count * self.unit
-        if found.denominator != 1:
+        if self.joined or found.denominator != 1:
             raise NoElement
         return int(found)
 
@@ -191,6 +193,11 @@ class Placement:
         assert self.origin is not None
         cuts = tuple(tuple((a * times // by, b * times // by) for a, b in ranges) for ranges in self.cuts)
         return replace(self, dim=dim, cuts=cuts, origin=replace(self.origin, unit=self.origin.unit * by / times))
+
+    def joined(self, cuts: Cuts) -> Placement:
+        """A dim that holds more than this split."""
+        assert self.origin is not None
+        return replace(self, cuts=cuts, origin=replace(self.origin, joined=True))
 
     def same_as(self, other: Placement) -> bool:
         return (self.kind, self.dim, self.cuts, self.outer) == (other.kind, other.dim, other.cuts, other.outer)

@@ -1,8 +1,8 @@
 """Places every value of one block's graph: which weights are cut, and how all else follows.
 
 Products whose input is whole tentatively cut their weight by columns; the rules of the operators (`rules.py`) carry the
-split on until a contraction ends it as a sum over ranks. Where that does not work out, the product that began the split
-is done whole and everything is placed again. No architecture is known here.
+split on until a contraction ends it as a sum over ranks. Where that does not work out, the split is ended earlier, or
+the product that began it is done whole, and everything is placed again. No architecture is known here.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Choices:
 
     cuttings: dict[tuple[fx.Node, int], Cutting] = field(default_factory=dict)  # by weight and dim
     whole: dict[fx.Node, str] = field(default_factory=dict)  # products that are not split, and why
+    ended: set[fx.Node] = field(default_factory=set[fx.Node])  # products of which a split that could go on is a sum
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,10 @@ def place_all(
             if not conflict.origins:
                 raise AssertionError(f"nothing to do whole: {conflict}") from conflict
             for origin in conflict.origins:
-                choices.whole.setdefault(origin.product, str(conflict))
+                if origin.last is not None:
+                    choices.ended.add(origin.last)
+                else:
+                    choices.whole.setdefault(origin.product, str(conflict))
     raise AssertionError("placing does not come to an end")
 
 

@@ -145,6 +145,42 @@ def convolution_of_heads(self, x):
     return put_out(self, v)
 
 
+def convolutions_in_groups(self, x):
+    """Which end in a norm: each rank's channels are summands of all."""
+    wide = functional.gelu(functional.conv1d(x.transpose(1, 2), self.up, self.bias, groups=4))
+    y = functional.conv1d(wide, self.out, groups=4).transpose(1, 2)
+    return functional.layer_norm(x + y, (D,))
+
+
+def local_attention(self, x):
+    """Tokens in windows of two, which see the window before as well."""
+    q, k, v = (functional.linear(x, weight).view(x.shape[0], x.shape[1], H, -1) for weight in (self.q, self.k, self.v))
+    q, k, v = (functional.pad(each, (0, 0, 0, 0, 0, x.shape[1] % 2)).unflatten(1, (-1, 2)) for each in (q, k, v))
+    k, v = (torch.cat([functional.pad(each, (0, 0, 0, 0, 0, 0, 1, 0))[:, :-1], each], 2) for each in (k, v))
+    scores = torch.softmax(torch.einsum("...qhd,...khd->...hqk", q, k), -1)
+    return functional.linear(
+        torch.einsum("...hqk,...khd->...qhd", scores, v).flatten(1, 2).flatten(2)[:, : x.shape[1]], self.out
+    )
+
+
+def convolution_beside_attention(self, x):
+    """A kernel per head and token, over windows of values."""
+    kernel = torch.softmax(functional.linear(x, self.kernel).reshape(-1, 3, 1), 1)
+    values = functional.linear(x, self.v).transpose(1, 2).unsqueeze(-1)
+    seen = functional.unfold(values, (3, 1), padding=(1, 0)).transpose(1, 2).reshape(-1, D // H, 3)
+    convolved = torch.matmul(seen, kernel).reshape(x.shape[0], -1, H, D // H)
+    q, k = (heads(functional.linear(x, weight)) for weight in (self.q, self.k))
+    attended = functional.scaled_dot_product_attention(q, k, heads(functional.linear(x, self.v2))).transpose(1, 2)
+    return functional.linear(torch.cat([attended, convolved], 2).flatten(2), self.out)
+
+
+def differential_attention(self, x):
+    q, k, v = (heads(functional.linear(x, weight)) for weight in (self.q, self.k, self.v))
+    v = torch.cat(v.chunk(2, 1), -1).repeat(1, 2, 1, 1)
+    first, second = functional.scaled_dot_product_attention(q, k, v, is_causal=True).chunk(2, 1)
+    return put_out(self, first - 0.3 * second)
+
+
 SQUARE = (D, D)
 QKV = {"q": SQUARE, "k": SQUARE, "v": SQUARE, "out": SQUARE}
 CASES: list[tuple[Callable, Mapping[str, tuple[int, ...]], str]] = [
@@ -162,6 +198,13 @@ CASES: list[tuple[Callable, Mapping[str, tuple[int, ...]], str]] = [
     (batched_experts, {"router": (2, D), "up": (2, D, 2 * D), "out": (2, D, D)}, "router"),
     (einsum_over_heads, QKV, ""),
     (pointwise_convolutions, {"up": (32, D, 1), "bias": (32,), "out": (D, 32, 1)}, ""),
+    (convolutions_in_groups, {"up": (32, D // 4, 1), "bias": (32,), "out": (D, 8, 1)}, ""),
+    (local_attention, QKV, ""),
+    (
+        convolution_beside_attention,
+        {**QKV, "v2": SQUARE, "kernel": (3 * H, D), "out": (D, 2 * D)},
+        "",
+    ),
     (convolution_of_heads, {"v": SQUARE, "kernel": (H, 1, 3, 1), "out": SQUARE}, ""),
 ]
 
@@ -175,6 +218,15 @@ def test_a_split_operator_is_exact_and_splits_its_weights(compute, shapes: Mappi
         captured.require_equal(run(case, ranks), expected)
         left = {name for name, parameter in ranks[0].parameters.items() if parameter.local.is_whole}
         assert left == set(whole.split()), f"{plan}: {ranks[0].replicated}"
+
+
+def test_heads_that_are_subtracted_from_each_other_are_on_one_rank() -> None:
+    """In pairs of which there are two."""
+    case = captured.own(Layer(differential_attention, **QKV), x=X)
+    ranks = views(case, "tp=2")
+    captured.require_equal(run(case, ranks), case.plain())
+    assert [rank.parameters["q"].local.ranges for rank in ranks] == [((0, 6), (12, 18)), ((6, 12), (18, 24))]
+    assert not any(parameter.local.is_whole for parameter in ranks[0].parameters.values())
 
 
 def with_a_fixed_table(self, x):

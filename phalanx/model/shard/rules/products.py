@@ -4,7 +4,7 @@ which is split by heads, and the loss and outputs that leave, which are split by
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,7 @@ from phalanx.model.shard.placement import (
 )
 from phalanx.model.shard.rules.common import not_repeated, only_ranges, otherwise
 from phalanx.model.shard.rules.pointwise import leading, meet
+from phalanx.model.shard.rules.sections import cut_at
 from phalanx.model.shard.rules.views import keep_together
 from phalanx.model.shard.walk import Place, Walk, shape
 
@@ -147,13 +148,14 @@ def attention(walk: Walk, node: fx.Node) -> Place:
     ended = [end for x, p in zip((q, k, v), places, strict=True) if p.kind != "split" for end in _ended(walk, x)]
     if ended or places[0].kind != "split" or any(p.kind == "split" and (p.dim, p.outer) != (1, 1) for p in places):
         raise Conflict("queries, keys and values are not all split by heads", *(ended or places))
-    of_q, of_kv = cut_heads(heads, kv_heads, degree)
-    for x, place, wanted in zip((q, k, v), places, (of_q, of_kv, of_kv), strict=True):
-        cuts = tuple((part,) for part in wanted)
-        if place.kind != "split":  # keys and values that every rank has
-            walk.need(node, x, Placement("split", 1, cuts))
-        elif place.cuts != cuts:
-            _give(walk, place, wanted)
+    if not _lie_alike(walk, places):
+        of_q, of_kv = cut_heads(heads, kv_heads, degree)
+        for x, place, wanted in zip((q, k, v), places, (of_q, of_kv, of_kv), strict=True):
+            cuts = tuple((part,) for part in wanted)
+            if place.kind != "split":  # keys and values that every rank has
+                walk.need(node, x, Placement("split", 1, cuts))
+            elif place.cuts != cuts:
+                _give(walk, place, wanted)
     bias = node.args[masks + 2]
     if isinstance(bias, fx.Node):
         spans = shape(bias)[1] != 1
@@ -166,11 +168,27 @@ def attention(walk: Walk, node: fx.Node) -> Place:
             walk.need_whole(node, other)
     dropout = masks + 8
     if node.args[dropout]:
+        only_ranges(places[0])
         walk.rewritten[node] = lambda build, rank: build.call(
             node.target, *map(build.of, node.args[: dropout + 1]), places[0].cuts[rank][0][0],
             *map(build.of, node.args[dropout + 2 :]),
         )  # fmt: skip
     return (places[0], places[0])
+
+
+def _lie_alike(walk: Walk, places: Sequence[Placement]) -> bool:
+    """Whether keys or values have several ranges of heads on each rank, as repeated ones do. The others are then cut at
+    the same places, in sections."""
+    given = next((p for p in places if p.origin is not None and p.origin.joined), None)
+    if given is None:
+        return False
+    starts = [start for start, _ in given.cuts[0]]
+    for place in places:
+        if place.kind != "split" or len(place.cuts[0]) > len(starts):
+            raise Conflict("queries, keys and values are not all split by heads", *places)
+        if place.cuts != given.cuts:
+            cut_at(walk, place, starts)
+    return True
 
 
 def _only_head(walk: Walk, value: fx.Node, user: fx.Node) -> Placement:

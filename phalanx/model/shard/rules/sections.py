@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,12 +57,12 @@ def _section(walk: Walk, place: Placement, wanted: Range) -> Placement:
     if not crosses and all(cuts):
         return Placement("split", place.dim, cuts, origin)
     if crosses or not {origin.offset, place.origin.element(stop)} <= walk.edges(place):
-        _cut_at(walk, place, wanted)
+        cut_at(walk, place, wanted)
     return PARTIAL
 
 
-def _cut_at(walk: Walk, place: Placement, wanted: Range) -> None:
-    """Makes a range a section of the weight."""
+def cut_at(walk: Walk, place: Placement, wanted: Sequence[int]) -> None:
+    """Makes sections of the weight begin and end there."""
 
     def change(cutting: Cutting, origin: Origin) -> bool:
         edges = {origin.element(edge) for edge in wanted} - {0, cutting.size}

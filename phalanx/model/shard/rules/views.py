@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -118,6 +119,23 @@ def flatten(walk: Walk, node: fx.Node) -> Place:
     return same_if_partial(walk, node)
 
 
+def unflatten(walk: Walk, node: fx.Node) -> Place:
+    x, dim, sizes = node.args
+    assert isinstance(x, fx.Node) and isinstance(sizes, list | tuple)
+    place = walk.of(x, node)
+    if place.kind != "split":
+        return same_if_partial(walk, node)
+    result = carried(walk, place, shape(x), shape(node))
+    at = int(dim) % len(shape(x))  # pyright: ignore
+    if at != place.dim or sizes[result.dim - at] == -1:
+        return result
+    if -1 in sizes:
+        raise Conflict("a split dim is divided into parts of unknown number", place)
+    own = [*sizes[: result.dim - at], -1, *sizes[result.dim - at + 1 :]]
+    walk.rewritten[node] = lambda build, rank: build.call(node.target, build.of(x), at, [*map(build.of, own)])
+    return result
+
+
 def expand(walk: Walk, node: fx.Node) -> Place:
     """Heads that are repeated, say: other dims than the split one grow."""
     x, sizes = node.args[0], node.args[1]
@@ -133,6 +151,58 @@ def expand(walk: Walk, node: fx.Node) -> Place:
             node.target, build.of(x), [*map(build.of, sizes[: result.dim]), -1, *map(build.of, sizes[result.dim + 1 :])]
         )
     return result
+
+
+def repeat(walk: Walk, node: fx.Node) -> Place:
+    """As often as said per dim; of a split dim that is repeated, ranks have their part of each repetition."""
+    x, times = node.args[0], node.args[1]
+    assert isinstance(x, fx.Node) and isinstance(times, list | tuple)
+    place = walk.of(x, node)
+    if place.kind != "split":
+        return same_if_partial(walk, node)
+    result = place.moved(place.dim + len(times) - len(shape(x)))
+    number, size = times[result.dim], shape(x)[place.dim]
+    if number == 1:
+        return result
+    if not isinstance(number, int) or place.outer > 1:
+        raise Conflict("a split dim is repeated", place)
+    return result.joined(
+        tuple(tuple((a + n * size, b + n * size) for n in range(number) for a, b in own) for own in place.cuts)
+    )
+
+
+def pad(walk: Walk, node: fx.Node) -> Place:
+    """More elements around others, by two numbers per dim from the last one on."""
+    x, around = node.args[0], node.args[1]
+    assert isinstance(x, fx.Node) and isinstance(around, list | tuple)
+    if node.kwargs:
+        return otherwise(walk, node)
+    place = walk.of(x, node)
+    mode, value = (*node.args[2:4], *("constant", None)[len(node.args) - 2 :])
+    if node.target is not torch.ops.aten.pad.default:
+        mode, value = "constant", node.args[2] if len(node.args) > 2 else None
+    if place.kind == "partial" and mode == "constant" and not value:
+        return PARTIAL
+    if place.kind != "split":
+        walk.need_whole(node, x)
+        return WHOLE
+    first = 2 * (len(shape(x)) - 1 - place.dim)
+    if any(isinstance(number, fx.Node) or number for number in around[first : first + 2]):
+        raise Conflict("a split dim is padded", place)
+    return place
+
+
+def windows(walk: Walk, node: fx.Node) -> Place:
+    """im2col: the windows around each place, those of a channel beside each other."""
+    x, kernel = node.args[0], node.args[1]
+    assert isinstance(x, fx.Node) and isinstance(kernel, list | tuple)
+    place = walk.of(x, node)
+    if place.kind != "split":
+        return same_if_partial(walk, node)
+    channels = len(shape(x)) - 3
+    if place.dim != channels:
+        raise Conflict("windows along a split dim", place)
+    return place.scaled(channels, times=math.prod(kernel))  # pyright: ignore
 
 
 def dims_moved(move: Callable[[fx.Node, int, int], int]) -> Rule:
@@ -200,7 +270,9 @@ def _joined(walk: Walk, node: fx.Node, new_dim: bool) -> Place:
         return otherwise(walk, node)
     place = next(p for p in places if p.kind == "split")
     at = int(node.args[1] if len(node.args) > 1 else 0) % len(shape(node))  # pyright: ignore
-    if any(p.kind != "whole" and not p.same_as(place) for p in places) or (not new_dim and at == place.dim):
+    if not new_dim and at == place.dim:
+        return _one_after_the_other(places, [shape(part)[at] for part in parts])
+    if any(p.kind != "whole" and not p.same_as(place) for p in places):
         raise Conflict("values are joined that are not split alike", *places)
     for part in parts:
         if walk.is_weight(part):
@@ -210,3 +282,16 @@ def _joined(walk: Walk, node: fx.Node, new_dim: bool) -> Place:
         else:
             walk.wants[node, part] = place
     return place.moved(place.dim + (new_dim and at <= place.dim))
+
+
+def _one_after_the_other(places: Sequence[Placement], sizes: Sequence[int]) -> Placement:
+    """Splits that are joined along the dim that they split: ranks have their part of each."""
+    first = places[0]
+    if any(p.kind != "split" or (p.dim, p.outer) != (first.dim, 1) for p in places):
+        raise Conflict("values are joined that are not split alike", *places)
+    starts = accumulate(sizes, initial=0)
+    shifted = [
+        [tuple((a + start, b + start) for a, b in own) for own in p.cuts]
+        for start, p in zip(starts, places, strict=False)
+    ]
+    return first.joined(tuple(tuple(part for own in rank for part in own) for rank in zip(*shifted, strict=True)))
