@@ -105,6 +105,12 @@ def prepare(
     step: the first that will be made."""
     device, dtype = torch.device(context.device), getattr(torch, config.dtype)
     require_fit(config, context.world)
+    if config.deterministic and collate is not None:
+        raise ConfigError(
+            "option deterministic does not go with collate: it is given the samples of one rank, and what it makes of "
+            "them (such as padding to the longest) may depend on which those are",
+            "return samples of one length from the dataset, and leave collate out",
+        )
     spec = find_model(model, config)
     task = _task(spec, data, collate)
     spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
@@ -170,7 +176,7 @@ def plan_for(config: RunConfig, given: str, world: int, batch_size: int, costs: 
     """A plan of the run with nothing left open. Where the plan changes while it runs, one may leave ranks without a
     place."""
     usable = usable_ranks(given, world) if config.plan_at else world
-    return complete(given, world=usable, batch_size=batch_size, costs=costs)
+    return complete(given, world=usable, batch_size=batch_size, costs=costs, slot=config.slot)
 
 
 def find_model(model: Model, config: RunConfig) -> ModelSpec:

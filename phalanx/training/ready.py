@@ -138,7 +138,9 @@ class ReadyRank:
         batches = self.run.lengths[period.seq_len]
         costs = self.run.captured.blocks.flops(self.run.captured.dims(batches.batch(0, 1)))
         usable = usable_ranks(text, self.context.world)
-        plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs).plan
+        plan = complete(
+            text, world=usable, batch_size=period.batch_size, costs=costs, slot=self.config.slot
+        ).plan  # fmt: skip
         require_change(self.run, self.config, plan)
         if self.metrics is not None:
             self.metrics.require_change(plan, self.context.world)
