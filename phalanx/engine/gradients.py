@@ -3,8 +3,8 @@
 Every weight gradient of every plan passes through `Sum.add` or `FlatSum.add`, so that the order and precision of the
 sum are decided in one place; products are multiplied here, into the sum. Where nothing is reduced, a single gradient is
 kept as it came; where something is, gradients are added up in one flat buffer per bucket, which is reduced in one
-message while the backward goes on. Under a plan with `sums=exact` no order matters (`params/exact.py`): then a product is
-multiplied by itself. When any of this happens is the program's business.
+message while the backward goes on. Under a plan with `sums=exact` no order matters (`params/exact.py`): then a product
+is multiplied by itself. When any of this happens is the program's business.
 """
 
 from __future__ import annotations

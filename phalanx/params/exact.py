@@ -8,7 +8,7 @@ micro-batches, blocks and ranks, in a ring or in a tree, by whatever library. Wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def words_of_squares(values: Tensor) -> Tensor:
     """The sum of their squares, likewise. Those of float32 are not even rounded."""
     found = torch.zeros(NUM_WORDS, dtype=torch.float64, device=values.device)
     for own in values.reshape(-1).split(_PIECE.get(values.device.type, 2**20)):
-        found = carried(found + _taken_apart(own.double().square_()))
+        found = carried(found + _taken_apart(own.double().square()))
     return found
 
 
@@ -98,7 +98,14 @@ def carried(found: Tensor) -> Tensor:
 
 def total(found: Tensor) -> Tensor:
     """The number that words stand for, in float64; the same for equal sums."""
-    return (carried(found) * _worth(_LADDER, found.device)).flip(0).cumsum(0)[-1]
+    own = list(carried(found).unbind())
+    result = torch.zeros_like(own[0])
+    for place in range(len(own) - 1, -1, -1):  # the finest first
+        if place:  # halfway to the next: so that a small negative sum is not the difference of two large numbers
+            over = (own[place] >= _BASE / 2).double()
+            own[place], own[place - 1] = own[place] - over * _BASE, own[place - 1] + over
+        result = result + own[place] * 2.0 ** -_LADDER[place]
+    return result
 
 
 def _taken_apart(rest: Tensor) -> Tensor:
@@ -109,7 +116,3 @@ def _taken_apart(rest: Tensor) -> Tensor:
         rest = rest.sub(own, alpha=2.0**-power)
         found.append(own.sum())
     return torch.stack(found)
-
-
-def _worth(ladder: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([2.0**-power for power in ladder], dtype=torch.float64, device=device)
