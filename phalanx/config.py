@@ -119,6 +119,13 @@ class RunConfig(BaseModel):
         "Training", 15.0, "seconds without a sign of life in a step after which a rank counts as lost", gt=0
     )
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
+    deterministic: bool = _option(
+        "Training", False,
+        "the same bits whatever the plan, restarts and changes of plan included; not between tensor degrees or slices",
+    )  # fmt: skip
+    slot_size: int = _option(
+        "Training", 1, "with deterministic: samples of every micro-batch, whatever the plan", ge=1
+    )
     clip: float | None = _option("Training", 1.0, "global gradient norm limit ('none': no clipping)", gt=0)
     early_stop: int | None = _option(
         "Training", None, "end the run after this many evaluations in a row without a lower eval loss", ge=1
@@ -313,6 +320,11 @@ class RunConfig(BaseModel):
         return given_fields(self.plan)
 
     @property
+    def slot(self) -> int | None:
+        """Samples that are computed together under every plan; None where that may differ."""
+        return self.slot_size if self.deterministic else None
+
+    @property
     def memory_bytes(self) -> int | None:
         return None if self.memory is None else parse_bytes("memory", self.memory)
 
@@ -373,6 +385,26 @@ def _require_no_import(optimizer: Any) -> None:
         )
 
 
+def _check_deterministic(config: RunConfig) -> None:
+    if not config.deterministic:
+        if config.slot_size != 1:
+            shown = f"option slot_size = {config.slot_size} does nothing with deterministic = False"
+            raise ConfigError(shown, "leave slot_size out, or set deterministic")
+        return
+    if config.compile not in ("auto", "off"):
+        raise ConfigError(
+            f"option deterministic does not go with compile = {config.compile!r}: what a compiler fuses depends on the "
+            "plan, and with it the rounding",
+            "leave compile out: deterministic runs are not compiled",
+        )
+    if config.measure_top is not None:
+        raise ConfigError(
+            f"option deterministic does not go with measure_top = {config.measure_top}: a plan that is chosen by "
+            "measurement may split tensors otherwise in the next run, which changes bits",
+            "leave measure_top out, or give a plan",
+        )
+
+
 def _check_together(config: RunConfig) -> None:
     """What no single option's limits can say; the first contradiction is raised."""
     for option, (other, values) in ACTS_ONLY_WITH.items():
@@ -380,6 +412,7 @@ def _check_together(config: RunConfig) -> None:
         if value != RunConfig.model_fields[option].default and condition not in values:
             shown = f"option {option} = {value!r} does nothing with {other} = {condition!r}"
             raise ConfigError(shown, f"leave {option} out, or set {other} to {' or '.join(values)}")
+    _check_deterministic(config)
     if config.measure_top is not None and not config.searches_plan:
         shown = f"option measure_top = {config.measure_top} does nothing with plan = {config.plan or SIMPLE!r}"
         raise ConfigError(f"{shown}, for which nothing is searched", f"leave measure_top out, or use plan={AUTO}")

@@ -62,7 +62,7 @@ class Compiled:
         self._given = (captured, config, tuple(trainable), optimizer_class)
         self.composed = compose(captured, plan, Mesh.of(plan).coordinates(rank)[2], self.dtype, trainable, whole)
         self.graph = self.composed.graph
-        self.compiler = Compiler(resolve_mode(config.compile, device))
+        self.compiler = Compiler("off" if config.deterministic else resolve_mode(config.compile, device))
         self.formation = _formation(self.composed, config, plan, rank, device, trainable, optimizer_class)
         self.programs = compile_plan(plan, self.formation.shape)
         self.program = self.programs.program(rank)

@@ -97,6 +97,8 @@ def compose(
     blocks = captured.blocks
     policies = [plan.recompute_of(block, blocks.layers) for block in range(len(blocks.blocks))]
     by_unit, light = (_where(policies, policy) for policy in ("unit", "light"))
+    if plan.sums_exactly:  # whatever is computed again: gradients of what several units read are added in one order
+        by_unit = frozenset(range(len(policies)))
     chained = shard(captured, plan, tp_index, dtype, whole) if plan.tp > 1 else unsplit(blocks, by_unit)
     buckets = bucket_names(blocks, trainable, chained, sliced)
     return Composed(captured, sliced, chained, _measured(buckets, captured, chained, trainable), light)

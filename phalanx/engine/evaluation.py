@@ -11,7 +11,7 @@ from phalanx.data.batches import Batches
 from phalanx.engine.engine import Engine
 from phalanx.engine.inputs import Feeder, Inputs, num_samples, split
 from phalanx.engine.layout import ProcessGroups, RankLayout
-from phalanx.engine.reductions import StepRun, total_items, total_loss
+from phalanx.engine.reductions import StepRun, number, total_items, total_loss
 from phalanx.program.compile import compile_forward
 from phalanx.program.instructions import Program
 from phalanx.tasks.base import Batch
@@ -37,7 +37,9 @@ class Evaluator:
         starts = range(0, samples, self._size)
         dp, mine = self._formation.plan.dp, self._formation.dp_index
         rounds = -(-len(starts) // dp)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.compute.device)
+        exactly = self._formation.plan.sums_exactly
+        none = torch.zeros((), dtype=torch.float64, device=self.engine.compute.device)
+        sums = torch.cat([total_loss((), none, exactly), none.view(1)])
         for begin in range(0, rounds, self._formation.plan.mb):
             turns = [mine + dp * turn for turn in range(begin, min(begin + self._formation.plan.mb, rounds))]
             parts = [self._part(i, batches, starts[t] if t < len(starts) else 0, samples) for i, t in enumerate(turns)]
@@ -45,10 +47,10 @@ class Evaluator:
             items = total_items([parts[i] for i in counted]) if counted else None
             losses = self._forward(parts, counted)
             if losses and items is not None:
-                sums += torch.stack([total_loss(losses, items), items])
+                sums += torch.cat([total_loss(losses, items, exactly), items.view(1)])
             self.engine.settle()  # else what was sent would stay until the end
         self._connections.world.all_reduce(sums).wait("the evaluation's loss")
-        loss, items = sums.tolist()
+        loss, items = number(sums[:-1]).item(), sums[-1].item()
         return loss / items if items else float("nan")
 
     @torch.no_grad()

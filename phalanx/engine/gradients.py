@@ -3,7 +3,8 @@
 Every weight gradient of every plan passes through `Sum.add` or `FlatSum.add`, so that the order and precision of the
 sum are decided in one place; products are multiplied here, into the sum. Where nothing is reduced, a single gradient is
 kept as it came; where something is, gradients are added up in one flat buffer per bucket, which is reduced in one
-message while the backward goes on. When any of this happens is the program's business.
+message while the backward goes on. Under a plan with `sums=exact` no order matters (`params/exact.py`): then a product
+is multiplied by itself. When any of this happens is the program's business.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from phalanx.comm.links import Group
 from phalanx.engine.redistribute import Arriving
 from phalanx.model.segment.products import Gradient, Product
+from phalanx.params import exact
 from phalanx.params.buckets import BufferPool, FlatBuffer
 
 Found = Mapping[str, Tensor | Product]  # gradients by the names of parameters
@@ -48,6 +50,28 @@ class Sum:
         return sum(total.nbytes for total in self.sums.values())
 
 
+class ExactSum:
+    """The same, in whatever order they come."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._dtype = torch.float32
+
+    def add(self, gradients: Found) -> None:
+        for name, gradient in gradients.items():
+            own = _wide_value(gradient)
+            self._sums.setdefault(name, exact.zeros_like(own))
+            exact.add(self._sums[name], own)
+            self._dtype = own.dtype
+
+    def pieces(self) -> dict[str, Tensor]:
+        return {name: exact.value(total, self._dtype) for name, total in self._sums.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(total.nbytes for total in self._sums.values())
+
+
 @dataclass(frozen=True)
 class Reduction:
     """Over whom a bucket's gradients are summed. A group of one rank does nothing.
@@ -72,6 +96,19 @@ class FlatSum:
         self.added: set[str] = set()
 
     def add(self, gradients: Found) -> None:
+        if self.buffer.is_complex():
+            self._add_exactly(gradients)
+        else:
+            self._add_as_they_come(gradients)
+        self.added.update(gradients)
+
+    def _add_exactly(self, gradients: Found) -> None:
+        for name, gradient in gradients.items():
+            if name not in self.added:
+                self._views[name].zero_()
+            exact.add(self._views[name], _wide_value(gradient))
+
+    def _add_as_they_come(self, gradients: Found) -> None:
         views: list[Tensor] = []
         copied: list[Tensor] = []
         for name, gradient in gradients.items():
@@ -88,7 +125,6 @@ class FlatSum:
                     copied.append(gradient)
         if copied:
             torch._foreach_copy_(views, copied)
-        self.added.update(gradients)
 
     def close(self) -> Tensor:
         """The sums, zero where nothing was added."""
@@ -117,7 +153,10 @@ class Reduced:
 
     def pieces(self) -> dict[str, Tensor]:
         """What this rank's pieces get; absent what no loss depends on."""
-        pieces = self._bucket.flat.cut(self._tensor)
+        tensor = self._tensor
+        if tensor.is_complex():
+            tensor = exact.value(tensor, wide(self._bucket.flat.dtype))
+        pieces = self._bucket.flat.cut(tensor)
         # Another stage may have a gradient where this one has none; nobody knows, so zero stands for none there.
         tied = len(self._bucket.how.tie.ranks) > 1
         return pieces if tied else {name: piece for name, piece in pieces.items() if name in self._seen}
@@ -132,11 +171,11 @@ class Reduced:
 
 
 class BucketGradients:
-    """How the gradients of one bucket are reduced whose sum is not this rank's alone."""
+    """How the gradients of one bucket are reduced whose sum is not this rank's alone. exactly: in whatever order."""
 
-    def __init__(self, flat: FlatBuffer, how: Reduction, pool: BufferPool) -> None:
+    def __init__(self, flat: FlatBuffer, how: Reduction, pool: BufferPool, *, exactly: bool = False) -> None:
         self.flat, self.how, self._pool = flat, how, pool
-        self._dtype = wide(flat.dtype)
+        self._dtype = torch.complex128 if exactly else wide(flat.dtype)
 
     def take(self, size: int) -> Tensor:
         return self._pool.take(size, self._dtype, self.flat.device)
@@ -151,14 +190,15 @@ class BucketGradients:
         """Starts the sum over ranks; gives what `Reduced` is when it is here."""
         buffer, how = added.close(), self.how
         if not how.sharded:
-            return Arriving(how.zero.all_reduce(buffer), lambda: Reduced(self, buffer, added.added))
+            pending = how.zero.all_reduce(exact.numbers(buffer))
+            return Arriving(pending, lambda: Reduced(self, buffer, added.added))
         part = self.take(self.flat.layout.shard_size)
 
         def finish() -> Reduced:
             self.give(buffer)
             return Reduced(self, part, added.added)
 
-        return Arriving(how.zero.reduce_scatter(part, buffer), finish)
+        return Arriving(how.zero.reduce_scatter(exact.numbers(part), exact.numbers(buffer)), finish)
 
     def whole(self, added: FlatSum) -> Reduced:
         """A sum that only the stages which hold it share."""
@@ -167,7 +207,7 @@ class BucketGradients:
     @staticmethod
     def sum(reduced: Reduced, group: Group) -> Arriving:
         """Starts the sum over further ranks, in place."""
-        return Arriving(group.all_reduce(reduced.tensor), lambda: reduced)
+        return Arriving(group.all_reduce(exact.numbers(reduced.tensor)), lambda: reduced)
 
 
 def together(names: tuple[str, ...], gradients: list[Gradient]) -> dict[str, Tensor | Product]:
@@ -194,6 +234,11 @@ def _multiplied(product: Product, total: Tensor | None) -> Tensor:
         total = total.to(dtype)
         product.add_to(total)
     return total
+
+
+def _wide_value(gradient: Tensor | Product) -> Tensor:
+    """By itself, in the precision in which gradients are added up."""
+    return _multiplied(gradient, None) if isinstance(gradient, Product) else gradient.to(wide(gradient.dtype))
 
 
 def _value(gradient: Tensor | Product) -> Tensor:

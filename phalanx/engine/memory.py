@@ -126,7 +126,8 @@ def bucket_costs(compiled: Compiled) -> list[BucketCosts]:
     """Bytes of every bucket as it would lie on this rank."""
     shapes, trained = compiled.composed.local_shapes(), compiled.formation.shape.trained
     elements = [sum(math.prod(shapes[name]) for name in names) for names in compiled.composed.buckets.names]
-    facts, width, added = compiled.formation.facts, compiled.dtype.itemsize, wide(compiled.dtype).itemsize
+    facts, width = compiled.formation.facts, compiled.dtype.itemsize
+    added = int(compiled.plan.sum_bytes(wide(compiled.dtype).itemsize))
     moments = sum(getattr(torch, slot.dtype).itemsize for slot in facts.slots or () if not slot.is_counter)
     masters = torch.float32.itemsize if facts.masters else 0
     return [

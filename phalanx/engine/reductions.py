@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.comm.links import Group
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.redistribute import Arriving
+from phalanx.params import exact
 from phalanx.params.hosted import Given
 from phalanx.params.loss_scale import LossScale
 from phalanx.params.optimizer import Optimizer, norms_of
@@ -50,13 +51,13 @@ class StepRun:
 class GlobalReductions:
     """owned: the pieces that this rank, of all that hold them, answers for. counts: whether what this rank counts about
     its part of the batch is added up, once per part. is_tp_leader: whether its loss is, which all ranks of a
-    tensor-parallel group know."""
+    tensor-parallel group know. exactly: the norm and the loss do not depend on who adds up what (`params/exact.py`)."""
 
     def __init__(
         self, optimizer: Optimizer, replicas: Group, world: Group, owned: Collection[str],
-        *, counts: bool = True, is_tp_leader: bool = True, loss_scale: LossScale | None = None,
+        *, counts: bool = True, is_tp_leader: bool = True, loss_scale: LossScale | None = None, exactly: bool = False,
     ) -> None:  # fmt: skip
-        self._optimizer, self._owned, self._counts = optimizer, set(owned), counts
+        self._optimizer, self._owned, self._counts, self._exactly = optimizer, set(owned), counts, exactly
         self._replicas, self._world, self._is_tp_leader, self._loss_scale = replicas, world, is_tp_leader, loss_scale
 
     def count(self, step: StepRun) -> Arriving:
@@ -69,7 +70,7 @@ class GlobalReductions:
 
     def norms(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of gradients that leave, as far as this rank answers for them."""
-        return norms_of(self._of_owned(gradients))
+        return (words_of if self._exactly else norms_of)(self._of_owned(gradients))
 
     def _of_owned(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: gradient for name, gradient in gradients.items() if name in self._owned}
@@ -80,22 +81,31 @@ class GlobalReductions:
     ) -> Tensor:  # fmt: skip
         """left: norms of gradients that are on the host."""
         step.items, step.gradients = items, step.gradients | gradients
-        square = self._optimizer.squared_norm(self._of_owned(gradients), items, left)
-        loss = total_loss(losses if self._is_tp_leader else (), items)
+        square = self._squared_norm(self._of_owned(gradients), items, left)
+        loss = total_loss(losses if self._is_tp_leader else (), items, self._exactly)
         counts = [float(step.stop()), float(step.change()), *(count if self._counts else 0.0 for count in step.counts)]
         # Filled there, not copied there: a copy from ordinary memory would wait for the whole backward.
-        sums = torch.stack([square, loss, *(torch.full_like(loss, count) for count in counts)])
+        sums = torch.cat([square, loss, *(torch.full_like(loss[:1], count) for count in counts)])
         self._world.all_reduce(sums).wait("the gradients' norm")
-        step.norm, step.loss, step.counted = sums[0].sqrt(), sums[1] / items, sums[2:].unbind()
+        square, loss, counted = sums.split([len(square), len(loss), len(counts)])
+        step.norm, step.loss, step.counted = number(square).sqrt(), number(loss) / items, counted.unbind()
         if self._loss_scale is not None:
             step.norm = step.norm / self._loss_scale.value
         return step.norm
 
     def norm_of(self, gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The norm of the gradients of all ranks, as one vector."""
-        square = self._optimizer.squared_norm(self._of_owned(gradients), like)
+        square = self._squared_norm(self._of_owned(gradients), like)
         self._world.all_reduce(square).wait("the gradients' norm")
-        return square.sqrt()
+        return number(square).sqrt()
+
+    def _squared_norm(
+        self, gradients: Mapping[str, Tensor], like: Tensor, left: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """A row of numbers, to be added to those of other ranks."""
+        if self._exactly:
+            return exact.together([*words_of(gradients).values(), *(left or {}).values()], like)
+        return self._optimizer.squared_norm(gradients, like, left).view(1)
 
     def given(self, step: StepRun) -> Given:
         """What an update goes by."""
@@ -144,6 +154,18 @@ def total_items(parts: Collection[Inputs] | Mapping[Place, Inputs]) -> Tensor:
     return torch.stack([part.count() for part in (parts.values() if isinstance(parts, Mapping) else parts)]).sum()
 
 
-def total_loss(losses: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The summed loss; zero on ranks that do not hold the last stage."""
-    return torch.stack([loss.double() for loss in losses]).sum() if losses else torch.zeros_like(like)
+def total_loss(losses: Sequence[Tensor], like: Tensor, exactly: bool = False) -> Tensor:
+    """The summed loss as a row of numbers; zero on ranks that do not hold the last stage."""
+    if exactly:
+        return exact.together([exact.words(loss) for loss in losses], like)
+    return torch.stack([loss.double() for loss in losses]).sum().view(1) if losses else torch.zeros_like(like).view(1)
+
+
+def words_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The square of each one's norm, as `params/exact.py` adds it up."""
+    return {name: exact.words_of_squares(gradient) for name, gradient in gradients.items()}
+
+
+def number(row: Tensor) -> Tensor:
+    """What such a row stands for."""
+    return exact.total(row) if len(row) == exact.NUM_WORDS else row[0]

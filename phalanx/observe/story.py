@@ -62,7 +62,10 @@ def change_words(record: Record) -> str:
         return f"{text} was refused and the old one stays: {record['refused']}"
     for name in ("batch_size", "seq_len"):
         text += f", {name} {record[name]}" if name in record else ""
-    return f"{text}: {bytes_text(record['bytes'])} moved, a pause of {seconds_text(record['seconds'])}"
+    text += f": {bytes_text(record['bytes'])} moved, a pause of {seconds_text(record['seconds'])}"
+    if "bits" in record:
+        text += f"; {' and '.join(record['bits'])} changed, so bits may differ from here on, within verify's tolerance"
+    return text
 
 
 _WORDS = {

@@ -28,16 +28,21 @@ class Completed(NamedTuple):
     reasons: dict[str, str]
 
 
-def complete(given: str | Plan, *, world: int | None, batch_size: int, costs: Sequence[float]) -> Completed:
+def complete(
+    given: str | Plan, *, world: int | None, batch_size: int, costs: Sequence[float], slot: int | None = None
+) -> Completed:
     """Decides what `given` leaves open. A Plan leaves open its stages at most, a text whatever it does not say.
 
     world: the number of ranks there are; None where as many are started as the plan needs.
     costs: what each block of the model costs, in any unit.
+    slot: how many samples every micro-batch has, and that nothing depends on the order of sums; None: as it comes.
     """
     known = _known(given)
     check_counts(known)
     reasons: dict[str, str] = {}
     known |= _mesh(known, world, len(costs), reasons)
+    if slot is not None:
+        known |= _slots(known, batch_size, slot, reasons)
     if "schedule" not in known and known["pp"] > 1:
         reasons["schedule"] = "schedule 1f1b: no more bubble than gpipe, and holds fewer activations"
     plan = with_micro_batches(Plan(**known), "mb" in known, batch_size, reasons)
@@ -90,6 +95,28 @@ def _mesh(known: Fields, world: int | None, num_blocks: int, reasons: dict[str, 
     dp = _rest(world, tp, "pp", pp)
     reasons["dp"] = f"dp {dp}: {there} / {pp} in each pipeline"
     return {"pp": pp, "dp": dp, "tp": tp}
+
+
+def _slots(known: Fields, batch_size: int, slot: int, reasons: dict[str, str]) -> Fields:
+    """Micro-batches of a fixed number of samples, which are then the same whichever replica has them."""
+    dp, given, samples = known["dp"], known.get("mb"), f"{slot} sample{'s' * (slot > 1)}"
+    if batch_size % (dp * slot):
+        fitting = [n for n in divisors(batch_size // slot) if batch_size % slot == 0] if batch_size >= slot else []
+        hint = f"use dp={listed(fitting)}, or another batch_size or slot_size" if fitting else "use another slot_size"
+        raise PlanError(
+            f"plan: deterministic slots of {samples} do not divide a batch of {batch_size} over dp={dp}", hint
+        )
+    mb = batch_size // (dp * slot)
+    if given not in (None, mb):
+        own = batch_size / (dp * given)
+        raise PlanError(
+            f"plan: mb={given} makes micro-batches of {own:g} samples, and a deterministic slot has {slot}: what is "
+            "computed together must not change with the plan",
+            f"use mb={mb} or leave it out" + (f", or slot_size={own:g} in every run" if own.is_integer() else ""),
+        )
+    if given is None:
+        reasons["mb"] = f"micro-batches {mb}: {samples} each, as the run is deterministic"
+    return {"mb": mb, "sums": "exact"}
 
 
 def _require_product(pp: int, dp: int, tp: int, world: int) -> None:

@@ -176,7 +176,7 @@ class Machine:
 
     def reduce_seconds(self, parameters: float) -> float:
         """Gradients, over all replicas."""
-        plan, size = self.plan, self.software.gradient * parameters / self.plan.tp
+        plan, size = self.plan, self.plan.sum_bytes(self.software.gradient) * parameters / self.plan.tp
         if plan.dp == 1:
             return 0.0
         if not plan.zero:

@@ -60,6 +60,8 @@ def _common(job: Job) -> list[str]:
         lost.append("degrees that differ from unit to unit")
     if plan.overlap != "none" or plan.pairs:
         lost.append(f"overlap={plan.overlap}" if plan.overlap != "none" else "pairs=yes")
+    if plan.sums:
+        lost.append(f"sums={plan.sums}")
     if job.batch % (plan.dp * plan.mb):
         lost.append("micro-batches of different sizes: use a batch that dp × mb divides")
     return lost

@@ -341,4 +341,5 @@ FORMS: Mapping[str, Form] = {
     "pairs": _yes_or_no(),
     "replicate": _yes_or_no(),
     "offload": Form(read_offload, write_offload, take_offload, OFFLOAD_EXAMPLE),
+    "sums": _word("exact"),
 }

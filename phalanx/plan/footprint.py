@@ -43,7 +43,8 @@ def state_bytes(
     """What is there during the whole step, of so many parameters; largest: those of the largest block. gradient: bytes
     of a parameter's sum."""
     width, own, largest = model.width, parameters / plan.tp, largest / plan.tp
-    state, gradient = model.trained * model.state_width, model.trained * max(gradient, width)
+    state = model.trained * model.state_width
+    gradient = model.trained * plan.sum_bytes(max(gradient, width))
     weights, gradients = width * own, gradient * own
     if plan.zero == 3:
         gathered = weights if plan.gathers == "step" else min(weights, 2 * width * largest)

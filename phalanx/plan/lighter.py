@@ -72,7 +72,8 @@ def _changes(plan: Plan, batch_size: int) -> Iterator[Change]:
     else:
         yield {"recompute": ("block",)}
     part = batch_size // plan.dp
-    yield from ({"mb": mb} for mb in divisors(part) if mb > plan.mb)
+    if not plan.sums_exactly:  # else micro-batches are to stay as they are
+        yield from ({"mb": mb} for mb in divisors(part) if mb > plan.mb)
     if plan.dp > 1:
         yield from ({"zero": zero} for zero in range(plan.zero + 1, 4))
     if plan.schedule == "gpipe" and plan.mb > 1 and not plan.slices:

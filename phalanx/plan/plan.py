@@ -22,6 +22,7 @@ from phalanx.records import read_json
 
 SCHEDULES = tuple(VIRTUAL_STAGES)
 AXES = ("pp", "dp", "tp")
+EXACT_SUM_BYTES = 16  # two numbers of float64 (`params/exact.py`)
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Plan:
     pairs: the backward of a micro-batch and the forward of the next take turns, each hiding the other's communication.
     replicate: a unit with fewer heads than its degree lies whole on every rank, where it would be refused otherwise.
     offload: what lies in the memory of the host (`offload.py`).
+    sums: `exact` where gradients, losses and norms are added up so that the order does not matter. Empty: as they come.
     """
 
     pp: int = 1
@@ -74,6 +76,7 @@ class Plan:
     pairs: bool = False
     replicate: bool = False
     offload: Offload = ()
+    sums: str = ""
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -176,7 +179,15 @@ class Plan:
     def adds_gradients(self) -> bool:
         """Whether what one backward gives for a parameter is added to that of other micro-batches, parts of them or
         replicas."""
-        return self.mb * self.halves * self.dp > 1 or bool(self.slices)
+        return self.mb * self.halves * self.dp > 1 or bool(self.slices) or self.sums_exactly
+
+    @property
+    def sums_exactly(self) -> bool:
+        return self.sums == "exact"
+
+    def sum_bytes(self, wide: float) -> float:
+        """Of the sum of an element's gradients. wide: where it is one number."""
+        return EXACT_SUM_BYTES if self.sums_exactly else wide
 
     @property
     def multiple(self) -> int:

@@ -89,6 +89,8 @@ def validate(plan: Plan) -> None:
     _check_moments(plan)
     _check_tensor(plan)
     check_offload(plan.offload)
+    if plan.sums and plan.sums not in SUMS:
+        raise PlanError(f"plan: unknown sums '{plan.sums}'", f"use sums={listed(SUMS)}, or leave it out")
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
@@ -190,6 +192,7 @@ OVERLAPS: Mapping[str, Overlap] = {
     "halves": Overlap(2, ""),
 }
 SAVES = ("result", "input")
+SUMS = ("exact",)
 _BY_UNIT = {"default_checkpoint": "optim_comm_checkpoint", "overlap_checkpoint": "oases"}  # block by block → by unit
 
 

@@ -42,10 +42,11 @@ class Found:
 
 def search(
     model: ModelWork, cluster: Cluster, software: Software, batch: int, fixed: Mapping[str, Any] | None = None,
-    keep: int = KEEP, most: int = MOST_TRIED,
+    keep: int = KEEP, most: int = MOST_TRIED, slot: int | None = None,
 ) -> Found:  # fmt: skip
-    """fixed: fields of a plan that are given. keep: plans to return. most: to work out. A PlanError where none fits."""
-    problem = Problem(model, cluster, software, batch)
+    """fixed: fields of a plan that are given. keep: plans to return. most: to work out. slot: samples of every
+    micro-batch, where that is given. A PlanError where none fits."""
+    problem = Problem(model, cluster, software, batch, slot)
     bases = sorted(meshes(problem, fixed or {}), key=lambda base: base.least)
     if not bases:
         raise _no_candidates(model, cluster, batch, fixed or {})
@@ -185,7 +186,7 @@ def meshes(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Base]:
             splits = tp <= 2 * cluster.per_node and (not model.heads or tp <= model.heads)
             if splits and dp <= batch and fixed.get("dp", dp) == dp:
                 known = {"sequence": tp > 1, **fixed}
-                for mb in _allowed(_micro_batches(batch // dp), fixed, "mb"):
+                for mb in _allowed(_micro_batches(batch // dp, problem.slot), fixed, "mb"):
                     yield _base(problem, Plan(pp=pp, tp=tp, dp=dp, mb=mb, sequence=known["sequence"]))
 
 
@@ -214,8 +215,10 @@ def _allowed(values: Sequence[int], fixed: Mapping[str, Any], name: str) -> list
     return [value for value in values if fixed.get(name, value) == value]
 
 
-def _micro_batches(samples: int) -> list[int]:
-    """Numbers of micro-batches that divide the samples of a replica, or of which none is larger."""
+def _micro_batches(samples: int, slot: int | None) -> list[int]:
+    """Numbers of micro-batches that divide the samples of a replica, or of which none is larger. slot: their size."""
+    if slot is not None:
+        return [samples // slot] if samples % slot == 0 else []
     return sorted({math.ceil(samples / size) for size in divisors(samples) if size <= 64})
 
 

@@ -23,12 +23,13 @@ Key = tuple[object, ...]
 
 @dataclass
 class Problem:
-    """What is searched for, and what is known of it by now."""
+    """What is searched for, and what is known of it by now. slot: samples of every micro-batch, where that is given."""
 
     model: ModelWork
     cluster: Cluster
     software: Software
     batch: int
+    slot: int | None = None
     seconds: dict[Key, list[Seconds]] = field(default_factory=dict[Key, list[Seconds]])
     mixers: dict[Key, Mixer] = field(default_factory=dict[Key, Mixer])
     evens: dict[Key, tuple[int, ...]] = field(default_factory=dict[Key, tuple[int, ...]])

@@ -6,6 +6,7 @@ shown as an assumption.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -23,6 +24,8 @@ HOST_BYTES_PER_S = 5e10  # of a recent data-centre GPU to the memory of its host
 _NETWORK = Link(latency_s=1e-5, bytes_per_s=LINK_BYTES_PER_S)
 _HOST = Link(latency_s=1e-5, bytes_per_s=HOST_BYTES_PER_S)
 
+SumBytes = Callable[[float], float]  # of a gradient that is so wide (`Plan.sum_bytes`)
+
 
 @dataclass(frozen=True)
 class Device:
@@ -35,13 +38,15 @@ class Device:
     host_memory_bytes_per_s: float = 1e11
 
 
-def costs_of_facts(facts: SplitFacts, shape: ModelShape, dims: Dims, device: Device) -> Costs:
+def costs_of_facts(
+    facts: SplitFacts, shape: ModelShape, dims: Dims, device: Device, sum_bytes: SumBytes = float
+) -> Costs:
     """Costs of one micro-batch of `dims`, the largest, on the first tensor-parallel rank. The gradients of inputs and
-    those of weights take as long as the forward. shape: one of those of the facts."""
+    those of weights take as long as the forward. shape: one of those of the facts. sum_bytes: as a plan has it."""
     forward = block_seconds(shape, dims, device)
     return Costs(
         forward=forward, backward=forward, weight=forward,
-        buckets=tuple(bucket_costs(size, facts.dtype, device) for size in facts.elements),
+        buckets=tuple(bucket_costs(size, facts.dtype, device, sum_bytes) for size in facts.elements),
         message_link=device.link, group_link=device.link, host_link=device.host_link, dims=dims,
         element_bytes=DTYPE_BYTES[facts.dtype],
     )  # fmt: skip
@@ -68,12 +73,12 @@ def block_seconds(shape: ModelShape, dims: Dims, device: Device) -> tuple[float,
     return tuple(found)
 
 
-def bucket_costs(size: int, dtype: str, device: Device) -> BucketCosts:
+def bucket_costs(size: int, dtype: str, device: Device, sum_bytes: SumBytes = float) -> BucketCosts:
     """AdamW: gradients and two moments in float32 or wider, and float32 masters of narrower weights."""
     width = DTYPE_BYTES[dtype]
     wide = max(4, width)
     masters = wide if width < wide else 0
-    costs = BucketCosts(size * width, size * wide, size * masters, 2 * size * wide)
+    costs = BucketCosts(size * width, size * int(sum_bytes(wide)), size * masters, 2 * size * wide)
     # Everything is read, and all but the gradients is written.
     state = costs.master_bytes + costs.moment_bytes
     moved = 2 * (costs.weight_bytes + state) + costs.gradient_bytes

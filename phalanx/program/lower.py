@@ -16,7 +16,7 @@ from phalanx.program.passes.blocks import add_inputs, at_their_grain, to_blocks
 from phalanx.program.passes.messages import Route, add_messages
 from phalanx.program.passes.offload import check_hosted, leave_gradients, move_activations, update
 from phalanx.program.passes.ops import to_ops
-from phalanx.program.passes.reductions import add_reductions, add_sums
+from phalanx.program.passes.reductions import add_reductions, add_sums, check_sums
 from phalanx.program.passes.zero import gather_per_micro_batch, gather_per_step
 from phalanx.program.schedules import SCHEDULES
 from phalanx.program.schedules.one_f_one_b import NUM_AHEAD
@@ -50,6 +50,7 @@ def lower(plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
     orders = schedule_of(plan)
     split = is_split(orders)
     programs = [_gathered(_stepped(order, plan, shape), plan, shape, split) for order in orders]
+    check_sums(programs, plan, shape)
     per_micro_batch = plan.reduces == "micro-batch"
     programs = [
         add_reductions(program, shape, reduced_of(plan, shape, p), per_micro_batch=per_micro_batch)

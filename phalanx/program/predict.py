@@ -60,7 +60,8 @@ def predict(
             "describe it from its graph (phalanx.engine.describe), as `phalanx program` does",
         )
     shape = described.shape(compiled)
-    costs, program = costs_of_facts(described, shape, part, device), compile_plan(chosen, shape)
+    costs = costs_of_facts(described, shape, part, device, chosen.sum_bytes)
+    program = compile_plan(chosen, shape)
     timeline = simulate(program, costs)
     is_fused = compiled and described.compiled is not described.eager
     return Prediction(completed, part, device, costs.forward, described.parameters, program, timeline, is_fused)

@@ -25,7 +25,8 @@ Key = tuple[tuple[int, ...], Partition]  # the blocks that use a bucket, and ove
 @dataclass(frozen=True)
 class Split:
     """What of a plan decides how its tensors lie and what segments keep. degrees: empty where every unit is split over
-    all `tp` ranks. recompute: empty where segments are whole blocks that keep what they need."""
+    all `tp` ranks. recompute: empty where segments are whole blocks that keep what they need. by_unit: every block is
+    cut between its units all the same."""
 
     tp: int = 1
     degrees: Degrees = ()
@@ -33,20 +34,22 @@ class Split:
     replicate: bool = False
     sliced: bool = False
     recompute: Policies = ()
+    by_unit: bool = False
 
     @staticmethod
     def of(plan: Plan) -> Split:
         degrees = () if all(d == plan.tp for units in plan.degrees for d in units) else plan.degrees
         matters = "light" in plan.policies or (plan.tp == 1 and "unit" in plan.policies)
         recompute = plan.policies if matters else ()
-        return Split(plan.tp, degrees, plan.sequence, plan.replicate, bool(plan.slices), recompute)
+        by_unit = plan.sums_exactly and plan.tp == 1
+        return Split(plan.tp, degrees, plan.sequence, plan.replicate, bool(plan.slices), recompute, by_unit)
 
     @property
     def plan(self) -> Plan:
         """A plan with nothing else in it."""
         return Plan(
             tp=self.tp, degrees=self.degrees, sequence=self.sequence, replicate=self.replicate,
-            slices=((1, 1),) if self.sliced else (), recompute=self.recompute,
+            slices=((1, 1),) if self.sliced else (), recompute=self.recompute, sums="exact" if self.by_unit else "",
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ TRAJECTORY = (
     "task", "tiny", "model_options", "dropout", "freeze", "lora", "documents", "shuffle", "seq_len", "batch_size",
     "seq_len_at", "batch_size_at", "dtype", "master_weights", "seed", "clip", "optimizer", "optimizer_options", "lr",
     "betas", "eps", "weight_decay", "groups", "lr_schedule", "warmup_steps", "min_lr_ratio", "lr_steps", "spike_factor",
-    "on_spike",
+    "on_spike", "deterministic", "slot_size",
 )  # fmt: skip
 
 

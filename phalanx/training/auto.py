@@ -82,6 +82,12 @@ class Subject:
         return known or self.simple.dp * self.simple.mb * self.simple.multiple > 1
 
     @property
+    def fixed(self) -> dict[str, Any]:
+        """The fields of the plan that are not searched for."""
+        given = fields.read(self.config.given_plan)
+        return given if self.config.slot is None else {**given, "sums": "exact"}
+
+    @property
     def heads(self) -> int:
         config = self.spec.config
         return heads_of(lambda name: getattr(config, name, None)) if config is not None else 0
@@ -113,7 +119,7 @@ def _or_simple(subject: Subject, make: Callable[[], Choice]) -> Choice:
 
 
 def _searched(subject: Subject, context: RankContext) -> Choice:
-    config, fixed = subject.config, fields.read(subject.config.given_plan)
+    config, fixed = subject.config, subject.fixed
     if not subject.cuts:
         raise PlanError("whether samples depend on each other is not known, and the simple plan does not cut batches")
     cluster, software = planned_here(context, config.memory_bytes, config.dtype)
@@ -139,7 +145,9 @@ def _best(
     for light in (False, True):
         work = _work(subject, compiled, light)
         try:
-            found = search(work, cluster, software, subject.config.batch_size, fixed).plans
+            found = search(
+                work, cluster, software, subject.config.batch_size, fixed, slot=subject.config.slot
+            ).plans  # fmt: skip
         except PlanError:
             if light:
                 raise
@@ -186,7 +194,8 @@ def _choice(
 ) -> Choice:  # fmt: skip
     best, *others = found
     plan = complete(
-        best.plan, world=cluster.world, batch_size=subject.config.batch_size, costs=subject.costs()
+        best.plan, world=cluster.world, batch_size=subject.config.batch_size, costs=subject.costs(),
+        slot=subject.config.slot,
     ).plan  # fmt: skip
     simple = estimate(work, subject.simple, cluster, software, subject.config.batch_size)
     given = f" with {fields.write(fixed)}" if fixed else ""
@@ -247,14 +256,14 @@ def lightened(
 ) -> Choice | None:
     """The fastest plan of one rank that holds no more than `budget` bytes; None where none is found. fit: of the simple
     plan, which does not. look: what another would hold."""
-    fixed = fields.read(subject.config.given_plan)
+    fixed = subject.fixed
     if not subject.cuts:
         fixed = {"mb": 1, **fixed}
     try:
         work = _work(subject, _whole(subject, fit.device))
         cluster, software = planned_here(context, budget, subject.config.dtype)
         exact = replace(software, reserved=0.0, slack=0.0)  # what a rank holds is asked of its program
-        found = _exactly(work, cluster, exact, subject.config.batch_size, fixed, look, budget)
+        found = _exactly(subject.config, work, cluster, exact, fixed, look, budget)
     except PhalanxError:
         found = None
     if found is not None:
@@ -266,7 +275,7 @@ def lightened(
 
 
 def _exactly(
-    work: ModelWork, cluster: Cluster, software: Software, batch: int, fixed: Mapping[str, Any],
+    config: RunConfig, work: ModelWork, cluster: Cluster, software: Software, fixed: Mapping[str, Any],
     look: Callable[[Plan], Fit], budget: int,
 ) -> tuple[Estimate, Fit] | None:  # fmt: skip
     """Searches within a budget that is corrected by how far the last estimate was off; one by which nothing fits may
@@ -276,7 +285,7 @@ def _exactly(
     for _ in range(_TRIES):
         limited = Cluster(tuple(replace(kind, memory=allowed) for kind in cluster.nodes))
         try:
-            own = search(work, limited, software, batch, fixed).plans[0]
+            own = search(work, limited, software, config.batch_size, fixed, slot=config.slot).plans[0]
         except PlanError:
             if seen:
                 break

@@ -38,6 +38,7 @@ from phalanx.tasks.base import Batch
 from phalanx.training.callbacks import Emit
 from phalanx.training.changing import Wanted, refusal
 from phalanx.training.checkpoints import Checkpoints
+from phalanx.training.deterministic import changes_bits, fixed_kernels
 from phalanx.training.exporting import export_dcp, export_model
 from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.metrics import perplexity
@@ -70,6 +71,7 @@ class Loop(ReadyRank):
                 progress = with_trackers(progress, config.report_to, self.folder.path, config.model_dump(mode="json"))
             stack.callback(progress.close)
             self.folder.take(stack, progress.message)
+            stack.enter_context(fixed_kernels(config, self.context.device))
             rows = self.set_up(progress.message)
             log = stack.enter_context(RunLog(self.folder.path, rank=self.context.rank))
             stack.enter_context(_logged_errors(log))
@@ -181,6 +183,8 @@ class Loop(ReadyRank):
             for name in ("batch_size", "seq_len"):
                 if getattr(wanted.period, name) != getattr(before, name):
                     record[name] = getattr(wanted.period, name)
+            if self.config.deterministic and (fields := changes_bits(old, done.new)):
+                record["bits"] = list(fields)
             record["seconds"] = time.perf_counter() - began
             self.changes.plan = text
             self.changes.answer(wanted, Answer(done.new.shown, step, seconds=record["seconds"], bytes=done.bytes))

@@ -7,6 +7,7 @@ session then does is in `own_session.py`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from phalanx.spellings import said_here
 from phalanx.tasks.base import Batch, Task
 from phalanx.tasks.custom import Custom, infer_inputs, with_dims
 from phalanx.training.budget import MemoryGuard
+from phalanx.training.deterministic import fixed_kernels
 from phalanx.training.initial_weights import load_buffers, open_weights
 from phalanx.training.outputs import Scope
 from phalanx.training.own_batch import TARGET, BatchForm
@@ -50,8 +52,8 @@ from phalanx.training.session import Session
 # The others are about data, the length of a run, its folder and what it shows, which are the loop's own business.
 OPTIONS = (
     "task", "tiny", "model_options", "init", "dropout", "freeze", "lora", "merge_lora", "dtype", "master_weights",
-    "compile", "device", "timeout", "silence", "memory", "seed", "lr", "betas", "eps", "weight_decay",
-    "optimizer_options",
+    "compile", "device", "timeout", "silence", "memory", "seed", "deterministic", "slot_size", "lr", "betas", "eps",
+    "weight_decay", "optimizer_options",
 )  # fmt: skip
 
 OUTER, _FORWARDS = "outer", "schedule=gpipe"
@@ -128,6 +130,29 @@ def open_on(
     leave: Callable[[BaseException | None], None] | None = None,
 ) -> OwnSession:
     """On a rank that is there. What the plan leaves open is decided simply."""
+    kernels = contextlib.ExitStack()
+    kernels.enter_context(fixed_kernels(config, context.device))
+
+    def left(error: BaseException | None) -> None:
+        kernels.close()
+        (leave or _nobody)(error)
+
+    try:
+        return _open_on(
+            context, model, config, example, loss, outputs, has_optimizer=has_optimizer,
+            optimizer_class=optimizer_class, groups=groups, dims=dims, leave=left,
+        )  # fmt: skip
+    except BaseException:
+        kernels.close()
+        raise
+
+
+def _open_on(
+    context: RankContext, model: Model, config: RunConfig, example: Any, loss: Loss | Literal["outer"] | None,
+    outputs: Scope, *, has_optimizer: bool, optimizer_class: type[Any] | None,
+    groups: Sequence[ParameterGroup | str], dims: Mapping[str, Sequence[str | int]] | None,
+    leave: Callable[[BaseException | None], None],
+) -> OwnSession:  # fmt: skip
     config = config.override(plan=config.given_plan) if config.searches_plan else config
     context.slot.enter("capture")
     if loss == OUTER:
@@ -164,12 +189,14 @@ def open_on(
             )
         text = _with_forwards_first(config.override(plan=text)).plan if loss == OUTER else text
         costs = read.captured.blocks.flops(read.captured.dims(batch))
-        plan = complete(text, world=context.world, batch_size=config.batch_size, costs=costs).plan
+        plan = complete(
+            text, world=context.world, batch_size=config.batch_size, costs=costs, slot=config.slot
+        ).plan  # fmt: skip
         require_may_cut(read.may_cut, ended, plan)
         return plan
 
     opened = Opened(
-        spec, task, form, context, memory, has_optimizer, leave or _nobody, plan_of, ends, outputs,
+        spec, task, form, context, memory, has_optimizer, leave, plan_of, ends, outputs,
         merges=config.merge_lora, leaving=lambda session, inputs: _leaving(session, spec, config, inputs),
     )  # fmt: skip
     return OwnSession(session, opened)

@@ -94,6 +94,12 @@ def prepare(
     step: the first that will be made."""
     device, dtype = torch.device(context.device), getattr(torch, config.dtype)
     require_fit(config, context.world)
+    if config.deterministic and collate is not None:
+        raise ConfigError(
+            "option deterministic does not go with collate: it is given the samples of one rank, and what it makes of "
+            "them (such as padding to the longest) may depend on which those are",
+            "return samples of one length from the dataset, and leave collate out",
+        )
     spec = find_model(model, config)
     task = _task(spec, data, collate)
     spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)

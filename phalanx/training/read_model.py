@@ -93,7 +93,7 @@ def plan_for(config: RunConfig, given: str, world: int, batch_size: int, costs: 
     """A plan of the run with nothing left open. Where the plan changes while it runs, one may leave ranks without a
     place."""
     usable = usable_ranks(given, world) if config.plan_at else world
-    return complete(given, world=usable, batch_size=batch_size, costs=costs)
+    return complete(given, world=usable, batch_size=batch_size, costs=costs, slot=config.slot)
 
 
 def choose_num_ranks(config: RunConfig) -> int:

@@ -139,7 +139,9 @@ class ReadyRank:
         batches = self.run.lengths[period.seq_len]
         costs = self.run.captured.blocks.flops(self.run.captured.dims(batches.batch(0, 1)))
         usable = usable_ranks(text, self.context.world)
-        plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs).plan
+        plan = complete(
+            text, world=usable, batch_size=period.batch_size, costs=costs, slot=self.config.slot
+        ).plan  # fmt: skip
         require_change(self.run, self.config, plan)
         memory = self._memory_guard(period.batch_size, batches)
         memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())

@@ -231,7 +231,8 @@ class Session:
             flat = parameters.bucket(index).trained
             used = index != self.compiled.formation.shape.num_buckets
             if flat is not None and used and not connected.is_alone(index):
-                found[index] = BucketGradients(flat, connected.reduction(index, self.plan.zero > 0), pool)
+                how = connected.reduction(index, self.plan.zero > 0)
+                found[index] = BucketGradients(flat, how, pool, exactly=self.plan.sums_exactly)
         return found
 
     def _totals(self) -> GlobalReductions:
@@ -239,5 +240,5 @@ class Session:
         return GlobalReductions(
             state.optimizer, self.connected.replicas, self.connected.world,
             formation.owned & state.parameters.trained.keys(), counts=formation.is_first and formation.is_tp_leader,
-            is_tp_leader=formation.is_tp_leader, loss_scale=state.loss_scale,
+            is_tp_leader=formation.is_tp_leader, loss_scale=state.loss_scale, exactly=self.plan.sums_exactly,
         )  # fmt: skip

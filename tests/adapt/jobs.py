@@ -52,23 +52,24 @@ def opened(context: RankContext, of: Case, plan: str, frozen: str = "", **option
 
     trainable = tuple(name for name in of.captured.trainable if frozen not in name) if frozen else of.captured.trainable
     opening = Opening(of.captured, config, context, tuple(trainable), of.captured.buffers)
-    return open_member(opening, planned(of, plan, context), read)
+    return open_member(opening, planned(of, plan, context, config.slot), read)
 
 
-def planned(of: Case, plan: str, context: RankContext) -> Plan:
-    world = usable_ranks(plan, context.world)
-    return complete(plan, world=world, batch_size=SAMPLES, costs=of.blocks.flops(of.captured.dims(of.batch))).plan
+def planned(of: Case, plan: str, context: RankContext, slot: int | None = None) -> Plan:
+    """slot: samples of every micro-batch of a run that is deterministic."""
+    world, costs = usable_ranks(plan, context.world), of.blocks.flops(of.captured.dims(of.batch))
+    return complete(plan, world=world, batch_size=SAMPLES, costs=costs, slot=slot).plan
 
 
 def train(context: RankContext, name: str, plans: Sequence[str], steps: int = 1, **options: Any) -> Trained:
     """So many steps under each plan in turn."""
-    of = case(name)
+    of, slot = case(name), options.get("slot_size")
     member = opened(context, of, plans[0], **options)
     losses: list[float] = []
     moved: list[int] = []
     for number, plan in enumerate(plans):
         if number:
-            member, done = change(member, planned(of, plan, context))
+            member, done = change(member, planned(of, plan, context, slot))
             moved.append(done.bytes)
         losses += [step(member, of, number * steps + each) for each in range(steps)]
     return ended(member, context, losses, moved)

@@ -38,7 +38,7 @@ def require_changes(pool: WorkerPool, name: str, plans: Sequence[str], world: in
 
 # Every field of a plan comes, changes and goes; four stages become three, tensor parallelism becomes replicas.
 WALK = (
-    "pp=2,dp=2,mb=2", "pp=4,mb=4,schedule=gpipe", "pp=3,mb=4", "pp=4,mb=2,schedule=zb-h1",
+    "pp=2,dp=2,mb=2", "pp=4,mb=4,schedule=gpipe", "pp=3,mb=4", "pp=4,mb=2,schedule=zb-h1,sums=exact",
     "pp=2,v=2,dp=2,mb=2,schedule=interleaved", "pp=2,dp=2,mb=4,schedule=zb-v,recompute=block", "dp=4,recompute=unit",
     "dp=4,zero=1", "dp=4,zero=3,gather=step", "dp=4,zero=2,zero_degree=2,reduce=step,mb=2", "tp=4,mb=2", "dp=4",
     "tp=2,dp=2,sequence=yes,save=input,zero=3", "pp=2,tp=2,mb=2,degrees=2:1", "tp=4,degrees=2,overlap=oases",

@@ -35,6 +35,7 @@ def tensor_fields(draw: st.DrawFn) -> dict[str, Any]:
         "overlap": overlap,
         "recompute": recompute,
         "replicate": draw(st.booleans()),
+        "sums": draw(st.sampled_from(["", "exact"])),
     }
 
 
@@ -189,11 +190,12 @@ def test_when_parameters_are_gathered_and_gradients_reduced_depends_on_zero() ->
 
 ALL = (
     "allowed: degrees, dp, gather, mb, offload, overlap, pairs, pp, recompute, reduce, replicate, save, schedule, "
-    "sequence, slices, stages, tp, v, zero, zero_degree"
+    "sequence, slices, stages, sums, tp, v, zero, zero_degree"
 )
 
 WRONG = {
     "mb": ("'mb' is not name=value", "mb=4,schedule=gpipe"),
+    "sums=tree": ("unknown sums 'tree'", "use sums=exact, or leave it out"),
     "mb=0": ("mb=0 is not a number of micro-batches", "mb=1 or more"),
     "pp=0": ("pp=0 is not a number of pipeline ranks", "pp=1 or more"),
     "dp=0": ("dp=0 is not a number of replicas", "dp=1 or more"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.engine.gradients import Sum, together
+from phalanx.engine.gradients import ExactSum, Sum, together
 from phalanx.engine.linked import (
     Argument,
     ComputeCall,
@@ -132,13 +132,14 @@ class Computations(Maker):
         """Adds gradients to the sums of their buckets."""
         targets = {v.what: i for i, v in self._valued((*self._row.writes, *self._row.adds), "d_parameters")}
         home, op_index = self._parts.home, it.op_index or 0
+        alone = ExactSum if self._parts.plan.sums_exactly else Sum
         by_name: dict[str, tuple[int, Callable[[], Any]]] = {}
         for name in dict.fromkeys(block.names("parameter")):
             bucket = home[name]
             place = targets.get(str(bucket), targets.get(f"{bucket}/{op_index}"))
             if place is not None:
                 flat = self._parts.gradients.get(bucket)
-                by_name[name] = place, flat.open if flat is not None else Sum
+                by_name[name] = place, flat.open if flat is not None else alone
 
         def add(values: Values, found: dict[str, Any]) -> None:
             split: dict[int, dict[str, Any]] = {}

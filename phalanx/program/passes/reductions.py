@@ -3,14 +3,17 @@ summing what other ranks have reduced of the same part."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 
+from phalanx.errors import PlanError
+from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Instruction, Op, Program, insert
 from phalanx.program.shape import ModelShape
 
 ADDS_TO_GRADIENTS = frozenset((Op.W, Op.BW))
+MOST_ADDED = 2**13  # gradients of one parameter whose sum is exact (`params/exact.py`)
 _NOWHERE: dict[str, None] = {"slice": None, "half": None, "op_index": None}  # a bucket belongs to the whole micro-batch
 
 
@@ -37,3 +40,23 @@ def add_sums(program: Program, buckets: Collection[int]) -> Program:
     for (_, bucket), (behind, _) in pairwise([*places, (len(program) - 1, 0)]):
         after[behind].append(Instruction(Op.SUM, block=bucket))
     return insert(program, {}, after)
+
+
+def check_sums(programs: Iterable[Program], plan: Plan, shape: ModelShape) -> None:
+    """Refuses to promise a sum of more gradients than can be added without rounding."""
+    if not plan.sums_exactly:
+        return
+    added = Counter(
+        bucket
+        for program in programs
+        for it in program
+        if it.op in ADDS_TO_GRADIENTS and it.block is not None
+        for bucket in shape.buckets(it.block)
+    )
+    most = max(added.values(), default=0) * plan.dp * plan.tp
+    if most > MOST_ADDED:
+        raise PlanError(
+            f"plan: sums=exact adds up to {MOST_ADDED:,} gradients of a parameter without rounding, and this plan has "
+            f"{most:,} of them",
+            "use fewer and larger micro-batches, a smaller batch, or leave sums out",
+        )
