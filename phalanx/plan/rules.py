@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from phalanx.errors import PlanError, nearest
 from phalanx.plan import fields
 from phalanx.plan.fields import write_slicings
-from phalanx.plan.offload import check_offload
+from phalanx.plan.offload import check_offload, write_offload
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -89,6 +89,7 @@ def validate(plan: Plan) -> None:
     _check_moments(plan)
     _check_tensor(plan)
     check_offload(plan.offload)
+    _check_hosted_parameters(plan)
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
@@ -172,6 +173,22 @@ def _check_moments(plan: Plan) -> None:
     if plan.reduce == "micro-batch" and plan.zero < 2:
         message = f"plan: reduce=micro-batch saves nothing with zero={plan.zero}: every rank has all its gradients"
         raise PlanError(message, "use zero=2 or 3, or reduce=step")
+
+
+def _check_hosted_parameters(plan: Plan) -> None:
+    if not plan.hosts_parameters:
+        return
+    shown = f"plan: offload={write_offload(plan.offload)}"
+    if plan.zero in (1, 2):
+        reason = "every host would keep all parameters, and collect what others updated of them"
+        message = f"{shown} does not go with zero={plan.zero}: {reason}"
+        raise PlanError(message, "use zero=3, where every host keeps a share of them, or zero=0")
+    if plan.gathers == "step":
+        message = f"{shown} does not go with gather=step, which keeps parameters on the device for a whole step"
+        raise PlanError(message, "use gather=micro-batch, or leave parameters out of offload")
+    if plan.pairs:
+        message = f"{shown} does not go with pairs=yes, which needs the parameters of more blocks at once"
+        raise PlanError(message, "use pairs=no, or leave parameters out of offload")
 
 
 class Overlap(NamedTuple):

@@ -1,14 +1,17 @@
-"""ZeRO 3: a bucket's parameters are gathered before they are used, and live until their last use.
+"""Parameters that are not always here: they are gathered from the ranks that share them (ZeRO 3), or fetched from the
+host, before they are used, and live until their last use.
 
-What the next block needs is gathered before the current one starts, so that the transfer hides behind it. A block's use
-lasts over all its ops and halves, and where halves are interleaved it may begin before that of the one before ends.
+What the next block needs is brought before the current one starts, so that the transfer hides behind it. A block's use
+lasts over all its ops and halves, and where halves are interleaved it may begin before that of the one before ends. Of
+several that follow each other, as of micro-batches, the first one's parameters serve all.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from phalanx.program.instructions import Instruction, Op, Program, insert
 from phalanx.program.shape import ModelShape
@@ -28,20 +31,60 @@ class Use:
 
 
 def gather_per_micro_batch(program: Program, shape: ModelShape, split: bool) -> Program:
+    return _brought(program, _uses(program, shape, split), lambda it, buckets: _for_each(Op.GATHER, it, buckets))
+
+
+def fetch(program: Program, shape: ModelShape, split: bool, hosted: Collection[int]) -> Program:
+    """hosted: the buckets on the host."""
+    uses = [
+        Use(use.begin, use.end, tuple(bucket for bucket in use.buckets if bucket in hosted))
+        for use in _uses(program, shape, split)
+    ]
+    return _brought(program, uses, lambda _, buckets: [_fetch(bucket) for bucket in buckets])
+
+
+def fetch_to_gather(program: Program, hosted: Collection[int]) -> Program:
+    """Before a rank's shard of them is gathered with those of others: with the gathers before, so that they wait for
+    nothing. hosted: the buckets on the host."""
+    runs = [
+        (position, [program[i].block for i in (position, *others)])
+        for position, *others in _consecutive(i for i, it in enumerate(program) if it.op is Op.GATHER)
+    ]
+    before: defaultdict[int, list[Instruction]] = defaultdict(list)
+    for (earlier, there), (position, buckets) in zip([(runs[0][0], list[int | None]()), *runs], runs, strict=False):
+        for bucket in buckets:
+            if bucket is not None and bucket in hosted:
+                before[position if bucket in there else earlier].append(_fetch(bucket))
+    return insert(program, before, {})
+
+
+def _consecutive(positions: Iterable[int]) -> list[list[int]]:
+    """Runs of positions that follow each other."""
+    numbered = groupby(enumerate(positions), key=lambda pair: pair[1] - pair[0])
+    return [[position for _, position in run] for _, run in numbered]
+
+
+def _fetch(bucket: int) -> Instruction:
+    return Instruction(Op.IN, block=bucket)
+
+
+Bring = Callable[[Instruction, Iterable[int]], list[Instruction]]  # what a computation needs of some buckets
+
+
+def _brought(program: Program, uses: list[Use], bring: Bring) -> Program:
     """Parameters of the current and the next use's blocks are there, no others."""
-    uses = _uses(program, shape, split)
     needed = [set(use.buckets) for use in uses]
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
     for k, use in enumerate(uses):
         if k == 0:
-            before[use.begin] += _for_each(Op.GATHER, program[use.begin], use.buckets)
+            before[use.begin] += bring(program[use.begin], use.buckets)
         if k + 1 < len(uses):
             new = (bucket for bucket in uses[k + 1].buckets if bucket not in needed[k])
-            gathers = _for_each(Op.GATHER, program[uses[k + 1].begin], new)
+            brings = bring(program[uses[k + 1].begin], new)
             # Not before the block before is done with, or three would be there at once.
             overlapped = k > 0 and uses[k - 1].end > use.begin
-            (after[uses[k - 1].end] if overlapped else before[use.begin]).extend(gathers)
+            (after[uses[k - 1].end] if overlapped else before[use.begin]).extend(brings)
     return insert(program, before, after)
 
 
