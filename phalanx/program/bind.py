@@ -146,7 +146,7 @@ class _Lives:
         self, key: Key, size: str = "", memory: int | None = None, arrives: bool = False, holds: tuple[int, ...] = ()
     ) -> int:
         if key[0] in RESIDENT:  # written where it is
-            number = self.add(key)
+            number = self._add_part(key) if arrives else self.add(key)
         else:
             self._let_go(key)
             number = self._live[key] = self._new(key, size, memory)
@@ -166,6 +166,14 @@ class _Lives:
         if key not in self._live:
             self.read(key)
         return self._touch(self._live[key], self._row.adds)
+
+    def _add_part(self, key: Key) -> int:
+        """To what is on its way in parts, each of which goes by itself: whoever reads it waits for all."""
+        if (number := self._live.get(key)) is None or number not in self._pending:
+            return self.add(key)
+        self._row.adds.append(number)
+        self._last[number] = len(self._rows)
+        return number
 
     def give(
         self, key: Key, size: str, memory: int | None = None, arrives: bool = False, holds: tuple[int, ...] = ()

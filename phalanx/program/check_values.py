@@ -212,7 +212,8 @@ class _Follower:
         for i in new:
             if i in written:
                 yield f"writes {self._name(i)} twice"
-        for i in (*row.reads, *row.adds, *new):
+        parts = [i for i in row.adds if self._keys[i] in meaning.arrives and i not in row.reads]  # of what is under way
+        for i in (*row.reads, *(i for i in row.adds if i not in parts), *new):
             if i in self._freed or i in self._pending or i in self._gone or (i not in written and i not in new):
                 yield from self._misused(i, new)
         if meaning.takes or meaning.sums:

@@ -348,6 +348,7 @@ class Rules(Generic[Id]):
             self.sink.add(of_bucket("parameters", it.block))
 
     def _share(self, it: Instruction) -> None:
+        self.sink.read(of_bucket("parameters", it.block))
         self.sink.write(of_bucket("parameters", it.block), arrives=True)
 
     # Names.
