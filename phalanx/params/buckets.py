@@ -147,16 +147,21 @@ class Bucket:
 
     def fetch(self, pool: BufferPool, bring: Bring) -> None:
         """Starts to bring what lies on the host: all of it or, to be gathered, this rank's shard."""
-        assert not self._lent and not self._fetched, "fetched twice"
+        assert not self._fetched and (not self._lent or not self._is_whole), "fetched twice"
         self._finish_updates()
         for flat in self.buffers:
             buffer = pool.take(flat.layout.shard_size, flat.dtype, flat.device)
             copying = bring(buffer, flat.shard)
-            if flat.layout.shards == 1:
+            if self._is_whole:
                 self._lent.append(buffer)
                 self._arriving.append((flat, buffer, copying))
             else:
                 self._fetched[flat] = buffer, copying
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank keeps all of its parameters."""
+        return all(flat.layout.shards == 1 for flat in self.buffers)
 
     def drop(self, pool: BufferPool) -> None:
         """Gives back shards that came to be gathered."""

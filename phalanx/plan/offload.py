@@ -22,6 +22,7 @@ WORDS = {
 }
 EXAMPLE = "activations:12+optimizer:0.6"
 _ALL: dict[str, Amount] = {"activations": 0, "parameters": 0, "optimizer": 1.0, "optimizer-step": 1.0}
+_EVERY = {"activations": "layers", "parameters": "blocks"}
 _COUNT = re.compile(r"[1-9]\d{0,5}", re.ASCII)
 _SHARE = re.compile(r"0?\.\d{1,6}|0|1|1\.0{1,6}", re.ASCII)
 
@@ -64,7 +65,7 @@ def _read_amount(name: str, word: str, text: str) -> Amount:
     if isinstance(_ALL[word], int):
         if _COUNT.fullmatch(text) is None:
             message = f"plan: {name}={word}:{text} is not a number of {WORDS[word]}"
-            raise PlanError(message, f"use {word}:1 or more, or {word} for all layers")
+            raise PlanError(message, f"use {word}:1 or more, or {word} for all {_EVERY[word]}")
         return int(text)
     if _SHARE.fullmatch(text) is None or float(text) == 0:
         message = f"plan: {name}={word}:{text} is not a share of the elements"

@@ -90,7 +90,7 @@ def _brought(program: Program, plan: Plan, shape: ModelShape, split: bool, pp_in
     if not plan.gathers:
         return fetch(program, shape, split, hosted) if hosted else program
     gathered = gather_per_micro_batch(program, shape, split)
-    return fetch_to_gather(gathered, hosted) if hosted else gathered
+    return fetch_to_gather(gathered, shape, hosted) if hosted else gathered
 
 
 def _route(plan: Plan) -> Route:

@@ -2,8 +2,7 @@
 host, before they are used, and live until their last use.
 
 What the next block needs is brought before the current one starts, so that the transfer hides behind it. A block's use
-lasts over all its ops and halves, and where halves are interleaved it may begin before that of the one before ends. Of
-several that follow each other, as of micro-batches, the first one's parameters serve all.
+lasts over all its ops and halves, and where halves are interleaved it may begin before that of the one before ends.
 """
 
 from __future__ import annotations
@@ -43,19 +42,25 @@ def fetch(program: Program, shape: ModelShape, split: bool, hosted: Collection[i
     return _brought(program, uses, lambda _, buckets: [_fetch(bucket) for bucket in buckets])
 
 
-def fetch_to_gather(program: Program, hosted: Collection[int]) -> Program:
-    """Before a rank's shard of them is gathered with those of others: with the gathers before, so that they wait for
-    nothing. hosted: the buckets on the host."""
-    runs = [
-        (position, [program[i].block for i in (position, *others)])
-        for position, *others in _consecutive(i for i, it in enumerate(program) if it.op is Op.GATHER)
-    ]
+def fetch_to_gather(program: Program, shape: ModelShape, hosted: Collection[int]) -> Program:
+    """Before a rank's shard of them is gathered with those of others: with the gathers before, so that these wait for
+    nothing, but not before what was gathered last of the same has been used. hosted: the buckets on the host."""
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
-    for (earlier, there), (position, buckets) in zip([(runs[0][0], list[int | None]()), *runs], runs, strict=False):
-        for bucket in buckets:
-            if bucket is not None and bucket in hosted:
-                before[position if bucket in there else earlier].append(_fetch(bucket))
-    return insert(program, before, {})
+    after: defaultdict[int, list[Instruction]] = defaultdict(list)
+    used: dict[int, int] = {}
+    earlier: int | None = None
+    runs = {run[0]: run for run in _consecutive(i for i, it in enumerate(program) if it.op is Op.GATHER)}
+    for position, it in enumerate(program):
+        if position in runs:
+            for bucket in (program[i].block for i in runs[position]):
+                if bucket is not None and bucket in hosted:
+                    place = position if earlier is None else earlier
+                    is_early = used.get(bucket, -1) < place
+                    (before[place] if is_early else after[used[bucket]]).append(_fetch(bucket))
+            earlier = position
+        if it.op in USES_PARAMETERS and it.block is not None:
+            used |= dict.fromkeys(shape.buckets(it.block), position)
+    return insert(program, before, after)
 
 
 def _consecutive(positions: Iterable[int]) -> list[list[int]]:
@@ -109,7 +114,17 @@ def _uses(program: Program, shape: ModelShape, split: bool) -> list[Use]:
             place = (visit_of(instruction, split), instruction.block)
             use = uses.setdefault(place, Use(position, position, shape.buckets(instruction.block)))
             use.end = position
-    return list(uses.values())
+    return [_whole([uses[place] for place in row]) for _, row in groupby(uses, key=_without_micro_batch)]
+
+
+def _without_micro_batch(place: tuple[Instruction, int]) -> tuple[Instruction, int]:
+    visit, block = place
+    return visit._replace(micro_batch=None, slice=None), block
+
+
+def _whole(row: list[Use]) -> Use:
+    """Of one block by micro-batches that follow each other: the next block's parameters travel behind all of them."""
+    return Use(row[0].begin, max(use.end for use in row), row[0].buckets)
 
 
 def _for_each(op: Op, compute: Instruction, buckets: Iterable[int]) -> list[Instruction]:
