@@ -123,9 +123,7 @@ class RunConfig(BaseModel):
         "Training", False,
         "the same bits whatever the plan, restarts and changes of plan included; not between tensor degrees or slices",
     )  # fmt: skip
-    slot_size: int = _option(
-        "Training", 1, "with deterministic: samples of every micro-batch, whatever the plan", ge=1
-    )
+    slot_size: int = _option("Training", 1, "with deterministic: samples of every micro-batch, whatever the plan", ge=1)
     clip: float | None = _option("Training", 1.0, "global gradient norm limit ('none': no clipping)", gt=0)
     early_stop: int | None = _option(
         "Training", None, "end the run after this many evaluations in a row without a lower eval loss", ge=1

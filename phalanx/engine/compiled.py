@@ -29,7 +29,7 @@ from phalanx.params.state_facts import state_facts
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import compile_plan
-from phalanx.program.holders import chunks_of, hosted_of
+from phalanx.program.holders import chunks_of, fetched_of, hosted_of
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,10 @@ class Compiled:
         """The buckets whose optimizer state lies on the host, each in so many parts."""
         plan, shape = self.plan, self.formation.shape
         return {b: chunks_of(plan, shape, b) for b in hosted_of(plan, shape, self.formation.pp_index)}
+
+    def fetched(self) -> tuple[int, ...]:
+        """The buckets whose parameters lie on the host."""
+        return fetched_of(self.plan, self.formation.shape, self.formation.pp_index)
 
     def _functions(self, trainable: Sequence[str], trains: bool) -> Functions:
         composed, formation, plan = self.composed, self.formation, self.plan

@@ -29,12 +29,13 @@ from phalanx.engine.rows.computations import Computations
 from phalanx.engine.rows.maker import Linking
 from phalanx.engine.rows.transfers import Transfers
 from phalanx.engine.rows.update import Update
+from phalanx.params.hosted import Left
 from phalanx.program.bind import bind
 from phalanx.program.instructions import Program
 from phalanx.program.rules import Names
-from phalanx.program.values import Row
+from phalanx.program.values import HOST, Row
 
-_PARAMETERS = ("parameters", "gathered")
+_PARAMETERS = ("parameters", "fetched", "gathered", f"{HOST}parameters")
 
 
 def link(parts: Parts, program: Program, inputs: Mapping[Place, Inputs]) -> Linked:
@@ -109,10 +110,13 @@ class _Linker:
         return lambda there: there.wait(what) if isinstance(there, Arriving) else there
 
     def _release(self, place: int) -> Callable[[Any], None] | None:
-        value = self._linked.table.values[place]
-        if value.kind == "gathered":
-            bucket, parameters = int(value.what), self._parts.parameters
-            return lambda there: parameters.free(bucket)
+        value, plan, parameters = self._linked.table.values[place], self._parts.plan, self._parts.parameters
+        if value.kind == "fetched" and plan.gathers:
+            return lambda there: parameters.drop(int(value.what))
+        if value.kind in ("gathered", "fetched"):
+            return lambda there: parameters.free(int(value.what))
+        if value.kind == f"{HOST}d_parameters" and not plan.steps_on_host:  # else who updates does
+            return lambda there: there.release() if isinstance(there, Left) else None
         if value.kind in ("past", "reduced", "d_parameters") or value.is_on_host:
             return lambda there: there.release() if isinstance(there, Reduced | HeldPast | HostValue) else None
         return None

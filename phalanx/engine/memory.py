@@ -49,15 +49,17 @@ def rank_memory(compiled: Compiled, inputs: Mapping[Place, Inputs]) -> RankMemor
 def state_memory(compiled: Compiled) -> RankMemory:
     """Held from step to step."""
     layout, rank, elsewhere = compiled.formation.state, compiled.rank, compiled.hosted()
+    fetched = compiled.fetched()
     facts, whole, width = layout.facts, layout.sharding(rank).whole, compiled.dtype.itemsize
     device, host = ({name: 0 for name in _STATE} for _ in range(2))
     for number, bucket in layout.buckets(rank).items():
         for flat in filter(None, (bucket.trained, bucket.frozen)):
-            device["parameters"] += (flat.size if whole else flat.shard_size) * width
+            home = host if number in fetched else device
+            home["parameters"] += (flat.size if whole else flat.shard_size) * width
         if bucket.trained is not None and facts.masters:
             home = host if number in elsewhere else device
             home["masters"] += bucket.trained.shard_size * torch.float32.itemsize
-        elif bucket.trained is not None and number in elsewhere and compiled.plan.steps_on_host:
+        elif bucket.trained is not None and number in elsewhere and compiled.plan.steps_on_host and home is device:
             host["parameters"] += bucket.trained.shard_size * width  # those that the host updates
     for kept in layout.kept(rank):
         elements = kept.piece.stop - kept.piece.start
@@ -87,7 +89,7 @@ class _Sizes:
     def __call__(self, value: Value) -> int:
         if value.kind in RESIDENT:
             return 0
-        if value.kind.removeprefix(HOST) in ("gathered", "d_parameters", "reduced", "staged"):
+        if value.kind.removeprefix(HOST) in ("fetched", "gathered", "d_parameters", "reduced", "staged"):
             return self._of_buckets(value)
         inputs = self._inputs.get((value.micro_batch or 0, value.half or 0))
         if inputs is None or value.kind in ("loss", "items", "norm", "norms"):

@@ -14,22 +14,33 @@ from torch import Tensor
 
 from phalanx.comm.links import Group, Pending
 from phalanx.params.flat import FlatLayout, Piece, Sharding
+from phalanx.params.host_memory import Copying, home_of
 
 Read = Callable[[str, bool, Piece], Tensor]
 """(name, whether a master weight is wanted, which piece) → its elements in order, in any shape."""
 
 
-class FlatBuffer:
-    """Parameters side by side: `shard` is this rank's part; `full` all of them, None while only the shard is here."""
+Bring = Callable[[Tensor, Tensor], Copying]
+"""Starts to copy to a tensor of the device from one of the host."""
 
-    def __init__(self, layout: FlatLayout, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
+
+class FlatBuffer:
+    """Parameters side by side: `shard` is this rank's part; `full` all of them, None while only the shard is here.
+    on_host: the shard lies on the host of `device`."""
+
+    def __init__(
+        self, layout: FlatLayout, sharding: Sharding, dtype: torch.dtype, device: torch.device, *, on_host: bool = False
+    ) -> None:  # fmt: skip
         assert layout.shards == sharding.shards, f"{layout.shards} shards are not {sharding.shards}"
         self.layout = layout
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.on_host = dtype, device, on_host
         self.pieces = self.layout.pieces(sharding.index)
         self.full: Tensor | None = None
         size, begin = self.layout.shard_size, sharding.index * self.layout.shard_size
-        if sharding.whole:
+        if on_host:
+            assert size == self.layout.size or not sharding.whole, "all on the host, of which a shard is updated"
+            self.shard = home_of(torch.empty(size, dtype=dtype, device="meta"), device).zero_()
+        elif sharding.whole:
             self.full = torch.zeros(self.layout.size, dtype=dtype, device=device)
             self.shard = self.full[begin : begin + size]
         else:
@@ -79,10 +90,16 @@ class Bucket:
         self.trained = trained
         self.buffers = [flat for flat in (trained, frozen) if flat is not None]
         self._unsharded = dict(unsharded)  # tables of integers, never trained
-        self._arriving: list[tuple[FlatBuffer, Tensor, Pending]] = []
+        self._arriving: list[tuple[FlatBuffer, Tensor, Pending | Copying]] = []
         self._updates: list[Callable[[], None]] = []
         self._lent: list[Tensor] = []
+        self._fetched: dict[FlatBuffer, tuple[Tensor, Copying]] = {}  # shards that came to be gathered
         self.masters: Tensor | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its parameters lie on the host."""
+        return any(flat.on_host for flat in self.buffers)
 
     def resident(self) -> dict[str, Tensor]:
         """The parameters that are always here."""
@@ -126,6 +143,40 @@ class Bucket:
         self.masters = None
         self._unsharded.clear()
         self._lent.clear()
+        self._fetched.clear()
+
+    def fetch(self, pool: BufferPool, bring: Bring) -> None:
+        """Starts to bring what lies on the host: all of it or, to be gathered, this rank's shard."""
+        assert not self._fetched and (not self._lent or not self._is_whole), "fetched twice"
+        self._finish_updates()
+        for flat in self.buffers:
+            buffer = pool.take(flat.layout.shard_size, flat.dtype, flat.device)
+            copying = bring(buffer, flat.shard)
+            if self._is_whole:
+                self._lent.append(buffer)
+                self._arriving.append((flat, buffer, copying))
+            else:
+                self._fetched[flat] = buffer, copying
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank keeps all of its parameters."""
+        return all(flat.layout.shards == 1 for flat in self.buffers)
+
+    @property
+    def fetched_elements(self) -> int:
+        """Elements of parameters that came from the host and are here."""
+        if not self.on_host:
+            return 0
+        here = list(self._fetched) if not self._is_whole else self.buffers if self._lent else []
+        return sum(piece.stop - piece.start for flat in here for piece, _ in flat.pieces)
+
+    def drop(self, pool: BufferPool) -> None:
+        """Gives back shards that came to be gathered."""
+        for buffer, copying in self._fetched.values():
+            copying.wait()
+            pool.give(buffer)
+        self._fetched.clear()
 
     def gather(self, pool: BufferPool, zero: Group) -> None:
         """Starts collecting the whole from all shards."""
@@ -135,7 +186,15 @@ class Bucket:
             if flat.full is None:
                 buffer = pool.take(flat.layout.size, flat.dtype, flat.device)
                 self._lent.append(buffer)
-                self._arriving.append((flat, buffer, zero.all_gather(buffer, flat.shard)))
+                self._arriving.append((flat, buffer, zero.all_gather(buffer, self._shard_here(flat))))
+
+    def _shard_here(self, flat: FlatBuffer) -> Tensor:
+        """This rank's shard on the device."""
+        if not flat.on_host:
+            return flat.shard
+        buffer, copying = self._fetched[flat]
+        copying.wait()
+        return buffer
 
     def arrive(self) -> dict[str, Tensor]:
         """Waits for what is on its way; the parameters that can be used from now on."""
@@ -185,9 +244,11 @@ class Bucket:
 
 
 class BufferPool:
-    """Buffers to use again and again: on a CPU the first touch of new memory costs more than the copy into it."""
+    """Buffers to use again and again: on a CPU the first touch of new memory costs more than the copy into it.
+    keeps_on_gpu: those of a GPU too, whose allocator would keep their memory for tensors of any size."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_on_gpu: bool = True) -> None:
+        self._keeps_on_gpu = keeps_on_gpu
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -195,4 +256,5 @@ class BufferPool:
         return free.pop() if free else torch.zeros(size, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor) -> None:
-        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+        if self._keeps_on_gpu or not buffer.is_cuda:
+            self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)

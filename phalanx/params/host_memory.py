@@ -125,16 +125,24 @@ class HostMemory:
             tensor.data = torch.empty(home.shape, dtype=home.dtype, device=self._device)
         return copy_on(self._back, [tensor.data for tensor in tensors], homes)
 
-    def store(self, tensors: Sequence[Tensor]) -> Copying:
-        """Starts to bring tensors home; one that was made on the device gets a home."""
+    def bring_in(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Starts to copy tensors to the device; what is fetched next arrives after them."""
+        here = {name: torch.empty(own.shape, dtype=own.dtype, device=self._device) for name, own in tensors.items()}
+        copy_on(self._back, list(here.values()), list(tensors.values()))
+        return here
+
+    def store(self, tensors: Sequence[Tensor], others: Sequence[tuple[Tensor, Tensor]] = ()) -> Copying:
+        """Starts to bring tensors home; one that was made on the device gets a home. others: targets on the host, and
+        what goes there with them."""
         here = [tensor.data for tensor in tensors]
         for tensor in tensors:
             home = self._homes.pop(id(tensor), None)
             tensor.data = home_of(tensor, self._device) if home is None else home
         if self._out is not None:
-            for own in here:
+            for own in (*here, *(source for _, source in others)):
                 own.record_stream(self._out)
-        copying = copy_on(self._out, [tensor.data for tensor in tensors], here)
+        targets = [*(tensor.data for tensor in tensors), *(target for target, _ in others)]
+        copying = copy_on(self._out, targets, [*here, *(source for _, source in others)])
         if copying.event is not None:
             self._stored |= dict.fromkeys(map(id, tensors), copying.event)
         return copying

@@ -1,8 +1,9 @@
 """The optimizer's state that lies on the host: masters and moments of some buckets, in parts.
 
 Either a part comes to the device for its update and goes back, or the host updates it, in a thread of its own, and what
-the model computes with comes to the device. Both are exact: the same arithmetic on the same elements. In a checkpoint
-state has the names and shapes that it has without offload.
+the model computes with comes to the device. Where that lies on the host, too, it goes there with its state, or stays.
+All of it is exact: the same arithmetic on the same elements. In a checkpoint state has the names and shapes that it has
+without offload.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class HostedOptimizer:
         exact = {name: parameters.weights[name] for name in self._of_name}
         self.masters = {name for name, weight in exact.items() if weight.exact is not weight.copy}  # on the host, too
         self._core = Optimizer(make(self._weights), self._weights, clip)
+        self._came: dict[PartName, dict[str, Tensor]] = {}  # gradients that came from the host
         self._thread: ThreadPoolExecutor | None = None
 
     def follow(self, optimizer: Optimizer, clip: float | None) -> None:
@@ -97,14 +99,26 @@ class HostedOptimizer:
 
     # Updates on the device.
 
-    def fetch(self, part: PartName) -> Copying:
+    def fetch(self, part: PartName, left: Left | None = None) -> Copying:
         """Starts to bring a part's state to the device, in memory of its own; nothing else may read it until it is
-        back."""
+        back. left: its gradients come, too."""
+        if left is not None:
+            own = {each.key: each.of(left.pieces[each.name]) for each in self.ranges[part] if each.name in left.pieces}
+            self._came[part] = self._memory.bring_in(own)
         return self._memory.fetch(self._moving(part))
 
     def store(self, part: PartName) -> Copying:
-        """Starts to bring it back."""
-        return self._memory.store(self._moving(part))
+        """Starts to bring it back, and what is computed with where that lies on the host."""
+        rounded: list[tuple[Tensor, Tensor]] = []
+        for each in self.ranges[part] if self._is_copied_home(part) else ():
+            copy = each.of(self._parameters.weights[each.name].copy)
+            rounded.append((copy, self._weights[each.key].exact.to(copy.dtype)))
+        return self._memory.store(self._moving(part), rounded)
+
+    def _is_copied_home(self, part: PartName) -> bool:
+        """Whether masters are updated elsewhere than the parameters that are copies of them lie."""
+        bucket = self._parameters.bucket(part[0])
+        return bucket.on_host and bucket.masters is not None
 
     def settle(self) -> None:
         """Waits until all state is on the host."""
@@ -112,19 +126,22 @@ class HostedOptimizer:
 
     def step(self, part: PartName, gradients: Mapping[str, Tensor], given: Given) -> None:
         """Updates a part where its state is."""
-        own = {each.key: each.of(gradients[each.name]) for each in self.ranges[part] if each.name in gradients}
+        own = self._came.pop(part, None)
+        if own is None:
+            own = {each.key: each.of(gradients[each.name]) for each in self.ranges[part] if each.name in gradients}
         self._core.step(own, given.lr, given.norm, given.finite, given.loss_scale)
-        for each in self.ranges[part]:
+        for each in self.ranges[part] if not self._parameters.bucket(part[0]).on_host else ():
             weight = self._parameters.weights[each.name]
             if weight.copy is not weight.exact and not self._memory.is_at_home(self._weights[each.key].exact):
                 each.of(weight.copy).copy_(self._weights[each.key].exact)
 
     def _moving(self, part: PartName) -> list[Tensor]:
-        """Masters and moments; what is no larger than a number stays."""
+        """Masters, or parameters that lie on the host, and moments; what is no larger than a number stays."""
         found: list[Tensor] = []
+        on_host = self._parameters.bucket(part[0]).on_host
         for each in self.ranges[part]:
             weight, exact = self._parameters.weights[each.name], self._weights[each.key].exact
-            found += [exact] if weight.copy is not weight.exact else []
+            found += [exact] if on_host or weight.copy is not weight.exact else []
             state = self._core.inner.state.get(exact, {})
             found += [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
         return found
@@ -132,8 +149,9 @@ class HostedOptimizer:
     # Updates on the host.
 
     def step_behind(self, part: PartName, left: Left, given: Callable[[], Given], is_last: bool) -> Future[Copying]:
-        """Starts the update of a part, after those that were started before; then it comes to the device. given: waits
-        until it is on the host. is_last: of its bucket, so that nobody needs the gradients after it."""
+        """Starts the update of a part, after those that were started before; then it comes to the device, unless it is
+        fetched when it is needed. given: waits until it is on the host. is_last: of its bucket, so that nobody needs
+        the gradients after it."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "phalanx-optimizer", initializer=self._join_device)
         issued = self._memory.mark()
@@ -147,6 +165,9 @@ class HostedOptimizer:
                 ranges = self.ranges[part]
                 exact = [self._weights[each.key].exact for each in ranges]
                 copies = [each.of(self._parameters.weights[each.name].copy) for each in ranges]
+                if self._parameters.bucket(part[0]).on_host:
+                    _round_into(copies, exact)
+                    return Copying()
                 return self._memory.bring(copies, exact, issued)
 
         return self._thread.submit(update)
@@ -228,6 +249,13 @@ class HostedOptimizer:
 
     def _shape(self, name: str) -> torch.Size:
         return self._parameters.weights[name].exact.shape
+
+
+def _round_into(copies: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    """Where masters are another thing than the copies of them."""
+    for copy, own in zip(copies, exact, strict=True):
+        if copy.data_ptr() != own.data_ptr():
+            copy.copy_(own)
 
 
 def _divide(pieces: Sequence[tuple[Piece, int]], count: int) -> list[list[Range]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.comm.links import Group
 from phalanx.errors import ConfigError, nearest
-from phalanx.params.buckets import Bucket, BufferPool, FlatBuffer, Read
+from phalanx.params.buckets import Bring, Bucket, BufferPool, FlatBuffer, Read
 from phalanx.params.flat import Piece
 from phalanx.params.host_memory import on_host
 from phalanx.params.layout_of import StateLayout
@@ -37,15 +37,20 @@ class Weight:
 
 
 class Parameters:
-    """`values` are the parameters that can be computed with now, `weights` the pieces that this rank keeps, by name."""
+    """`values` are the parameters that can be computed with now, `weights` the pieces that this rank keeps, by name.
+    on_host: those that lie on the host."""
 
     def __init__(self, buckets: Mapping[int, Bucket]) -> None:
         self._buckets = buckets
-        self._pool = BufferPool()
+        self._pool = BufferPool(keeps_on_gpu=False)
         self.values: dict[str, Tensor] = {}
         self._gathered: set[int] = set()
         self.peak_gathered = 0
         self.weights: dict[str, Weight] = {}
+        self.on_host = {
+            place.name for bucket in buckets.values() for flat in bucket.buffers if flat.on_host
+            for place in flat.layout.places
+        }  # fmt: skip
         for bucket in buckets.values():
             self.values |= bucket.resident()
             for piece, exact, copy in bucket.weights():
@@ -87,6 +92,14 @@ class Parameters:
             self.values.pop(name, None)
         self._gathered.discard(index)
 
+    def fetch(self, index: int, bring: Bring) -> None:
+        """bring: copies from the host."""
+        self._buckets[index].fetch(self._pool, bring)
+
+    def drop(self, index: int) -> None:
+        """Gives back a shard that came from the host to be gathered."""
+        self._buckets[index].drop(self._pool)
+
     def share(self, index: int, zero: Group) -> None:
         self._buckets[index].share(zero)
 
@@ -107,7 +120,7 @@ class Parameters:
             bucket.forget()
         self.values.clear()
         self.weights.clear()
-        self._pool = BufferPool()
+        self._pool = BufferPool(keeps_on_gpu=False)
 
     def fill(self, read: Read) -> None:
         """Other values for everything that is kept, one parameter at a time."""
@@ -128,24 +141,27 @@ class Parameters:
 
 def load_parameters(
     state: StateLayout, rank: int, read: Read, *, device: torch.device, hosted: Collection[int] = (),
-    only_shards: bool = False,
+    fetched: Collection[int] = (), only_shards: bool = False,
 ) -> Parameters:  # fmt: skip
     """What a rank keeps, read one parameter at a time. hosted: the buckets of which what is updated lies on the host:
-    masters, or where the host updates them the parameters. only_shards: no more is read than what `state` says that
-    this rank keeps; the rest of parameters that are whole here is still to be collected."""
+    masters, or where the host updates them the parameters. fetched: those whose parameters lie there. only_shards: no
+    more is read than what `state` says that this rank keeps; the rest of parameters that are whole here is still to be
+    collected."""
     sharding, dtype = state.sharding(rank), getattr(torch, state.facts.dtype)
     tables = {each.name: getattr(torch, each.integer) for each in state.facts.parameters if not each.sharded}
     found: dict[int, Bucket] = {}
     for index, layout in state.buckets(rank).items():
         unsharded = {piece: _read_table(piece, read, tables[piece.name]).to(device) for piece in layout.unsharded}
-        trained = FlatBuffer(layout.trained, sharding, dtype, device) if layout.trained else None
-        frozen = FlatBuffer(layout.frozen, sharding, dtype, device) if layout.frozen else None
+        trained, frozen = (
+            FlatBuffer(own, sharding, dtype, device, on_host=index in fetched) if own else None
+            for own in (layout.trained, layout.frozen)
+        )
         found[index] = Bucket(trained, frozen, unsharded)
         if trained is not None:
             masters = trained.fill(read, state.facts.masters, only_shards)
             if index in hosted and masters is not None:
                 masters = on_host(masters, device)
-            elif index in hosted and state.plan.steps_on_host:
+            elif index in hosted and state.plan.steps_on_host and not trained.on_host:
                 masters = on_host(trained.shard, device)
             found[index].masters = masters
         if frozen is not None:

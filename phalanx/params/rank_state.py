@@ -7,7 +7,7 @@ and go to is the caller's business, how they lie on the device is `buckets.py`'s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,16 +43,17 @@ class Source(Protocol):
 
 class State:
     """What a rank keeps from step to step. read: gives the initial values. hosted: the buckets whose optimizer state
-    lies on the host, each in so many parts. only_shards: see `load_parameters`."""
+    lies on the host, each in so many parts. fetched: those whose parameters lie there. only_shards: see
+    `load_parameters`."""
 
     def __init__(
         self, layout: StateLayout, rank: int, read: Read, config: RunConfig, device: torch.device,
         optimizer_class: type[Any] | None = None, groups: Groups | None = None,
-        hosted: Mapping[int, int] | None = None, only_shards: bool = False,
+        hosted: Mapping[int, int] | None = None, fetched: Collection[int] = (), only_shards: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self._rank = layout, rank
         self.parameters = load_parameters(
-            layout, rank, read, device=device, hosted=hosted or {}, only_shards=only_shards
+            layout, rank, read, device=device, hosted=hosted or {}, fetched=fetched, only_shards=only_shards
         )
         elsewhere = {piece.name for bucket in hosted or {} for piece, _ in self.parameters.bucket(bucket).updated}
         weights = {name: weight for name, weight in self.parameters.trained.items() if name not in elsewhere}
@@ -100,6 +101,8 @@ class State:
         yield from self.parameters.values.values()
         elsewhere = self.hosted.masters if self.hosted is not None else ()
         for name, weight in self.parameters.weights.items():
+            if name in self.parameters.on_host:
+                continue
             yield weight.copy
             yield from () if name in elsewhere else (weight.exact,)
         yield from (tensor for _, _, tensor in self.optimizer.tensors())

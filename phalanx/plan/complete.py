@@ -18,7 +18,7 @@ from phalanx.errors import PlanError
 from phalanx.plan import fields
 from phalanx.plan.fields import Fields
 from phalanx.plan.plan import AXES, Plan
-from phalanx.plan.rules import VIRTUAL_STAGES, check_counts, divisors, listed
+from phalanx.plan.rules import SCHEDULES, VIRTUAL_STAGES, check_counts, divisors, listed
 
 
 class Completed(NamedTuple):
@@ -153,6 +153,10 @@ def _pipeline_length(known: Fields, groups: int, there: str, num_blocks: int) ->
 
 def _with_stages(plan: Plan, costs: Sequence[float], reasons: dict[str, str]) -> Plan:
     if not plan.stages:
+        if SCHEDULES[plan.schedule].by_block and plan.v == VIRTUAL_STAGES[plan.schedule]:
+            plan = replace(plan, v=max(plan.v, len(costs) // plan.pp))
+            shared = "" if len(costs) == plan.num_stages else ", as far as they go round evenly"
+            reasons["v"] = f"v {plan.v}: each of the {len(costs)} blocks is a virtual stage{shared}"
         plan = replace(plan, stages=balance(costs, plan.num_stages))
         reasons["stages"] = f"stages {_counts(plan)}: {_evenness(plan, costs)}"
     elif sum(plan.stages) != len(costs):
@@ -249,6 +253,7 @@ def with_micro_batches(plan: Plan, decided: bool, batch_size: int, reasons: dict
         reasons["mb"] = f"micro-batches {plan.mb}: {_filling(plan)}"
     _require_turns(plan)
     _require_partners(plan)
+    _require_several(plan)
     return plan
 
 
@@ -298,6 +303,12 @@ def _require_partners(plan: Plan) -> None:
         raise PlanError(message, "use mb=2 or more, or leave pairs out")
 
 
+def _require_several(plan: Plan) -> None:
+    if SCHEDULES[plan.schedule].by_block and plan.mb == 1:
+        message = f"plan: schedule={plan.schedule} does nothing with mb=1: blocks come one after the other in any order"
+        raise PlanError(message, "use mb=2 or more, or leave schedule out")
+
+
 def _need(plan: Plan) -> str:
     """What is needed, by which fields, for how many samples beside each other."""
     groups = plan.multiple // plan.halves
@@ -328,13 +339,15 @@ def bubble(plan: Plan) -> float | None:
         return idle / (busy + idle)
     if plan.schedule == "interleaved" and plan.mb % plan.pp == 0:
         return idle / (plan.v * busy + idle)
+    if plan.schedule == "block-major" and plan.stages and plan.mb >= plan.pp:
+        return idle / (plan.v * busy + idle)
     if plan.schedule == "zb-h1" and plan.mb >= plan.pp:
         return idle / (3 * busy + idle)
     return None
 
 
 def _number(plan: Plan, samples: int) -> int:
-    if plan.pp == 1 and not plan.pairs:
+    if plan.pp == 1 and not plan.pairs and not SCHEDULES[plan.schedule].by_block:
         return 1
     most = min(MICRO_BATCHES_PER_RANK * plan.pp, samples)
     if plan.multiple > 1:
@@ -345,6 +358,8 @@ def _number(plan: Plan, samples: int) -> int:
 
 
 def _filling(plan: Plan) -> str:
+    if plan.pp == 1 and SCHEDULES[plan.schedule].by_block:
+        return "each block runs for all of them in a row"
     if plan.pp == 1:
         return "each but the first has a partner" if plan.pairs else "there is no pipeline to fill"
     share = bubble(plan)

@@ -212,7 +212,7 @@ def num_held(plan: Plan, place: int) -> float:
     """The most micro-batches whose activations a rank holds at once, each of all its stages."""
     ahead = plan.pp - 1 - place
     match plan.schedule:
-        case "gpipe":
+        case "gpipe" | "block-major":
             held = plan.mb
         case "eager-1f1b":
             held = 1 + 2 * ahead

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from phalanx.errors import PlanError
-from phalanx.plan.complete import with_micro_batches
+from phalanx.plan.complete import balance, with_micro_batches
 from phalanx.plan.fields import POLICIES
 from phalanx.plan.offload import read_offload, write_offload
 from phalanx.plan.plan import Plan
@@ -81,8 +81,21 @@ def _changes(plan: Plan, batch_size: int) -> Iterator[Change]:
 
 
 def _offloads(plan: Plan) -> Iterator[Change]:
-    """Beside what lies on the host already."""
+    """Beside what lies on the host already: the optimizer's state before parameters, which then come at every use."""
     there = {word.partition("-")[0] for word, _ in plan.offload}
-    for word in ("activations", "optimizer", "optimizer-step"):
-        if word.partition("-")[0] not in there:
-            yield {"offload": write_offload((*plan.offload, *read_offload("offload", word)))}
+    for words in ("activations", "optimizer", "optimizer-step", "parameters", "parameters+optimizer-step"):
+        if there.isdisjoint(word.partition("-")[0] for word in words.split("+")):
+            yield {"offload": write_offload((*plan.offload, *read_offload("offload", words)))}
+    if not plan.offload and plan.zero not in (1, 2) and plan.mb > 1:
+        yield _block_by_block(plan)
+
+
+def _block_by_block(plan: Plan) -> Change:
+    """The least that a device can hold: of the model two blocks, of the batch what is between two blocks."""
+    num_blocks = sum(plan.stages)
+    v = max(1, num_blocks // plan.pp)
+    words = "activations+parameters+optimizer-step"
+    return {
+        "schedule": "block-major", "v": v, "stages": balance([1.0] * num_blocks, plan.pp * v), "recompute": ("block",),
+        "offload": words, "gather": "", "pairs": False,
+    }  # fmt: skip

@@ -16,11 +16,13 @@ Offload = tuple[tuple[str, Amount], ...]  # words with how much; 0 layers and a 
 
 WORDS = {
     "activations": "layers per stage",
+    "parameters": "layers per rank",
     "optimizer": "share of the elements",
     "optimizer-step": "share of the elements",
 }
 EXAMPLE = "activations:12+optimizer:0.6"
-_ALL: dict[str, Amount] = {"activations": 0, "optimizer": 1.0, "optimizer-step": 1.0}
+_ALL: dict[str, Amount] = {"activations": 0, "parameters": 0, "optimizer": 1.0, "optimizer-step": 1.0}
+_EVERY = {"activations": "layers", "parameters": "blocks"}
 _COUNT = re.compile(r"[1-9]\d{0,5}", re.ASCII)
 _SHARE = re.compile(r"0?\.\d{1,6}|0|1|1\.0{1,6}", re.ASCII)
 
@@ -60,10 +62,10 @@ def take_offload(value: object) -> Offload:
 
 
 def _read_amount(name: str, word: str, text: str) -> Amount:
-    if word == "activations":
+    if isinstance(_ALL[word], int):
         if _COUNT.fullmatch(text) is None:
-            message = f"plan: {name}={word}:{text} is not a number of layers per stage"
-            raise PlanError(message, f"use {word}:1 or more, or {word} for all layers")
+            message = f"plan: {name}={word}:{text} is not a number of {WORDS[word]}"
+            raise PlanError(message, f"use {word}:1 or more, or {word} for all {_EVERY[word]}")
         return int(text)
     if _SHARE.fullmatch(text) is None or float(text) == 0:
         message = f"plan: {name}={word}:{text} is not a share of the elements"
@@ -93,6 +95,12 @@ def check_offload(offload: Offload) -> None:
         message = f"plan: offload={write_offload(offload)} keeps the optimizer's state on the host twice"
         hint = "use optimizer, which updates on the device, or optimizer-step, which updates on the host"
         raise PlanError(message, hint)
+    shares = [(word, amount) for word, amount in offload if word.startswith("optimizer") and amount < 1]
+    if shares and ("parameters", 0) in offload:
+        word, amount = shares[0]
+        reason = "with all parameters on the host, all of the optimizer's state lies there"
+        message = f"plan: offload={write_offload(offload)}: {word}:{amount:g} does nothing: {reason}"
+        raise PlanError(message, f"use {word}, or parameters:1 or more for some layers only")
 
 
 def spread(items: Sequence[int], count: int) -> tuple[int, ...]:

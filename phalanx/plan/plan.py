@@ -165,6 +165,11 @@ class Plan:
         return -(-len(own) // max(1, len(self.offloaded_blocks(stage, layers))))
 
     @property
+    def hosts_parameters(self) -> bool:
+        """Whether parameters lie on the host and are fetched for each use."""
+        return "parameters" in dict(self.offload)
+
+    @property
     def hosted_share(self) -> float:
         """Of the elements, those whose optimizer state lies on the host."""
         found = dict(self.offload)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from phalanx.errors import PlanError, nearest
 from phalanx.plan import fields
 from phalanx.plan.fields import write_slicings
-from phalanx.plan.offload import check_offload
+from phalanx.plan.offload import check_offload, write_offload
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -33,23 +33,26 @@ def listed(choices: Iterable[int | str]) -> str:
 
 
 class ScheduleFacts(NamedTuple):
-    """order: where in `program/schedules/` the function is, as module.function. virtual_stages: per rank; a schedule
-    that is not interleaved is defined for this number only, interleaved for any more. slices: whether it orders them.
-    for_pipelines: what it would be without on one rank; empty where it may run there."""
+    """order: where in `program/schedules/` the function is, as module.function. virtual_stages: per rank; some
+    schedules are defined for `more` of them too. slices: whether it orders them. for_pipelines: what it would be
+    without on one rank; empty where it may run there. by_block: as many virtual stages as there are blocks for."""
 
     order: str
     virtual_stages: int
     slices: bool
     for_pipelines: str = ""
+    more: bool = False
+    by_block: bool = False
 
 
 SCHEDULES: Mapping[str, ScheduleFacts] = {
     "1f1b": ScheduleFacts("one_f_one_b.one_f_one_b", 1, True),
     "eager-1f1b": ScheduleFacts("one_f_one_b.eager_one_f_one_b", 1, True, "there are no messages to hide"),
     "gpipe": ScheduleFacts("gpipe.gpipe", 1, True),
-    "interleaved": ScheduleFacts("interleaved.interleaved", 2, False, "one rank has no bubble to fill"),
+    "interleaved": ScheduleFacts("interleaved.interleaved", 2, False, "one rank has no bubble to fill", more=True),
     "zb-h1": ScheduleFacts("zb_h1.zb_h1", 1, True),
     "zb-v": ScheduleFacts("zb_v.zb_v", 2, False),
+    "block-major": ScheduleFacts("block_major.block_major", 1, True, more=True, by_block=True),
 }
 VIRTUAL_STAGES = {name: schedule.virtual_stages for name, schedule in SCHEDULES.items()}
 SLICED_SCHEDULES = tuple(name for name, schedule in SCHEDULES.items() if schedule.slices)
@@ -58,14 +61,15 @@ MOMENTS = ("micro-batch", "step")
 
 
 NOT_WEIGHED = ("slices", "degrees", "save", "overlap", "pairs", "offload")
+NOT_WEIGHED_SCHEDULES = ("zb-v", "block-major")
 SEARCHED = ("stages", "recompute")
 
 
 def require_weighed(given: Mapping[str, Any]) -> None:
     """What an estimate says nothing about is refused, not ignored. given: fields of a plan."""
     unknown = [name for name in NOT_WEIGHED if name in given]
-    if given.get("schedule") == "zb-v":
-        unknown.append("schedule=zb-v")
+    if given.get("schedule") in NOT_WEIGHED_SCHEDULES:
+        unknown.append(f"schedule={given['schedule']}")
     if unknown:
         message = f"option plan: {unknown[0]} is not in what planning estimates"
         raise PlanError(message, "leave it out, or see what it does with `phalanx program --plan`")
@@ -89,6 +93,7 @@ def validate(plan: Plan) -> None:
     _check_moments(plan)
     _check_tensor(plan)
     check_offload(plan.offload)
+    _check_hosted_parameters(plan)
     if plan.sums and plan.sums not in SUMS:
         raise PlanError(f"plan: unknown sums '{plan.sums}'", f"use sums={listed(SUMS)}, or leave it out")
 
@@ -105,9 +110,10 @@ def _check_schedule(plan: Plan) -> None:
     if plan.schedule not in VIRTUAL_STAGES:
         raise PlanError(f"plan: unknown schedule '{plan.schedule}'", nearest(plan.schedule, VIRTUAL_STAGES))
     needed = VIRTUAL_STAGES[plan.schedule]
-    if plan.schedule == "interleaved":
+    if SCHEDULES[plan.schedule].more:
         if plan.v < needed:
-            message = f"plan: schedule=interleaved needs at least {needed} virtual stages per rank, not v={plan.v}"
+            least = f"{needed} virtual stage{'s' * (needed > 1)}"
+            message = f"plan: schedule={plan.schedule} needs at least {least} per rank, not v={plan.v}"
             raise PlanError(message, f"use v={needed} or more, or schedule=1f1b")
     elif plan.v != needed:
         message = f"plan: schedule={plan.schedule} has v={needed} (virtual stages per rank), not v={plan.v}"
@@ -174,6 +180,22 @@ def _check_moments(plan: Plan) -> None:
     if plan.reduce == "micro-batch" and plan.zero < 2:
         message = f"plan: reduce=micro-batch saves nothing with zero={plan.zero}: every rank has all its gradients"
         raise PlanError(message, "use zero=2 or 3, or reduce=step")
+
+
+def _check_hosted_parameters(plan: Plan) -> None:
+    if not plan.hosts_parameters:
+        return
+    shown = f"plan: offload={write_offload(plan.offload)}"
+    if plan.zero in (1, 2):
+        reason = "every host would keep all parameters, and collect what others updated of them"
+        message = f"{shown} does not go with zero={plan.zero}: {reason}"
+        raise PlanError(message, "use zero=3, where every host keeps a share of them, or zero=0")
+    if plan.gathers == "step":
+        message = f"{shown} does not go with gather=step, which keeps parameters on the device for a whole step"
+        raise PlanError(message, "use gather=micro-batch, or leave parameters out of offload")
+    if plan.pairs:
+        message = f"{shown} does not go with pairs=yes, which needs the parameters of more blocks at once"
+        raise PlanError(message, "use pairs=no, or leave parameters out of offload")
 
 
 class Overlap(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from phalanx.plan.plan import Plan
-from phalanx.program.instructions import Instruction, Op, Program
+from phalanx.program.instructions import Instruction, Op, Program, is_fetch
 from phalanx.program.moved import moved_of
 from phalanx.program.rules import Key, Rules, bucket_of, of_bucket
 from phalanx.program.shape import ModelShape
@@ -71,12 +71,14 @@ class _Lives:
         self._uses: set[Use] = set()  # of blocks, so far
         self._leaving: list[tuple[int, int]] = []  # on its way to the host, and the number of uses by which it is there
         self._uses_to_leave = 0
+        self._leaves = False  # whether what an instruction brings to the host is copied there
         self._rows: list[Row] = []
         self._row = _Draft()
 
     def begin_row(self, it: Instruction) -> None:
         """What left long enough ago is waited for where a block is used anew, so that its memory is free again."""
-        if it.stage is None and it.op in _LEFT_BEFORE:
+        self._leaves = it.op is Op.OUT
+        if it.stage is None and it.op in _LEFT_BEFORE and not is_fetch(it):
             self._let_leave(_LEFT_BEFORE[it.op] if it.op is not Op.STEP or it.block is None else len(self._leaving))
         if it.op is Op.OUT and it.stage is not None:
             self._uses_to_leave = self._plan.uses_to_leave(it.stage, self._shape.layers)
@@ -118,10 +120,10 @@ class _Lives:
             self._rows[position] = row._replace(waits=(*row.waits, number))
 
     def _let_go(self, key: Key) -> None:
-        """What was gathered and read by nobody, as parameters of a block that learns nothing are for its backward, is
-        gone before it is gathered again."""
+        """What was gathered or fetched and read by nobody, as parameters of a block that learns nothing are for its
+        backward, is gone before that is done again."""
         before = self._live.get(key)
-        if key[0] == "gathered" and before is not None and before in self._pending:
+        if key[0] in ("gathered", "fetched") and before is not None and before in self._pending:
             del self._pending[before]
             self._last[before] = len(self._rows) - 1
             row = self._rows[-1]
@@ -144,7 +146,7 @@ class _Lives:
         self, key: Key, size: str = "", memory: int | None = None, arrives: bool = False, holds: tuple[int, ...] = ()
     ) -> int:
         if key[0] in RESIDENT:  # written where it is
-            number = self.add(key)
+            number = self._add_part(key) if arrives else self.add(key)
         else:
             self._let_go(key)
             number = self._live[key] = self._new(key, size, memory)
@@ -154,7 +156,7 @@ class _Lives:
         if arrives:
             self._pending[number] = len(self._rows)
             self._held[number] = holds
-            if self._values[number].is_on_host:
+            if self._values[number].is_on_host and self._leaves:
                 self._leaving.append((len(self._uses) + self._uses_to_leave, number))
         return number
 
@@ -164,6 +166,14 @@ class _Lives:
         if key not in self._live:
             self.read(key)
         return self._touch(self._live[key], self._row.adds)
+
+    def _add_part(self, key: Key) -> int:
+        """To what is on its way in parts, each of which goes by itself: whoever reads it waits for all."""
+        if (number := self._live.get(key)) is None or number not in self._pending:
+            return self.add(key)
+        self._row.adds.append(number)
+        self._last[number] = len(self._rows)
+        return number
 
     def give(
         self, key: Key, size: str, memory: int | None = None, arrives: bool = False, holds: tuple[int, ...] = ()

@@ -17,8 +17,8 @@ from phalanx.program.block_ops import BlockOps
 from phalanx.program.check_ranks import check_messages, check_progress, check_ties
 from phalanx.program.check_values import Broken, check_values
 from phalanx.program.grid import Mark, draw, short_view
-from phalanx.program.holders import buckets_of, hosted_of, is_tied, reduced_of, summed_of
-from phalanx.program.instructions import HALVES, MOVES, RECEIVES, SENDS, Instruction, Op, Program
+from phalanx.program.holders import buckets_of, fetched_of, is_tied, left_of, reduced_of, summed_of
+from phalanx.program.instructions import HALVES, MOVES, RECEIVES, SENDS, Instruction, Op, Program, is_fetch
 from phalanx.program.moved import moved_of
 from phalanx.program.passes.offload import update
 from phalanx.program.rules import place_of
@@ -82,13 +82,16 @@ class Scope:
 def _check_rank(scope: Scope, index: int, program: Program) -> Table:
     wanted = Counter((*_wanted(scope, index), *_moves(scope, index, program)))
     stages, held = scope.plan.stages_of(index), buckets_of(scope.plan, scope.shape, index)
+    fetched = fetched_of(scope.plan, scope.shape, index)
     for position, it in enumerate(program):
         for work in _works(it, scope.plan):
             if work in wanted and wanted[work] > 0:
                 wanted[work] -= 1
             elif work in wanted:
                 raise Broken(f"runs {work} twice", index, position)
-            elif it.op is not Op.GATHER or not scope.plan.gathers or it.block not in held:
+            elif not (is_fetch(it) and it.block in fetched) and not (
+                it.op is Op.GATHER and scope.plan.gathers and it.block in held
+            ):
                 raise Broken(_out_of_place(scope, stages, it), index, position)
     missing = [work for work, count in wanted.items() if count > 0]
     if missing:
@@ -182,8 +185,7 @@ def _update(scope: Scope, index: int) -> Iterator[Instruction]:
     plan, shape = scope.plan, scope.shape
     yield Instruction(Op.COUNT)
     yield from update(plan, shape, index)
-    if plan.steps_on_host:
-        yield from (Instruction(Op.OUT, block=bucket) for bucket in hosted_of(plan, shape, index))
+    yield from (Instruction(Op.OUT, block=bucket) for bucket in left_of(plan, shape, index))
     trained = [bucket for bucket in buckets_of(plan, shape, index) if shape.trained[bucket]]
     moments = range(scope.num_micro_batches) if plan.reduces == "micro-batch" else (None,)
     for bucket in trained:
@@ -205,6 +207,8 @@ def _out_of_place(scope: Scope, stages: tuple[int, ...], it: Instruction) -> str
         return f"has {it}, but holds nothing of bucket {it.block}"
     if it.op is Op.GATHER:
         return f"has {it}, but zero={plan.zero} leaves every parameter in place"
+    if is_fetch(it):
+        return f"has {it}, but the parameters of bucket {it.block} do not lie on its host"
     if it.stage is not None and it.stage not in stages:
         held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         return f"has {it}, but stage {it.stage} is not on this rank (it holds {held})"

@@ -15,7 +15,7 @@ from phalanx.program.instructions import Instruction, Op
 from phalanx.program.moved import moved_of
 from phalanx.program.rules import Key, Rules, bucket_of, of_bucket
 from phalanx.program.shape import ModelShape
-from phalanx.program.values import RESIDENT, Row, Table
+from phalanx.program.values import HOST, RESIDENT, Row, Table
 
 MAX_BLOCKS = 2  # gathered at once where parameters are gathered for a micro-batch: those in use and the next ones
 
@@ -137,6 +137,7 @@ class _Follower:
         self._touched: set[int] = set()
         self._reduced = {i for i, value in enumerate(table.values) if value.kind == "reduced"}
         self._parameters_arrive = plan.zero in (1, 2) or plan.steps_on_host
+        self._brought = "gathered" if plan.gathers == "micro-batch" else "fetched" if plan.hosts_parameters else ""
         self._ends = Op.NORM in {it.op for it in program}
         self._num_slices: Counter[Key] = Counter()  # of each past, how many slices write it
         self._passed: Counter[tuple[Key, bool]] = Counter()  # slices that wrote it, or came back
@@ -211,7 +212,8 @@ class _Follower:
         for i in new:
             if i in written:
                 yield f"writes {self._name(i)} twice"
-        for i in (*row.reads, *row.adds, *new):
+        parts = [i for i in row.adds if self._keys[i] in meaning.arrives and i not in row.reads]  # of what is under way
+        for i in (*row.reads, *(i for i in row.adds if i not in parts), *new):
             if i in self._freed or i in self._pending or i in self._gone or (i not in written and i not in new):
                 yield from self._misused(i, new)
         if meaning.takes or meaning.sums:
@@ -228,7 +230,7 @@ class _Follower:
         self._count(row.instruction, meaning)
         if meaning.arrives or meaning.sums:
             self._set_out(row, meaning)
-        if self._plan.gathers == "micro-batch":
+        if self._brought:
             yield from self._too_many(row)
         for i in row.frees:
             if i in self._freed:
@@ -327,7 +329,8 @@ class _Follower:
             if self._keys[i][0] == "reduced" and not used:
                 yield f"frees {self._name(i)} before it was added up"
         if self._parameters_arrive:
-            first = (i for i in (*row.reads, *row.adds) if self._keys[i][0] == "parameters" and i not in self._touched)
+            kept = (i for i in (*row.reads, *row.adds) if self._keys[i][0] in ("parameters", f"{HOST}parameters"))
+            first = (i for i in kept if i not in self._touched)
             yield from (f"uses {self._name(i)} without waiting for it" for i in first if i not in row.waits)
 
     def _incomplete(self, row: Row, meaning: _Meaning) -> Iterator[str]:
@@ -346,11 +349,11 @@ class _Follower:
                 yield f"comes before micro-batch {micro_batch} has added all its gradients to bucket {bucket}"
 
     def _too_many(self, row: Row) -> Iterator[str]:
-        gathered = (i for i in row.writes if self._keys[i][0] == "gathered")
+        gathered = (i for i in row.writes if self._keys[i][0] == self._brought)
         self._gathered.update(i for i in gathered if int(self._keys[i][1]) < self._rules.shape.num_blocks)
         num_blocks = len(self._gathered)
         if num_blocks > MAX_BLOCKS:
-            yield f"has the parameters of {num_blocks} blocks gathered, of which {MAX_BLOCKS} are allowed,"
+            yield f"has the parameters of {num_blocks} blocks {self._brought}, of which {MAX_BLOCKS} are allowed,"
         self._gathered.difference_update(row.frees)
 
     def _strange(self, i: int, bucket: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from phalanx.plan.offload import spread
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import ModelShape
 
@@ -24,16 +25,42 @@ def holders(plan: Plan, shape: ModelShape, bucket: int) -> tuple[int, ...]:
 
 def hosted_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
     """The buckets of a rank whose optimizer state lies on the host, in the order in which a forward needs them. Which,
-    is the same for all ranks, so that those which keep the same update it alike."""
-    if not plan.hosted_share:
+    is the same for all ranks, so that those which keep the same update it alike. State is larger than the parameters it
+    belongs to: where these lie on the host, so does it."""
+    if not plan.hosted_share and not plan.hosts_parameters:
         return ()
-    held = set(buckets_of(plan, shape, pp_index))
-    return tuple(sorted((b for b in _hosted(plan, shape) if b in held), key=lambda b: (shape.users(b)[0], b)))
+    wanted = {*hosted_by_share(plan, shape), *fetched_of(plan, shape, pp_index)}
+    held = (b for b in buckets_of(plan, shape, pp_index) if b in wanted and shape.trained[b])
+    return tuple(sorted(held, key=lambda b: (shape.users(b)[0], b)))
+
+
+def fetched_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
+    """The buckets of a rank whose parameters lie on the host, and are fetched for each use: all, or those that no
+    others use than so many layers of the rank, spread evenly over it."""
+    count = dict(plan.offload).get("parameters")
+    if count is None:
+        return ()
+    held, layers = buckets_of(plan, shape, pp_index), set(spread(layers_of(plan, shape, pp_index), int(count)))
+    return tuple(b for b in held if not count or layers.issuperset(shape.users(b)))
+
+
+def layers_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
+    """The layers that a rank of the pipeline holds, or its blocks where a model has none."""
+    blocks = (block for stage in plan.stages_of(pp_index) for block in plan.stage_blocks(stage))
+    return tuple(block for block in blocks if not shape.layers or block in shape.layers)
+
+
+def left_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
+    """The buckets of a rank whose gradients leave for the host: where it updates, or where their parameters lie too."""
+    hosted, fetched = hosted_of(plan, shape, pp_index), fetched_of(plan, shape, pp_index)
+    return hosted if plan.steps_on_host else tuple(b for b in hosted if b in fetched)
 
 
 @lru_cache(maxsize=64)
-def _hosted(plan: Plan, shape: ModelShape) -> tuple[int, ...]:
+def hosted_by_share(plan: Plan, shape: ModelShape) -> tuple[int, ...]:
     """Whole buckets, evenly over the model, so that their share is as close as can be to what the plan wants."""
+    if not plan.hosted_share:
+        return ()
     found: list[int] = []
     hosted = seen = 0
     for bucket in range(shape.num_buckets):

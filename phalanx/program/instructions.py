@@ -44,7 +44,7 @@ class Op(StrEnum):
     STEP = "STEP"  # the optimizer
     SHARE = "P"  # a bucket's updated parameters with the ranks that did not update them
     OUT = "OUT"  # to the host: what an op's backward needs; a bucket's gradients; a part of its optimizer state
-    IN = "IN"  # the same back to the device
+    IN = "IN"  # from the host: what an op's backward needs; a bucket's parameters; a part of its optimizer state
 
 
 COMPUTE = frozenset((Op.F, Op.B, Op.W, Op.BW, Op.A))
@@ -82,6 +82,12 @@ class Instruction(NamedTuple):
 
 
 Program = tuple[Instruction, ...]
+
+
+def is_fetch(it: Instruction) -> bool:
+    """Whether it brings a bucket's parameters from the host."""
+    return it.op is Op.IN and it.stage is None and it.op_index is None
+
 
 _OPS = "|".join(sorted(Op, key=len, reverse=True))
 _PATTERN = re.compile(
@@ -129,7 +135,7 @@ def _places(op: Op, staged: bool) -> tuple[set[str], set[str]]:
         return {*place, "block", "op_index"}, {"slice", "half"}
     if op in MOVES and staged:
         return {*place, "block"}, {"slice", "half", "op_index"}
-    if op in MOVES:  # of a bucket's state, or its gradients
+    if op in MOVES:  # of a bucket's state; of its gradients, or its parameters
         return {"block"}, {"op_index"}
     if op is Op.STEP:
         return set(), {"block", "op_index"}

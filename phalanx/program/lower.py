@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from phalanx.errors import PlanError
 from phalanx.plan.plan import Plan
-from phalanx.program.holders import buckets_of, is_tied, reduced_of, summed_of
+from phalanx.program.holders import buckets_of, fetched_of, is_tied, reduced_of, summed_of
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.passes.blocks import add_inputs, at_their_grain, to_blocks
 from phalanx.program.passes.messages import Route, add_messages
-from phalanx.program.passes.offload import check_hosted, leave_gradients, move_activations, update
+from phalanx.program.passes.offload import check_fetched, check_hosted, leave_gradients, move_activations, update
 from phalanx.program.passes.ops import to_ops
 from phalanx.program.passes.reductions import add_reductions, add_sums, check_sums
-from phalanx.program.passes.zero import gather_per_micro_batch, gather_per_step
+from phalanx.program.passes.zero import fetch, fetch_to_gather, gather_per_micro_batch, gather_per_step
 from phalanx.program.schedules import SCHEDULES
 from phalanx.program.schedules.one_f_one_b import NUM_AHEAD
 from phalanx.program.shape import ModelShape
@@ -49,7 +49,8 @@ def lower(plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
     """The programs of one training step, per rank of a pipeline; peers are such ranks."""
     orders = schedule_of(plan)
     split = is_split(orders)
-    programs = [_gathered(_stepped(order, plan, shape), plan, shape, split) for order in orders]
+    check_fetched(plan, shape)
+    programs = [_brought(_stepped(order, plan, shape), plan, shape, split, p) for p, order in enumerate(orders)]
     check_sums(programs, plan, shape)
     per_micro_batch = plan.reduces == "micro-batch"
     programs = [
@@ -67,24 +68,30 @@ def lower_forward(plan: Plan, shape: ModelShape, num_micro_batches: int) -> tupl
     """The programs of an evaluation, likewise: forwards, their messages, redistributions and gathers."""
     whole = without_overlap(plan)
     orders = forwards_of(plan, num_micro_batches)
-    programs = [_gathered(_stepped(order, whole, shape), plan, shape, split=False) for order in orders]
+    programs = [_brought(_stepped(order, whole, shape), plan, shape, False, p) for p, order in enumerate(orders)]
     return add_messages(programs, _route(plan), split=False)
 
 
 def without_overlap(plan: Plan) -> Plan:
-    """How an evaluation runs a plan: without a backward there is nothing to compute again, and batches stay whole."""
-    return replace(plan, overlap="none", pairs=False, recompute=(), offload=())
+    """How an evaluation runs a plan: without a backward there is nothing to compute again, and batches stay whole. Of
+    what lies on the host it needs parameters."""
+    fetched = tuple(own for own in plan.offload if own[0] == "parameters")
+    return replace(plan, overlap="none", pairs=False, recompute=(), offload=fetched)
 
 
 def _stepped(order: Program, plan: Plan, shape: ModelShape) -> Program:
     return add_inputs(to_ops(at_their_grain(to_blocks(order, plan.stage_blocks), shape), shape, plan))
 
 
-def _gathered(program: Program, plan: Plan, shape: ModelShape, split: bool) -> Program:
+def _brought(program: Program, plan: Plan, shape: ModelShape, split: bool, pp_index: int) -> Program:
+    """Parameters that are not always here, before they are used."""
+    hosted = fetched_of(plan, shape, pp_index)
+    if plan.gathers == "step":
+        return gather_per_step(program, shape, split)
     if not plan.gathers:
-        return program
-    gather = gather_per_step if plan.gathers == "step" else gather_per_micro_batch
-    return gather(program, shape, split)
+        return fetch(program, shape, split, hosted) if hosted else program
+    gathered = gather_per_micro_batch(program, shape, split)
+    return fetch_to_gather(gathered, shape, hosted) if hosted else gathered
 
 
 def _route(plan: Plan) -> Route:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from phalanx.expressions import evaluate
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan
 from phalanx.program.costs import BucketCosts, Costs
-from phalanx.program.holders import buckets_of, chunks_of, hosted_of, is_tied
+from phalanx.program.holders import buckets_of, chunks_of, fetched_of, hosted_of, is_tied
 from phalanx.program.instructions import COMPUTE, SENDS, Instruction, Op
 from phalanx.program.rules import Names
 from phalanx.program.shape import ModelShape
@@ -24,6 +25,10 @@ from phalanx.program.timeline import Event
 from phalanx.program.values import HOST, RESIDENT, Row, Table, Value
 
 _WORKING = {Op.F: 0, Op.A: 0, Op.B: 1, Op.W: 2, Op.BW: 3}  # places in `Step.working`
+_OF_BUCKETS = frozenset((
+    "fetched", "gathered", "d_parameters", "reduced", "staged", f"{HOST}parameters", f"{HOST}d_parameters",
+    f"{HOST}state",
+))  # fmt: skip
 Dims = Mapping[str, int]
 Part = tuple[int | None, int | None, int | None]  # micro-batch, slice, half
 
@@ -31,7 +36,8 @@ COMPONENTS = {
     "activation": "activations", "loss": "activations", "saved_b": "activations", "saved_bw": "activations",
     "saved_w": "activations", "past": "activations", "d_past": "gradients of activations",
     "gradient": "gradients of activations", "inputs": "inputs", "d_parameters": "gradients", "reduced": "gradients",
-    "gathered": "gathered", "items": "inputs", "norm": "inputs", "norms": "inputs", "staged": "staging",
+    "gathered": "gathered", "fetched": "fetched", "staged": "staging", "items": "inputs", "norm": "inputs",
+    "norms": "inputs",
 }  # fmt: skip
 
 
@@ -65,7 +71,7 @@ class Sizes:
         return dims
 
     def __call__(self, value: Value) -> int:
-        if value.kind in ("gathered", "d_parameters", "reduced", "staged", f"{HOST}d_parameters", f"{HOST}state"):
+        if value.kind in _OF_BUCKETS:
             return self._of_bucket(value)
         lengths = self.plan.slices and value.slice is not None
         key = (value.kind, value.what, value.half is None, (value.micro_batch, value.slice) if lengths else None)
@@ -127,9 +133,10 @@ class Sizes:
         if value.kind in ("staged", f"{HOST}state"):
             bucket, _, _ = bucket.partition(":")
             parts = self.plan.shards * chunks_of(self.plan, self.shape, int(bucket))
-            costs = self.buckets[int(bucket)]
-            return -(-(costs.master_bytes + costs.moment_bytes) // parts)
+            return -(-self._of_state(int(bucket), is_staged=value.kind == "staged") // parts)
         costs = self.buckets[int(bucket)]
+        if value.kind in ("fetched", f"{HOST}parameters"):
+            return -(-costs.weight_bytes // (self.plan.shards if self.plan.zero == 3 else 1))
         if value.kind == "gathered":
             return costs.weight_bytes
         if value.kind in ("reduced", f"{HOST}d_parameters") and self.plan.zero:
@@ -139,6 +146,23 @@ class Sizes:
         chain = self.shape.ops_of(int(bucket))
         users = [i for i, own in enumerate(chain) if own.kind == "segment" and own.bw.trains]
         return costs.gradient_bytes // max(1, len(users))
+
+    def _of_state(self, bucket: int, *, is_staged: bool) -> int:
+        """Of a bucket whose parameters lie on the host these come with its state, unless masters do, and its gradients;
+        what goes back are both."""
+        costs = self.buckets[bucket]
+        beside = 0
+        if bucket in self._fetched:
+            with_masters = costs.gradient_bytes if is_staged else costs.weight_bytes
+            without = costs.weight_bytes + (costs.gradient_bytes if is_staged else 0)
+            beside = with_masters if costs.master_bytes else without
+        return costs.master_bytes + costs.moment_bytes + beside
+
+    @cached_property
+    def _fetched(self) -> frozenset[int]:
+        """The buckets whose parameters lie on the host."""
+        places = range(self.plan.pp) if self.plan.hosts_parameters else ()
+        return frozenset(bucket for place in places for bucket in fetched_of(self.plan, self.shape, place))
 
 
 Size = Callable[[Value], int]
@@ -209,11 +233,11 @@ def resident_bytes(compiled: CompiledPlan, costs: Costs, rank: int) -> dict[str,
     def share(size: int, from_stage: int) -> int:
         return -(-size // plan.shards) if plan.zero >= from_stage else size
 
-    held = buckets_of(plan, shape, compiled.pp_index(rank))
+    held, fetched = (of(plan, shape, compiled.pp_index(rank)) for of in (buckets_of, fetched_of))
     hosted = hosted_of(plan, shape, compiled.pp_index(rank))
     trained = [bucket for bucket in held if shape.trained[bucket] and bucket not in hosted]
     return {
-        "parameters": share(sum(costs.buckets[bucket].weight_bytes for bucket in held), 3),
+        "parameters": share(sum(costs.buckets[bucket].weight_bytes for bucket in held if bucket not in fetched), 3),
         "masters": share(sum(costs.buckets[bucket].master_bytes for bucket in trained), 1),
         "moments": share(sum(costs.buckets[bucket].moment_bytes for bucket in trained), 1),
     }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from phalanx.plan.plan import Plan
-from phalanx.program.holders import buckets_of, hosted_of, is_tied, reduced_of
+from phalanx.program.holders import buckets_of, fetched_of, hosted_of, is_tied, left_of, reduced_of
 from phalanx.program.instructions import Instruction, Op, Program
 from phalanx.program.shape import COLLECTIVE, BlockOp, ModelShape
 from phalanx.program.values import HOST
@@ -137,7 +137,8 @@ class Rules(Generic[Id]):
         self._used = "gathered" if plan.gathers else "parameters"  # what computations read
         self.first_stage = _first_stages(plan, pp_index)
         self.trained = [bucket for bucket in buckets_of(plan, shape, pp_index) if shape.trained[bucket]]
-        self.hosted = hosted_of(plan, shape, pp_index)
+        self.hosted, self.left = hosted_of(plan, shape, pp_index), left_of(plan, shape, pp_index)
+        self.fetched = frozenset(fetched_of(plan, shape, pp_index))
         reduced = reduced_of(plan, shape, pp_index)
         self.flat = {b for b in self.trained if b in reduced or is_tied(plan, shape, b)}
         self._ops = [shape.ops_of(block) for block in range(shape.num_blocks)]
@@ -278,14 +279,25 @@ class Rules(Generic[Id]):
         else:
             here = self.sink.read(_of_part("staged", it))
             self.sink.write(on_host(_of_part("state", it)), arrives=True, holds=(here,))
+            if it.block in self.fetched:  # which come home with it
+                self.sink.add(on_host(of_bucket("parameters", it.block)))
 
     def _move_in(self, it: Instruction) -> None:
         if it.stage is None:
-            there = self.sink.read(on_host(_of_part("state", it)))
-            self.sink.write(_of_part("staged", it), arrives=True, holds=(there,))
+            self._move_in_bucket(it)
         for key in self._moved.get(place_of(it), ()):
             there = self.sink.read(on_host(key))
             self.sink.write(key, self._size(key), arrives=True, holds=(there,))
+
+    def _move_in_bucket(self, it: Instruction) -> None:
+        """Its parameters, or a part of its state, and of its gradients where they left."""
+        if it.op_index is None:
+            there = self.sink.read(on_host(of_bucket("parameters", it.block)))
+            self.sink.write(of_bucket("fetched", it.block), arrives=True, holds=(there,))
+            return
+        wanted = [_of_part("state", it), *([of_bucket("d_parameters", it.block)] if it.block in self.left else [])]
+        there = tuple(self.sink.read(on_host(key)) for key in wanted)
+        self.sink.write(_of_part("staged", it), arrives=True, holds=there)
 
     def _size(self, key: Key) -> str:
         kind, what, *_ = key
@@ -297,8 +309,9 @@ class Rules(Generic[Id]):
     # Parameters and the update.
 
     def _gather(self, it: Instruction) -> None:
-        self.sink.read(of_bucket("parameters", it.block))
-        self.sink.write(of_bucket("gathered", it.block), arrives=True)
+        is_fetched = it.block in self.fetched
+        source = self.sink.read(of_bucket("fetched" if is_fetched else "parameters", it.block))
+        self.sink.write(of_bucket("gathered", it.block), arrives=True, holds=(source,) if is_fetched else ())
 
     def _count(self, it: Instruction) -> None:
         self.sink.write(ITEMS, arrives=self.plan.dp > 1)
@@ -306,9 +319,8 @@ class Rules(Generic[Id]):
     def _norm(self, it: Instruction) -> None:
         self.sink.read_losses()
         self.sink.read(ITEMS)
-        left = self.hosted if self.plan.steps_on_host else ()
-        self.sink.read_sums(without=left)
-        for bucket in left:
+        self.sink.read_sums(without=self.left)
+        for bucket in self.left:
             self.sink.read(of_bucket("norms", bucket))
         self.sink.write(NORM)
 
@@ -327,13 +339,17 @@ class Rules(Generic[Id]):
         if self.plan.steps_on_host:
             self.sink.read(on_host(of_bucket("d_parameters", it.block)))
             self.sink.add(on_host(_of_part("state", it)))
-            self.sink.write(of_bucket("parameters", it.block), arrives=True)
-        else:
+            parameters = of_bucket("parameters", it.block)
+            self.sink.write(on_host(parameters) if it.block in self.fetched else parameters, arrives=True)
+            return
+        if it.block not in self.left:
             self.sink.read_sum(_number(it.block))
-            self.sink.add(_of_part("staged", it))
+        self.sink.add(_of_part("staged", it))
+        if it.block not in self.fetched:
             self.sink.add(of_bucket("parameters", it.block))
 
     def _share(self, it: Instruction) -> None:
+        self.sink.read(of_bucket("parameters", it.block))
         self.sink.write(of_bucket("parameters", it.block), arrives=True)
 
     # Names.
@@ -379,7 +395,9 @@ class Rules(Generic[Id]):
 
     def _read_parameters(self, it: Instruction, op: BlockOp) -> None:
         for bucket in self.buckets(it, op):
-            self.sink.read(of_bucket(self._used, bucket))
+            self.sink.read(
+                of_bucket("fetched" if bucket in self.fetched and not self.plan.gathers else self._used, bucket)
+            )
 
     def buckets(self, it: Instruction, op: BlockOp) -> tuple[int, ...]:
         return self.shape.buckets(_number(it.block)) if op.buckets is None else op.buckets

@@ -19,13 +19,13 @@ from phalanx.program import timeline
 from phalanx.program.compile import CompiledPlan, without_collection
 from phalanx.program.costs import Costs, Measured, Ranks, kind_of
 from phalanx.program.groups import group_of
-from phalanx.program.holders import buckets_of, chunks_of, hosted_of
+from phalanx.program.holders import buckets_of, chunks_of, fetched_of, hosted_of
 from phalanx.program.instructions import COLLECTIVES, COMPUTE, MOVES, RECEIVES, REDISTRIBUTIONS, SENDS, Instruction, Op
 from phalanx.program.memory import Sizes, peak_memory
 from phalanx.program.rules import Names
 from phalanx.program.shares import Shares
 from phalanx.program.timeline import Event, Timeline, channel_name, copies_name, group_name
-from phalanx.program.values import Row, Table
+from phalanx.program.values import HOST, Row, Table
 
 SCALAR_BYTES = 8
 _NUM_SCALARS = {Op.COUNT: 1, Op.NORM: 3}  # the number of items; loss, squared norm, finiteness
@@ -117,9 +117,9 @@ class Setting:
         return int(self.seconds[key])
 
     def moved_bytes(self, table: Table, row: Row) -> int:
-        """Of what goes to the host, or comes from it."""
-        moves = (i for i in row.reads if table.values[i].kind != "norm")
-        return sum(self._sizes(table.values[i]) for i in moves)
+        """Of what goes to the host, or comes from it: parameters go with the state of which they are a part."""
+        there = (table.values[i] for i in (*row.writes, *row.adds))
+        return sum(self._sizes(value) for value in there if value.kind != f"{HOST}parameters")
 
     def group(self, rank: int, instruction: Instruction) -> Ranks:
         key = (rank, instruction.op, instruction.block, instruction.op_index)
@@ -205,12 +205,14 @@ class _Issuer:
         return known[key]
 
     def _host_step_seconds(self, it: Instruction) -> float:
-        """Until a part of a bucket is updated on the host, and back."""
+        """Until a part of a bucket is updated on the host, and back where its parameters belong to the device."""
         compiled, costs = self.setting.compiled, self.setting.costs
         assert it.block is not None
         parts = chunks_of(compiled.plan, compiled.shape, it.block) * compiled.plan.shards
         bucket = costs.buckets[it.block]
-        return bucket.host_step_seconds / parts + costs.host_link.send(bucket.weight_bytes / parts)
+        stays = it.block in fetched_of(compiled.plan, compiled.shape, self.place)
+        back = 0.0 if stays else costs.host_link.send(bucket.weight_bytes / parts)
+        return bucket.host_step_seconds / parts + back
 
     def _step_seconds(self, it: Instruction) -> float:
         compiled, costs = self.setting.compiled, self.setting.costs

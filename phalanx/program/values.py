@@ -17,7 +17,7 @@ Collect = tuple[int, Ids]  # a sum, and what arrived to be added to it
 
 # What lives as long as the rank does: no instruction writes it for the first time, none frees it.
 HOST = "host."  # before the kind of what lies in the memory of the host
-RESIDENT = frozenset(("parameters", "state", f"{HOST}state"))
+RESIDENT = frozenset(("parameters", "state", f"{HOST}parameters", f"{HOST}state"))
 
 
 class Value(NamedTuple):
@@ -25,9 +25,10 @@ class Value(NamedTuple):
 
     kind: inputs (of a micro-batch), activation, loss, saved_b and saved_bw (what a forward leaves for B alone, and for
         W too), saved_w (what B leaves for W), past and d_past (keys and values of earlier slices, their gradients),
-        gradient (of an activation), parameters, gathered, d_parameters (their gradients, summed up here), reduced (over
-        ranks), norms (of those that left), state (of the optimizer), staged (a part of it that came from the host),
-        items (of the global batch), norm. With `host.` before it: on the host.
+        gradient (of an activation), parameters, fetched (from the host, all or this rank's shard), gathered,
+        d_parameters (their gradients, summed up here), reduced (over ranks), norms (of those that left), state (of the
+        optimizer), staged (a part of it that came from the host, with gradients that left), items (of the global
+        batch), norm. With `host.` before it: on the host.
     what: an activation's name; the segment `block:step`; the bucket; of state on the host `bucket:part`.
     slice: None for what belongs to the whole micro-batch. stage: the first of the consecutive stages of this rank in
         which it lives; on another visit of the rank the same activation is another value.

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -161,6 +161,7 @@ def _stays(member: Member, compiled: Compiled | None) -> bool:
         and old.sharding(rank) == new.sharding(rank)
         and list(old.kept(rank)) == list(new.kept(rank))
         and member.compiled.hosted() == compiled.hosted()
+        and member.compiled.fetched() == compiled.fetched()
         and old.plan.steps_on_host == new.plan.steps_on_host
     )
 
@@ -181,10 +182,11 @@ def _moved(
     if opening.device.type == "cuda":
         gc.collect()  # what holds a session together refers to each other
 
-    hosted = _hosted(compiled) if compiled is not None else set[str]()
+    hosted = _named(compiled, compiled.hosted()) if compiled is not None else set[str]()
+    fetched = _named(compiled, compiled.fetched()) if compiled is not None else set[str]()
 
     def home(name: str) -> torch.device:
-        is_hosted = not name.startswith("model/") and parameter_of(name) in hosted
+        is_hosted = parameter_of(name) in (fetched if name.startswith("model/") else hosted)
         return torch.device("cpu") if is_hosted else opening.device
 
     try:
@@ -198,10 +200,10 @@ def _moved(
     return _made(opening, compiled, arrived, optimizer, loss_scale, connected.gather)
 
 
-def _hosted(compiled: Compiled) -> set[str]:
-    """The parameters whose masters and optimizer state lie on the host."""
+def _named(compiled: Compiled, buckets: Iterable[int]) -> set[str]:
+    """The parameters of some buckets."""
     facts = compiled.formation.facts
-    return {each.name for bucket in compiled.hosted() for each in facts.buckets.get(bucket, ())}
+    return {each.name for bucket in buckets for each in facts.buckets.get(bucket, ())}
 
 
 def _everyones(

@@ -287,7 +287,7 @@ def _lengths(spec: ModelSpec, batch: Batch) -> dict[str, tuple[str | int, ...]]:
 def _hosts_state(plan: str) -> str:
     """By which word a plan keeps state of the optimizer on the host; none: ''."""
     words = [word for word, _ in fields.read(plan).get("offload", ())]
-    return next((word for word in words if word.startswith("optimizer")), "")
+    return next((word for word in words if word == "parameters" or word.startswith("optimizer")), "")
 
 
 def _refuse_hosted_state(plan: str) -> None:
@@ -295,8 +295,8 @@ def _refuse_hosted_state(plan: str) -> None:
     if word := _hosts_state(plan):
         raise PlanError(
             f"plan: offload={word} keeps on the host what an optimizer of your own would look for on the device",
-            "let the session make it (phalanx.open(…, optimizer='adamw', lr=…), session.step()), or leave the "
-            "optimizer out of offload",
+            "let the session make it (phalanx.open(…, optimizer='adamw', lr=…), session.step()), or leave "
+            f"{'the optimizer' if word.startswith('optimizer') else word} out of offload",
         )
 
 

@@ -90,7 +90,7 @@ class Opening:
     def state(self, compiled: Compiled, read: Read, only_shards: bool = False) -> State:
         return State(
             compiled.formation.state, self.context.rank, read, self.config, self.device, self.optimizer_class,
-            self.groups, compiled.hosted(), only_shards,
+            self.groups, compiled.hosted(), compiled.fetched(), only_shards,
         )  # fmt: skip
 
     def told(self, links: Links, plan: Plan) -> Group | None:

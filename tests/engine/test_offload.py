@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.host_copies import HostCopies, HostValue
-from phalanx.program.instructions import Op
+from phalanx.program.instructions import Op, is_fetch
 from phalanx.training.session import Session
 from tests import captured
 from tests.run_helpers import records, short_run
@@ -76,6 +76,8 @@ def test_training_is_the_same_to_the_last_bit(plan: str) -> None:
 @pytest.mark.parametrize(("plan", "options"), [
     ("mb=2,offload=optimizer", {"clip": 0.1}),
     ("mb=2,offload=activations+optimizer-step:0.6", {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}),
+    ("mb=2,offload=parameters", {"clip": 0.1}),
+    ("mb=2,recompute=block,offload=activations+parameters+optimizer-step", {"clip": 0.1}),
 ])  # fmt: skip
 def test_updates_on_either_side_are_the_same_to_the_last_bit(plan: str, options: dict[str, Any]) -> None:
     case = captured.named(captured.LLAMA, samples=4, tokens=8, vocab_size=640)  # the embedding is larger than a layer
@@ -85,9 +87,22 @@ def test_updates_on_either_side_are_the_same_to_the_last_bit(plan: str, options:
     session.close()
 
 
+def test_a_block_at_a_time_every_micro_batch_gives_the_same() -> None:
+    """In another order of adding."""
+    case = captured.named(captured.LLAMA, samples=4, tokens=8)
+    session = case.session("mb=2,schedule=block-major,recompute=block,offload=activations+parameters+optimizer-step")
+    assert session.plan.stages == (1,) * len(case.captured.blocks.flops(case.captured.dims(case.batch)))
+    found, expected = trained(session, case.batch), trained(case.session("mb=2"), case.batch)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
+    fetched = sum(is_fetch(it) for it in session.step.program)
+    assert fetched < len([it for it in session.step.program if it.op in (Op.F, Op.BW)]) // 2 + 4
+    session.close()
+
+
 def test_a_run_on_the_host_is_evaluated_saved_resumed_and_exported_as_one_without(tmp_path: Path) -> None:
     options = {"steps": 4, "lr": 1e-2, "eval_every": 2, "eval_data": "synthetic:4", "checkpoint_every": 2}
-    plan = "mb=2,offload=activations+optimizer-step"
+    plan = "mb=2,offload=activations+parameters+optimizer-step"
     plain = short_run(captured.GPT2, "synthetic:8", tmp_path / "plain", plan="mb=2", **options)
     moved = short_run(captured.GPT2, "synthetic:8", tmp_path / "moved", plan=plan, **options)
     assert moved.losses == plain.losses

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from phalanx.engine.memory import rank_memory
+from phalanx.engine.memory import bucket_costs, rank_memory
 from phalanx.engine.step import micro_batches
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.program.costs import uniform
+from phalanx.program.instructions import Instruction
+from phalanx.program.memory import Sizes
+from phalanx.training.session import Session
 from tests import captured
+from tests.program.lives import live_bytes
 
 long = pytest.mark.long
 STATE = ("parameters", "masters", "moments")
@@ -43,6 +50,53 @@ def test_state_is_what_lies_there_after_a_step(dtype: str) -> None:
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.tensors()}
     assert sum(found.get(name, 0) for name in STATE) == sum(held.values())
     assert ("masters" in found) == (dtype == "bfloat16")
+    session.close()
+
+
+def test_what_lies_on_the_host_is_not_on_the_device() -> None:
+    plan = "mb=2,offload=parameters+optimizer-step"
+    case = captured.named(captured.GPT2, samples=6, tokens=64)
+    session = case.session(plan)
+    session.step(case.batch, 0, 0.0).read()
+    compiled, state = session.compiled, session.state
+    found = rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, case.batch, 0))
+    state.settle()
+    assert not {"parameters", "masters", "moments"} & found.device.keys() and not list(state.tensors())
+    weights = [weight.copy for weight in state.parameters.weights.values()]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in weights}
+    assert found.host["parameters"] == sum(held.values())
+    session.close()
+
+
+class Fetched:
+    """Bytes of parameters that were fetched, after each instruction."""
+
+    def __init__(self, session: Session) -> None:
+        self._parameters = session.state.parameters
+        self.found: list[int] = []
+
+    def begin(self, instruction: Instruction) -> None: ...
+
+    def ready(self, instruction: Instruction) -> None: ...
+
+    def end(self, instruction: Instruction) -> None:
+        buckets = map(self._parameters.bucket, self._parameters.held())
+        self.found.append(sum(bucket.fetched_elements for bucket in buckets))
+
+
+@pytest.mark.parametrize("plan", ["mb=2,offload=parameters:2", "mb=2,schedule=block-major,offload=parameters"])
+def test_fetched_parameters_are_those_of_the_table_after_every_instruction(plan: str) -> None:
+    case = captured.named(captured.GPT2, samples=4, tokens=8)
+    session = case.session(plan)
+    watched = Fetched(session)
+    session.step.engine.watches.append(watched)
+    session.step(case.batch, 0, 0.0).read()
+    table = session.compiled.programs.tables[0]
+    costs = replace(uniform(session.compiled.formation.shape), buckets=tuple(bucket_costs(session.compiled)))
+    size = Sizes.of(session.compiled.programs, costs)
+    live = live_bytes(table, lambda value: size(value) if value.kind == "fetched" else 0)
+    assert [bytes // session.compiled.dtype.itemsize for bytes in live] == watched.found
+    assert max(live) > 0
     session.close()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError
 from phalanx.params.flat import Piece
-from phalanx.params.host_memory import HostBuffers, HostMemory
+from phalanx.params.host_memory import Copying, HostBuffers, HostMemory
 from phalanx.params.hosted import Given
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.rank_state import State
@@ -42,8 +42,8 @@ def state_of(plan: str, rank: int = 0, **options: Any) -> State:
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
         return piece.of(values[name])
 
-    hosted = PARTS if "offload" in plan else {}
-    return State(layout, rank, read, RunConfig.create(**options), CPU, hosted=hosted)
+    hosted, fetched = PARTS if "offload" in plan else {}, PARTS if "parameters" in plan else ()
+    return State(layout, rank, read, RunConfig.create(**options), CPU, hosted=hosted, fetched=fetched)
 
 
 def gradients(state: State, step: int) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def update(state: State, found: dict[str, Tensor], *, finite: bool = True, scale
                 updated = hosted.step_behind((bucket, part), left, lambda: given, part == count - 1)
                 state.parameters.bucket(bucket).update(lambda updated=updated: updated.result().wait())
             else:
-                hosted.fetch((bucket, part)).wait()
+                hosted.fetch((bucket, part), left if state.parameters.bucket(bucket).on_host else None).wait()
                 hosted.step((bucket, part), found, given)
                 hosted.store((bucket, part)).wait()
     rest = {name: tensor.clone() for name, tensor in found.items() if name in state.optimizer.weights}
@@ -83,7 +83,7 @@ def require_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("word", ["optimizer", "optimizer-step"])
+@pytest.mark.parametrize("word", ["optimizer", "optimizer-step", "parameters", "parameters+optimizer-step"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_state_in_parts_on_the_host_is_what_it_is_without(options: dict[str, Any], word: str) -> None:
     plain, hosted = state_of("stages=3", **options), state_of(f"stages=3,offload={word}", **options)
@@ -94,7 +94,7 @@ def test_state_in_parts_on_the_host_is_what_it_is_without(options: dict[str, Any
     assert hosted.scalars() == plain.scalars()
 
 
-@pytest.mark.parametrize("word", ["optimizer", "optimizer-step"])
+@pytest.mark.parametrize("word", ["optimizer", "optimizer-step", "parameters"])
 def test_a_shard_of_zero_is_divided_too(word: str) -> None:
     plain, hosted = state_of("dp=2,zero=3,stages=3", 1), state_of(f"dp=2,zero=3,stages=3,offload={word}", 1)
     for state in (plain, hosted):
@@ -102,7 +102,9 @@ def test_a_shard_of_zero_is_divided_too(word: str) -> None:
     require_same(contents(hosted), contents(plain))
 
 
-@pytest.mark.parametrize("before, after", [("", ",offload=optimizer-step"), (",offload=optimizer", "")])
+@pytest.mark.parametrize("before, after", [
+    ("", ",offload=optimizer-step"), (",offload=optimizer", ""), (",offload=parameters", ",offload=optimizer"),
+])  # fmt: skip
 def test_state_is_taken_up_with_and_without(before: str, after: str) -> None:
     options = OPTIONS["nadam"]
     first, second = state_of(f"stages=3{before}", **options), state_of(f"stages=3{after}", **options)
@@ -163,6 +165,27 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
         State(layout, 0, lambda n, m, piece: piece.of(values[n]), RunConfig(), CPU, ByNorm, hosted=PARTS)
     assert "optimizer ByNorm does not update each element by itself, but the plan splits tensors" in str(refused.value)
     assert "or one of torch's ASGD, Adadelta" in str(refused.value)
+
+
+def test_parameters_on_the_host_are_here_only_between_fetch_and_free() -> None:
+    state, plain = state_of("stages=3,offload=parameters"), state_of("stages=3")
+    parameters = state.parameters
+    assert parameters.on_host == {"embedding", "matrix", "bias", "norm"} and set(parameters.values) == {"head"}
+    assert {id(tensor) for tensor in state.tensors()} & {id(w.copy) for w in parameters.weights.values()} == {
+        id(parameters.weights["head"].copy)
+    }
+
+    def bring(target: Tensor, source: Tensor) -> Copying:
+        target.copy_(source)
+        return Copying()
+
+    parameters.fetch(1, bring)
+    parameters.ready([1])
+    for name in ("matrix", "bias", "norm"):
+        assert torch.equal(parameters.values[name], plain.parameters.values[name])
+        assert parameters.values[name].data_ptr() != parameters.weights[name].copy.data_ptr()
+    parameters.free(1)
+    assert set(parameters.values) == {"head"}
 
 
 def test_what_is_on_the_device_for_a_while_comes_home() -> None:

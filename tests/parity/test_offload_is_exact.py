@@ -33,12 +33,24 @@ PLANS = [
     "dp=4,zero=3,zero_degree=2,offload=optimizer",
     "pp=2,tp=2,mb=2,slices=2,offload=activations:1+optimizer",
     "tp=2,dp=2,mb=2,overlap=oases,offload=optimizer-step:0.6",
+    "mb=2,offload=parameters",
+    "pp=2,mb=3,recompute=block,offload=activations+parameters+optimizer-step",
+    "pp=2,dp=2,mb=2,offload=parameters:1+optimizer-step:0.5",
+    "dp=2,zero=3,mb=2,recompute=unit,offload=parameters",
+    "dp=4,zero=3,zero_degree=2,mb=2,offload=parameters+optimizer-step",
+    "tp=2,mb=2,overlap=oases,offload=parameters+optimizer-step",
+    "pp=2,tp=2,mb=2,slices=2,offload=parameters:1",
+    "mb=3,schedule=block-major,recompute=block,offload=activations+parameters+optimizer-step",
+    "pp=2,mb=3,schedule=block-major,offload=parameters",
+    "dp=2,zero=3,mb=2,schedule=block-major,slices=2,offload=parameters+optimizer-step",
 ]
 QUICK = {
     "pp=2,tp=2,mb=2,slices=3-2,offload=activations": a.LLAMA,
     "tp=2,mb=2,overlap=oases,offload=activations": a.GPT2,
     "dp=2,zero=1,mb=2,offload=optimizer:0.6": a.LLAMA,
     "pp=2,dp=2,zero=3,mb=2,offload=activations+optimizer-step": a.GPT2,
+    "dp=2,zero=3,mb=2,recompute=unit,offload=parameters": a.GPT2,
+    "pp=2,mb=3,schedule=block-major,offload=parameters": a.LLAMA,
 }
 
 

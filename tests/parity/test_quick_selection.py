@@ -54,6 +54,8 @@ KINDS: dict[str, Callable[[Plan], bool]] = {
     "updates on the host beside ZeRO 3 and a pipeline": lambda plan: (
         plan.steps_on_host and plan.zero == 3 and plan.pp > 1
     ),
+    "parameters on the host beside ZeRO 3": lambda plan: plan.hosts_parameters and plan.zero == 3,
+    "parameters on the host in a pipeline": lambda plan: plan.hosts_parameters and plan.pp > 1,
     "three dimensions and ZeRO": lambda plan: min(plan.pp, plan.tp, plan.dp) > 1 and plan.zero == 3,
     "three dimensions and slices": lambda plan: min(plan.pp, plan.tp, plan.dp) > 1 and bool(plan.slices),
 }

@@ -41,9 +41,8 @@ def tensor_fields(draw: st.DrawFn) -> dict[str, Any]:
 
 shares = st.integers(1, 100).map(lambda hundredths: hundredths / 100)
 states = st.none() | st.tuples(st.sampled_from(["optimizer", "optimizer-step"]), shares)
-offloads = st.tuples(st.none() | st.tuples(st.just("activations"), st.integers(0, 99)), states).map(
-    lambda words: tuple(word for word in words if word is not None)
-)
+layers = {word: st.none() | st.tuples(st.just(word), st.integers(1, 99)) for word in ("activations", "parameters")}
+offloads = st.tuples(*layers.values(), states).map(lambda words: tuple(word for word in words if word is not None))
 
 
 @st.composite
@@ -66,12 +65,16 @@ def plans(draw: st.DrawFn) -> Plan:
     within: dict[str, Any] = draw(tensor_fields() | st.fixed_dictionaries({"recompute": policies}))
     gather = draw(st.sampled_from(moments)) if zero == 3 else ""
     may_pair = "tp" in within and pp == 1 and schedule == "1f1b" and not slices and (zero < 3 or gather == "step")
+    pairs = may_pair and draw(st.booleans())
+    offload = draw(offloads)
+    if zero in (1, 2) or gather == "step" or pairs:
+        offload = tuple(own for own in offload if own[0] != "parameters")
     return Plan(
         pp=pp, dp=dp, mb=draw(st.integers(1, 10**6)), schedule=schedule, v=v, stages=draw(st.just(()) | counts),
         zero=zero, slices=slices, **within,
         zero_degree=draw(st.sampled_from([0, *(d for d in range(2, dp + 1) if dp % d == 0)])) if zero else 0,
-        gather=gather, pairs=may_pair and draw(st.booleans()),
-        reduce=draw(st.sampled_from(moments)) if dp > 1 else "", offload=draw(offloads),
+        gather=gather, pairs=pairs,
+        reduce=draw(st.sampled_from(moments)) if dp > 1 else "", offload=offload,
     )  # fmt: skip
 
 
@@ -154,7 +157,7 @@ def test_virtual_stages_go_round_and_round_or_form_a_v() -> None:
 
 def test_virtual_stages_default_to_what_the_schedule_needs() -> None:
     assert {name: Plan(pp=2, schedule=name).v for name in SCHEDULES} == {
-        "1f1b": 1, "eager-1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2,
+        "1f1b": 1, "eager-1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "block-major": 1,
     }  # fmt: skip
 
 
@@ -208,7 +211,7 @@ WRONG = {
     "mb=2,mb=4": ("'mb' is given twice", "each field once"),
     "tp=1,tp=1": ("'tp' is given twice", "each field once"),
     "schedule=1f1": ("unknown schedule '1f1'", "did you mean '1f1b'"),
-    "schedule=x": ("unknown schedule 'x'", "allowed: 1f1b, eager-1f1b, gpipe, interleaved, zb-h1, zb-v"),
+    "schedule=x": ("unknown schedule 'x'", "allowed: 1f1b, block-major, eager-1f1b, gpipe, interleaved, zb-h1, zb-v"),
     "schedule=": ("'schedule=' says nothing", "schedule=1f1b"),
     "recompute=true": ("recompute='true' does not say what is computed again", "use none, light, unit or block"),
     "recompute=block*2+lite": ("recompute='block*2+lite': 'lite' does not say what", "recompute=block*8+light*24"),
@@ -237,7 +240,10 @@ WRONG = {
     "dp=2,zero=2,gather=step": ("gather=step does nothing with zero=2", "zero=3, or leave gather out"),
     "dp=2,reduce=x": ("unknown reduce 'x'", "allowed: micro-batch, step"),
     "reduce=step": ("reduce=step does nothing with dp=1", "dp=2 or more, or leave reduce out"),
-    "offload=": ("offload='' is nothing that can lie on the host", "activations, optimizer, optimizer-step"),
+    "offload=": (
+        "offload='' is nothing that can lie on the host",
+        "activations, optimizer, optimizer-step, parameters",
+    ),
     "offload=optimiser": ("'optimiser' is nothing that can lie on the host", "did you mean 'optimizer'"),
     "offload=activations+x:1": ("offload='activations+x:1': 'x' is nothing that can lie", "allowed: activations"),
     "offload=activations:0": ("activations:0 is not a number of layers per stage", "activations:1 or more, or"),
@@ -247,6 +253,23 @@ WRONG = {
     "offload=optimizer-step:2": ("optimizer-step:2 is not a share", "or optimizer-step for all of them"),
     "offload=activations+activations:2": ("has 'activations' twice", "write each word once"),
     "offload=optimizer+optimizer-step": ("keeps the optimizer's state on the host twice", "updates on the device, or"),
+    "offload=parameters:x": ("parameters:x is not a number of layers per rank", "or parameters for all blocks"),
+    "offload=parameters+optimizer:0.5": (
+        "offload=parameters+optimizer:0.5: optimizer:0.5 does nothing: with all parameters on the host",
+        "use optimizer",
+    ),
+    "dp=2,zero=2,offload=parameters": (
+        "offload=parameters does not go with zero=2: every host would keep",
+        "use zero=3",
+    ),
+    "dp=2,zero=3,gather=step,offload=parameters:1": (
+        "offload=parameters:1 does not go with gather=step, which keeps",
+        "use gather=micro-batch, or leave parameters out",
+    ),
+    "tp=2,mb=2,pairs=yes,offload=parameters": (
+        "does not go with pairs=yes, which needs the parameters of",
+        "use pairs=no",
+    ),
     "dp=2,zero=1,reduce=micro-batch": ("reduce=micro-batch saves nothing with zero=1", "zero=2 or 3, or reduce=step"),
 }
 

@@ -87,7 +87,7 @@ FORM = (
 LENGTHS = "give every slice a length of 1 or more"
 WHOLE = "use slices=2 or more, or leave slices out"
 ORDER = "it orders whole micro-batches, and slices go forward in order and backward in reverse"
-OTHERS = "use schedule=1f1b, eager-1f1b, gpipe or zb-h1, or leave slices out"
+OTHERS = "use schedule=1f1b, eager-1f1b, gpipe, zb-h1 or block-major, or leave slices out"
 
 WRONG = {
     "slices=": ("plan: slices='' is not a slicing", FORM),

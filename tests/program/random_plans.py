@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import SCHEDULES, Plan
-from phalanx.plan.rules import PIPELINES_ONLY
+from phalanx.plan.rules import PIPELINES_ONLY, VIRTUAL_STAGES
 from phalanx.program.bind import bind
 from phalanx.program.compile import CompiledPlan
 from phalanx.program.instructions import from_text
@@ -20,7 +20,8 @@ MAX_STAGES, MAX_MICRO_BATCHES, MAX_VIRTUAL, MAX_DP = 8, 16, 4, 4
 @st.composite
 def plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
     schedule = draw(st.sampled_from(schedules))
-    v = {"interleaved": draw(st.integers(2, MAX_VIRTUAL)), "zb-v": 2}.get(schedule, 1)
+    virtual = {"interleaved": st.integers(2, MAX_VIRTUAL), "block-major": st.integers(1, MAX_VIRTUAL)}
+    v = draw(virtual.get(schedule, st.just(VIRTUAL_STAGES[schedule])))
     pp = draw(st.integers(2 if schedule in PIPELINES_ONLY else 1, MAX_STAGES // v))
     dp = draw(st.integers(1, MAX_DP))
     zero = draw(st.integers(0, 3)) if dp > 1 else 0

@@ -55,7 +55,7 @@ def stack(num_layers: int, tp: int = 2, *, sequence: bool = False, sums: bool = 
 @st.composite
 def tensor_plans(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Plan:
     schedule = draw(st.sampled_from(schedules))
-    v = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
+    v = {"interleaved": 2, "zb-v": 2, "block-major": draw(st.integers(1, 2))}.get(schedule, 1)
     pp = draw(st.integers(2 if schedule in PIPELINES_ONLY else 1, 4 // v))
     dp = draw(st.integers(1, 2))
     sequence = draw(st.booleans())

@@ -83,6 +83,9 @@ PLANS = {
     "optimizer": ("dp=2,mb=2,zero=1,stages=3,offload=optimizer", replace(simple_shape(3), elements=(3, 1, 1))),
     "optimizer-step": ("mb=2,stages=3,offload=optimizer-step:0.7", replace(simple_shape(3), elements=(3, 1, 1))),
     "gradients of ranks leave": ("dp=2,mb=2,zero=2,stages=3,offload=optimizer-step", simple_shape(3)),
+    "parameters": ("mb=2,stages=3,offload=parameters:2", replace(simple_shape(3), elements=(3, 1, 1))),
+    "parameters of shards": ("dp=2,mb=2,zero=3,stages=3,offload=parameters+optimizer-step", simple_shape(3)),
+    "block by block": ("mb=2,schedule=block-major,v=3,stages=1-1-1,offload=activations+parameters", chain(3, "1", "1")),
     "encoder-decoder": ("pp=2,tp=2,mb=2,slices=2,stages=2-1", encoder_decoder(1, 2)),
 }  # fmt: skip
 

@@ -16,11 +16,12 @@ from phalanx.plan.plan import Plan
 from phalanx.program.check import check
 from phalanx.program.compile import CompiledPlan, compile_forward, compile_plan
 from phalanx.program.costs import BucketCosts, Costs, Link, uniform
-from phalanx.program.instructions import COMPUTE, MOVES, Op, from_text, to_text
+from phalanx.program.instructions import COMPUTE, MOVES, Op, from_text, is_fetch, to_text
 from phalanx.program.lower import lower
 from phalanx.program.memory import Sizes
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
+from phalanx.program.values import Table
 from tests.program.lives import live_bytes
 from tests.program.random_plans import cases, chain, simple_shape
 from tests.program.sliced_plans import Case, sliced_cases
@@ -35,7 +36,11 @@ def offloaded(draw: st.DrawFn) -> Case:
     plan, shape = draw(cases() | chained_cases() | tensor_cases() | sliced_cases())
     words = draw(st.sampled_from(["activations", "activations:1", "optimizer:0.5", "optimizer-step"]))
     more = draw(st.sampled_from(["", "+optimizer", "+optimizer-step:0.6"])) if "activations" in words else ""
-    moved = replace(plan, mb=min(plan.mb, 4), offload=take_offload(words + more))
+    words = draw(st.sampled_from([words + more, "parameters", "parameters:1", "activations+parameters+optimizer-step"]))
+    try:
+        moved = replace(plan, mb=min(plan.mb, 4), offload=take_offload(words))
+    except PlanError:
+        moved = replace(plan, mb=min(plan.mb, 4), offload=take_offload("activations"))
     if draw(st.booleans()):
         sizes = st.integers(1, 9) | st.integers(20, 90)
         shape = replace(shape, elements=tuple(draw(sizes) for _ in range(shape.num_buckets)))
@@ -119,7 +124,7 @@ def test_what_cannot_move_is_refused(text: str, shape: ModelShape, message: str,
     assert message in refused.value.message and hint in refused.value.hint
 
 
-def test_an_evaluation_moves_nothing() -> None:
+def test_an_evaluation_moves_no_activations() -> None:
     compiled = compile_forward(Plan.parse("stages=6,offload=activations"), SIZED, 2)
     assert not any(it.op in MOVES for it in compiled.programs[0])
 
@@ -191,6 +196,142 @@ def test_the_hosts_update_runs_beside_the_ranks_own() -> None:
     }
     streamed = simulate(compile_plan(Plan.parse("offload=optimizer,stages=3"), BUCKETS), costs)
     assert streamed.makespan == pytest.approx(9.0 + 3.0)
+
+
+# Parameters.
+
+
+def program_of(text: str, shape: ModelShape = BUCKETS) -> str:
+    return to_text(compile_plan(Plan.parse(f"{text},stages={shape.num_blocks}"), shape).programs[0])
+
+
+def test_parameters_come_one_block_ahead_and_stay_where_the_next_use_needs_them_too() -> None:
+    assert program_of("offload=parameters:1", simple_shape(2)).startswith("COUNT I.0 IN/0 F0.0/0 F0.0/1 IN/0 BW0.0/1")
+    text = "COUNT I.0 IN/0 IN/1 F0.0/0 IN/2 F0.0/1 F0.0/2 IN/1 BW0.0/2 OUT/2 IN/0 BW0.0/1 OUT/1 BW0.0/0 OUT/0"
+    assert program_of("offload=parameters+optimizer-step").startswith(f"{text} NORM STEP/0:0")
+
+
+def test_state_and_gradients_of_what_lies_on_the_host_come_with_each_other() -> None:
+    assert lines("offload=parameters:1", simple_shape(2)) == "IN/0 IN/0 OUT/0 IN/0:0 NORM STEP/0:0 OUT/0:0 STEP"
+    table = compile_plan(Plan.parse("offload=parameters:1,stages=2"), simple_shape(2)).tables[0]
+    rows = {str(row.instruction): row for row in table.rows}
+    assert table.named(rows["IN/0:0"].reads) == ["host.state(0:0)", "host.d_parameters(0)"]
+    assert table.named(rows["OUT/0:0"].adds) == ["host.state(0:0)", "host.parameters(0)"]
+    assert "host.d_parameters(0)" in table.named(rows["STEP/0:0"].frees)
+
+
+def test_a_shard_comes_from_the_host_before_it_is_gathered_and_leaves_when_it_was() -> None:
+    text = "COUNT I.0 IN/0 IN/1 IN/2 G0.0/0 G0.0/1 F0.0/0 G0.0/2 F0.0/1 IN/1 F0.0/2 IN/0 G0.0/1 BW0.0/2"
+    assert program_of("dp=2,zero=3,offload=parameters").startswith(text)
+    compiled = compile_plan(Plan.parse("dp=2,zero=3,stages=3,offload=parameters"), BUCKETS)
+    size = Sizes.of(compiled, replace(uniform(BUCKETS), buckets=(BucketCosts(100, 200, 0, 400),) * 3))
+    table = compiled.tables[0]
+    assert {size(value) for value in table.values if value.kind == "fetched"} == {50}
+    gathers = [row for row in table.rows if row.instruction.op is Op.GATHER]
+    assert all(table.values[i].kind == "fetched" for row in gathers for i in row.reads)
+    assert all(_num_live(table, "fetched", str(bucket)) == 1 for bucket in range(3))
+
+
+def _num_live(table: Table, kind: str, what: str) -> int:
+    """Versions of a value that exist at once, at most."""
+    of = {i for i, value in enumerate(table.values) if (value.kind, value.what) == (kind, what)}
+    now = most = 0
+    for row in table.rows:
+        now += len(of.intersection(row.writes))
+        most = max(most, now)
+        now -= len(of.intersection(row.frees))
+    return most
+
+
+def test_of_some_layers_those_of_each_rank_are_spread_over_it_with_what_only_they_use() -> None:
+    shape = replace(simple_shape(6, (1, 4)), layers=(1, 2, 3, 4))
+    programs = compile_plan(Plan.parse("pp=2,mb=2,stages=3-3,offload=parameters:1"), shape).programs
+    assert [{it.block for it in own if is_fetch(it)} for own in programs] == [{1}, {3}]
+    everything = compile_plan(Plan.parse("pp=2,mb=2,stages=3-3,offload=parameters"), shape).programs
+    assert [{it.block for it in own if is_fetch(it)} for own in everything] == [{0, 1, 2, 6}, {3, 4, 5, 6}]
+
+
+def test_an_evaluation_fetches_parameters() -> None:
+    program = compile_forward(Plan.parse("stages=3,offload=activations+parameters+optimizer-step"), BUCKETS, 1).programs
+    assert to_text(program[0]) == "I.0 IN/0 IN/1 F0.0/0 IN/2 F0.0/1 F0.0/2"
+
+
+@pytest.mark.parametrize(("zero", "fetches"), [("", 3 + 2), ("dp=2,zero=3,", 3 + 2)])
+def test_block_by_block_parameters_cross_the_link_once_for_all_micro_batches(zero: str, fetches: int) -> None:
+    """Forward and backward; what the last block had is there still."""
+    plan = "mb=4,schedule=block-major,v=3,stages=1-1-1,offload=parameters+optimizer-step"
+    program = compile_plan(Plan.parse(zero + plan), BUCKETS).programs[0]
+    assert sum(map(is_fetch, program)) == fetches
+    by_micro_batch = Plan.parse(f"{zero}mb=4,stages=3,offload=parameters+optimizer-step")
+    assert sum(map(is_fetch, compile_plan(by_micro_batch, BUCKETS).programs[0])) == 4 * 4 + 1
+    left = [position for position, it in enumerate(program) if it.op is Op.OUT]
+    done = [max(p for p, it in enumerate(program) if it.op is Op.BW and it.block == bucket) for bucket in (2, 1, 0)]
+    assert zero or [position - 1 for position in left] == done  # as soon as their block is
+
+
+def test_on_the_device_are_parameters_of_two_blocks_and_gradients_of_those_at_work() -> None:
+    costs = replace(uniform(BUCKETS), buckets=(BucketCosts(100, 200, 0, 800),) * 3)
+    plan = Plan.parse("mb=2,schedule=block-major,v=3,stages=1-1-1,offload=parameters+optimizer-step")
+    compiled = compile_plan(plan, BUCKETS)
+    device = live_bytes(compiled.tables[0], Sizes.of(compiled, costs))
+    at = {str(it): position for position, it in enumerate(compiled.programs[0])}
+    saved = 1  # of every forward
+    assert device[at["F0.0/0"]] == 2 * 100 + saved and device[at["F2.1/2"]] == 100 + 6 * saved
+    assert device[at["NORM"]] == 0 and 2 * 100 + 200 < max(device) <= 2 * 100 + 200 + 6 * saved
+    held = simulate(compiled, costs).memory[0]
+    assert held["parameters"] == held["moments"] == 0 and held["fetched"] <= 200
+    streamed = compile_plan(replace(plan, offload=take_offload("parameters")), BUCKETS)
+    size = Sizes.of(streamed, costs)
+    values = {str(value): size(value) for value in streamed.tables[0].values}
+    assert values["staged(1:0)"] == 100 + 200 + 800 and values["host.state(1:0)"] == 100 + 800
+    assert values["staged(0:0)"] == -(-1100 // 3)
+    mixed = Sizes.of(streamed, replace(costs, buckets=(BucketCosts(50, 200, 100, 800),) * 3))
+    values = {str(value): mixed(value) for value in streamed.tables[0].values}
+    assert values["staged(1:0)"] == 100 + 200 + 800 and values["host.state(1:0)"] == 100 + 50 + 800
+
+
+@pytest.mark.parametrize(("text", "shape", "message", "hint"), [
+    ("stages=3,offload=parameters:4", BUCKETS, "is for 4 layers per rank: the most that one has is 3",
+     "use parameters:3 or less, or parameters for all blocks"),
+    ("stages=2,offload=parameters:1", replace(simple_shape(2, (0, 1)), held=(False, False, True),
+     trained=(False, False, True)), "keeps no parameters on the host: the layers that it names have none",
+     "use parameters for all blocks"),
+])  # fmt: skip
+def test_parameters_that_are_not_there_are_refused(text: str, shape: ModelShape, message: str, hint: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        compile_plan(Plan.parse(text), shape)
+    assert message in refused.value.message and hint in refused.value.hint
+
+
+FETCHED = program_of("offload=parameters+optimizer-step")
+
+
+@pytest.mark.parametrize(("program", "message"), [
+    (FETCHED.replace("IN/1 F0.0/0", "F0.0/0"), "uses fetched(1) before it is written at F0.0/1"),
+    (FETCHED.replace("IN/2 ", ""), "uses fetched(2) before it is written at F0.0/2"),
+    (FETCHED.replace("IN/1 F0.0/0", "IN/1 IN/2 F0.0/0").replace("IN/2 F0.0/1", "F0.0/1"),
+     "has the parameters of 3 blocks fetched, of which 2 are allowed, at IN/2"),
+    (FETCHED.replace("F0.0/0", "IN/7 F0.0/0"), "has IN/7, but the parameters of bucket 7 do not lie on its host"),
+])  # fmt: skip
+def test_a_wrong_fetch_is_found(program: str, message: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        plan = Plan.parse("stages=3,offload=parameters+optimizer-step")
+        check(plan, BUCKETS, [from_text(program)], 1, training=True)
+    assert message in refused.value.message
+
+
+def test_fetches_travel_beside_computation_and_updated_parameters_stay() -> None:
+    costs = replace(uniform(BUCKETS), buckets=(BucketCosts(100, 200, host_step_seconds=2.0),) * 3)
+    slow, compiled = Link(0, 200.0), compile_plan(Plan.parse("stages=3,offload=parameters+optimizer-step"), BUCKETS)
+    events = simulate(compiled, replace(costs, host_link=slow)).events
+    fetches = [event for event in events if is_fetch(event.instruction)]
+    assert {event.resource for event in fetches} == {"host→0"} and fetches[0].seconds == pytest.approx(0.5)
+    assert fetches[2].start == next(e.start for e in events if str(e.instruction) == "F0.0/1")
+    update = next(event for event in events if str(event.instruction) == "STEP/1:0")
+    assert update.seconds == pytest.approx(2.0)
+    below = compile_plan(Plan.parse("stages=3,offload=optimizer-step"), BUCKETS)
+    there = [e for e in simulate(below, replace(costs, host_link=slow)).events if str(e.instruction) == "STEP/1:0"]
+    assert there[0].seconds == pytest.approx(2.5)
 
 
 # What is wrong with a program.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ quick = settings(max_examples=30, deadline=None)
 
 
 def virtual(name: str) -> int:
-    return 2 if name in ("interleaved", "zb-v") else 1
+    return {"interleaved": 2, "zb-v": 2, "block-major": 3}.get(name, 1)
 
 
 def most_open(program: Program, closing: Sequence[Op]) -> int:
@@ -96,6 +97,22 @@ def test_interleaving_divides_the_bubble_by_the_virtual_stages_for_any_number(pp
 
 
 @quick
+@given(ranks, st.integers(1, 4), counts)
+def test_block_major_has_the_bubble_of_interleaving_where_micro_batches_go_round(pp: int, v: int, mb: int) -> None:
+    assert span("block-major", pp, v, max(mb, pp)) == 3 * v * max(mb, pp) + 3 * (pp - 1)
+    assert span("block-major", pp, v, mb) >= 3 * v * mb
+
+
+@quick
+@given(ranks, st.integers(1, 4), counts)
+def test_block_major_comes_to_each_stage_twice_and_holds_every_micro_batch_of_all(pp: int, v: int, mb: int) -> None:
+    for program in SCHEDULES["block-major"](pp, v, mb):
+        visits = [stage for stage, _ in groupby((it.op, it.stage) for it in program)]
+        assert len(visits) == len(set(visits)) == 2 * v
+        assert most_open(program, [Op.BW]) == v * mb
+
+
+@quick
 @given(ranks, counts)
 def test_zb_h1_leaves_a_third_of_the_bubble_of_1f1b(pp: int, mb: int) -> None:
     mb = max(mb, pp)
@@ -130,6 +147,7 @@ def test_an_evaluation_runs_every_forward_once_and_nothing_else(name: str, pp: i
     ("interleaved", 2, 2, [
         "F0.0 F0.1 F2.0 F2.1 BW2.0 BW2.1 BW0.0 BW0.1", "F1.0 F1.1 F3.0 BW3.0 F3.1 BW3.1 BW1.0 BW1.1",
     ]),
+    ("block-major", 1, 2, ["F0.0 F0.1 F1.0 F1.1 F2.0 F2.1 BW2.1 BW2.0 BW1.1 BW1.0 BW0.1 BW0.0"]),
     ("zb-v", 2, 1, ["F0.0 F3.0 B3.0 W3.0 B0.0 W0.0", "F1.0 F2.0 B2.0 B1.0 W2.0 W1.0"]),
 ])  # fmt: skip
 def test_stored_programs_replay_identically(name: str, pp: int, mb: int, texts: list[str]) -> None:

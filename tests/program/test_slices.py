@@ -61,10 +61,11 @@ def test_no_rank_holds_more_than_the_bound(case: Case) -> None:
     plan, shape = case
     number = [plan.num_slices(i) for i in range(plan.mb)]
     for stage, program in enumerate(compile_plan(plan, shape).programs):
-        bound = sum(number) if plan.schedule == "gpipe" else most_held(plan.schedule, plan.pp, stage, number)
+        holds_all = plan.schedule in ("gpipe", "block-major")
+        bound = plan.v * sum(number) if holds_all else most_held(plan.schedule, plan.pp, stage, number)
         assert held_activations(program) <= bound * plan.halves
         if not shape.num_whole_blocks:
-            assert held_activations(program) == min(bound, sum(number)) * plan.halves
+            assert held_activations(program) == min(bound, plan.v * sum(number)) * plan.halves
 
 
 @quick
@@ -213,9 +214,9 @@ def test_a_receive_is_posted_before_its_computation_and_each_computation_names_i
     plan, shape = case
     for program in lower(plan, shape):
         assert all(it.slice is not None for it in program if it.op in COMPUTE | SENDS | RECEIVES)
-        begun: set[tuple[bool, int | None, int | None, int | None]] = set()
+        begun: set[tuple[bool, int | None, int | None, int | None, int | None]] = set()
         for it in program:
             if it.op in RECEIVES:
-                assert (it.op is Op.RECV_F, it.micro_batch, it.slice, it.half) not in begun
+                assert (it.op is Op.RECV_F, it.stage, it.micro_batch, it.slice, it.half) not in begun
             elif it.op in (Op.F, Op.B, Op.BW):
-                begun.add((it.op is Op.F, it.micro_batch, it.slice, it.half))
+                begun.add((it.op is Op.F, it.stage, it.micro_batch, it.slice, it.half))

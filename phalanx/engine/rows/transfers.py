@@ -16,7 +16,7 @@ from phalanx.engine.redistribute import Arriving
 from phalanx.engine.reductions import StepRun
 from phalanx.engine.rows.maker import Linking, Maker, block_of, nothing, part_of, unscaled
 from phalanx.model.shard.sharded import Redistribution
-from phalanx.program.instructions import Instruction, Op
+from phalanx.program.instructions import Instruction, Op, is_fetch
 from phalanx.program.values import HOST
 
 
@@ -151,7 +151,7 @@ class Transfers(Maker):
         return run
 
     def _state_out(self, it: Instruction) -> Run:
-        hosted, part, (place,) = self._parts.hosted, part_of(it), self._row.adds
+        hosted, part, ((place, _),) = self._parts.hosted, part_of(it), self._valued(self._row.adds, f"{HOST}state")
         assert hosted is not None
 
         def run(values: Values, step: StepRun) -> None:
@@ -161,16 +161,22 @@ class Transfers(Maker):
 
     def _state_in(self, it: Instruction) -> Run:
         hosted, part, (place,) = self._parts.hosted, part_of(it), self._row.writes
+        gradients = next((i for i, _ in self._valued(self._row.reads, f"{HOST}d_parameters")), None)
         assert hosted is not None
 
         def run(values: Values, step: StepRun) -> None:
-            values[place] = Arriving(hosted.fetch(part), lambda: True)
+            left = None if gradients is None else values[gradients]
+            values[place] = Arriving(hosted.fetch(part, left), lambda: True)
 
         return run
 
+    def _fetch(self, it: Instruction) -> Run:
+        bucket, parameters, copies = block_of(it), self._parts.parameters, self._parts.copies
+        return lambda values, step: parameters.fetch(bucket, copies.bring)
+
     def _move_in(self, it: Instruction) -> Run:
         if it.stage is None:
-            return self._state_in(it)
+            return self._fetch(it) if is_fetch(it) else self._state_in(it)
         moves, copies = list(zip(self._row.reads, self._row.writes, strict=True)), self._parts.copies
 
         def run(values: Values, step: StepRun) -> None:

@@ -4,7 +4,8 @@ What the backward of an op needs leaves after the last of the forward that touch
 block ahead of its own. Where its backward follows so closely that its memory would not be free by then, it stays.
 
 The optimizer's state of a bucket comes to the device part by part around STEP and leaves again; or stays, and the
-bucket's gradients come to it.
+bucket's gradients come to it. Where a bucket's parameters lie on the host, its gradients leave in any case. When
+parameters come is in `zero.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from phalanx.errors import PlanError
 from phalanx.plan.offload import write_offload
 from phalanx.plan.plan import Plan
-from phalanx.program.holders import chunks_of, hosted_of
+from phalanx.program.holders import chunks_of, fetched_of, hosted_by_share, hosted_of, layers_of, left_of
 from phalanx.program.instructions import Instruction, Op, Program, insert
 from phalanx.program.moved import movable
 from phalanx.program.rules import Place
@@ -85,20 +86,32 @@ def _instruction(op: Op, stage: int | None, place: Place) -> Instruction:
     return Instruction(op, stage, micro_batch, block, None, half, op_index, slice_)
 
 
+def check_fetched(plan: Plan, shape: ModelShape) -> None:
+    count = dict(plan.offload).get("parameters", 0)
+    most = max(len(layers_of(plan, shape, index)) for index in range(plan.pp))
+    if count > most:
+        message = f"plan: offload={write_offload(plan.offload)} is for {count} layers per rank: the most that one has"
+        raise PlanError(f"{message} is {most}", f"use parameters:{most} or less, or parameters for all blocks")
+    if plan.hosts_parameters and not any(fetched_of(plan, shape, index) for index in range(plan.pp)):
+        reason = "the layers that it names have none of their own"
+        message = f"plan: offload={write_offload(plan.offload)} keeps no parameters on the host: {reason}"
+        raise PlanError(message, "use parameters for all blocks, or leave it out")
+
+
 def check_hosted(plan: Plan, shape: ModelShape) -> None:
-    if plan.hosted_share and not any(hosted_of(plan, shape, index) for index in range(plan.pp)):
+    if plan.hosted_share and not hosted_by_share(plan, shape):
         reason = "the state of whole buckets lies there, and each has a larger share"
         message = f"plan: offload={write_offload(plan.offload)} keeps nothing of the optimizer on the host: {reason}"
         raise PlanError(message, "use a larger share, or leave it out")
 
 
 def leave_gradients(program: Program, plan: Plan, shape: ModelShape, pp_index: int) -> Program:
-    """Where the host updates: a bucket's gradients leave once they are complete. Those that are still being reduced
-    leave behind the next bucket's, so that the computation need not wait for them."""
-    if not plan.steps_on_host:
+    """A bucket's gradients that leave do so once they are complete. Those that are still being reduced leave behind the
+    next bucket's, so that the computation need not wait for them."""
+    hosted = left_of(plan, shape, pp_index)
+    if not hosted:
         return program
     complete: dict[int, int] = {}
-    hosted = hosted_of(plan, shape, pp_index)
     for position, it in enumerate(program):
         if it.op in _ADDS and it.block is not None:
             complete |= {bucket: position for bucket in shape.buckets(it.block) if bucket in hosted}
