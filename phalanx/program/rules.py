@@ -395,9 +395,8 @@ class Rules(Generic[Id]):
 
     def _read_parameters(self, it: Instruction, op: BlockOp) -> None:
         for bucket in self.buckets(it, op):
-            self.sink.read(
-                of_bucket("fetched" if bucket in self.fetched and not self.plan.gathers else self._used, bucket)
-            )
+            fetched = bucket in self.fetched and not self.plan.gathers
+            self.sink.read(of_bucket("fetched" if fetched else self._used, bucket))
 
     def buckets(self, it: Instruction, op: BlockOp) -> tuple[int, ...]:
         return self.shape.buckets(_number(it.block)) if op.buckets is None else op.buckets
