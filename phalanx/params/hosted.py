@@ -106,6 +106,13 @@ class HostedOptimizer:
         """Starts to bring it back."""
         return self._memory.store(self._moving(part))
 
+    def bring_home(self) -> None:
+        """After a step that was interrupted: what had come to the device goes back."""
+        for part in self.ranges:
+            away = [tensor for tensor in self._moving(part) if not self._memory.is_at_home(tensor)]
+            if away:
+                self._memory.store(away)
+
     def settle(self) -> None:
         """Waits until all state is on the host."""
         self._memory.settle()

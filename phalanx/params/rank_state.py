@@ -79,6 +79,12 @@ class State:
         if self.hosted is not None:
             self.hosted.settle()
 
+    def abandon(self) -> None:
+        """The links to other ranks are broken: what this rank keeps is what it goes on from."""
+        self.parameters.abandon()
+        if self.hosted is not None:
+            self.hosted.bring_home()
+
     def shards(self) -> Iterator[Filled]:
         """Everything a checkpoint holds, as far as it lies here."""
         self.settle()
