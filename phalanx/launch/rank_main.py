@@ -126,9 +126,10 @@ def _run(job: Job, rank: int, wire: Wire, task: IO[bytes]) -> Any:
         store = JobStore(dist.TCPStore("127.0.0.1", job.port, is_master=False), job.secret, f"job{job.generation}")
         context = RankContext(
             membership.rank, len(job.members.members), local_rank=rank, node=0,
-            device=local_device(job.device, rank, job.world), store=store.part(f"generation{job.members.number}", membership.abort),
-            store_port=job.port, generation=job.generation, board=board, slot=board.slots[rank],
-            abort=membership.abort, membership=membership, job_store=store,
+            device=local_device(job.device, rank, job.world),
+            store=store.part(f"generation{job.members.number}", membership.abort), store_port=job.port,
+            generation=job.generation, board=board, slot=board.slots[rank], abort=membership.abort,
+            membership=membership, job_store=store,
             on_event=lambda name, payload: wire.send(Event(name, payload)),
         )  # fmt: skip
         return target(context, *arguments)

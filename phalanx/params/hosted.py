@@ -88,6 +88,10 @@ class HostedOptimizer:
         self._core = Optimizer(make(self._weights), self._weights, clip)
         self._thread: ThreadPoolExecutor | None = None
 
+    @property
+    def buckets(self) -> set[int]:
+        return {bucket for bucket, _ in self.ranges}
+
     def follow(self, optimizer: Optimizer, clip: float | None) -> None:
         """Takes over what a loop of the user's own set in the optimizer of what is not on the host, which has the same
         groups: learning rates, decay, and what gradients are clipped to."""

@@ -242,6 +242,11 @@ class AsyncSaver:
             raise error
         return self.last
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is on its way, or was refused on it and nobody has asked yet."""
+        return self._thread is not None or self._error is not None
+
     def give_up(self) -> None:
         """Stops waiting for other ranks, because they are known to be gone; `wait` then raises soon."""
         self._given_up.set()

@@ -142,6 +142,11 @@ class Metrics:
         if self._links is not None:
             self._links.close()
 
+    def abort(self) -> None:
+        """Other ranks were lost."""
+        if self._links is not None:
+            self._links.abort()
+
     def _beside(
         self, config: RunConfig, session: Session, context: RankContext, optimizer_class: type[Any] | None
     ) -> tuple[Session, Links | None]:

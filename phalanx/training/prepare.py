@@ -99,10 +99,10 @@ def _first_sample(batches: Batches) -> Mapping[str, Tensor]:
 def prepare(
     model: Model, data: Any, eval_data: Any, config: RunConfig, context: RankContext, *,
     collate: Collate | None = None, groups: Sequence[ParameterGroup] = (), step: int = 1,
-    optimizer_class: type[Any] | None = None,
+    optimizer_class: type[Any] | None = None, plan: str | None = None,
 ) -> Prepared:  # fmt: skip
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan.
-    step: the first that will be made."""
+    step: the first that will be made. plan: the one that the run has by now, instead of what its options say."""
     device, dtype = torch.device(context.device), getattr(torch, config.dtype)
     require_fit(config, context.world)
     spec = find_model(model, config)
@@ -122,7 +122,7 @@ def prepare(
             eval_batches.mask_like(own)
             own.mask_like(eval_batches)
     total_steps, length_reason = run_length(config, batches)
-    read = read_model(spec, task, batches, config, context, groups, step, optimizer_class)
+    read = read_model(spec, task, batches, config, context, groups, step, optimizer_class, plan)
     if config.export and context.rank == 0:
         _warn_of_changed_layers(model)
     if eval_batches is not None:
@@ -196,8 +196,10 @@ class ReadModel:
 def read_model(
     spec: ModelSpec, task: Task, batches: Batches, config: RunConfig, context: RankContext,
     groups: Sequence[ParameterGroup] = (), step: int = 1, optimizer_class: type[Any] | None = None,
+    given: str | None = None,
 ) -> ReadModel:  # fmt: skip
-    """Captured, proven on samples of these batches, and with a plan that suits it. step: whose plan it is."""
+    """Captured, proven on samples of these batches, and with a plan that suits it. step: whose plan it is; given: the
+    one that is taken instead."""
     dtype, period = getattr(torch, config.dtype), config.periods.at(step)
     inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
     captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout, check=False)
@@ -209,9 +211,9 @@ def read_model(
     if not set(trainable) & set(captured.blocks.parameters()):
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
-    plan, reasons = plan_for(config, period.plan, context.world, period.batch_size, costs)
+    plan, reasons = plan_for(config, given or period.plan, context.world, period.batch_size, costs)
     subject, choice = None, None
-    if config.searches_plan and period.plan == config.given_plan:
+    if config.searches_plan and period.plan == config.given_plan and given is None:
         current = config.override(batch_size=period.batch_size)
         subject = Subject(spec, captured, trainable, batches, current, plan, optimizer_class)
     if subject is not None and context.world > 1:

@@ -19,8 +19,10 @@ from phalanx.engine.compiled import Compiled
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.launch.status_board import BoardWatch
+from phalanx.model.weights.weights import Weights
 from phalanx.observe.memory_snapshot import require_cuda
 from phalanx.observe.phases import Phases
+from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
 from phalanx.params.lr_functions import checked_rate
 from phalanx.params.lr_schedule import change_text, learning_rate
@@ -52,6 +54,7 @@ class ReadyRank:
     """One rank's part of a job, before its first step and between any two."""
 
     run: Prepared
+    opening: Opening
     session: Member
     changes: Changes
     memory: MemoryGuard
@@ -82,20 +85,27 @@ class ReadyRank:
         if config.metrics or job.metrics:
             self._open_metrics()
         if config.generate_every:
-            self.generator = Generator(run, config, self.context)
+            self._open_generator()
         now = config.override(batch_size=self.changes.period.batch_size)
         return header(run, now, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
 
-    def _prepare(self, found: Checkpoint | None, first_step: int) -> None:
-        """Model, data and plan, and where in the run it stands."""
+    def come_in(self, first_step: int, plan: str) -> None:
+        """In the place of a rank that was lost: prepares what the others have; what they hold comes from them."""
+        self._prepare(None, first_step, plan)
+        with self.phases.phase("weights"):
+            self.opening = self._new_opening()[0]
+        self.memory = self._memory_guard(self.changes.period.batch_size, self.run.batches)
+
+    def _prepare(self, found: Checkpoint | None, first_step: int, plan: str | None = None) -> None:
+        """Model, data and plan, and where in the run it stands. plan: that of ranks that are already training."""
         config, job, context = self.config, self.job, self.context
         context.slot.enter("capture")
-        if config.searches_plan:
+        if config.searches_plan and plan is None:
             announce(context, config.memory_bytes)
-        with self.phases.phase("prepare"), self._rank_0_first():
+        with self.phases.phase("prepare"), self._rank_0_first() if plan is None else contextlib.nullcontext():
             run = self.run = prepare(
                 job.model, job.data, job.eval_data, config, context, collate=job.collate, groups=job.groups,
-                step=first_step, optimizer_class=job.optimizer_class,
+                step=first_step, optimizer_class=job.optimizer_class, plan=plan,
             )  # fmt: skip
         self.changes = Changes(config, context, self.folder.path, first_step)
         context.slot.enter("compile")
@@ -110,22 +120,11 @@ class ReadyRank:
     def _open(self, found: Checkpoint | None) -> str:
         """The session, with its state; where that came from."""
         run, job, config, period = self.run, self.job, self.config, self.changes.period
-        weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
-
-        def read(name: str, is_master: bool, piece: Piece) -> Tensor:
-            if found is None:
-                return piece.read(weights, name)
-            return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
-
         require_cuda(config.memory_snapshot, run.device.type)
         self.memory = self._memory_guard(period.batch_size, run.batches, searches=True)
         with self.phases.phase("weights"), self.memory.explained("the model's state"):
-            opening = Opening(
-                run.captured, config.override(batch_size=period.batch_size), self.context, run.trainable,
-                load_buffers(run.captured, weights, run.device), job.optimizer_class, run.groups,
-                (BoardWatch(self.context.slot),) if self.context.world > 1 else (),
-            )  # fmt: skip
-            self.session = open_member(opening, run.plan, read, self.memory.look)
+            self.opening, weights, origin = self._new_opening()
+            self.session = open_member(self.opening, run.plan, reader(found, weights), self.memory.look)
             if found is None or isinstance(self.session, Spare):
                 return origin
             self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
@@ -133,15 +132,21 @@ class ReadyRank:
         changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
         return "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
 
+    def _new_opening(self) -> tuple[Opening, Weights, str]:
+        """What sessions of this rank are made of; where initial values come from, and that in words."""
+        run, job, config, period = self.run, self.job, self.config, self.changes.period
+        weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
+        opening = Opening(
+            run.captured, config.override(batch_size=period.batch_size), self.context, run.trainable,
+            load_buffers(run.captured, weights, run.device), job.optimizer_class, run.groups,
+            (BoardWatch(self.context.slot),) if self.context.world > 1 else (),
+        )  # fmt: skip
+        return opening, weights, origin
+
     def change(self, period: Period, text: str) -> Change:
         """Another plan, batch size or sample length from now on. Raises `ChangeRefused` or a `PlanError`."""
         batches = self.run.lengths[period.seq_len]
-        costs = self.run.captured.blocks.flops(self.run.captured.dims(batches.batch(0, 1)))
-        usable = usable_ranks(text, self.context.world)
-        plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs).plan
-        require_change(self.run, self.config, plan)
-        if self.metrics is not None:
-            self.metrics.require_change(plan, self.context.world)
+        plan = self.completed(period, text, self.context.world)
         memory = self._memory_guard(period.batch_size, batches)
         memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
         config = self.config.override(batch_size=period.batch_size)
@@ -152,6 +157,16 @@ class ReadyRank:
             self.metrics.close()
             self._open_metrics()
         return done
+
+    def completed(self, period: Period, text: str, world: int) -> Plan:
+        """A plan that the run can go on with, with nothing left open."""
+        costs = self.run.captured.blocks.flops(self.run.captured.dims(self.run.lengths[period.seq_len].batch(0, 1)))
+        usable = usable_ranks(text, world)
+        plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs).plan
+        require_change(self.run, self.config, plan)
+        if self.metrics is not None:
+            self.metrics.require_change(plan, world)
+        return plan
 
     def lr(self, step: int) -> float:
         if self.job.lr_function is not None:
@@ -164,6 +179,9 @@ class ReadyRank:
         self.metrics = Metrics(
             self.run, self.config, self.session, self.context, job.metrics, job.optimizer_class
         )  # fmt: skip
+
+    def _open_generator(self) -> None:
+        self.generator = Generator(self.run, self.config, self.context)
 
     def _require_same_rate(self) -> None:
         """A function of the user's own is recognised by the rate of the last step, as far as the run had one."""
@@ -205,6 +223,17 @@ class ReadyRank:
         yield
         if self.context.world > 1 and self.context.rank == 0:
             store.set(key, "yes")
+
+
+def reader(found: Checkpoint | None, weights: Weights) -> Read:
+    """The values that a rank begins with: of a checkpoint, else the initial ones."""
+
+    def read(name: str, is_master: bool, piece: Piece) -> Tensor:
+        if found is None:
+            return piece.read(weights, name)
+        return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
+
+    return read
 
 
 def _forget_earlier_runs() -> None:

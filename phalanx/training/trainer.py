@@ -200,13 +200,18 @@ class Trainer:
 
 def _run(pool: WorkerPool, job: Job, on_event: Callable[[str, Any], None] | None = None) -> Summary:
     with pack(job) as payload:
-        return pool.run(fit_on_rank, payload, on_event=on_event)[0]
+        return pool.run(fit_on_rank, payload, on_event=on_event, on_loss=job.config.on_loss)[0]
 
 
 def fit_on_rank(context: RankContext, payload: JobPayload) -> Summary:
     """A rank's part of a job that came to it as a payload."""
-    emit = (lambda hook, *arguments: context.emit(hook, arguments)) if context.rank == 0 else _nobody
-    return Loop(unpack(payload), context, emit).fit()
+
+    def emit(hook: str, *arguments: Any) -> None:
+        if loop.context.rank == 0:
+            loop.context.emit(hook, arguments)
+
+    loop = Loop(unpack(payload), context, emit)
+    return loop.fit()
 
 
 def train(
