@@ -188,7 +188,7 @@ class Reporter:
         meter, snapshot = self._meter, self._snapshot
         meter.tokens, meter.flops, meter.seconds = snapshot.tokens, snapshot.flops, snapshot.seconds
         self._waiting, self.prediction, self._mark = None, {}, time.perf_counter()
-        if record["plan"] != snapshot.plans[-1]["plan"]:
+        if not snapshot.plans or record["plan"] != snapshot.plans[-1]["plan"]:
             snapshot.plans.append({"step": record["step"], "plan": record["plan"], "how": "ranks were lost"})
         self._log.write("loss", **record)
         self._progress.message(loss_words(record))

@@ -7,10 +7,11 @@ about steps, and what still is to be told, follows the state: a step that counts
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -34,11 +35,12 @@ from phalanx.training.change import prepared
 from phalanx.training.checkpoints import Checkpoints
 from phalanx.training.folder import blaming_others
 from phalanx.training.held import Held, Word, hold, newest_step, sums_of
+from phalanx.training.job import Job
 from phalanx.training.prepare import open_weights
 from phalanx.training.ready import ReadyRank, reader
 from phalanx.training.reporting import Reporter
 from phalanx.training.restoring import Place, Restoring, together
-from phalanx.training.session import Session
+from phalanx.training.session import Opening, Session
 
 _GENERATION_SECONDS = 30.0  # for the supervisor to notice a loss and publish the next generation
 _MOST_PLANS = 64  # that are tried for the ranks that are left
@@ -53,6 +55,10 @@ class SurvivingRank(ReadyRank):
     lost_save = False
     missed: Sequence[dict[str, Any]] = ()  # records of the newest steps, as another rank has them
 
+    def __init__(self, job: Job, context: RankContext) -> None:
+        super().__init__(job, context)
+        self._seconds: dict[str, float] = {}  # that parts of getting together again took
+
     @property
     def survives(self) -> bool:
         """Whether this rank goes on when another is lost."""
@@ -65,12 +71,15 @@ class SurvivingRank(ReadyRank):
     def survive(self, error: PhalanxError, reporter: Reporter, checkpoints: Checkpoints) -> dict[str, Any]:
         """Goes on in the next generation of the job, and tells what happened; raises `error` where there is none."""
         self.context.slot.enter("recover")
-        held = hold(self.session, self.at)
-        saving = checkpoints.break_off()
-        if self.metrics is not None:
-            self.metrics.abort()
+        self._seconds = {}
+        with self._timed("let go"):
+            held = hold(self.session, self.at)
+            saving = checkpoints.break_off()
+            if self.metrics is not None:
+                self.metrics.abort()
         while True:
-            context = self.context.renewed(_GENERATION_SECONDS)
+            with self._timed("wait"):
+                context = self.context.renewed(_GENERATION_SECONDS)
             if context is None:
                 raise error
             try:
@@ -79,6 +88,12 @@ class SurvivingRank(ReadyRank):
                 error = again
                 if held is not None:
                     held.state.abandon()
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - begin
 
     def join(self, reporter: Reporter) -> dict[str, Any]:
         """The part of a rank that was just started in the place of another."""
@@ -100,19 +115,22 @@ class SurvivingRank(ReadyRank):
             context.store.set("plan", json.dumps([self.at, self.session.plan.full_text]))
         links = Links(context, timeout=self.config.timeout)
         try:
-            group = links.group(tuple(range(context.world)), "world")
-            words = _said(group, self._word(survived, held, saving, reporter))
-            self._end_step(held, words)
-            told = _exchange(group, self._tell(survived, held, words, reporter, context))
-            restoring = self._planned(context, links, group, words, told)
-            record = self._restored(restoring, held, words, told)
+            with self._timed("meet"):
+                group = links.group(tuple(range(context.world)), "world")
+                words = _said(group, self._word(survived, held, saving, reporter))
+                self._end_step(held, words)
+                told = _exchange(group, self._tell(survived, held, words, reporter, context))
+            with self._timed("plan"):
+                restoring = self._planned(context, links, group, words, told)
+            with self._timed("restore"):
+                record = self._restored(restoring, held, words, told)
             reporter.stops, reporter.ends, reporter.changes = told[_best(words)]["asked"]
         except BaseException:
             links.abort()
             raise
         self._enter(context, restoring.plan)
         self.lost_save = any(word.saving for word in words)
-        return record | _story(generation, restoring, self.config.on_loss)
+        return record | _story(generation, restoring, self.config.on_loss) | {"parts": self._seconds}
 
     def _end_step(self, held: Held | None, words: Sequence[Word]) -> None:
         """A step that counts, because another rank has ended it, is ended here, too."""
@@ -164,7 +182,8 @@ class SurvivingRank(ReadyRank):
         for text in told[first]["plans"]:
             try:
                 plan = self.completed(self.changes.period, text, context.world)
-                compiled, layout = self._compiled(opening, plan, group)
+                had = words[context.rank].survived and isinstance(self.session, Session) and plan == self.session.plan
+                compiled, layout = self._compiled(opening, plan, group, had)
             except (ChangeRefused, PlanError) as error:
                 refused = error
                 continue
@@ -174,12 +193,11 @@ class SurvivingRank(ReadyRank):
             "go on with --resume auto and as many ranks as before; or use on_loss=replace",
         )
 
-    def _compiled(self, opening: Any, plan: Plan, group: Group) -> tuple[Compiled | None, StateLayout]:
-        """Another plan must fit; the one that a rank already had did."""
-        same = plan == self.run.plan and plan.world == self.run.plan.world
+    def _compiled(self, opening: Opening, plan: Plan, group: Group, had: bool) -> tuple[Compiled | None, StateLayout]:
+        """Functions and programs. had: whether this rank already has a place in the plan, which then fits."""
         memory = self._memory_guard(self.changes.period.batch_size, self.run.batches)
-        found = prepared(opening, plan, group, None if same else memory.look)
-        if not same:
+        found = prepared(opening, plan, group, None if had else memory.look)
+        if not had:
             self.memory = memory
         return found
 
@@ -217,9 +235,7 @@ class SurvivingRank(ReadyRank):
         fresh = Snapshot(
             self.config.model_dump(mode="json"), self.run.model_mark, self.run.data_mark, self.run.total_steps
         )  # fmt: skip
-        plans = [each for each in self.snapshot.plans if found is None or each["step"] <= found.step + 1]
         self._take(fresh if found is None else restore(found, fresh))
-        self.snapshot.plans = plans
         weights, _ = open_weights(self.job.model, self.run.spec, self.config.seed, self.config.init)
         state = restoring.from_reader(reader(found, weights))
         if state is not None and found is not None:

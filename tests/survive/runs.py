@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,16 @@ def fit(
     **options: Any,
 ) -> Summary:  # fmt: skip
     trainer = Trainer("gpt2", DATA, short_config(out, **{**OPTIONS, "on_loss": on_loss, **options}))
-    strikers = threading.Thread(target=lambda: [each.strike(pool) for each in strikes], daemon=True)
+    ended = threading.Event()
+    strikers = threading.Thread(target=lambda: [each.strike(pool, ended) for each in strikes], daemon=True)
+    pool._board.reset()  # so that nothing of an earlier run is taken for a moment of this one
     strikers.start()
-    with pack(trainer.job) as payload:
-        found = pool.run(fit_on_rank, payload, world=world, on_event=on_event, on_loss=on_loss)[0]
-    strikers.join(5.0)
+    try:
+        with pack(trainer.job) as payload:
+            found = pool.run(fit_on_rank, payload, world=world, on_event=on_event, on_loss=on_loss)[0]
+    finally:
+        ended.set()
+        strikers.join(5.0)
     assert all(each.view is not None for each in strikes), "a rank was never seen where it should be hit"
     return found
 
@@ -52,10 +57,10 @@ class Strike:
         self.view: StatusView | None = None
         self.at = 0.0
 
-    def strike(self, pool: WorkerPool, seconds: float = 60.0) -> None:
+    def strike(self, pool: WorkerPool, ended: threading.Event) -> None:
         """beside: further processes that are hit at the same time."""
-        slot, deadline = pool._board.slots[self._process], time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        slot = pool._board.slots[self._process]
+        while not ended.is_set():
             pid = pool.pids.get(self._process)
             if pid is None or not self._wanted(slot.read()):
                 time.sleep(1e-4)
@@ -73,7 +78,8 @@ class Strike:
 
 def in_step(number: int, instruction: str = "") -> Wanted:
     def wanted(view: StatusView) -> bool:
-        return view.phase == "step" and view.step == number and view.instruction.startswith(instruction)
+        is_step = view.phase in ("step", "compile") and view.step == number
+        return is_step and bool(view.instruction) and view.instruction.startswith(instruction)
 
     return wanted
 
@@ -110,6 +116,3 @@ def require_same_run(found: Path, expected: Path) -> None:
 
 def losses_of_ranks(folder: Path) -> list[dict[str, Any]]:
     return records(folder, "loss")
-
-
-Waits = Callable[[], None]
