@@ -31,7 +31,9 @@ def shrunk(plan: Plan, num_ranks: int) -> Iterator[str]:
     meshes.sort(key=lambda mesh: (-mesh[0] * mesh[1] * mesh[2], mesh[2] != plan.tp, mesh[0] != plan.pp, -mesh[1]))
     given = fields.read(plan.full_text)
     for mesh in meshes:
-        known = {**given, **dict(zip(("pp", "dp", "tp"), mesh, strict=True))}
+        # Micro-batches as large as before need no other functions, and no more memory.
+        mb = -(-plan.mb * plan.dp // mesh[1])
+        known = {**given, **dict(zip(("pp", "dp", "tp"), mesh, strict=True)), "mb": mb}
         if mesh[0] != plan.pp:
             known.pop("stages", None)
         for names in _RELAXED:

@@ -40,11 +40,9 @@ class Checkpoints:
 
     def break_off(self) -> bool:
         """Other ranks were lost: what is on its way to the disk is given up. Whether something was."""
-        before = self._saver.last
         self._saver.give_up()
-        was_saving = self._saver.is_saving
         self.settle()
-        return was_saving and self._saver.last == before
+        return self._saver.is_saving
 
     def enter(self, context: RankContext) -> None:
         """From now on with the ranks of another generation."""

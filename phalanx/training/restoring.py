@@ -82,7 +82,7 @@ class Restoring:
         if self.compiled is None or self._connected is None:
             return None
         if held is not None and self._stays(held, self.compiled):
-            held.state.layout = self.layout
+            held.state.enter(self.layout, self._rank)
             held.state.parameters.collect_all(self._connected.gather)
             return held.state
         source, optimizer = Arrived(after[self._rank], arrived), dict(scalars.optimizer)
