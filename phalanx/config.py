@@ -122,10 +122,6 @@ class RunConfig(BaseModel):
         "Training", "stop",
         "when a rank is lost: stop; shrink: the others go on with a plan for them; replace: with a new rank",
     )  # fmt: skip
-    mirror_every: int = _option(
-        "Training", 0,
-        "steps between copies of what one rank alone holds, in another's memory (0: none); for on_loss", ge=0,
-    )  # fmt: skip
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
     clip: float | None = _option("Training", 1.0, "global gradient norm limit ('none': no clipping)", gt=0)
     early_stop: int | None = _option(

@@ -1,11 +1,11 @@
-"""What is left of a run's state when ranks are lost, and where it is taken from: pure, and the same on every rank."""
+"""What is left of a run's state when ranks are lost: pure, and the same on every rank."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from phalanx.state.layout import Box, Layout, StateShard
+from phalanx.state.layout import Box, Layout
 
 
 def missing(before: Layout, after: Layout) -> list[str]:
@@ -27,10 +27,3 @@ def _left(box: Box, sources: Iterable[Box]) -> list[Box]:
         if not left:
             break
     return left
-
-
-def joined(shards: Sequence[StateShard]) -> StateShard:
-    """What one rank holds of a tensor for several, their data one after the other."""
-    first = shards[0]
-    boxes = tuple(box for shard in shards for box in shard.boxes)
-    return StateShard(first.name, first.shape, first.dtype, boxes, owned=False)

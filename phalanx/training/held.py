@@ -7,7 +7,7 @@ then and can end the step alone, with the numbers of the one that knows them. Ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from phalanx.engine.step import Outcome, Step
 from phalanx.errors import LinkError
@@ -57,7 +57,6 @@ class Word:
     sums: list[float] | None = None
     reported: int = -1
     saving: bool = False
-    mirrored: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])  # plan, rank, step
 
 
 def hold(member: Member, at: int) -> Held | None:
@@ -86,14 +85,3 @@ def newest_step(words: Sequence[Word]) -> int:
 def sums_of(words: Sequence[Word], step: int) -> list[float] | None:
     """What NORM found in a step, as a rank knows it that ended it."""
     return next((word.sums for word in words if word.plan and word.step == step and word.sums is not None), None)
-
-
-def holders(words: Sequence[Word]) -> list[int]:
-    """The ranks that have state after the newest step, once those that can have ended it."""
-    newest = newest_step(words)
-    knows = sums_of(words, newest) is not None
-    return [
-        rank
-        for rank, word in enumerate(words)
-        if word.plan and (word.step == newest or (knows and word.completes and word.step == newest - 1))
-    ]

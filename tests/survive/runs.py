@@ -32,9 +32,9 @@ DATA = "synthetic:13"
 
 def fit(
     pool: WorkerPool, out: Path, world: int, on_loss: str, *, strikes: Sequence[Strike] = (), on_event: Any = None,
-    **options: Any,
+    trainer: Trainer | None = None, **options: Any,
 ) -> Summary:  # fmt: skip
-    trainer = Trainer("gpt2", DATA, short_config(out, **{**OPTIONS, "on_loss": on_loss, **options}))
+    trainer = trainer or Trainer("gpt2", DATA, short_config(out, **{**OPTIONS, "on_loss": on_loss, **options}))
     ended = threading.Event()
     strikers = threading.Thread(target=lambda: [each.strike(pool, ended) for each in strikes], daemon=True)
     pool._board.reset()  # so that nothing of an earlier run is taken for a moment of this one
