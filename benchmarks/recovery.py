@@ -2,9 +2,9 @@
 
     python benchmarks/recovery.py [--quick] [--repeats 5] [--out recovery.json]
 
-A rank is killed at a random moment of a run of a tiny GPT-2; what counts is the time from the signal to the end of the first
-step that the new generation makes, beside a usual step of the run. With `shrink` survivors hold the state; with `replace` a process is
-forked, prepares the run and gets its state from them.
+A rank is killed at a random moment of a run of a tiny GPT-2; what counts is the time from the signal to the end of the
+first step that the new generation makes, beside a usual step of the run. With `shrink` survivors hold the state; with
+`replace` a process is forked, prepares the run and gets its state from them.
 """
 
 from __future__ import annotations
