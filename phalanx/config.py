@@ -118,6 +118,10 @@ class RunConfig(BaseModel):
     silence: float = _option(
         "Training", 15.0, "seconds without a sign of life in a step after which a rank counts as lost", gt=0
     )
+    on_loss: Literal["stop", "shrink", "replace"] = _option(
+        "Training", "stop",
+        "when a rank is lost: stop; shrink: the others go on with a plan for them; replace: with a new rank",
+    )  # fmt: skip
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
     deterministic: bool = _option(
         "Training", False,

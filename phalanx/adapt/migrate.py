@@ -108,6 +108,13 @@ def migrate(
     return Arrived(migration.new.get(rank, ()), arrived)
 
 
+def gather(
+    migration: Migration, held: dict[str, Tensor], *, rank: int, group: Group, device: torch.device, home: Home
+) -> dict[str, Tensor]:
+    """The same, with everything that this rank has still there afterwards, whatever becomes of the others meanwhile."""
+    return _Stream(rank, group, device).run(migration, dict(held), home)
+
+
 class MovedBack(Exception):
     """Why a change was not made, and the state as it was before."""
 

@@ -252,6 +252,18 @@ class Group:
         call = lambda: self.backend.alltoall_base(output, input, list(received), list(sent))  # noqa: E731
         return self._start("all_to_all", call, (input, output))
 
+    def confirm(self, tensor: Tensor, what: str) -> None:
+        """Returns, on the host, once what was awaited is really there; raises if links were given up instead. On CPUs a
+        wait says as much."""
+        if not tensor.is_cuda:
+            return
+        arrived, context = torch.cuda.Event(), self._links.context
+        arrived.record()
+        while not arrived.query() and context.abort.reason is None:
+            time.sleep(1e-5)
+        if context.abort.reason is not None:
+            raise LinkError(f"{context.name} stopped waiting for {what}: {context.abort.reason}")
+
     def texts(self, text: str) -> list[str]:
         """The texts of all ranks of the group, in its order."""
         own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._links.device)

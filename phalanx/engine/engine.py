@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.link import extras_of, link
@@ -95,6 +96,24 @@ class Engine:
                 step.values[place] = None
         step.position = len(step.linked.rows)
 
+    def complete(self, step: StepRun, sums: Tensor) -> None:
+        """Ends a step that lost its links after its gradients were reduced: the update, without telling others of it.
+        sums: what NORM found on a rank that it came to."""
+        totals = self.parts.totals
+        assert totals is not None and step.reduced
+        if step.sums is None:
+            totals.found(step, sums)
+        with torch.no_grad():
+            for row in step.linked.rows[step.position :]:
+                if row.instruction.op is Op.STEP and row.instruction.block is None:
+                    if step.updated is None:
+                        totals.step(step)
+                elif row.instruction.op not in (Op.NORM, Op.SHARE):
+                    for place, wait in row.waits:
+                        step.values[place] = wait(step.values[place])
+                    row.run(step.values, step)
+        step.position = len(step.linked.rows)
+
     def _run(self, step: StepRun, end: int) -> None:
         values, watches = step.values, self.watches
         for instruction, waits, drops, run, frees, releases in step.linked.rows[step.position : end]:
@@ -114,7 +133,7 @@ class Engine:
             for watch in watches:
                 watch.end(instruction)
             self.executed[instruction.op] += 1
-        step.position = end
+            step.position += 1
 
     def settle(self) -> None:
         """Waits until nothing is on its way, in or out."""

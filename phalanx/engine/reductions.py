@@ -43,6 +43,9 @@ class StepRun:
     counts: tuple[float, ...] = ()  # about this rank's part of the batch
     counted: tuple[Tensor, ...] = ()  # ranks asked to stop, ranks asked for another plan; and counts over all parts
     on_host: Callable[[], Given] | None = None  # what the host updates by
+    commits: bool = False  # whether the host waits for the norm before anything is updated
+    reduced: bool = False  # whether the gradients of this rank's pieces are complete
+    sums: Tensor | None = None  # what NORM found over all ranks; with it a rank can end the step without the others
     linked: Any = None  # the program as calls
     values: list[Any] = field(default_factory=list[Any])  # per value of the table
     position: int = 0
@@ -86,9 +89,19 @@ class GlobalReductions:
         counts = [float(step.stop()), float(step.change()), *(count if self._counts else 0.0 for count in step.counts)]
         # Filled there, not copied there: a copy from ordinary memory would wait for the whole backward.
         sums = torch.cat([square, loss, *(torch.full_like(loss[:1], count) for count in counts)])
+        step.reduced = True
         self._world.all_reduce(sums).wait("the gradients' norm")
-        square, loss, counted = sums.split([len(square), len(loss), len(counts)])
-        step.norm, step.loss, step.counted = number(square).sqrt(), number(loss) / items, counted.unbind()
+        if step.commits:
+            self._world.confirm(sums, "the gradients' norm")
+        return self.found(step, sums)
+
+    def found(self, step: StepRun, sums: Tensor) -> Tensor:
+        """Takes what NORM sums over all ranks; all of them have reduced their gradients then."""
+        assert step.items is not None
+        width = exact.NUM_WORDS if self._exactly else 1
+        square, loss, step.sums = sums[:width], sums[width : 2 * width], sums
+        step.norm, step.loss = number(square).sqrt(), number(loss) / step.items
+        step.counted = sums[2 * width :].unbind()
         if self._loss_scale is not None:
             step.norm = step.norm / self._loss_scale.value
         return step.norm

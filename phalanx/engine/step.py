@@ -86,6 +86,9 @@ class Step:
 
     def __init__(self, feeder: Feeder, engine: Engine, program: Program, plan: Plan, told: Group | None = None) -> None:
         self.feeder, self.engine, self.program, self._plan, self._told = feeder, engine, program, plan, told
+        self.commits = False  # whether a rank must know, before it updates, that all others can
+        self.run: StepRun | None = None  # the newest, made or interrupted
+        self.number, self.run_number = 0, 0  # of the step to come, as the caller counts; of `run`
 
     def __call__(
         self, batch: Batch, first: int, lr: float, counts: Sequence[float] = (),
@@ -101,8 +104,16 @@ class Step:
         step = self.begin(batch, first, lr)
         step.most_loss = most_loss
         step.counts, step.stop, step.change = tuple(counts), stop or step.stop, change or step.change
+        self.run, self.run_number, step.commits = step, self.number, self.commits
         self.engine.run(self.program, step)
         return Outcome.of(step, self._told)
+
+    def complete(self, sums: Sequence[float]) -> Outcome:
+        """Ends the step that was interrupted (`Engine.complete`)."""
+        assert self.run is not None and self.run.items is not None
+        found = torch.tensor(list(sums), dtype=torch.float64, device=self.run.items.device)
+        self.engine.complete(self.run, found)
+        return Outcome.of(self.run)
 
     def backward(self, batch: Batch, first: int) -> StepRun:
         """The part of the program that makes gradients; they are there until the run is abandoned."""

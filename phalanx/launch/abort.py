@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.launch.status_board import StatusBoard, StatusSlot
+from phalanx.launch.status_board import StatusSlot
 
 BEAT_SECONDS = 0.25
+_LOOK_SECONDS = 0.05
 T = TypeVar("T")
 
 
@@ -86,16 +87,18 @@ def read_stack(path: Path, num_lines: int = 12) -> list[str]:
 
 
 @contextmanager
-def heartbeat(board: StatusBoard, slot: StatusSlot, abort: AbortEvent, stack: StackFile) -> Iterator[None]:
-    """Within it a thread shows signs of life and listens for the abort flag."""
+def heartbeat(slot: StatusSlot, look: Callable[[], None], stack: StackFile) -> Iterator[None]:
+    """Within it a thread shows signs of life, and looks whether the job is over or its ranks are others."""
     ended = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(BEAT_SECONDS):
-            slot.beat()
-            stack.beat()
-            if board.aborted:
-                abort.set("another rank failed")
+        looks = 0
+        while not ended.wait(_LOOK_SECONDS):
+            looks += 1
+            if looks % round(BEAT_SECONDS / _LOOK_SECONDS) == 0:
+                slot.beat()
+                stack.beat()
+            look()
 
     thread = threading.Thread(target=beat, name="phalanx-heartbeat", daemon=True)
     stack.beat()

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.launch.abort import AbortEvent
+from phalanx.launch.membership import Membership
 from phalanx.launch.status_board import StatusBoard, StatusSlot
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """`store` is the job's `JobStore` (None when there is one rank)."""
+    """`store` is the `JobStore` of this generation of the job (None when there is one rank). membership: where others
+    may be lost and this rank goes on; `job_store` is the store of all generations then."""
 
     rank: int
     world: int
@@ -33,6 +35,8 @@ class RankContext:
     abort: AbortEvent = field(default_factory=AbortEvent)
     address: str = "127.0.0.1"  # where CPU links listen; "" leaves it to GLOO_SOCKET_IFNAME or the host's name
     on_event: Callable[[str, Any], None] | None = None
+    membership: Membership | None = None
+    job_store: Any = None
 
     @classmethod
     def alone(cls, device: str = "cpu", on_event: Callable[[str, Any], None] | None = None) -> RankContext:
@@ -40,6 +44,20 @@ class RankContext:
         board = StatusBoard.private(1)
         board.reset()
         return cls(0, 1, 0, 0, device, None, 0, 0, board, board.slots[0], on_event=on_event)
+
+    def renewed(self, seconds: float) -> RankContext | None:
+        """This rank in the job's next generation; None where there is none, or none in so many seconds."""
+        if self.membership is None:
+            return None
+        # A connection of its own: a thread that was given up may wait for ever with the other one.
+        store = self.job_store.clone()
+        if not self.membership.follow(store, seconds):
+            return None
+        now = self.membership.generation
+        return replace(
+            self, rank=self.membership.rank, world=len(now.members), abort=self.membership.abort, job_store=store,
+            store=store.part(f"generation{now.number}", self.membership.abort),
+        )  # fmt: skip
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from phalanx.launch.server import Ended, Fork, Forked
 from phalanx.launch.wire import Wire
 
 _START_SECONDS = 120.0
+_END_SECONDS = 10.0
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Processes:
 
     def __init__(self, folder: Path, preload: tuple[str, ...]) -> None:
         self.alive: dict[int, Process] = {}
+        self._buried: list[Process] = []
         self._folder = folder
         ours, theirs = socket.socketpair()
         self.control = Wire(ours)
@@ -99,7 +102,9 @@ class Processes:
 
     def start(self, num_ranks: int) -> None:
         """Have ranks 0 … num_ranks-1."""
-        missing = [rank for rank in range(num_ranks) if rank not in self.alive]
+        self._start([rank for rank in range(num_ranks) if rank not in self.alive])
+
+    def _start(self, missing: Sequence[int]) -> None:
         ours: dict[int, Wire] = {}
         for rank in missing:
             end, theirs = socket.socketpair()
@@ -113,18 +118,37 @@ class Processes:
                 if isinstance(message, Forked):
                     wire = ours.pop(message.rank)
                     self.alive[message.rank] = Process(message.rank, message.pid, wire, self._log(message.rank))
+                elif isinstance(message, Ended):
+                    self._note(message)
             if self.control.closed or time.monotonic() > deadline:
                 raise RankError("the process that starts ranks ended or does not answer", "its output is above")
             if ours:
                 time.sleep(0.002)
 
+    def start_one(self, rank: int) -> None:
+        """A process in the place of one that was buried."""
+        self._start([rank])
+
+    def bury(self, rank: int) -> None:
+        """Kill a rank if it still lives, and wait until it is gone. What it said last can still be heard."""
+        process = self.alive.pop(rank)
+        self._buried.append(process)
+        deadline = time.monotonic() + _END_SECONDS
+        process.send(signal.SIGKILL)
+        while not process.gone and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self.note_ended()
+
     def note_ended(self) -> None:
         """Learn which ranks are gone; they stay in `alive` with their code until `end` is called."""
         for message in self.control.take():
             if isinstance(message, Ended):
-                for process in self.alive.values():
-                    if process.pid == message.pid:
-                        process.code = message.code
+                self._note(message)
+
+    def _note(self, ended: Ended) -> None:
+        for process in (*self.alive.values(), *self._buried):
+            if process.pid == ended.pid:
+                process.code = ended.code
 
     def deliver(self, number: int) -> None:
         """Send a signal to every rank."""
@@ -133,14 +157,15 @@ class Processes:
 
     def end(self) -> None:
         """Kill every rank and wait until they are gone."""
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + _END_SECONDS
         self.deliver(signal.SIGKILL)
         while not all(process.gone for process in self.alive.values()) and time.monotonic() < deadline:
             time.sleep(0.002)
             self.note_ended()
-        for process in self.alive.values():
+        for process in (*self.alive.values(), *self._buried):
             process.close()
         self.alive.clear()
+        self._buried.clear()
 
     def close(self) -> None:
         """End the ranks and the server."""

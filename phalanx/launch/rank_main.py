@@ -15,9 +15,10 @@ from types import FrameType
 from typing import IO, Any
 
 from phalanx.errors import PhalanxError
-from phalanx.launch.abort import AbortEvent, StackFile, heartbeat
+from phalanx.launch.abort import StackFile, heartbeat
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.main_script import MainScript, unpickle
+from phalanx.launch.membership import Generation, Membership
 from phalanx.launch.signals import stopping_signals
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.store import JobStore
@@ -42,6 +43,7 @@ class Job:
     main: MainScript
     secret: bytes  # of this job in the store
     silence: float  # seconds
+    members: Generation
 
     def stack_file(self, rank: int) -> Path:
         return self.folder / f"stack-{self.generation}-{rank}"
@@ -116,15 +118,18 @@ def _run(job: Job, rank: int, wire: Wire, task: IO[bytes]) -> Any:
 
     _adopt(job)
     torch.set_num_threads(job.threads)
-    board, abort = StatusBoard.open(job.folder / "board", job.num_slots), AbortEvent()
+    board = StatusBoard.open(job.folder / "board", job.num_slots)
+    membership = Membership(board, board.slots[rank], rank, job.members)
     stack = StackFile(job.stack_file(rank), 0.75 * job.silence)
-    with heartbeat(board, board.slots[rank], abort, stack):
+    with heartbeat(board.slots[rank], membership.look, stack):
         target, arguments = unpickle(task, job.main)
         store = JobStore(dist.TCPStore("127.0.0.1", job.port, is_master=False), job.secret, f"job{job.generation}")
         context = RankContext(
-            rank, job.world, local_rank=rank, node=0, device=local_device(job.device, rank, job.world),
-            store=store, store_port=job.port, generation=job.generation, board=board, slot=board.slots[rank],
-            abort=abort,
+            membership.rank, len(job.members.members), local_rank=rank, node=0,
+            device=local_device(job.device, rank, job.world),
+            store=store.part(f"generation{job.members.number}", membership.abort), store_port=job.port,
+            generation=job.generation, board=board, slot=board.slots[rank], abort=membership.abort,
+            membership=membership, job_store=store,
             on_event=lambda name, payload: wire.send(Event(name, payload)),
         )  # fmt: skip
         return target(context, *arguments)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 from phalanx.launch.wire import Wire
 
+_outputs: list[int] = []  # of a rank: where output goes that is to be shown
+
 
 @dataclass(frozen=True)
 class Fork:
@@ -101,6 +103,7 @@ def _become_rank(message: Fork, control: Wire, descriptor: int, parent: int) -> 
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         control.close()
+        _outputs[:] = [os.dup(output) for output in (1, 2)]
         if message.log:
             target = os.open(message.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for output in (1, 2):
@@ -117,6 +120,12 @@ def _become_rank(message: Fork, control: Wire, descriptor: int, parent: int) -> 
             with contextlib.suppress(Exception):
                 output.flush()
         os._exit(code)
+
+
+def show_output() -> None:
+    """Of a process that was not the one to show its output, and now is."""
+    for output, shown in zip((1, 2), _outputs, strict=bool(_outputs)):
+        os.dup2(shown, output)
 
 
 def _die_with(parent: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 # keep every Python thread of the rank waiting.
 SILENCE = 15.0
 LONG_SILENCE = 60.0
-PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "generate", "loop", "finished")
+PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "generate", "recover", "loop", "finished")
 _QUICK_PHASES = ("step", "evaluate")
 _LONGEST_LOOK = 2.0
 
@@ -31,6 +31,9 @@ _INSTRUCTION = slice(64, 192)
 _BEGUN = struct.Struct("<Q")  # how many instructions
 _BEGUN_AT = 192
 _RECENT_AT, NUM_RECENT, _TEXT = 200, 25, 32  # the newest of them, in a ring
+_GUARDED_AT = 1000  # whether the rank goes on when another is lost
+_AWAITED_AT = 1008  # the generation that the rank waits for
+_GENERATION_AT = 8  # of the board: the newest that was published
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,22 @@ class StatusSlot:
             self._begun += 1
             _BEGUN.pack_into(self._memory, self._start + _BEGUN_AT, self._begun)
 
+    @property
+    def guarded(self) -> bool:
+        """Whether this rank goes on in a new generation when another is lost."""
+        return self._memory[self._start + _GUARDED_AT] != 0
+
+    def guard(self, guarded: bool) -> None:
+        self._memory[self._start + _GUARDED_AT] = int(guarded)
+
+    @property
+    def awaited(self) -> int:
+        """The generation that this rank waits for because its links are broken, 0 if it does not."""
+        return _BEGUN.unpack_from(self._memory, self._start + _AWAITED_AT)[0]
+
+    def await_generation(self, number: int) -> None:
+        _BEGUN.pack_into(self._memory, self._start + _AWAITED_AT, number)
+
     def set_place(self, place: str) -> None:
         """What this rank is in the plan, for messages: 'stage 1'."""
         self._memory[self._place] = place.encode()[:32].ljust(32, b"\0")
@@ -153,8 +172,18 @@ class StatusBoard:
         """Tell every rank that the job is over."""
         self._memory[0] = 1
 
+    @property
+    def generation(self) -> int:
+        """The newest that was published; 0 is the one that a job begins with."""
+        return _BEGUN.unpack_from(self._memory, _GENERATION_AT)[0]
+
+    def publish(self, generation: int) -> None:
+        """Tell every rank that the ranks of the job are others from now on."""
+        _BEGUN.pack_into(self._memory, _GENERATION_AT, generation)
+
     def reset(self) -> None:
         self._memory[0] = 0
+        self.publish(0)
         for slot in self.slots:
             slot.clear()
 

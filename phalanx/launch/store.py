@@ -22,7 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import ConfigError, PhalanxError, RankError
+from phalanx.errors import ConfigError, LinkError, PhalanxError, RankError
+from phalanx.launch.abort import AbortEvent
 
 SECRET_VARIABLE = "PHALANX_SECRET"
 _SHORTEST = 16  # characters of a secret that a user sets
@@ -40,18 +41,19 @@ class ForgedValue(PhalanxError):
 
 
 class JobStore:
-    """`for_torch` is the store of torch that lies beneath, with this job's prefix."""
+    """`for_torch` is the store of torch that lies beneath, with this job's prefix. abort: once it is set, nobody is to
+    wait for keys any more."""
 
-    def __init__(self, store: Any, secret: bytes, name: str) -> None:
+    def __init__(self, store: Any, secret: bytes, name: str, abort: AbortEvent | None = None) -> None:
         import torch.distributed as dist
 
-        self._store, self._secret, self._name = store, secret, name
+        self._store, self._secret, self._name, self._abort = store, secret, name, abort
         hidden = hmac.digest(secret, b"keys of " + name.encode(), "sha256").hex()[:32]
         self.for_torch: Any = dist.PrefixStore(f"{name}/{hidden}", store)
 
-    def part(self, name: str) -> JobStore:
+    def part(self, name: str, abort: AbortEvent | None = None) -> JobStore:
         """Keys of its own, for a part of the job."""
-        return JobStore(self._store, self._secret, f"{self._name}/{name}")
+        return JobStore(self._store, self._secret, f"{self._name}/{name}", abort)
 
     def clone(self) -> JobStore:
         """The same keys over a connection of its own."""
@@ -66,6 +68,8 @@ class JobStore:
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all these keys are there. That a rank wrote them is known when they are read."""
+        if self._abort is not None and self._abort.reason is not None:
+            raise LinkError(f"stopped waiting for what other ranks say: {self._abort.reason}")
         return self.for_torch.check(list(keys))
 
     def set_once(self, key: str, text: str) -> str:

@@ -18,11 +18,13 @@ from phalanx.errors import LateError, LinkError, PhalanxError, RankError
 from phalanx.launch.abort import read_stack
 from phalanx.launch.processes import Process, Processes, memory_kills
 from phalanx.launch.rank_main import Done, Event, Failed, Job, Left
+from phalanx.launch.renewal import Renewal
 from phalanx.launch.status_board import RunningClock, SilenceWatch, StatusBoard, StatusView
 
 _GONE_SECONDS = 5.0  # for the fork server to say how a process ended
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
 _MOST_SHOWN, _LAST_SHOWN = 16, 8  # ranks, and instructions of each
+_PATIENCE_SECONDS = 1.0  # for a lost rank to be noticed, once others have lost their connections
 _FOLLOW_SECONDS = 10.0  # for ranks to follow one that left because of a signal; saving does not count
 
 
@@ -44,26 +46,41 @@ class Trouble:
 
 
 class Watch:
-    """Over the ranks of one job."""
+    """Over the ranks of one job. renewal: what makes the others go on when one is lost, where that was asked for."""
 
-    def __init__(self, processes: Processes, board: StatusBoard, job: Job) -> None:
-        self._processes, self._board, self._job, self._world = processes, board, job, job.world
+    def __init__(self, processes: Processes, board: StatusBoard, job: Job, renewal: Renewal | None = None) -> None:
+        self._processes, self._board, self._job, self._renewal = processes, board, job, renewal
         self._clock = RunningClock()
-        self._silence = [SilenceWatch(self._clock, job.silence) for _ in range(job.world)]
+        self._silence = {number: SilenceWatch(self._clock, job.silence) for number in job.members.members}
         self._memory_kills = memory_kills()
         self._done: set[int] = set()
         self._left: dict[int, Left] = {}
         self._troubles: dict[int, Trouble] = {}
         self._deadline: float | None = None
-        self._views = {}
+        self._views: dict[int, StatusView] = {}
+        self._waiting: dict[int, float] = {}  # since when processes wait for a generation that nobody has published
+        self._fresh: list[int] = []
+        self._not_renewed = ""
 
-    def hear(self, rank: int, on_event: Callable[[str, Any], None] | None) -> bool:
-        """Take what a rank says; whether it has hung up."""
-        wire = self._processes.alive[rank].wire
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The processes of the job, by rank."""
+        return self._job.members.members if self._renewal is None else self._renewal.generation.members
+
+    def take_fresh(self) -> list[int]:
+        """The processes that were started since this was last asked."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def hear(self, process: Process, on_event: Callable[[str, Any], None] | None) -> bool:
+        """Take what a process says; whether it has hung up."""
+        rank, wire = process.rank, process.wire
         for message in wire.take():
             if isinstance(message, Event):
                 if on_event is not None:
                     on_event(message.name, message.payload)
+            elif self._processes.alive.get(rank) is not process:
+                continue  # one that was given up
             elif isinstance(message, Done):
                 self._done.add(rank)
             elif isinstance(message, Left):
@@ -78,14 +95,31 @@ class Watch:
         if self._processes.broken:
             raise RankError("the process that starts ranks was ended, and the ranks with it")
         for rank in self._expected():
-            process, view = self._processes.alive[rank], self._view(rank)
-            if process.code is not None:
-                self._add(_died(rank, view, process.code, self._output(rank), self._memory_kills))
-                continue
-            suspect = _GONE_SECONDS if process.gone else self._job.silence if process.stopped else None
-            if (seconds := self._silence[rank].silent_for(view, suspect=suspect)) is not None:
-                stack = read_stack(self._job.stack_file(rank))
-                self._add(_stalled(process, view, seconds, self._output(rank), stack))
+            trouble = self._trouble_of(rank)
+            if trouble is not None and self._add(trouble):
+                return  # the ranks are others now
+        self._look_for_broken_links()
+
+    def _trouble_of(self, rank: int) -> Trouble | None:
+        process, view = self._processes.alive[rank], self._view(rank)
+        if process.code is not None:
+            return _died(rank, view, process.code, self._output(rank), self._memory_kills)
+        suspect = _GONE_SECONDS if process.gone else self._job.silence if process.stopped else None
+        if (seconds := self._silence[rank].silent_for(view, suspect=suspect)) is None:
+            return None
+        return _stalled(process, view, seconds, self._output(rank), read_stack(self._job.stack_file(rank)))
+
+    def _look_for_broken_links(self) -> None:
+        """Ranks that lost each other, and of which none is lost, meet again."""
+        if self._renewal is None or self._troubles:
+            return
+        now, newest = self._clock.read(), self._board.generation
+        waiting = [rank for rank in self._expected() if self._board.slots[rank].awaited > newest]
+        self._waiting = {rank: self._waiting.get(rank, now) for rank in waiting}
+        if waiting and now - min(self._waiting.values()) > _PATIENCE_SECONDS:
+            names = ", ".join(map(str, sorted(waiting)))
+            self._renewed([], f"connections between ranks broke (told by {names}), and no rank was lost")
+            self._waiting.clear()
 
     def over(self) -> bool:
         """Whether nothing more is to be expected."""
@@ -99,28 +133,64 @@ class Watch:
     def conclude(self) -> None:
         """Raise what the job ended with, if that is not success."""
         if self._troubles:
-            raise _verdict(list(self._troubles.values()), self._views)
+            raise _verdict(list(self._troubles.values()), self._views, self._not_renewed)
         if self._left:
             code = self._left[min(self._left)].code
             raise KeyboardInterrupt if code is None else SystemExit(code)
 
-    def _add(self, trouble: Trouble) -> None:
+    def _add(self, trouble: Trouble) -> bool:
+        """Takes note of what ends the job; or, where the others go on, returns True."""
+        if not self._troubles and self._survives(trouble):
+            return True
         if not self._troubles:
             # Where the others were when it happened; what they show later is how they ended.
-            self._views = {rank: self._view(rank) for rank in range(self._world)}
+            self._views = {rank: self._view(rank) for rank in self.members}
             self._deadline = self._clock.read() + _LAST_WORDS_SECONDS
             self._board.abort()
         self._troubles[trouble.rank] = trouble
+        return False
+
+    def _survives(self, trouble: Trouble) -> bool:
+        """Whether the job goes on without this process. What a rank refuses is refused; so is what all of them meet."""
+        if self._renewal is None or self._left or (trouble.failed is not None and trouble.failed.error is not None):
+            return False
+        if self.members[0] in self._done:
+            self._done.add(trouble.rank)  # everything is saved and told: nobody needs it any more
+            return True
+        if self._done:
+            self._not_renewed = "others had ended already"
+            return False
+        return self._renewed([trouble.rank], _loss_words(trouble, self.members.index(trouble.rank)))
+
+    def _renewed(self, lost: Sequence[int], words: str) -> bool:
+        assert self._renewal is not None
+        self._not_renewed = self._renewal.renew(lost, [words]) or ""
+        if self._not_renewed:
+            return False
+        now = self._renewal.generation
+        self._fresh += [now.members[rank] for rank in now.fresh]
+        self._silence = {
+            number: SilenceWatch(self._clock, self._job.silence) if number in self._fresh else self._silence[number]
+            for number in now.members
+        }
+        return True
 
     def _expected(self) -> list[int]:
         ended = self._done | self._left.keys() | self._troubles.keys()
-        return [rank for rank in range(self._world) if rank not in ended]
+        return [rank for rank in self.members if rank not in ended]
 
     def _view(self, rank: int) -> Any:
         return self._board.slots[rank].read()
 
     def _output(self, rank: int) -> list[str]:
         return self._processes.alive[rank].last_output()
+
+
+def _loss_words(trouble: Trouble, rank: int) -> str:
+    """'rank 1 (stage 1) was killed by signal SIGKILL in step 7 at F1.0'."""
+    view, failed = trouble.view, trouble.failed
+    name = f"rank {rank} ({view.place})" if view.place else f"rank {rank}"
+    return f"{name} {f'failed ({failed.text})' if failed is not None else trouble.cause} {view.where()}"
 
 
 def _died(rank: int, view: StatusView, code: int, output: Sequence[str], kills_before: Mapping[str, int]) -> Trouble:
@@ -157,8 +227,9 @@ def _stalled(
     return Trouble(process.rank, view, cause, hint, output=output, stack=stack)
 
 
-def _verdict(troubles: Sequence[Trouble], views: Mapping[int, StatusView]) -> PhalanxError:
-    """The error to raise. `troubles` are in the order in which they were noticed."""
+def _verdict(troubles: Sequence[Trouble], views: Mapping[int, StatusView], not_renewed: str = "") -> PhalanxError:
+    """The error to raise. `troubles` are in the order in which they were noticed. not_renewed: why the others did not
+    go on although they were to."""
     silent = [trouble for trouble in troubles if trouble.failed is None]
     spoken = [trouble for trouble in troubles if trouble.failed is not None and not trouble.is_consequence]
     if not silent and spoken:
@@ -169,7 +240,7 @@ def _verdict(troubles: Sequence[Trouble], views: Mapping[int, StatusView]) -> Ph
     # Whoever was silent did not fail because of others; a consequence counts only where nothing else is known, and the
     # first of those is who waited too long, since that made the others lose their connections.
     late = [trouble for trouble in troubles if trouble.failed and isinstance(trouble.failed.error, LateError)]
-    return _rank_error((silent or spoken or late or troubles)[0], views)
+    return _rank_error((silent or spoken or late or troubles)[0], views, not_renewed)
 
 
 def _users_mistake(trouble: Trouble, failed: Failed) -> PhalanxError:
@@ -184,7 +255,7 @@ def _users_mistake(trouble: Trouble, failed: Failed) -> PhalanxError:
     return error
 
 
-def _rank_error(trouble: Trouble, views: Mapping[int, StatusView]) -> RankError:
+def _rank_error(trouble: Trouble, views: Mapping[int, StatusView], not_renewed: str = "") -> RankError:
     view = trouble.view
     name = f"rank {trouble.rank} ({view.place})" if view.place else f"rank {trouble.rank}"
     hint, text = trouble.hint, f"{name} {trouble.cause} {view.where()}"
@@ -194,7 +265,7 @@ def _rank_error(trouble: Trouble, views: Mapping[int, StatusView]) -> RankError:
         text = error.message if trouble.is_consequence and error else (
             f"{name} failed {view.where()}: {error.message if error else trouble.failed.text}"
         )  # fmt: skip
-    lines = [text]
+    lines = [text, *([f"  the others did not go on without it: {not_renewed}"] if not_renewed else [])]
     if trouble.is_consequence:
         others = (f"rank {rank} was {other.where()}" for rank, other in views.items() if rank != trouble.rank)
         lines += [f"  meanwhile {other}" for other in others]

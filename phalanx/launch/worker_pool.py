@@ -14,18 +14,20 @@ import selectors
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from phalanx.launch.main_script import MainScript, explained_pickling, refuse_while_loading
+from phalanx.launch.membership import Generation
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
+from phalanx.launch.renewal import OnLoss, Renewal
 from phalanx.launch.signals import StopSignal, stop_signal
 from phalanx.launch.status_board import SILENCE, StatusBoard
-from phalanx.launch.store import host_store, new_secret
+from phalanx.launch.store import JobStore, host_store, new_secret
 from phalanx.launch.watch import Watch
 
 _TICK_SECONDS = 0.2
@@ -80,8 +82,10 @@ class WorkerPool:
         *arguments: Any,
         world: int | None = None,
         on_event: Callable[[str, Any], None] | None = None,
+        on_loss: OnLoss = "stop",
     ) -> list[Any]:
-        """`target(context, *arguments)` on the first `world` ranks; what each returned, by rank.
+        """`target(context, *arguments)` on the first `world` ranks; what each returned, by rank. on_loss: what becomes
+        of a job that loses a rank once all ranks have said that they would go on (`StatusSlot.guard`).
 
         Ctrl-C, SIGTERM and SIGHUP are passed on to the ranks once; if they leave because of it, so does this function,
         with KeyboardInterrupt or SystemExit. A second one ends them at once.
@@ -93,51 +97,78 @@ class WorkerPool:
             self._processes = Processes(self._folder, self._preload)
         with contextlib.ExitStack() as opened:
             results = [opened.enter_context(tempfile.TemporaryFile(dir=self._folder)) for _ in range(world)]
+            task = opened.enter_context(tempfile.TemporaryFile(dir=self._folder))
+            with explained_pickling():
+                pickle.dump((target, arguments), task)
+
+            def hand_over(numbers: Iterable[int], job: Job) -> None:
+                self._hand_over({number: results[number] for number in numbers}, job, task)
+
             try:
                 self._processes.start(world)
-                job = self._post(world, (target, arguments), results)
+                job = self._post(world)
+                hand_over(range(world), job)
+                watch = Watch(self._processes, self._board, job, self._renewal(job, on_loss, hand_over))
                 with stop_signal() as stop:
-                    self._follow(job, Watch(self._processes, self._board, job), on_event, stop)
-                return [_read(file) for file in results]
+                    self._follow(watch, on_event, stop)
+                return [_read(results[number]) for number in watch.members]
             except BaseException:
                 # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
                 self._processes.end()
                 raise
 
-    def _post(self, world: int, task: tuple[Any, ...], results: Sequence[IO[bytes]]) -> Job:
+    def _post(self, world: int) -> Job:
         self._generation += 1
         self._board.reset()
-        here = dict(os.environ)
-        job = Job(
-            self._generation, world, self._device, self._folder, self.size, self._store.port, self._threads, here,
-            os.getcwd(), tuple(sys.path), MainScript.of_this_process(), new_secret(), self._silence,
-        )  # fmt: skip
-        # The task and the results go through open files that have no name: nobody else can put a pickle there.
-        path = self._folder / "task"
-        with explained_pickling(), path.open("wb") as file:
-            pickle.dump(task, file)
-        for rank, process in self._processes.alive.items():
+        for process in self._processes.alive.values():
             if process.log is not None and process.log.exists():
                 os.truncate(process.log, 0)
-            if rank < world:
-                own = dataclasses.replace(job, environment={**here, **self._environment(rank)})
-                with path.open("rb") as file:
-                    process.wire.send(own, (file.fileno(), results[rank].fileno()))
-        path.unlink()
-        return job
+        return Job(
+            self._generation, world, self._device, self._folder, self.size, self._store.port, self._threads,
+            dict(os.environ), os.getcwd(), tuple(sys.path), MainScript.of_this_process(), new_secret(), self._silence,
+            Generation(0, tuple(range(world))),
+        )  # fmt: skip
 
-    def _follow(self, job: Job, watch: Watch, on_event: Callable[[str, Any], None] | None, stop: StopSignal) -> None:
+    def _hand_over(self, results: Mapping[int, IO[bytes]], job: Job, task: IO[bytes]) -> None:
+        """To these processes. What they read and write are open files that have no name: nobody else can put a pickle
+        there. Each reads the task from its beginning, so each gets a file of its own."""
+        path = self._folder / "task"
+        with path.open("wb") as file:
+            task.seek(0)
+            shutil.copyfileobj(task, file)
+        for number, result in results.items():
+            result.seek(0)
+            result.truncate()
+            own = dataclasses.replace(job, environment={**job.environment, **self._environment(number)})
+            with path.open("rb") as file:
+                self._processes.alive[number].wire.send(own, (file.fileno(), result.fileno()))
+        path.unlink()
+
+    def _renewal(self, job: Job, on_loss: OnLoss, hand_over: Callable[[Iterable[int], Job], None]) -> Renewal | None:
+        if on_loss == "stop":
+            return None
+        store = JobStore(self._store, job.secret, f"job{job.generation}")
+
+        def start(number: int, job: Job) -> None:
+            hand_over([number], dataclasses.replace(job, members=renewal.generation))
+
+        renewal = Renewal(self._processes, self._board, job, store, on_loss, start)
+        return renewal
+
+    def _follow(self, watch: Watch, on_event: Callable[[str, Any], None] | None, stop: StopSignal) -> None:
         """Returns when every rank is done, raises when the job is over in another way."""
-        forwarded = 0
+        forwarded, heard = 0, list(watch.members)
         with selectors.DefaultSelector() as selector:
             selector.register(self._processes.control, selectors.EVENT_READ)
-            for rank in range(job.world):
-                selector.register(self._processes.alive[rank].wire, selectors.EVENT_READ, rank)
             while not watch.over():
+                for number in heard:
+                    process = self._processes.alive[number]
+                    selector.register(process.wire, selectors.EVENT_READ, process)
                 for key, _ in selector.select(_TICK_SECONDS):
                     if key.data is not None and watch.hear(key.data, on_event):
                         selector.unregister(key.fileobj)
                 watch.look()
+                heard = watch.take_fresh()
                 if stop.signals and not forwarded:
                     forwarded = stop.signals[0]
                     self._processes.deliver(forwarded)

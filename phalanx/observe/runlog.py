@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -77,6 +77,20 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def newest_steps(records: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """The steps that count, since the run was last started, with their losses. A step that was gone back from, because
+    ranks were lost with what they alone held, counts when it is made again."""
+    found: dict[int, float] = {}
+    for record in records:
+        if record["kind"] == "start":
+            found = {}
+        elif record["kind"] == "step":
+            found[record["step"]] = record["loss"]
+        elif record["kind"] == "loss":
+            found = {step: loss for step, loss in found.items() if step < record["step"]}
+    return found
 
 
 def json_line(record: Mapping[str, Any]) -> str:

@@ -68,8 +68,21 @@ def change_words(record: Record) -> str:
     return text
 
 
+def loss_words(record: Record) -> str:
+    """`rank 1 (stage 1) was killed by signal SIGKILL in step 7 at F1.0; 4 ranks go on before step 7 …`."""
+    again = f", {record['repeated']} steps are made again" if record["repeated"] else ""
+    why = f" ({record['why']})" if "why" in record else ""
+    moved = f", {bytes_text(record['bytes'])} moved" if record["bytes"] else ""
+    goes_on = f"{record['ranks']} ranks go on ({record['how']}) before step {record['step']}"
+    return (
+        f"{'; '.join(record['lost'])}; {goes_on} with plan {record['plan']}: state from "
+        f"{record['source']}{why}{again}{moved}, {seconds_text(record['seconds'])} after it was noticed"
+    )
+
+
 _WORDS = {
     "start": _began,
+    "loss": loss_words,
     "change": change_words,
     "checkpoint": lambda record: f"saved in {record['path']}",
     "not_saved": lambda record: f"step {record['step']} could not be saved: {record['message']}",

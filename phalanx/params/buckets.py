@@ -136,6 +136,14 @@ class Bucket:
             if flat.full is not None and flat.layout.shards > 1:
                 self._arriving.append((flat, flat.full, zero.all_gather(flat.full, flat.shard.clone())))
 
+    def abandon(self) -> list[str]:
+        """What was on its way from other ranks does not come any more; the parameters that cannot be used then. Its
+        memory is given to nobody: something may still be written there."""
+        self._finish_updates()
+        self._arriving.clear()
+        self._lent.clear()
+        return [place.name for flat in self.buffers if flat.full is None for place in flat.layout.places]
+
     def forget(self) -> None:
         """Lets go of all tensors, whoever still knows this bucket."""
         for flat in self.buffers:

@@ -90,6 +90,10 @@ class HostedOptimizer:
         self._came: dict[PartName, dict[str, Tensor]] = {}  # gradients that came from the host
         self._thread: ThreadPoolExecutor | None = None
 
+    @property
+    def buckets(self) -> set[int]:
+        return {bucket for bucket, _ in self.ranges}
+
     def follow(self, optimizer: Optimizer, clip: float | None) -> None:
         """Takes over what a loop of the user's own set in the optimizer of what is not on the host, which has the same
         groups: learning rates, decay, and what gradients are clipped to."""
@@ -119,6 +123,13 @@ class HostedOptimizer:
         """Whether masters are updated elsewhere than the parameters that are copies of them lie."""
         bucket = self._parameters.bucket(part[0])
         return bucket.on_host and bucket.masters is not None
+
+    def bring_home(self) -> None:
+        """After a step that was interrupted: what had come to the device goes back."""
+        for part in self.ranges:
+            away = [tensor for tensor in self._moving(part) if not self._memory.is_at_home(tensor)]
+            if away:
+                self._memory.store(away)
 
     def settle(self) -> None:
         """Waits until all state is on the host."""

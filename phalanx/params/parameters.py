@@ -114,6 +114,14 @@ class Parameters:
             bucket.collect(zero)
         self.settle()
 
+    def abandon(self) -> None:
+        """The links to other ranks are broken: what was gathered, or on its way, is given up."""
+        for bucket in self._buckets.values():
+            for name in bucket.abandon():
+                self.values.pop(name, None)
+        self._gathered.clear()
+        self._pool = BufferPool()
+
     def forget(self) -> None:
         """Lets go of all tensors, whoever still knows these parameters."""
         for bucket in self._buckets.values():

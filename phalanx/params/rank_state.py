@@ -80,6 +80,16 @@ class State:
         if self.hosted is not None:
             self.hosted.settle()
 
+    def enter(self, layout: StateLayout, rank: int) -> None:
+        """From now on of this rank under this plan, for which everything lies as it does."""
+        self.layout, self._rank = layout, rank
+
+    def abandon(self) -> None:
+        """The links to other ranks are broken: what this rank keeps is what it goes on from."""
+        self.parameters.abandon()
+        if self.hosted is not None:
+            self.hosted.bring_home()
+
     def shards(self) -> Iterator[Filled]:
         """Everything a checkpoint holds, as far as it lies here."""
         self.settle()

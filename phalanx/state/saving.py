@@ -205,6 +205,7 @@ class AsyncSaver:
         self._error: BaseException | None = None
         self._refused: StorageError | None = None
         self.last: Path | None = None
+        self.is_saving = False  # whether a checkpoint was begun that is neither complete nor refused by the disk
 
     def save(self, step: int, pieces: Pieces, state: dict[str, Any], spare: int | None = None) -> None:
         """Copies what this rank owns to the CPU, after which the caller may change it, and starts writing.
@@ -212,7 +213,7 @@ class AsyncSaver:
         Waits for the save before, whose error it raises, except for a refusal of the disk.
         """
         self.wait()
-        meeting = self._next_meeting()
+        meeting, self.is_saving = self._next_meeting(), True
         try:
             snapshot = _snapshot(pieces)
             kept = copy.deepcopy(state)
@@ -267,9 +268,10 @@ class AsyncSaver:
                 self._folder, step, snapshot, state, self._keep, meeting=meeting, still_ours=self._still_ours,
                 spare=spare,
             )  # fmt: skip
+            self.is_saving = False
         except StorageError as error:
             error.step = step
-            self._refused = error
+            self._refused, self.is_saving = error, False
         except BaseException as error:
             self._error = error
 

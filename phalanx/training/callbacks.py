@@ -18,6 +18,7 @@ HOOKS = {
     "on_step": "(record) after a step",
     "on_evaluate": "(record) after an evaluation",
     "on_change": "(record) after a change of plan, or its refusal",
+    "on_loss": "(record) after ranks were lost and the others went on",
     "on_checkpoint": "(path) once a checkpoint is complete",
     "on_end": "(result) when the run is over",
 }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.adapt.migrate import Arrived, ChangeRefused, MovedBack, agree, migrate, slots_now
+from phalanx.adapt.migrate import Arrived, ChangeRefused, Home, MovedBack, agree, migrate, slots_now
 from phalanx.adapt.portions import Migration, parameter_of, plan_migration
 from phalanx.comm.links import Group, Links
 from phalanx.config import RunConfig
@@ -67,7 +67,7 @@ def change(
     done = Change(member.plan, plan)
     links, group = _links(member), everyone(member)
     with done.timed("prepare"):
-        compiled, layout = _prepared(opening, plan, group, look)
+        compiled, layout = prepared(opening, plan, group, look)
     with done.timed("connect"):
         if isinstance(member, Session):
             member.step.engine.settle()
@@ -112,7 +112,7 @@ def _owns(member: Member) -> bool:
     return isinstance(member, Spare) or member.connected.owns_links
 
 
-def _prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> tuple[Compiled | None, StateLayout]:
+def prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> tuple[Compiled | None, StateLayout]:
     """Functions and programs of the new plan, and that it fits: all that can be known before anything is touched."""
     compiled: Compiled | None = None
     layout: StateLayout | None = None
@@ -154,14 +154,18 @@ def _stays(member: Member, compiled: Compiled | None) -> bool:
     """Whether all state of this rank lies where it would lie."""
     if isinstance(member, Spare) or compiled is None:
         return isinstance(member, Spare) and compiled is None
-    rank, old, new = compiled.rank, member.state.layout, compiled.formation.state
+    was = member.compiled
+    same_homes = was.hosted() == compiled.hosted() and was.fetched() == compiled.fetched()
+    return same_homes and same_place(member.state.layout, compiled.rank, compiled.formation.state, compiled.rank)
+
+
+def same_place(old: StateLayout, was: int, new: StateLayout, now: int) -> bool:
+    """Whether a rank keeps the same in the same way under two plans. was, now: its number."""
     return (
         old.facts == new.facts
-        and old.buckets(rank) == new.buckets(rank)
-        and old.sharding(rank) == new.sharding(rank)
-        and list(old.kept(rank)) == list(new.kept(rank))
-        and member.compiled.hosted() == compiled.hosted()
-        and member.compiled.fetched() == compiled.fetched()
+        and old.buckets(was) == new.buckets(now)
+        and old.sharding(was) == new.sharding(now)
+        and list(old.kept(was)) == list(new.kept(now))
         and old.plan.steps_on_host == new.plan.steps_on_host
     )
 
@@ -182,6 +186,20 @@ def _moved(
     if opening.device.type == "cuda":
         gc.collect()  # what holds a session together refers to each other
 
+    try:
+        home = homes(opening, compiled)
+        arrived = migrate(migration, held, rank=rank, group=group, device=opening.device, home=home)
+    except MovedBack as back:
+        if was is not None:
+            was.put_back(made(opening, was.compiled, back.state, optimizer, loss_scale, was.connected.gather))
+        raise back.refused from None
+    if compiled is None or connected is None:
+        return None
+    return made(opening, compiled, arrived, optimizer, loss_scale, connected.gather)
+
+
+def homes(opening: Opening, compiled: Compiled | None) -> Home:
+    """Where the tensors of a rank's state are to lie."""
     hosted = _named(compiled, compiled.hosted()) if compiled is not None else set[str]()
     fetched = _named(compiled, compiled.fetched()) if compiled is not None else set[str]()
 
@@ -189,15 +207,7 @@ def _moved(
         is_hosted = parameter_of(name) in (fetched if name.startswith("model/") else hosted)
         return torch.device("cpu") if is_hosted else opening.device
 
-    try:
-        arrived = migrate(migration, held, rank=rank, group=group, device=opening.device, home=home)
-    except MovedBack as back:
-        if was is not None:
-            was.put_back(_made(opening, was.compiled, back.state, optimizer, loss_scale, was.connected.gather))
-        raise back.refused from None
-    if compiled is None or connected is None:
-        return None
-    return _made(opening, compiled, arrived, optimizer, loss_scale, connected.gather)
+    return home
 
 
 def _named(compiled: Compiled, buckets: Iterable[int]) -> set[str]:
@@ -229,7 +239,7 @@ def _migration(opening: Opening, old: StateLayout, new: StateLayout, slots: Slot
     return found
 
 
-def _made(
+def made(
     opening: Opening, compiled: Compiled, arrived: Arrived, optimizer: dict[str, Any],
     loss_scale: dict[str, float] | None, zero: Group,
 ) -> State:  # fmt: skip

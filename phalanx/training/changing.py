@@ -44,6 +44,10 @@ class Changes:
         if context.rank == 0:
             self._inbox.clear()
 
+    def enter(self, context: RankContext) -> None:
+        """From now on as this rank."""
+        self._context = context
+
     def is_asked(self) -> bool:
         """Whether this rank has a request."""
         return self._context.rank == 0 and self._inbox.has_request()

@@ -38,6 +38,18 @@ class Checkpoints:
         """Waits for what is on its way."""
         return self._saver.wait() or self._resumed
 
+    def break_off(self) -> bool:
+        """Other ranks were lost: what is on its way to the disk is given up. Whether something was."""
+        self._saver.give_up()
+        self.settle()
+        return self._saver.is_saving
+
+    def enter(self, context: RankContext) -> None:
+        """From now on with the ranks of another generation."""
+        last = self._saver.last
+        self._context, self._saver = context, self._folder.saver()
+        self._saver.last = last
+
     def save(self, snapshot: Snapshot, member: Member, spare: int | None = None) -> None:
         """spare: the step of a checkpoint that is kept besides the newest."""
         self._reporter.flush()

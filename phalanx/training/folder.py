@@ -40,10 +40,8 @@ class RunFolder:
 
     def take(self, stack: contextlib.ExitStack, say: Say) -> None:
         """Rank 0 locks the run folder and clears what killed runs left in it; the others wait until it has."""
-        context, given_up = self.context, threading.Event()
-        context.abort.listen(given_up.set)
-        rendezvous = StoreRendezvous(context.store, context.rank) if context.world > 1 else LocalRendezvous()
-        self._meeting = Meeting(context.rank, context.world, rendezvous, key="start", given_up=given_up)
+        context = self.context
+        self._meeting = self.meeting(context)
         lock = RunLock(self.path, say)
 
         def take() -> None:
@@ -60,6 +58,28 @@ class RunFolder:
             self._still_ours = lock.still_ours
             forget_secrets(self.path)
             self._open_mirror(stack, say)
+
+    def meeting(self, context: RankContext) -> Meeting:
+        """Of the ranks of a generation."""
+        given_up = threading.Event()
+        context.abort.listen(given_up.set)
+        rendezvous = StoreRendezvous(context.store, context.rank) if context.world > 1 else LocalRendezvous()
+        return Meeting(context.rank, context.world, rendezvous, key="start", given_up=given_up)
+
+    def enter(self, context: RankContext) -> None:
+        """From now on as a rank of another generation."""
+        self.context = context
+
+    def take_over(self, stack: contextlib.ExitStack, say: Say) -> None:
+        """Rank 0's part where the rank 0 that had the folder was lost."""
+        lock = stack.enter_context(RunLock(self.path, say))
+        self._still_ours = lock.still_ours
+        self._open_mirror(stack, say)
+
+    def tidy(self) -> None:
+        """Rank 0 clears what a lost rank left half written."""
+        if self.context.rank == 0:
+            tidy_checkpoints(self.checkpoints)
 
     def to_resume(self, say: Say) -> Checkpoint | None:
         """The checkpoint to go on from."""

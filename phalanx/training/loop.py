@@ -24,13 +24,14 @@ from phalanx.errors import PhalanxError, PlanError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
 from phalanx.launch.context import RankContext
+from phalanx.launch.server import show_output
 from phalanx.launch.signals import StopRequest, stop_request
 from phalanx.model.separable import require_labels
 from phalanx.observe.memory_snapshot import memory_snapshot
 from phalanx.observe.metrics import Meter, device_peak_flops
-from phalanx.observe.progress import make_progress
+from phalanx.observe.progress import Progress, make_progress
 from phalanx.observe.requests import Answer
-from phalanx.observe.runlog import RunLog
+from phalanx.observe.runlog import RunLog, newest_steps, read_log
 from phalanx.observe.trace import StepProfiler
 from phalanx.observe.trackers import with_trackers
 from phalanx.state.folders import final_folder, replace_text
@@ -43,19 +44,23 @@ from phalanx.training.exporting import export_dcp, export_model
 from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.metrics import perplexity
 from phalanx.training.prediction import NUM_STEPS, Predictor
-from phalanx.training.ready import ReadyRank
 from phalanx.training.reporting import Reporter, StepFacts
 from phalanx.training.session import Session
 from phalanx.training.spare import Spare
 from phalanx.training.spikes import RollBack, spike_limit
+from phalanx.training.surviving import SurvivingRank
 
 
-class Loop(ReadyRank):
+class Loop(SurvivingRank):
     """One rank's part of a job, from its beginning to its end."""
 
     def __init__(self, job: Job, context: RankContext, emit: Emit) -> None:
         super().__init__(job, context)
-        self._emit, self._is_rank0 = emit, context.rank == 0
+        self._emit = emit
+
+    @property
+    def _is_rank0(self) -> bool:
+        return self.context.rank == 0
 
     def fit(self) -> Summary:
         """Trains to the end, from the beginning or from a checkpoint.
@@ -63,47 +68,121 @@ class Loop(ReadyRank):
         Ctrl-C, SIGTERM and SIGHUP end the run after the current step, saved, with KeyboardInterrupt or SystemExit (143,
         129).
         """
-        config = self.config
         with contextlib.ExitStack() as stack:
-            shown = config.progress if self._is_rank0 else "off"
-            progress = make_progress(shown, config.json_output and self._is_rank0, config.log_every)
-            if self._is_rank0:
-                progress = with_trackers(progress, config.report_to, self.folder.path, config.model_dump(mode="json"))
-            stack.callback(progress.close)
-            self.folder.take(stack, progress.message)
-            stack.enter_context(fixed_kernels(config, self.context.device))
-            rows = self.set_up(progress.message)
+            self._stack = stack
+            progress = self._progress()
+            stack.enter_context(fixed_kernels(self.config, self.context.device))
+            is_new = not self._takes_a_place
+            rows: dict[str, Any] = {}
+            if is_new:
+                self.folder.take(stack, progress.message)
+                rows = self.set_up(progress.message)
+            else:
+                self.come_in(*self.wait_for_others())
             log = stack.enter_context(RunLog(self.folder.path, rank=self.context.rank))
             stack.enter_context(_logged_errors(log))
-            self.folder.write_settings(self.run.plan)
-            peak = device_peak_flops(self.run.device, config.dtype)
+            peak = device_peak_flops(self.run.device, self.config.dtype)
             meter = Meter(total_steps=self.run.total_steps, peak=peak and peak * self.context.world)
             reporter = Reporter(self.snapshot, meter, log, progress, self._emit, self.run.device)
             checkpoints = Checkpoints(self.folder, self.context, reporter, self.phases, self.resumed)
             stack.callback(checkpoints.settle)
-            self._emit("on_start")
-            reporter.start(rows)
-            if self.run.choice is not None:
-                choice = self.run.choice
-                log.write("plan", plan=choice.plan.text, chosen=choice.how, reason=choice.reason, **choice.record)
-            if isinstance(self.session, Session):
-                fit = self.memory.fit
-                log.write("memory", predicted_bytes=fit.bytes, components=fit.components, on_host=fit.on_host)
+            if is_new:
+                self._announce(reporter, log, rows)
+            else:
+                self._went_on(self.join(reporter), reporter, checkpoints, progress)
             with stop_request(speaks=self._is_rank0) as stop:
+                return self._live(reporter, checkpoints, stop)
+
+    @property
+    def _takes_a_place(self) -> bool:
+        """Whether this rank was started in the place of one that was lost."""
+        return self.context.membership is not None and self.context.membership.is_fresh
+
+    def _progress(self) -> Progress:
+        """What is shown, by rank 0."""
+        config = self.config
+        shown = config.progress if self._is_rank0 else "off"
+        progress = make_progress(shown, config.json_output and self._is_rank0, config.log_every)
+        if self._is_rank0:
+            progress = with_trackers(progress, config.report_to, self.folder.path, config.model_dump(mode="json"))
+        self._stack.callback(progress.close)
+        return progress
+
+    def _announce(self, reporter: Reporter, log: RunLog, rows: dict[str, Any]) -> None:
+        self.folder.write_settings(self.run.plan)
+        self._emit("on_start")
+        reporter.start(rows)
+        if self.run.choice is not None:
+            choice = self.run.choice
+            log.write("plan", plan=choice.plan.text, chosen=choice.how, reason=choice.reason, **choice.record)
+        if isinstance(self.session, Session):
+            fit = self.memory.fit
+            log.write("memory", predicted_bytes=fit.bytes, components=fit.components, on_host=fit.on_host)
+
+    def _live(self, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest) -> Summary:
+        """To the end of the run, whoever is lost on the way if that is to be survived."""
+        self.context.slot.guard(self.survives)
+        while True:
+            try:
                 self._train(reporter, checkpoints, stop)
-            return self._end(reporter, checkpoints, stop)
+                return self._end(reporter, checkpoints, stop)
+            except PhalanxError as error:
+                if not self.is_survivable(error):
+                    raise
+                was = self.context.rank
+                record = self.survive(error, reporter, checkpoints)
+                progress = self._speak(reporter) if self.context.rank != was else None
+                self._went_on(record, reporter, checkpoints, progress)
+
+    def _speak(self, reporter: Reporter) -> Progress:
+        """Under another number: with the log of that rank, and as rank 0 with all that it shows."""
+        if self._is_rank0:
+            show_output()
+        progress, log = self._progress(), self._stack.enter_context(RunLog(self.folder.path, rank=self.context.rank))
+        reporter.speak_through(log, progress)
+        return progress
+
+    def _went_on(
+        self, record: dict[str, Any], reporter: Reporter, checkpoints: Checkpoints, progress: Progress | None
+    ) -> None:
+        """After a loss. progress: of a rank that has none to show what went before."""
+        told: int | None = None
+        if self._is_rank0:
+            if progress is not None:
+                self.folder.take_over(self._stack, progress.message)
+                progress.start({}, self.run.total_steps, self.snapshot.step)
+            self.folder.tidy()
+            before = newest_steps(read_log(self.folder.path / "log-rank0.jsonl"))
+            told = max(before, default=0)
+            reporter.losses = [before[step] for step in sorted(before)]
+            replace_text(self.folder.path / "plan.json", self.run.plan.to_json() + "\n")
+        reporter.recovered(record, self.missed, told)
+        checkpoints.enter(self.context)
+        self.context.slot.enter("step")
+        self.context.slot.guard(True)
 
     def _train(self, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest) -> None:
         """Every step that is left: batch → step → evaluate → log → checkpoint."""
         config, slot = self.config, self.context.slot
         profiled = config.profile_steps if self._is_rank0 else None
+        if self.unreported is not None:
+            step, outcome = self.unreported
+            self.unreported = None
+            if self._deal_with(step, outcome, reporter, checkpoints, stop):
+                return self._save_at_last(checkpoints, stop)
+        elif self.lost_save and config.checkpoint_every != "never":
+            self._save(checkpoints)
+        self.lost_save = False
+        if reporter.stops or reporter.ends:
+            return self._save_at_last(checkpoints, stop)
         if os.environ.get(TIMED) and isinstance(self.session, Session):
             session = self.session
             rehearse(session.step, session.evaluation, session.connected.world, *self._batch(session, 1))
         predictor = self._predictor()
         with contextlib.closing(StepProfiler(profiled, self.folder.path)) as profiler:
-            first_step = self.snapshot.step + 1
+            first_step = self.at = self.snapshot.step + 1
             for step in range(first_step, self.run.total_steps + 1):
+                self.at = step
                 slot.at_step(step)
                 if self._change_plan(step, reporter):
                     predictor = self._predictor(f" from step {step} on")
@@ -116,35 +195,48 @@ class Loop(ReadyRank):
                 ):  # fmt: skip
                     outcome = self._step(step, stop)
                 slot.enter("step")  # the first of them also compiled
-                evaluated = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else {}
-                eval_loss = evaluated.pop("eval_loss", None)
-                is_best = eval_loss is not None and self.snapshot.judge(step, eval_loss)
-                reporter.step(self._facts(step, eval_loss, evaluated), outcome)
-                if reporter.spike is not None and config.on_spike == "rollback":
-                    self._roll_back(checkpoints, reporter.spike, step)
-                if self._due(step, config.generate_every):
-                    self._generate(step, reporter)
-                if predictor is not None and predictor.is_due:
-                    with reporter.paused():
-                        reporter.predicted(**predictor.fields(self.memory.fit.bytes))
-                # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
-                # and leaving loses no step.
-                stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
-                ending = self._reason_to_end(reporter, evaluated=eval_loss is not None)
-                every = config.checkpoint_every
-                due = stopping or ending or (is_best and config.keep_best)
-                if every != "never" and (due or self._due(step, every)):
-                    self._save(checkpoints)
-                if ending and not stopping:
-                    reporter.ended(ending)
-                if stopping or ending or step == self.run.total_steps:
+                if self._deal_with(step, outcome, reporter, checkpoints, stop, predictor):
                     break
-                checkpoints.tell()
-            slot.enter("save")
-            with self.phases.phase("checkpoint"):
-                checkpoints.save_at_last(self.snapshot, self.session, stop, self._spared)
+            self._save_at_last(checkpoints, stop)
         if self._is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
+
+    def _deal_with(
+        self, step: int, outcome: Outcome, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest,
+        predictor: Predictor | None = None,
+    ) -> bool:  # fmt: skip
+        """Evaluates, tells and saves, as far as that is due after a step; whether it was the last."""
+        config = self.config
+        evaluated = self._evaluate(step, outcome, reporter) if self._due(step, config.eval_every) else {}
+        eval_loss = evaluated.pop("eval_loss", None)
+        is_best = eval_loss is not None and self.snapshot.judge(step, eval_loss)
+        reporter.step(self._facts(step, eval_loss, evaluated), outcome)
+        if reporter.spike is not None and config.on_spike == "rollback":
+            self._roll_back(checkpoints, reporter.spike, step)
+        if self._due(step, config.generate_every):
+            self._generate(step, reporter)
+        if predictor is not None and predictor.is_due:
+            with reporter.paused():
+                reporter.predicted(**predictor.fields(self.memory.fit.bytes))
+        # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
+        # and leaving loses no step.
+        stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
+        ending = self._reason_to_end(reporter, evaluated=eval_loss is not None)
+        every = config.checkpoint_every
+        due = stopping or ending or self.lost_save or (is_best and config.keep_best)
+        if every != "never" and (due or self._due(step, every)):
+            self._save(checkpoints)
+        if ending and not stopping:
+            reporter.ended(ending)
+        if stopping or ending or step == self.run.total_steps:
+            return True
+        checkpoints.tell()
+        return False
+
+    def _save_at_last(self, checkpoints: Checkpoints, stop: StopRequest) -> None:
+        self.context.slot.enter("save")
+        with self.phases.phase("checkpoint"):
+            checkpoints.save_at_last(self.snapshot, self.session, stop, self._spared)
 
     def _generate(self, step: int, reporter: Reporter) -> None:
         """A spare rank has no part of the model to generate with."""
@@ -216,6 +308,7 @@ class Loop(ReadyRank):
         run, session = self.run, self.session
         if isinstance(session, Spare):
             return session.step(num_counts=3)
+        session.step.number, session.step.commits = step, self.survives
         batch, first = self._batch(session, step)
         if run.plan.dp * run.plan.mb * run.plan.multiple > 1:
             require_labels(run.captured, batch, run.plan.shown)

@@ -131,6 +131,10 @@ class Metrics:
             self._of, self._compiled = compiled, compiled.reading(self._captured)
         return self._compiled
 
+    def forget(self) -> None:
+        """What trained is gone."""
+        self._session = None
+
     def _read(self, config: RunConfig) -> Captured:
         """The model as a graph whose outputs leave."""
         run, assumed = self._run, self._run.eval_batches

@@ -88,10 +88,10 @@ def _first_sample(batches: Batches) -> Mapping[str, Tensor]:
 def prepare(
     model: Model, data: Any, eval_data: Any, config: RunConfig, context: RankContext, *,
     collate: Collate | None = None, groups: Sequence[ParameterGroup] = (), step: int = 1,
-    optimizer_class: type[Any] | None = None,
+    optimizer_class: type[Any] | None = None, plan: str | None = None,
 ) -> Prepared:  # fmt: skip
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan.
-    step: the first that will be made."""
+    step: the first that will be made. plan: the one that the run has by now, instead of what its options say."""
     device, dtype = torch.device(context.device), getattr(torch, config.dtype)
     require_fit(config, context.world)
     if config.deterministic and collate is not None:
@@ -117,7 +117,7 @@ def prepare(
             eval_batches.mask_like(own)
             own.mask_like(eval_batches)
     total_steps, length_reason = run_length(config, batches)
-    read = read_model(spec, task, batches, config, context, groups, step, optimizer_class)
+    read = read_model(spec, task, batches, config, context, groups, step, optimizer_class, plan)
     if config.export and context.rank == 0:
         _warn_of_changed_layers(model)
     if eval_batches is not None:

@@ -57,8 +57,10 @@ class ReadModel:
 def read_model(
     spec: ModelSpec, task: Task, batches: Batches, config: RunConfig, context: RankContext,
     groups: Sequence[ParameterGroup] = (), step: int = 1, optimizer_class: type[Any] | None = None,
+    given: str | None = None,
 ) -> ReadModel:  # fmt: skip
-    """Captured, proven on samples of these batches, and with a plan that suits it. step: whose plan it is."""
+    """Captured, proven on samples of these batches, and with a plan that suits it. step: whose plan it is; given: the
+    one that is taken instead."""
     dtype, period = getattr(torch, config.dtype), config.periods.at(step)
     inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
     captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout, check=False)
@@ -70,9 +72,9 @@ def read_model(
     if not set(trainable) & set(captured.blocks.parameters()):
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
-    plan, reasons = plan_for(config, period.plan, context.world, period.batch_size, costs)
+    plan, reasons = plan_for(config, given or period.plan, context.world, period.batch_size, costs)
     subject, choice = None, None
-    if config.searches_plan and period.plan == config.given_plan:
+    if config.searches_plan and period.plan == config.given_plan and given is None:
         current = config.override(batch_size=period.batch_size)
         subject = Subject(spec, captured, trainable, batches, current, plan, optimizer_class)
     if subject is not None and context.world > 1:

@@ -19,8 +19,10 @@ from phalanx.engine.compiled import Compiled
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.launch.status_board import BoardWatch
+from phalanx.model.weights.weights import Weights
 from phalanx.observe.memory_snapshot import require_cuda
 from phalanx.observe.phases import Phases
+from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
 from phalanx.params.lr_functions import checked_rate
 from phalanx.params.lr_schedule import change_text, learning_rate
@@ -53,6 +55,7 @@ class ReadyRank:
     """One rank's part of a job, before its first step and between any two."""
 
     run: Prepared
+    opening: Opening
     session: Member
     changes: Changes
     memory: MemoryGuard
@@ -81,20 +84,28 @@ class ReadyRank:
         if isinstance(self.session, Spare):
             return {}  # only rank 0 shows it, which always has a place
         if config.generate_every:
-            self.generator = Generator(run, config, self.context)
+            self._open_generator()
         now = config.override(batch_size=self.changes.period.batch_size)
         return header(run, now, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
 
-    def _prepare(self, found: Checkpoint | None, first_step: int) -> None:
-        """Model, data and plan, and where in the run it stands."""
+    def come_in(self, first_step: int, plan: str) -> None:
+        """In the place of a rank that was lost: prepares what the others have; what they hold comes from them."""
+        self._prepare(None, first_step, plan)
+        with self.phases.phase("weights"):
+            self.opening = self._new_opening()[0]
+        self._open_metrics()
+        self.memory = self._memory_guard(self.changes.period.batch_size, self.run.batches)
+
+    def _prepare(self, found: Checkpoint | None, first_step: int, plan: str | None = None) -> None:
+        """Model, data and plan, and where in the run it stands. plan: that of ranks that are already training."""
         config, job, context = self.config, self.job, self.context
         context.slot.enter("capture")
-        if config.searches_plan:
+        if config.searches_plan and plan is None:
             announce(context, config.memory_bytes)
-        with self.phases.phase("prepare"), self._rank_0_first():
+        with self.phases.phase("prepare"), self._rank_0_first() if plan is None else contextlib.nullcontext():
             run = self.run = prepare(
                 job.model, job.data, job.eval_data, config, context, collate=job.collate, groups=job.groups,
-                step=first_step, optimizer_class=job.optimizer_class,
+                step=first_step, optimizer_class=job.optimizer_class, plan=plan,
             )  # fmt: skip
         self.changes = Changes(config, context, self.folder.path, first_step)
         context.slot.enter("compile")
@@ -109,24 +120,12 @@ class ReadyRank:
     def _open(self, found: Checkpoint | None) -> str:
         """The session, with its state; where that came from."""
         run, job, config, period = self.run, self.job, self.config, self.changes.period
-        weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
-
-        def read(name: str, is_master: bool, piece: Piece) -> Tensor:
-            if found is None:
-                return piece.read(weights, name)
-            return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
-
-        if config.metrics or job.metrics:
-            self.metrics = Metrics(run, config, job.metrics)
+        self._open_metrics()
         require_cuda(config.memory_snapshot, run.device.type)
         self.memory = self._memory_guard(period.batch_size, run.batches, searches=True)
         with self.phases.phase("weights"), self.memory.explained("the model's state"):
-            opening = Opening(
-                run.captured, config.override(batch_size=period.batch_size), self.context, run.trainable,
-                load_buffers(run.captured, weights, run.device), job.optimizer_class, run.groups,
-                (BoardWatch(self.context.slot),) if self.context.world > 1 else (),
-            )  # fmt: skip
-            self.session = open_member(opening, run.plan, read, self._look(self.memory))
+            self.opening, weights, origin = self._new_opening()
+            self.session = open_member(self.opening, run.plan, reader(found, weights), self._look(self.memory))
             if found is None or isinstance(self.session, Spare):
                 return origin
             self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
@@ -134,15 +133,21 @@ class ReadyRank:
         changed = "" if job.lr_function else change_text(config, found.step, before, run.total_steps)
         return "; ".join(filter(None, (resumed_text(found, run.total_steps), changed)))
 
+    def _new_opening(self) -> tuple[Opening, Weights, str]:
+        """What sessions of this rank are made of; where initial values come from, and that in words."""
+        run, job, config, period = self.run, self.job, self.config, self.changes.period
+        weights, origin = open_weights(job.model, run.spec, config.seed, config.init)
+        opening = Opening(
+            run.captured, config.override(batch_size=period.batch_size), self.context, run.trainable,
+            load_buffers(run.captured, weights, run.device), job.optimizer_class, run.groups,
+            (BoardWatch(self.context.slot),) if self.context.world > 1 else (),
+        )  # fmt: skip
+        return opening, weights, origin
+
     def change(self, period: Period, text: str) -> Change:
         """Another plan, batch size or sample length from now on. Raises `ChangeRefused` or a `PlanError`."""
         batches = self.run.lengths[period.seq_len]
-        costs = self.run.captured.blocks.flops(self.run.captured.dims(batches.batch(0, 1)))
-        usable = usable_ranks(text, self.context.world)
-        plan = complete(
-            text, world=usable, batch_size=period.batch_size, costs=costs, slot=self.config.slot
-        ).plan  # fmt: skip
-        require_change(self.run, self.config, plan)
+        plan = self.completed(period, text, self.context.world)
         memory = self._memory_guard(period.batch_size, batches)
         memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
         config = self.config.override(batch_size=period.batch_size)
@@ -162,10 +167,25 @@ class ReadyRank:
 
         return look
 
+    def completed(self, period: Period, text: str, world: int) -> Plan:
+        """A plan that the run can go on with, with nothing left open."""
+        costs = self.run.captured.blocks.flops(self.run.captured.dims(self.run.lengths[period.seq_len].batch(0, 1)))
+        usable = usable_ranks(text, world)
+        plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs, slot=self.config.slot).plan
+        require_change(self.run, self.config, plan)
+        return plan
+
     def lr(self, step: int) -> float:
         if self.job.lr_function is not None:
             return checked_rate(self.job.lr_function, step)
         return learning_rate(self.config, step, self.run.total_steps)
+
+    def _open_metrics(self) -> None:
+        if self.config.metrics or self.job.metrics:
+            self.metrics = Metrics(self.run, self.config, self.job.metrics)
+
+    def _open_generator(self) -> None:
+        self.generator = Generator(self.run, self.config, self.context)
 
     def _require_same_rate(self) -> None:
         """A function of the user's own is recognised by the rate of the last step, as far as the run had one."""
@@ -207,6 +227,17 @@ class ReadyRank:
         yield
         if self.context.world > 1 and self.context.rank == 0:
             store.set(key, "yes")
+
+
+def reader(found: Checkpoint | None, weights: Weights) -> Read:
+    """The values that a rank begins with: of a checkpoint, else the initial ones."""
+
+    def read(name: str, is_master: bool, piece: Piece) -> Tensor:
+        if found is None:
+            return piece.read(weights, name)
+        return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
+
+    return read
 
 
 def _forget_earlier_runs() -> None:

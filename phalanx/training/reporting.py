@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
-from phalanx.observe.story import change_words
+from phalanx.observe.story import change_words, loss_words
 from phalanx.state.saving import StorageError
 from phalanx.state.snapshot import Snapshot
 from phalanx.training.callbacks import Emit
@@ -71,6 +72,7 @@ class Reporter:
         self._mark = time.perf_counter()
         self.paused_seconds = 0.0
         self.prediction: dict[str, Any] = {}  # fields of a record, once they are known
+        self.newest: deque[dict[str, Any]] = deque(maxlen=2)  # records of steps
         # A resumed run's totals go on; its rates are those of this process.
         meter.tokens, meter.flops, meter.seconds = snapshot.tokens, snapshot.flops, snapshot.seconds
 
@@ -97,11 +99,35 @@ class Reporter:
         tokens, flops, asked = outcome.counted()
         self.ends = self.ends or bool(asked)
         record = self._record(facts, loss, norm, updated, tokens, flops)
-        self.losses.append(loss)
+        self._say_step(record)
+        self._require_finite(updated)
+
+    def _say_step(self, record: dict[str, Any]) -> None:
+        self.losses.append(record["loss"])
+        self.newest.append(record)
         self._log.write("step", **record)
         self._progress.step(record)
         self._emit("on_step", record)
-        self._require_finite(updated)
+
+    def recovered(self, record: dict[str, Any], missed: Sequence[dict[str, Any]], told: int | None) -> None:
+        """Ranks were lost, and this one goes on. missed: records of the newest steps, as another rank has them. told:
+        the last step that the run's log tells of, where this rank writes it."""
+        self.newest.extend(each for each in missed if not self.newest or each["step"] > self.newest[-1]["step"])
+        for each in missed if told is not None else ():
+            if told is not None and each["step"] > told:
+                self._say_step(each)
+        meter, snapshot = self._meter, self._snapshot
+        meter.tokens, meter.flops, meter.seconds = snapshot.tokens, snapshot.flops, snapshot.seconds
+        self._waiting, self.prediction, self._mark = None, {}, time.perf_counter()
+        if not snapshot.plans or record["plan"] != snapshot.plans[-1]["plan"]:
+            snapshot.plans.append({"step": record["step"], "plan": record["plan"], "how": "ranks were lost"})
+        self._log.write("loss", **record)
+        self._progress.message(loss_words(record))
+        self._emit("on_loss", record)
+
+    def speak_through(self, log: RunLog, progress: Progress) -> None:
+        """From now on as another rank."""
+        self._log, self._progress = log, progress
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -161,10 +161,15 @@ class Trainer:
                     "use on_spike=skip, or let phalanx start the ranks",
                 )
             self._refuse_trials()
+            self._refuse_survival(
+                "ranks of a launcher end with the first that is lost",
+                "use on_loss=stop, or let phalanx start the ranks",
+            )
             return run_joined(context, self._fit_here, silence=self.config.silence)
         refuse_second_run(self.folder)
         ranks = choose_num_ranks(self.config)
         if ranks == 1:
+            self._refuse_survival("the only rank of a run cannot be survived", "leave on_loss out, or use more ranks")
             alone = RankContext.alone(local_device(device, 0))
             self._try_out(lambda job: Loop(job, alone, _nobody).fit())
             return self._fit_here(alone)
@@ -185,6 +190,10 @@ class Trainer:
                 "measure without a launcher, or leave measure_top out: plan=auto takes what is predicted to be best",
             )
 
+    def _refuse_survival(self, why: str, hint: str) -> None:
+        if self.config.on_loss != "stop":
+            raise ConfigError(f"option on_loss = {self.config.on_loss!r} is not supported here: {why}", hint)
+
     def _fit_here(self, context: RankContext) -> Summary:
         self.loop = Loop(self.job, context, self._on_event if context.rank == 0 else _nobody)
         return self.loop.fit()
@@ -201,13 +210,18 @@ class Trainer:
 
 def _run(pool: WorkerPool, job: Job, on_event: Callable[[str, Any], None] | None = None) -> Summary:
     with pack(job) as payload:
-        return pool.run(fit_on_rank, payload, on_event=on_event)[0]
+        return pool.run(fit_on_rank, payload, on_event=on_event, on_loss=job.config.on_loss)[0]
 
 
 def fit_on_rank(context: RankContext, payload: JobPayload) -> Summary:
     """A rank's part of a job that came to it as a payload."""
-    emit = (lambda hook, *arguments: context.emit(hook, arguments)) if context.rank == 0 else _nobody
-    return Loop(unpack(payload), context, emit).fit()
+
+    def emit(hook: str, *arguments: Any) -> None:
+        if loop.context.rank == 0:
+            loop.context.emit(hook, arguments)
+
+    loop = Loop(unpack(payload), context, emit)
+    return loop.fit()
 
 
 def train(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import LinkError
 from phalanx.launch.abort import AbortEvent, StackFile, heartbeat, read_stack
+from phalanx.launch.membership import Generation, Membership
 from phalanx.launch.rank_main import Failed
 from phalanx.launch.status_board import (
     LONG_SILENCE,
@@ -176,10 +177,11 @@ def test_a_rank_whose_heart_stops_leaves_where_it_stands(tmp_path: Path):
 
 
 def test_the_heartbeat_moves_the_counter_and_rings_when_the_job_is_over(tmp_path: Path):
-    board, abort = StatusBoard.private(1), AbortEvent()
+    board = StatusBoard.private(1)
     board.reset()
-    first = board.slots[0].read().beat
-    with heartbeat(board, board.slots[0], abort, StackFile(tmp_path / "stack", 60.0)):
+    membership = Membership(board, board.slots[0], 0, Generation(0, (0,)))
+    first, abort = board.slots[0].read().beat, membership.abort
+    with heartbeat(board.slots[0], membership.look, StackFile(tmp_path / "stack", 60.0)):
         assert not abort.wait(0.6)
         assert board.slots[0].read().beat > first
         board.abort()

@@ -1,0 +1,122 @@
+"""The state of a run whose ranks are others than before: from those that are left, else from a checkpoint.
+
+All ranks of the new generation call this with what they said to each other (`held.py`). What a rank holds stays as it
+was until its new state is complete, so that losing another rank meanwhile loses nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.adapt.migrate import Arrived, gather, slots_now
+from phalanx.adapt.portions import plan_migration
+from phalanx.adapt.survivors import missing
+from phalanx.comm.links import Group, Links
+from phalanx.engine.compiled import Compiled
+from phalanx.engine.layout import ProcessGroups
+from phalanx.params.layout_of import StateLayout
+from phalanx.params.rank_state import State
+from phalanx.plan.plan import Plan
+from phalanx.state.layout import Layout
+from phalanx.training.change import Member, homes, made, same_place
+from phalanx.training.held import Held
+from phalanx.training.session import Opening, Session
+from phalanx.training.spare import Spare
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose state a rank holds: of a plan, as a rank of it."""
+
+    plan: Plan
+    rank: int
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """What the ranks' optimizers keep besides tensors, together, and the scale of the loss."""
+
+    optimizer: Mapping[str, Any]
+    loss_scale: dict[str, float] | None
+
+
+class Restoring:
+    """One rank's part in one generation. compiled: None where the plan has no place for it. layout: of the plan."""
+
+    def __init__(
+        self, opening: Opening, plan: Plan, compiled: Compiled | None, layout: StateLayout, links: Links, group: Group
+    ) -> None:
+        self.opening, self.plan, self.compiled, self.layout = opening, plan, compiled, layout
+        self._links, self._group, self.bytes = links, group, 0
+        self._connected = ProcessGroups(compiled.formation, links, owns_links=True) if compiled is not None else None
+        opening.told(links, plan)
+
+    @property
+    def _rank(self) -> int:
+        return self.opening.context.rank
+
+    def from_ranks(self, places: Mapping[int, Place], held: Held | None, scalars: Scalars) -> State | list[str] | None:
+        """The state of this rank (None if it has no place), or the tensors of which something is lost. places: by rank
+        of this generation, those that hold what is to be gone on from; held: where this rank is one of them."""
+        layouts = {place.plan: self._layout_of(place.plan) for place in places.values()}
+        filled = list(held.state.shards()) if held is not None else []
+        own = layouts[held.plan] if held is not None else self.layout
+        slots = slots_now(own, held.rank if held else None, [shard for shard, _ in filled], self._group)
+        before: Layout = {rank: layouts[place.plan].state(place.rank, slots) for rank, place in places.items()}
+        after = self.layout.all_state(slots)
+        if lost := missing(before, after):
+            return lost
+        migration = plan_migration(self.layout, self.layout, before, after)
+        self.bytes = migration.bytes_sent
+        arrived = gather(
+            migration, {shard.name: data for shard, data in filled}, rank=self._rank, group=self._group,
+            device=self.opening.device, home=homes(self.opening, self.compiled),
+        )  # fmt: skip
+        return self._state_of(arrived, after, held, scalars)
+
+    def _state_of(self, arrived: dict[str, Tensor], after: Layout, held: Held | None, scalars: Scalars) -> State | None:
+        if self.compiled is None or self._connected is None:
+            return None
+        if held is not None and self._stays(held, self.compiled):
+            held.state.enter(self.layout, self._rank)
+            held.state.parameters.collect_all(self._connected.gather)
+            return held.state
+        source, optimizer = Arrived(after[self._rank], arrived), dict(scalars.optimizer)
+        return made(self.opening, self.compiled, source, optimizer, scalars.loss_scale, self._connected.gather)
+
+    def from_reader(self, read: Callable[..., Tensor]) -> State | None:
+        """Of a checkpoint, or the initial values."""
+        if self.compiled is None:
+            return None
+        state = self.opening.state(self.compiled, read)
+        state.connect(lambda ranks: self._links.group(ranks, "matrices"))
+        return state
+
+    def member(self, state: State | None) -> Member:
+        """What this rank is from now on."""
+        slot = self.opening.context.slot
+        if state is None or self.compiled is None or self._connected is None:
+            slot.set_place("spare")
+            return Spare(self.plan, self.opening, self._links)
+        slot.set_place(self.compiled.formation.place)
+        return Session(self.compiled, self._connected, state, self.opening.watches, self.opening)
+
+    def _stays(self, held: Held, compiled: Compiled) -> bool:
+        hosted = set(held.state.hosted.buckets) if held.state.hosted is not None else set[int]()
+        same_homes = hosted == set(compiled.hosted()) and held.plan.offload == self.plan.offload
+        return same_homes and same_place(held.state.layout, held.rank, self.layout, self._rank)
+
+    def _layout_of(self, plan: Plan) -> StateLayout:
+        return self.layout if plan == self.plan else self.opening.layout(plan)
+
+
+def together(said: Sequence[Mapping[str, Any]]) -> Scalars:
+    """Of what all ranks that hold state said."""
+    optimizer: dict[str, Any] = {}
+    for own in reversed(said):
+        optimizer |= own["optimizer"]
+    return Scalars(optimizer, next((own["loss_scale"] for own in said if own["loss_scale"] is not None), None))

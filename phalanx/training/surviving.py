@@ -1,0 +1,285 @@
+"""A rank that goes on when others are lost: what it has is held, the next generation of the job meets, and all ranks of
+it agree on a step, a plan and where state comes from.
+
+The supervisor says who the ranks are (`launch/membership.py`); nothing else is decided there. What a rank was told
+about steps, and what still is to be told, follows the state: a step that counts is reported once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from phalanx.adapt.migrate import ChangeRefused
+from phalanx.comm.links import Group, Links
+from phalanx.engine.compiled import Compiled
+from phalanx.engine.step import Outcome
+from phalanx.errors import LinkError, PhalanxError, PlanError
+from phalanx.launch.context import RankContext
+from phalanx.launch.membership import Generation
+from phalanx.params.layout_of import StateLayout
+from phalanx.plan import fields
+from phalanx.plan.plan import Plan
+from phalanx.plan.shrink import shrunk
+from phalanx.records import read_record
+from phalanx.state import checkpoint
+from phalanx.state.snapshot import Snapshot, restore
+from phalanx.training.change import prepared
+from phalanx.training.checkpoints import Checkpoints
+from phalanx.training.folder import blaming_others
+from phalanx.training.held import Held, Word, hold, newest_step, sums_of
+from phalanx.training.initial_weights import open_weights
+from phalanx.training.job import Job
+from phalanx.training.ready import ReadyRank, reader
+from phalanx.training.reporting import Reporter
+from phalanx.training.restoring import Place, Restoring, together
+from phalanx.training.session import Opening, Session
+
+_GENERATION_SECONDS = 30.0  # for the supervisor to notice a loss and publish the next generation
+_MOST_PLANS = 64  # that are tried for the ranks that are left
+
+
+class SurvivingRank(ReadyRank):
+    """`at` is the step that this rank makes, or whose results it deals with; `unreported` one that counts, and that
+    nobody was told of yet; `lost_save`: whether a checkpoint was lost with a rank."""
+
+    at = 1
+    unreported: tuple[int, Outcome] | None = None
+    lost_save = False
+    missed: Sequence[dict[str, Any]] = ()  # records of the newest steps, as another rank has them
+
+    def __init__(self, job: Job, context: RankContext) -> None:
+        super().__init__(job, context)
+        self._seconds: dict[str, float] = {}  # that parts of getting together again took
+
+    @property
+    def survives(self) -> bool:
+        """Whether this rank goes on when another is lost."""
+        return self.config.on_loss != "stop" and self.context.membership is not None
+
+    def is_survivable(self, error: PhalanxError) -> bool:
+        """Whether it comes from other ranks, and not from this one."""
+        return self.survives and (isinstance(error, LinkError) or self.context.abort.reason is not None)
+
+    def survive(self, error: PhalanxError, reporter: Reporter, checkpoints: Checkpoints) -> dict[str, Any]:
+        """Goes on in the next generation of the job, and tells what happened; raises `error` where there is none."""
+        self.context.slot.enter("recover")
+        self._seconds = {}
+        with self._timed("let go"):
+            held = hold(self.session, self.at)
+            saving = checkpoints.break_off()
+            if self.metrics is not None:
+                self.metrics.forget()
+        while True:
+            with self._timed("wait"):
+                context = self.context.renewed(_GENERATION_SECONDS)
+            if context is None:
+                raise error
+            try:
+                return self._meet(context, held, saving, reporter)
+            except LinkError as again:
+                error = again
+                if held is not None:
+                    held.state.abandon()
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - begin
+
+    def join(self, reporter: Reporter) -> dict[str, Any]:
+        """The part of a rank that was just started in the place of another."""
+        return self._meet(self.context, None, False, reporter)
+
+    def wait_for_others(self) -> tuple[int, str]:
+        """Before a rank that was just started prepares anything: the step that the others are at, and their plan."""
+        while not self.context.store.check(["plan"]):
+            time.sleep(0.005)
+        at, plan = json.loads(self.context.store.get("plan"))
+        return at, plan
+
+    def _meet(self, context: RankContext, held: Held | None, saving: bool, reporter: Reporter) -> dict[str, Any]:
+        """All ranks of a generation, until they can train; what is said of it."""
+        assert context.membership is not None
+        generation = context.membership.generation
+        survived = context.rank not in generation.fresh
+        if survived and context.rank == min(set(range(context.world)) - set(generation.fresh)):
+            context.store.set("plan", json.dumps([self.at, self.session.plan.full_text]))
+        links = Links(context, timeout=self.config.timeout)
+        try:
+            with self._timed("meet"):
+                group = links.group(tuple(range(context.world)), "world")
+                words = _said(group, self._word(survived, held, saving, reporter))
+                self._end_step(held, words)
+                told = _exchange(group, self._tell(survived, held, words, reporter, context))
+            with self._timed("plan"):
+                restoring = self._planned(context, links, group, words, told)
+            with self._timed("restore"):
+                record = self._restored(restoring, held, words, told)
+            reporter.stops, reporter.ends, reporter.changes = told[_best(words)]["asked"]
+        except BaseException:
+            links.abort()
+            raise
+        self._enter(context, restoring.plan)
+        self.lost_save = any(word.saving for word in words)
+        return record | _story(generation, restoring, self.config.on_loss) | {"parts": self._seconds}
+
+    def _end_step(self, held: Held | None, words: Sequence[Word]) -> None:
+        """A step that counts, because another rank has ended it, is ended here, too."""
+        newest = newest_step(words)
+        if held is not None and held.stepping is not None and held.step == newest - 1:
+            sums = sums_of(words, newest)
+            if sums is not None and not held.complete(sums):
+                held.step = -1  # half an update is no state
+
+    def _word(self, survived: bool, held: Held | None, saving: bool, reporter: Reporter) -> Word:
+        if held is None:
+            return Word(survived, reported=self.snapshot.step if survived else -1, saving=saving)
+        return Word(
+            survived, held.plan.full_text, held.rank, held.step, held.stepping is not None, held.sums,
+            self.snapshot.step, saving,
+        )  # fmt: skip
+
+    def _tell(
+        self, survived: bool, held: Held | None, words: Sequence[Word], reporter: Reporter, context: RankContext
+    ) -> dict[str, Any]:
+        """What the others need of this rank, once it has ended what it could."""
+        newest = newest_step(words)
+        holds = held is not None and held.step == newest
+        said: dict[str, Any] = {"holds": holds, "optimizer": {}, "loss_scale": None, "outcome": None}
+        if held is not None and holds:
+            said["optimizer"], said["loss_scale"] = held.state.scalars()
+            said["outcome"] = held.outcome.values.tolist() if held.outcome is not None else None
+        if context.rank == _best(words):
+            said["snapshot"], said["records"] = self.snapshot.to_json(), list(reporter.newest)
+            said["asked"] = [reporter.stops, reporter.ends, reporter.changes]
+        if survived:
+            plan = self.session.plan
+            fits = plan.world <= context.world
+            said["plans"] = [plan.full_text] if fits else list(
+                islice(dict.fromkeys(shrunk(plan, context.world)), _MOST_PLANS)
+            )  # fmt: skip
+        return said
+
+    def _planned(
+        self, context: RankContext, links: Links, group: Group, words: Sequence[Word],
+        told: Sequence[Mapping[str, Any]],
+    ) -> Restoring:  # fmt: skip
+        """The first plan for these ranks that none of them refuses, with everything but its state."""
+        first = next(rank for rank, word in enumerate(words) if word.survived)
+        opening = (self.session.opening if words[context.rank].survived else None) or self.opening
+        changes_place = context.rank != opening.context.rank
+        opening = dataclasses.replace(opening, context=context, compiled={} if changes_place else opening.compiled)
+        refused: PhalanxError = PlanError("none was found")
+        for text in told[first]["plans"]:
+            try:
+                plan = self.completed(self.changes.period, text, context.world)
+                had = words[context.rank].survived and isinstance(self.session, Session) and plan == self.session.plan
+                compiled, layout = self._compiled(opening, plan, group, had)
+            except (ChangeRefused, PlanError) as error:
+                refused = error
+                continue
+            return Restoring(opening, plan, compiled, layout, links, group)
+        raise PlanError(
+            f"ranks were lost, and there is no plan for the {context.world} that are left: {refused.message}",
+            "go on with --resume auto and as many ranks as before; or use on_loss=replace",
+        )
+
+    def _compiled(self, opening: Opening, plan: Plan, group: Group, had: bool) -> tuple[Compiled | None, StateLayout]:
+        """Functions and programs. had: whether this rank already has a place in the plan, which then fits."""
+        memory = self._memory_guard(self.changes.period.batch_size, self.run.batches)
+        found = prepared(opening, plan, group, None if had else self._look(memory))
+        if not had:
+            self.memory = memory
+        return found
+
+    def _restored(
+        self, restoring: Restoring, held: Held | None, words: Sequence[Word], told: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """The session in its new place, and where its state came from."""
+        newest, before = newest_step(words), max(word.reported for word in words)
+        places = {
+            rank: Place(Plan(**fields.read(word.plan)), word.rank)
+            for rank, (word, own) in enumerate(zip(words, told, strict=True))
+            if own["holds"]
+        }
+        found = restoring.from_ranks(
+            places, held if held is not None and held.step == newest else None,
+            together([own for own in told if own["holds"]]),
+        )  # fmt: skip
+        if isinstance(found, list):
+            return self._from_checkpoint(restoring, found, max(newest, before))
+        self.session = restoring.member(found)
+        best = told[_best(words)]
+        self._take(Snapshot.from_json(best["snapshot"]))
+        self.missed = best["records"]
+        self.at, self.unreported = newest + 1, None
+        if self.snapshot.step < newest:
+            values = next(own["outcome"] for own in told if own["outcome"] is not None)
+            self.unreported = newest, Outcome(torch.tensor(values, dtype=torch.float64), None)
+        return {"step": newest + 1, "source": "the ranks that were left", "repeated": 0}
+
+    def _from_checkpoint(self, restoring: Restoring, lost: list[str], newest: int) -> dict[str, Any]:
+        """Where a part of the state is gone: everything as the newest checkpoint has it, or as it began."""
+        meeting, said = self.folder.meeting(restoring.opening.context), list[str]()
+        with blaming_others():
+            found = checkpoint.open_newest(self.folder.checkpoints, meeting, said.append)
+        fresh = Snapshot(
+            self.config.model_dump(mode="json"), self.run.model_mark, self.run.data_mark, self.run.total_steps
+        )  # fmt: skip
+        self._take(fresh if found is None else restore(found, fresh))
+        weights, _ = open_weights(self.job.model, self.run.spec, self.config.seed, self.config.init)
+        state = restoring.from_reader(reader(found, weights))
+        if state is not None and found is not None:
+            state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
+        self.session = restoring.member(state)
+        self.missed, self.unreported, self.at = [], None, self.snapshot.step + 1
+        source = f"the checkpoint {found.path}" if found is not None else "the beginning: there was no checkpoint"
+        why = f"nobody else held {lost[0]}" + (f" and {len(lost) - 1} other tensors" if len(lost) > 1 else "")
+        repeated = newest - self.snapshot.step
+        why = "; ".join([why, *said])
+        return {"step": self.at, "source": source, "why": why, "repeated": repeated}
+
+    def _take(self, snapshot: Snapshot) -> None:
+        """In place: others know it as well."""
+        self.snapshot.__dict__.update(vars(snapshot))
+
+    def _enter(self, context: RankContext, plan: Plan) -> None:
+        """From now on as a rank of this generation."""
+        self.context, self.opening = context, self.session.opening or self.opening
+        self.run = dataclasses.replace(self.run, plan=plan)
+        self.changes.enter(context)
+        self.changes.period, self.changes.plan = self.config.periods.at(self.at), plan.full_text
+        self.folder.enter(context)
+        if self.config.generate_every:
+            self._open_generator()
+
+
+def _best(words: Sequence[Word]) -> int:
+    """Of the ranks that are left, the first of those that have told of most steps."""
+    return max(range(len(words)), key=lambda rank: (words[rank].survived, words[rank].reported, -rank))
+
+
+def _said(group: Group, word: Word) -> list[Word]:
+    return [read_record(Word, text) for text in group.texts(json.dumps(dataclasses.asdict(word)))]
+
+
+def _exchange(group: Group, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in group.texts(json.dumps(said))]
+
+
+def _story(generation: Generation, restoring: Restoring, on_loss: str) -> dict[str, Any]:
+    """For the log."""
+    return {
+        "generation": generation.number, "lost": list(generation.lost), "how": on_loss,
+        "plan": restoring.plan.shown, "ranks": len(generation.members), "bytes": restoring.bytes,
+        "seconds": time.time() - generation.noticed,
+    }  # fmt: skip

@@ -1,0 +1,51 @@
+"""A step that loses its links is one that counts or one that does not, on all ranks alike, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.adapt.survivors import missing
+from phalanx.launch.worker_pool import WorkerPool
+from phalanx.plan.plan import Plan
+from phalanx.plan.shrink import shrunk
+from phalanx.state.layout import Box, StateShard
+from phalanx.training.held import Word, newest_step, sums_of
+from tests.survive import jobs
+
+
+@pytest.mark.parametrize("plan", ["dp=2", pytest.param("dp=2,zero=1", marks=pytest.mark.long),
+                                  pytest.param("dp=2,offload=optimizer", marks=pytest.mark.long)])  # fmt: skip
+@pytest.mark.parametrize(("where", "steps"), [("after", 2), ("before", 1)])
+def test_a_rank_that_did_not_hear_of_the_norm_ends_the_step_like_the_others(
+    plan: str, where: str, steps: int, pool: WorkerPool
+) -> None:
+    """Before anyone knows the norm the step does not count, and nothing of it is left."""
+    found = pool.run(jobs.interrupted, plan, where, world=2)
+    expected = pool.run(jobs.made, plan, steps, world=2)
+    assert [counted for counted, _ in found] == [steps, steps]
+    assert all(jobs.equal(mine[1], theirs[1]) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_the_newest_step_of_those_that_hold_state_counts() -> None:
+    words = [Word(True, "dp=2", 0, 7, sums=[1.0]), Word(True, "dp=2", 1, 6, completes=True), Word(False)]
+    assert newest_step(words) == 7 and sums_of(words, 7) == [1.0] and sums_of(words, 6) is None
+    assert newest_step([Word(False)]) == -1
+
+
+def test_what_only_lost_ranks_held_is_missing() -> None:
+    def shard(*rows: int) -> StateShard:
+        return StateShard("w", (4, 2), "float32", tuple(Box((row, 0), (1, 2)) for row in rows), True)
+
+    whole = StateShard("w", (4, 2), "float32", (Box((0, 0), (4, 2)),), True)
+    after = {0: (whole,)}
+    assert missing({0: (shard(0, 1),), 1: (shard(2, 3),)}, after) == []
+    assert missing({0: (shard(0, 1),)}, after) == ["w"]
+    assert missing({}, {0: ()}) == []
+    assert missing(after, {0: (shard(2),), 1: (shard(3, 1),)}) == []
+
+
+def test_plans_for_fewer_ranks_keep_what_they_can() -> None:
+    plans = list(shrunk(Plan(pp=2, dp=2, mb=2, stages=(2, 3)), 3))
+    assert plans[0] == "pp=1,dp=3,mb=2,schedule=1f1b,tp=1"  # micro-batches are not larger than before
+    assert any(text.startswith("pp=2,dp=1,mb=4,schedule=1f1b,stages=2-3") for text in plans)
+    assert next(shrunk(Plan(dp=4, zero=1), 2)) == "pp=1,dp=2,mb=2,schedule=1f1b,zero=1,tp=1"

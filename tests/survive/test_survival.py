@@ -1,0 +1,202 @@
+"""Ranks are killed, stopped or fail while a run trains: the others go on, and the run is the one that lost nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+from phalanx.errors import ConfigError, RankError
+from phalanx.launch.renewal import OnLoss
+from phalanx.launch.worker_pool import WorkerPool
+from phalanx.training.trainer import Trainer
+from tests.run_helpers import records, short_config, short_run
+from tests.survive.runs import DATA, OPTIONS, Strike, fit, in_phase, in_step, losses_of_ranks, require_same_run
+
+LEFT = "the ranks that were left"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process, which nobody leaves."""
+    out = tmp_path_factory.mktemp("alone")
+    short_run("gpt2", DATA, out, **OPTIONS)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(pool: WorkerPool) -> Iterator[None]:
+    """Neither open files of the supervisor nor processes besides the ranks."""
+    yield
+    pool._processes.end()
+    assert not pool.pids and len(os.listdir("/dev/fd")) < 200
+
+
+def test_a_lost_rank_is_replaced_and_gets_its_state_from_its_replica(
+    pool: WorkerPool, tmp_path: Path, alone: Path
+) -> None:
+    """Rank 0, with the lock, the log and the display of the run."""
+    heard: list[tuple[str, Any]] = []
+    strike = Strike(0, in_step(3, "BW"))
+    found = fit(pool, tmp_path, 2, "replace", plan="dp=2", strikes=[strike], on_event=lambda *it: heard.append(it))
+    require_same_run(tmp_path, alone)
+    (loss,) = losses_of_ranks(tmp_path)
+    assert strike.view is not None
+    step = strike.view.step
+    assert (loss["step"], loss["source"], loss["repeated"], loss["ranks"]) == (step, LEFT, 0, 2) and loss["bytes"] > 0
+    words = f"rank 0 (stage 0, replica 0) was killed by signal SIGKILL in step {step} at BW"
+    assert loss["lost"][0].startswith(words)
+    assert len(found.losses) == found.steps == 6
+    assert [given[0]["step"] for name, given in heard if name == "on_step"] == [1, 2, 3, 4, 5, 6]
+    assert [given[0]["generation"] for name, given in heard if name == "on_loss"] == [1]
+    told = CliRunner().invoke(app, ["history", str(tmp_path)]).output
+    assert f"2 ranks go on (replace) before step {step} with plan dp=2: state from the ranks that were left" in told
+
+
+def test_ranks_that_are_left_go_on_with_a_plan_for_them(pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
+    """The first rank is lost: the second becomes rank 0, with micro-batches as large as before."""
+    strike = Strike(0, in_step(3, "BW"))
+    fit(pool, tmp_path, 2, "shrink", plan="dp=2", strikes=[strike])
+    require_same_run(tmp_path, alone)
+    (loss,) = losses_of_ranks(tmp_path)
+    assert strike.view is not None
+    assert (loss["step"], loss["source"], loss["ranks"], loss["plan"]) == (strike.view.step, LEFT, 1, "mb=2")
+
+
+def test_what_nobody_else_held_comes_from_the_newest_checkpoint(pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
+    fit(pool, tmp_path, 2, "replace", plan="pp=2,mb=2", strikes=[Strike(1, in_step(5, "F"))], checkpoint_every=2)
+    require_same_run(tmp_path, alone)
+    (loss,) = losses_of_ranks(tmp_path)
+    assert "checkpoints/step-0000000" in loss["source"] and loss["step"] in (3, 5)
+    assert loss["repeated"] in (0, 1, 2, 3)
+    assert loss["why"].startswith("nobody else held ")
+
+
+class Slow(torch.optim.SGD):
+    """Takes its time to update, so that a signal hits a rank when the others know that the step counts."""
+
+    def step(self, closure: Any = None) -> None:
+        time.sleep(0.3)
+        super().step(closure)
+
+
+def test_a_step_that_counts_is_not_made_again(pool: WorkerPool, tmp_path: Path) -> None:
+    """A rank is lost in the middle of its update: the others end the step, and the new rank begins with the next."""
+
+    def run(out: Path, strikes: list[Strike]) -> None:
+        options = {**OPTIONS, "plan": "dp=2", "on_loss": "replace", "steps": 4}
+        trainer = Trainer("gpt2", DATA, short_config(out, **options), optimizer_class=Slow)
+        fit(pool, out, 2, "replace", strikes=strikes, trainer=trainer)
+
+    run(tmp_path / "whole", [])
+    strike = Strike(1, in_step(2, "STEP"))
+    run(tmp_path / "struck", [strike])
+    require_same_run(tmp_path / "struck", tmp_path / "whole")
+    (loss,) = losses_of_ranks(tmp_path / "struck")
+    assert strike.view is not None and (loss["step"], loss["source"]) == (strike.view.step + 1, LEFT)
+    steps = [record["step"] for record in records(tmp_path / "struck", "step")]
+    assert steps == [1, 2, 3, 4]
+
+
+CASES: dict[str, tuple[int, OnLoss, str, list[Strike], dict[str, Any]]] = {
+    "first step": (2, "replace", "dp=2", [Strike(0, in_step(1, "BW"))], {}),
+    "last step": (2, "replace", "dp=2", [Strike(1, in_step(6))], {}),
+    "norm": (2, "replace", "dp=2", [Strike(1, in_step(4, "NORM"))], {}),
+    "two at once": (4, "replace", "pp=2,dp=2,mb=2", [Strike(2, in_step(3, "BW"), beside=[1])], {}),
+    "one of both replicas of a stage": (
+        4, "replace", "pp=2,dp=2,mb=2", [Strike(2, in_step(5, "BW"), beside=[3])], {"checkpoint_every": 2},
+    ),
+    "tensor member": (4, "replace", "tp=2,dp=2", [Strike(3, in_step(3, "BW"))], {}),
+    "middle stage": (3, "replace", "pp=3,mb=2", [Strike(1, in_step(5, "F"))], {"checkpoint_every": 2}),
+    "sharded parameters": (2, "replace", "dp=2,zero=3", [Strike(1, in_step(5, "F"))], {"checkpoint_every": 2}),
+    "sharded in groups": (4, "replace", "dp=4,zero=1,zero_degree=2", [Strike(1, in_step(3, "BW"))], {}),
+    "during recovery": (4, "replace", "dp=4", [Strike(3, in_step(3, "BW")), Strike(1, in_phase("recover"))], {}),
+    "while saving": (2, "replace", "dp=2", [Strike(1, in_phase("save"))], {"checkpoint_every": 2}),
+    "rank 0 while saving": (2, "shrink", "dp=2", [Strike(0, in_phase("save"))], {"checkpoint_every": 2}),
+    "stopped": (2, "replace", "dp=2", [Strike(1, in_step(3, "BW"), signal.SIGSTOP)], {}),
+    "of four": (4, "shrink", "dp=4", [Strike(0, in_step(3, "BW"))], {}),
+    "twice": (4, "shrink", "dp=4", [Strike(0, in_step(2, "BW")), Strike(2, in_step(4))], {}),
+    "of a pipeline": (4, "shrink", "pp=2,dp=2,mb=2", [Strike(2, in_step(3, "BW"))], {}),
+    "before any checkpoint": (2, "replace", "pp=2,mb=2", [Strike(0, in_step(3, "F"))], {}),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_whoever_is_lost_whenever(name: str, pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
+    world, on_loss, plan, strikes, options = CASES[name]
+    fit(pool, tmp_path, world, on_loss, plan=plan, strikes=strikes, **options)
+    require_same_run(tmp_path, alone)
+    assert 1 <= len(losses_of_ranks(tmp_path)) <= len(strikes)
+
+
+class Fails:
+    """A dataset that fails once, on whoever first asks for a sample."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == 20 and not self._mark.exists():
+            self._mark.touch()
+            os.abort()
+        ids = torch.arange(16) + index
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.long
+def test_a_rank_that_crashes_by_itself_is_replaced(pool: WorkerPool, tmp_path: Path) -> None:
+    config = short_config(tmp_path / "run", **{**OPTIONS, "plan": "dp=2", "on_loss": "replace", "shuffle": False})
+    trainer = Trainer("gpt2", Fails(tmp_path / "mark"), config)
+    fit(pool, tmp_path / "run", 2, "replace", trainer=trainer)
+    (loss,) = losses_of_ranks(tmp_path / "run")
+    assert "SIGABRT" in loss["lost"][0] and loss["source"] == LEFT
+
+
+def test_what_happens_again_and_again_ends_the_run(pool: WorkerPool, tmp_path: Path) -> None:
+    """Every rank that comes to it dies of the same sample."""
+    config = short_config(tmp_path / "run", **{**OPTIONS, "plan": "dp=2", "on_loss": "shrink", "shuffle": False})
+    trainer = Trainer("gpt2", AlwaysFails(), config)
+    with pytest.raises(RankError) as ended:
+        fit(pool, tmp_path / "run", 2, "shrink", trainer=trainer)
+    assert "was killed by signal SIGABRT" in str(ended.value)
+    assert "the others did not go on without it: no rank is left that could go on" in str(ended.value)
+
+
+class AlwaysFails(Fails):
+    def __init__(self) -> None:
+        super().__init__(Path("/nowhere"))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index in (20, 21, 22, 23, 16, 17, 18, 19):
+            os.abort()
+        ids = torch.arange(16) + index
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_where_nobody_can_be_survived_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as refused:
+        short_run("gpt2", DATA, tmp_path, **OPTIONS, on_loss="replace")
+    assert "option on_loss = 'replace' is not supported here: the only rank of a run cannot be" in str(refused.value)
+    monkeypatch.setattr("phalanx.training.trainer.join", lambda device, folder: object())
+    with pytest.raises(ConfigError) as refused:
+        short_run("gpt2", DATA, tmp_path, **OPTIONS, on_loss="shrink")
+    assert "ranks of a launcher end with the first that is lost" in str(refused.value)
+    assert "use on_loss=stop, or let phalanx start the ranks" in str(refused.value)
+
+
+def test_a_rank_that_is_lost_before_training_ends_the_job(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as ended:
+        fit(pool, tmp_path, 2, "replace", plan="dp=2", strikes=[Strike(1, in_phase("capture"))])
+    assert "the others did not go on without it: the ranks were not training yet, or not any more" in str(ended.value)
