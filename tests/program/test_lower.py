@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.errors import PlanError
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import compile_forward, compile_plan
 from phalanx.program.grid import short_view
@@ -176,3 +177,12 @@ def test_frozen_parameters_are_gathered_and_never_reduced_or_shared() -> None:
     assert {it.block for it in program if it.op is Op.GATHER} == {0, 1}
     assert of_op(program, Op.REDUCE) == ["R0.0/1"]
     assert of_op(lower(Plan.parse("dp=2,zero=1,stages=2"), shape)[0], Op.SHARE) == ["P/1"]
+
+
+def test_more_gradients_than_can_be_added_without_rounding_are_refused() -> None:
+    tied = simple_shape(2, (0, 1))
+    lower(Plan.parse("dp=2048,mb=2,stages=2,sums=exact"), tied)
+    with pytest.raises(PlanError, match="adds up to 8,192 gradients of a parameter without rounding") as refused:
+        lower(Plan.parse("dp=2048,mb=4,stages=2,sums=exact"), tied)
+    assert "16,384 of them" in refused.value.message and "larger micro-batches" in refused.value.hint
+    lower(Plan.parse("dp=2048,mb=4,stages=2"), tied)
