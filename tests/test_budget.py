@@ -119,7 +119,12 @@ def test_what_a_host_can_take_is_offered_where_there_is_one() -> None:
     assert tried == [
         "recompute=block,offload=activations:2+optimizer",
         "recompute=block,offload=activations:2+optimizer-step",
+        "recompute=block,offload=activations:2+parameters",
+        "recompute=block,offload=activations:2+parameters+optimizer-step",
     ]
+    tried.clear()
+    lighter_plans(Plan(mb=2, stages=(3,), recompute=("block",)), 2, 1, needs, has_host=True)
+    assert tried[-1] == ("mb=2,schedule=block-major,v=3,recompute=block,offload=activations+parameters+optimizer-step")
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _offloads(plan: Plan) -> Iterator[Change]:
     for words in ("activations", "optimizer", "optimizer-step", "parameters", "parameters+optimizer-step"):
         if there.isdisjoint(word.partition("-")[0] for word in words.split("+")):
             yield {"offload": write_offload((*plan.offload, *read_offload("offload", words)))}
-    if not plan.offload and plan.zero not in (1, 2) and plan.mb > 1:
+    if not plan.offload and plan.stages and plan.zero not in (1, 2):
         yield _block_by_block(plan)
 
 

@@ -136,7 +136,7 @@ class _Follower:
         self._collected: set[int] = set()
         self._touched: set[int] = set()
         self._reduced = {i for i, value in enumerate(table.values) if value.kind == "reduced"}
-        self._parameters_arrive = plan.zero in (1, 2) or plan.steps_on_host
+        self._parameters_arrive = plan.zero in (1, 2) or plan.steps_on_host or plan.hosts_parameters
         self._brought = "gathered" if plan.gathers == "micro-batch" else "fetched" if plan.hosts_parameters else ""
         self._ends = Op.NORM in {it.op for it in program}
         self._num_slices: Counter[Key] = Counter()  # of each past, how many slices write it

@@ -43,7 +43,7 @@ WALK = (
     "dp=4,zero=1", "dp=4,zero=3,gather=step", "dp=4,zero=2,zero_degree=2,reduce=step,mb=2", "tp=4,mb=2", "dp=4",
     "tp=2,dp=2,sequence=yes,save=input,zero=3", "pp=2,tp=2,mb=2,degrees=2:1", "tp=4,degrees=2,overlap=oases",
     "tp=4,mb=2,pairs=yes,overlap=halves,replicate=yes", "pp=1,dp=2,zero=1,offload=optimizer",
-    "pp=2,dp=2,mb=2,offload=optimizer-step",
+    "pp=2,dp=2,mb=2,offload=optimizer-step", "pp=2,dp=2,zero=3,mb=2,offload=parameters",
     "pp=2,dp=2,mb=2,offload=activations:1,recompute=light", "pp=1,dp=1", "pp=2,dp=2,mb=2",
 )  # fmt: skip
 SLICES = ("pp=2,dp=2,slices=2,mb=2", "tp=2,dp=2,slices=3-5", "pp=4,mb=2")

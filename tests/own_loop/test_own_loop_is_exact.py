@@ -232,6 +232,7 @@ def test_outputs_of_a_session_that_computes_its_loss_itself(pool: WorkerPool, wo
     [
         (1, "mb=2,offload=optimizer"),
         (1, "mb=2,offload=optimizer-step"),
+        (1, "mb=2,offload=parameters"),
         pytest.param(2, "dp=2,zero=2,offload=optimizer", marks=pytest.mark.long),
         pytest.param(2, "pp=2,mb=2,offload=optimizer-step:0.5", marks=pytest.mark.long),
     ],

@@ -161,6 +161,9 @@ def test_state_on_the_host_is_not_for_loops_of_ones_own() -> None:
     with pytest.raises(PlanError, match="offload=optimizer keeps on the host what an optimizer of your own") as caught:
         open_net(plan="mb=2,offload=activations+optimizer:0.5")
     assert "leave the optimizer out of offload" in caught.value.hint and "session.step()" in caught.value.hint
+    with pytest.raises(PlanError, match="offload=parameters keeps on the host what an optimizer of your own") as caught:
+        open_net(plan="mb=2,offload=parameters:1")
+    assert "leave parameters out of offload" in caught.value.hint
 
 
 @pytest.mark.long
