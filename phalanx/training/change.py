@@ -143,7 +143,7 @@ def _require_optimizer(opening: Opening, layout: StateLayout, member: Member) ->
     weights: dict[str, Weight] = {}
     for kept in layout.kept(opening.context.rank):
         if kept.facts.trained:
-            empty = torch.empty(0, device=opening.device)
+            empty = torch.empty([0] * len(kept.facts.shape), device=opening.device)
             weights[kept.facts.name] = Weight(kept.piece, empty, empty, trained=True)
     holders = Holders(layout, opening.context.rank, opening.device)
     made = make_optimizer(weights, opening.config, opening.optimizer_class, opening.groups, holders)
