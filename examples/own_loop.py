@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 examples/own_loop.py tp=2
     torchrun --nproc-per-node 2 examples/own_loop.py dp=2,zero=2
     torchrun --nproc-per-node 2 examples/own_loop.py pp=2,mb=2,slices=4
+    torchrun --nproc-per-node 2 examples/own_loop.py pp=2,mb=4,offload=activations
 
 Behind each changed line stands what it was before. The losses are those of the plain script, to the last digits.
 """

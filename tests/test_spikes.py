@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.launch.context import RankContext
 from phalanx.observe import memory_snapshot as snapshots
 from phalanx.plan.largest_batch import largest_batch
 from phalanx.training.spikes import spike_limit
@@ -94,6 +95,14 @@ def test_going_back_needs_a_limit_and_checkpoints(tmp_path: Path):
     for left_out in ({"spike_factor": None}, {"checkpoint_every": 0}):
         with pytest.raises(ConfigError, match=r"on_spike = 'rollback' needs to know(.|\n)*set spike_factor"):
             short_run(Linear(), Sudden(None), tmp_path, **{**OPTIONS, "on_spike": "rollback", **left_out})
+
+
+def test_ranks_of_a_launcher_cannot_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("phalanx.training.trainer.join", lambda *given, **named: RankContext.alone())
+    with pytest.raises(
+        ConfigError, match=r"'rollback' begins anew from a checkpoint, which ranks of a launcher cannot"
+    ):
+        short_run(Linear(), Sudden(None), tmp_path, **{**OPTIONS, "on_spike": "rollback"})
 
 
 def test_without_a_limit_the_same_loss_is_learned_from(tmp_path: Path):

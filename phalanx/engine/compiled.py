@@ -23,7 +23,7 @@ from phalanx.errors import PlanError
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler, resolve_mode
 from phalanx.params.layout_of import StateLayout
-from phalanx.params.optimizer import optimizer_slots
+from phalanx.params.optimizer import is_muon, optimizer_slots
 from phalanx.params.parameters import keeps_masters
 from phalanx.params.state_facts import state_facts
 from phalanx.plan.mesh import Mesh
@@ -115,6 +115,11 @@ class Compiled:
     def fetched(self) -> tuple[int, ...]:
         """The buckets whose parameters lie on the host."""
         return fetched_of(self.plan, self.formation.shape, self.formation.pp_index)
+
+    @property
+    def uses_muon(self) -> bool:
+        _, config, _, optimizer_class = self._given
+        return is_muon(config, optimizer_class)
 
     def _functions(self, trainable: Sequence[str], trains: bool) -> Functions:
         composed, formation, plan = self.composed, self.formation, self.plan

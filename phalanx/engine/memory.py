@@ -19,6 +19,8 @@ from phalanx.engine.gradients import wide
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.reductions import Place
 from phalanx.model.segment.segments import Segment
+from phalanx.params.matrix_wise import Holders, owners
+from phalanx.params.optimizer_groups import is_layer_matrix
 from phalanx.program.bind import bind
 from phalanx.program.costs import BucketCosts
 from phalanx.program.instructions import COMPUTE, Instruction, Op
@@ -69,7 +71,23 @@ def state_memory(compiled: Compiled) -> RankMemory:
             home = host if kept.facts.bucket in elsewhere else device
             for slot in facts.slots or ():
                 home["moments"] += (1 if slot.is_counter else elements) * getattr(torch, slot.dtype).itemsize
+    if compiled.uses_muon:
+        device["moments"] += _muon_moments(compiled)
     return RankMemory(device, host)
+
+
+def _muon_moments(compiled: Compiled) -> int:
+    """One number for each element of a layer's matrix, on its owner where the plan splits it; two for all others."""
+    layout, rank = compiled.formation.state, compiled.rank
+    holders = Holders(layout, rank, compiled.device)
+    owned, width = owners(holders, is_layer_matrix), holders.dtype.itemsize
+    found = sum(math.prod(holders.shapes[name]) * width for name, owner in owned.items() if owner == rank)
+    for kept in layout.updated(rank):
+        if kept.facts.name not in owned:
+            elements = kept.piece.stop - kept.piece.start
+            is_matrix = is_layer_matrix(kept.facts.name, kept.facts.shape)
+            found += elements * width if is_matrix else 2 * elements * width + torch.float32.itemsize
+    return found
 
 
 def _more_than_none(components: Mapping[str, int]) -> dict[str, int]:

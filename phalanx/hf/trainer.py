@@ -11,15 +11,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, set_seed
-from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
-from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
+from transformers import set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -33,7 +31,6 @@ from transformers.trainer_callback import (
     TrainerControl,
     TrainerState,
 )  # fmt: skip
-from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import (
     EvalLoopOutput,
     PredictionOutput,
@@ -49,9 +46,17 @@ from phalanx.hf.arguments import TrainingArguments, options_of, plan_of, require
 from phalanx.hf.computation import Computation
 from phalanx.hf.data import Batch, Randomness, batches, loader, num_items, train_sampler, without_unused
 from phalanx.hf.evaluation import Wanted, evaluate
+from phalanx.hf.given import (
+    default_collator,
+    dtype_of,
+    initialised,
+    require_hooks,
+    saved,
+    smoother,
+    without_adapters,
+)  # fmt: skip
 from phalanx.hf.loop import Loop
 from phalanx.launch.context import RankContext
-from phalanx.state.adapters import has_own_adapters
 from phalanx.training.own_session import OwnSession
 
 
@@ -81,17 +86,17 @@ class Trainer:
         context: RankContext | None = None,
     ) -> None:
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
-        _require_hooks(type(self))
+        require_hooks(type(self), Trainer)
         require_covered(self.args)
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         if (model is None) == (model_init is None):
             raise ConfigError("Trainer: it needs a model or model_init, one of them", "give model=…")
-        self.model = model if model is not None else _initialised(model_init)
-        self._base = _without_adapters(self.model)  # whose forward says what the model takes
+        self.model = model if model is not None else initialised(model_init)
+        self._base = without_adapters(self.model)  # whose forward says what the model takes
         config: Any = getattr(self.model, "config", None)
         if config is not None:
             config.use_cache = self.args.use_cache
-        self.data_collator = data_collator or _default_collator(processing_class)
+        self.data_collator = data_collator or default_collator(processing_class)
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.compute_loss_func, self.optimizer_cls_and_kwargs = compute_loss_func, optimizer_cls_and_kwargs
@@ -101,11 +106,11 @@ class Trainer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = self.given_scheduler
         self.label_names = self.args.label_names or find_labels(type(self._base))
-        self.label_smoother = _smoother(self.args, self.model)
+        self.label_smoother = smoother(self.args, self.model)
         self.randomness = Randomness()
         self._context = context
         self.computation = Computation(
-            self.model, plan_of(self.args, plan), options_of(self.args, _dtype_of(self.model)), context,
+            self.model, plan_of(self.args, plan), options_of(self.args, dtype_of(self.model)), context,
             self._user_loss if self._computes_loss_outside else None, ("labels",),
         )  # fmt: skip
         self._set_callbacks(callbacks or [])
@@ -303,7 +308,7 @@ class Trainer:
         if self.computation.session is not None:
             self.session.export(folder)
         elif self.is_world_process_zero():
-            _saved(self.model, folder)
+            saved(self.model, folder)
         if self.is_world_process_zero():
             named = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if named is not None:
@@ -358,62 +363,3 @@ class Trainer:
         known = name in vars(transformers.Trainer)
         why = f"phalanx.hf.Trainer has no {name!r}" + (", which transformers.Trainer has" if known else "")
         raise AttributeError(why + "; docs/hf.md says what is there")
-
-
-def _require_hooks(kind: type[Trainer]) -> None:
-    """A method that a subclass overrides and nobody calls would silently do nothing."""
-    own = {name for base in kind.__mro__[: kind.__mro__.index(Trainer)] for name in vars(base)}
-    ours = set(vars(Trainer))
-    for name in sorted(own & set(vars(transformers.Trainer)) - ours - {"__doc__", "__module__", "__init__"}):
-        if not name.startswith("__"):
-            raise ConfigError(
-                f"{kind.__name__}.{name} overrides a method of transformers' Trainer that phalanx.hf.Trainer does not "
-                "call",
-                "override compute_loss, get_train_dataloader, get_eval_dataloader, create_optimizer, "
-                "create_scheduler, evaluate or log; or write a loop of your own (docs/own_loop.md)",
-            )
-
-
-def _initialised(model_init: Callable[[], nn.Module] | None) -> nn.Module:
-    assert model_init is not None
-    if any(each.default is inspect.Parameter.empty for each in inspect.signature(model_init).parameters.values()):
-        raise ConfigError(
-            "Trainer: model_init takes arguments, which are those of a hyperparameter search", "give one without"
-        )
-    return model_init()
-
-
-def _without_adapters(model: nn.Module) -> nn.Module:
-    """Of a model that came with adapters of peft, the one they are for."""
-    return cast(Any, model).get_base_model() if has_own_adapters(model) else model
-
-
-def _default_collator(processing_class: Any) -> Callable[[list[Any]], Mapping[str, Any]]:
-    if isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
-        return DataCollatorWithPadding(cast(Any, processing_class))
-    return default_data_collator
-
-
-def _smoother(args: transformers.TrainingArguments, model: nn.Module) -> LabelSmoother | None:
-    problem = getattr(getattr(model, "config", None), "problem_type", None)
-    if args.label_smoothing_factor and problem == "multi_label_classification":
-        raise ConfigError(
-            f"TrainingArguments: label_smoothing_factor = {args.label_smoothing_factor} does nothing for labels of "
-            "which several hold",
-            "leave it out",
-        )
-    return LabelSmoother(epsilon=args.label_smoothing_factor) if args.label_smoothing_factor else None
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _saved(model: nn.Module, folder: Path) -> None:
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(str(folder))  # pyright: ignore[reportCallIssue]
-        return
-    raise ConfigError(
-        f"Trainer.save_model: {type(model).__name__} is no model of HuggingFace's, and nothing was trained yet",
-        "call train() before, or save its state_dict() yourself",
-    )

@@ -81,6 +81,12 @@ class Holders:
         return max(piece.stop - piece.start for own in self.pieces.values() if (piece := own.get(name)) is not None)
 
 
+def owners(holders: Holders, is_by_matrix: Callable[[str, Sequence[int]], bool]) -> dict[str, int]:
+    """Of the tensors that are split and that their optimizer needs whole, each one's owner, in turn."""
+    wanted = [name for name in holders.split if is_by_matrix(name, holders.shapes[name])]
+    return {name: holders.ranks[index % len(holders.ranks)] for index, name in enumerate(wanted)}
+
+
 class MatrixWise(torch.optim.Optimizer):
     """Updates pieces of parameters as their kinds of optimizer would update whole ones. groups: each names its kind.
     group_of: the number of a parameter's group, also of one that has no piece here. holders: None in a process that is
@@ -92,8 +98,8 @@ class MatrixWise(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         super().__init__(groups, {"lr": lr})
         self._kinds, self._weights, self._group_of, self._holders = kinds, weights, group_of, holders
-        matrices = holders.split if holders is not None else ()
-        self._exchanged = [name for name in matrices if kinds[self._group(name)[KIND]].by_matrix]
+        self._owner_of = {} if holders is None else owners(holders, self._is_by_matrix)
+        self._exchanged = list(self._owner_of)
         self._owned: dict[str, torch.optim.Optimizer] = {}
         self._group_of_ranks: Group | None = None
         elsewhere = {id(weights[name].exact) for name in self._exchanged if name in weights}
@@ -118,6 +124,16 @@ class MatrixWise(torch.optim.Optimizer):
         at_once = len(self.ranks) or 1  # every rank owns one of them
         for first in range(0, len(self._exchanged), at_once):
             self._update_together(self._exchanged[first : first + at_once])
+
+    def forget(self) -> None:
+        """Lets go of all tensors."""
+        self._weights, self._here = {}, []
+        self._owned.clear()
+
+    def go_on_as(self, other: MatrixWise) -> None:
+        """From now on with what another one updates, which has the same groups."""
+        for name in ("_weights", "_holders", "_owner_of", "_exchanged", "_owned", "_group_of_ranks", "_here"):
+            setattr(self, name, getattr(other, name))
 
     def owned(self) -> Iterator[tuple[StateShard, Tensor]]:
         """What is kept whole here, as a checkpoint has it."""
@@ -216,6 +232,9 @@ class MatrixWise(torch.optim.Optimizer):
         inner.state = self.state
         return inner
 
+    def _is_by_matrix(self, name: str, shape: Sequence[int]) -> bool:
+        return self._kinds[self.param_groups[self._group_of(name, shape)][KIND]].by_matrix
+
     def _group(self, name: str) -> dict[str, Any]:
         return self.param_groups[self._group_of(name, self._shape(name))]
 
@@ -224,7 +243,7 @@ class MatrixWise(torch.optim.Optimizer):
         return self._holders.shapes[name]
 
     def _owner(self, name: str) -> int:
-        return self.ranks[self._exchanged.index(name) % len(self.ranks)]
+        return self._owner_of[name]
 
     @property
     def _connected(self) -> Group:

@@ -79,6 +79,8 @@ class Optimizer:
     def forget(self) -> None:
         """Lets go of all tensors, whoever still knows this optimizer."""
         self.inner.state.clear()
+        if isinstance(self.inner, MatrixWise):
+            self.inner.forget()
         for group in self.inner.param_groups:
             group["params"] = []
         self.weights, self._copies, self._copied = {}, [], []
@@ -89,6 +91,8 @@ class Optimizer:
             for group, own in zip(other.param_groups, self.inner.param_groups, strict=True):
                 group["params"] = own["params"]
             other.state = self.inner.state
+            if isinstance(other, MatrixWise) and isinstance(self.inner, MatrixWise):
+                other.go_on_as(self.inner)
             self.inner = other
 
     def refresh(self) -> None:
@@ -275,6 +279,11 @@ def optimizer_slots(
         Slot(slot, str(tensor.dtype).removeprefix("torch."), is_counter=tensor.dim() == 0)
         for slot, _, tensor in optimizer.tensors()
     )
+
+
+def is_muon(config: RunConfig, optimizer_class: type[Any] | None) -> bool:
+    """Whether the matrices of layers are updated by Muon, and all else by AdamW."""
+    return _chosen(config, optimizer_class) is torch.optim.Muon
 
 
 def _chosen(config: RunConfig, optimizer_class: type[Any] | None) -> Any:

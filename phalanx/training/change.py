@@ -27,7 +27,7 @@ from phalanx.errors import LinkError, PhalanxError
 from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
 from phalanx.params.layout_of import SlotsOf, StateLayout
-from phalanx.params.matrix_wise import MatrixWise
+from phalanx.params.matrix_wise import Holders, MatrixWise
 from phalanx.params.optimizer import make_optimizer
 from phalanx.params.parameters import Weight
 from phalanx.params.rank_state import State
@@ -67,7 +67,7 @@ def change(
     done = Change(member.plan, plan)
     links, group = _links(member), everyone(member)
     with done.timed("prepare"):
-        compiled, layout = prepared(opening, plan, group, look)
+        compiled, layout = prepared(opening, plan, group, look, member)
     with done.timed("connect"):
         if isinstance(member, Session):
             member.step.engine.settle()
@@ -112,8 +112,11 @@ def _owns(member: Member) -> bool:
     return isinstance(member, Spare) or member.connected.owns_links
 
 
-def prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> tuple[Compiled | None, StateLayout]:
-    """Functions and programs of the new plan, and that it fits: all that can be known before anything is touched."""
+def prepared(
+    opening: Opening, plan: Plan, group: Group, look: Look | None, was: Member | None = None
+) -> tuple[Compiled | None, StateLayout]:
+    """Functions and programs of the new plan, and that it fits: all that can be known before anything is touched.
+    was: whose state is to move."""
     compiled: Compiled | None = None
     layout: StateLayout | None = None
     problem: PhalanxError | None = None
@@ -121,7 +124,7 @@ def prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> t
         if opening.has_place(plan):
             compiled = opening.remembered(plan)
             layout = compiled.formation.state
-            _require_optimizer(opening, layout)
+            _require_optimizer(opening, layout, was)
             if look is not None:
                 look(compiled, opening.compile)
         else:
@@ -135,19 +138,26 @@ def prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> t
     return compiled, layout
 
 
-def _require_optimizer(opening: Opening, layout: StateLayout) -> None:
-    """Refuses an optimizer that cannot update what the plan would give this rank."""
+def _require_optimizer(opening: Opening, layout: StateLayout, was: Member | None) -> None:
+    """Refuses an optimizer that cannot update what the plan would give this rank, and one whose state lies, or would
+    lie, with the owners of matrices that a plan splits."""
     weights: dict[str, Weight] = {}
     for kept in layout.kept(opening.context.rank):
         if kept.facts.trained:
-            empty = torch.empty(0, device=opening.device)
+            empty = torch.empty([0] * len(kept.facts.shape), device=opening.device)
             weights[kept.facts.name] = Weight(kept.piece, empty, empty, trained=True)
-    made = make_optimizer(weights, opening.config, opening.optimizer_class, opening.groups)
-    if isinstance(made, MatrixWise):
-        raise ChangeRefused(
-            "an optimizer of whole matrices keeps its state with their owners, and that cannot move while a run trains",
-            "save, and go on from the checkpoint under the new plan",
-        )
+    holders = Holders(layout, opening.context.rank, opening.device)
+    made = make_optimizer(weights, opening.config, opening.optimizer_class, opening.groups, holders)
+    if was is None:
+        return
+    now = was.state.optimizer.inner if isinstance(was, Session) else None
+    for plan, optimizer in ((layout.plan, made), (was.plan, now)):
+        if isinstance(optimizer, MatrixWise) and optimizer.ranks:
+            raise ChangeRefused(
+                f"plan {plan.shown} splits matrices that the optimizer updates whole: what their owners keep of it "
+                "cannot move while a run trains",
+                "choose plans with zero=0 and tp=1; or save, and go on from the checkpoint under the new plan",
+            )
 
 
 def _stays(member: Member, compiled: Compiled | None) -> bool:

@@ -48,7 +48,7 @@ class Trainer:
     those that it has as text). `optimizer`: an instance that was made for the module, which is read and not stepped;
     `lr_function`: from a step, counted from 1, to its learning rate; `scheduler`: from an optimizer to a scheduler of
     torch, instead. `metrics`: functions of the model's outputs and the batch, by name. A module in memory gets its
-    trained values when the run is over. `callbacks` may have the methods in `reporting.HOOKS`; they are called in this
+    trained values when the run is over. `callbacks` may have the methods in `callbacks.HOOKS`; they are called in this
     process. With one rank they find the run's state in `loop`, with several it lives elsewhere.
     """
 

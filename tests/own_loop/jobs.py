@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from phalanx.config import RunConfig
+from phalanx.engine.memory import state_memory
 from phalanx.launch.context import RankContext
 from phalanx.params.groups import ParameterGroup
 from phalanx.training.open import open_on
@@ -212,9 +213,9 @@ def lora(context: RankContext, plan: str, kind: str, folder: Path | None = None,
     return [begun, finished(session, losses)]
 
 
-def changing(context: RankContext, plans: Sequence[str], steps: int = 2) -> Trained:
+def changing(context: RankContext, plans: Sequence[str], steps: int = 2, kind: str = "adamw") -> Trained:
     """The session's own optimizer under a scheduler, a few steps under each plan."""
-    session = opened(context, net(), plans[0], numbers(0), loss=both, has_optimizer=True, optimizer="adamw", lr=LR)
+    session = opened(context, net(), plans[0], numbers(0), loss=both, has_optimizer=True, optimizer=kind, lr=LR)
     assert session.optimizer is not None
     optimizer, losses = session.optimizer, []
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -270,6 +271,17 @@ def by_matrix(context: RankContext, plan: str, kind: str, folder: Path | None = 
         losses.append(session.forward_backward(numbers(step)))
         session.step()
     return finished(session, losses)
+
+
+def kept_by_muon(context: RankContext, plan: str) -> tuple[int, int]:
+    """Bytes of the optimizer's state on this rank: foreseen, and after a step."""
+    session = opened(context, net(), plan, numbers(0), loss=both, has_optimizer=True, optimizer="muon", lr=LR)
+    session.forward_backward(numbers(0))
+    session.step()
+    own, optimizer = session._session.compiled, session._session.state.optimizer
+    kept = [tensor for _, _, tensor in optimizer.tensors()] + [tensor for _, tensor in optimizer.owned()]
+    session.close()
+    return state_memory(own).device["moments"], sum(tensor.nbytes for tensor in kept)
 
 
 def hosted(context: RankContext, plan: str, steps: int = 3) -> Trained:

@@ -21,6 +21,20 @@ def test_optimizer_and_scheduler_go_on_under_other_plans(pool: WorkerPool) -> No
         torch.testing.assert_close(found.values[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
+@pytest.mark.long
+def test_muon_goes_on_where_plans_leave_matrices_whole_and_is_refused_where_owners_keep_them(pool: WorkerPool) -> None:
+    expected = jobs.changing(RankContext.alone(), ["mb=2", "mb=4"], steps=3, kind="muon")
+    found = pool.run(jobs.changing, ["pp=2,mb=2", "dp=2", "pp=2,mb=4"], 2, "muon", world=2)[0]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+    for name, value in expected.values.items():
+        torch.testing.assert_close(found.values[name], value, rtol=1e-9, atol=1e-11, msg=name)
+    with pytest.raises(
+        ChangeRefused, match=r"plan dp=2,zero=1\S* splits matrices that the optimizer updates"
+    ) as refused:
+        pool.run(jobs.changing, ["dp=2", "dp=2,zero=1"], 2, "muon", world=2)
+    assert "go on from the checkpoint" in refused.value.hint
+
+
 def test_a_change_that_cannot_be_is_refused_and_the_session_goes_on() -> None:
     with opened(RankContext.alone(), net(), "mb=2", numbers(0), loss=both, has_optimizer=True) as session:
         with pytest.raises(PlanError, match="pp=2 does not divide the number of ranks: there is 1"):

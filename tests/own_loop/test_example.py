@@ -56,6 +56,7 @@ def test_at_most_five_lines_are_changed() -> None:
         pytest.param("tp=2", marks=pytest.mark.long),
         pytest.param("dp=2,zero=2", marks=pytest.mark.long),
         pytest.param("pp=2,mb=2,slices=4", marks=pytest.mark.long),
+        pytest.param("pp=2,mb=4,offload=activations", marks=pytest.mark.long),
     ],
 )
 def test_the_losses_are_those_of_the_plain_script(plan: str) -> None:

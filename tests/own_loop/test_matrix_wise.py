@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.params.optimizer_groups import is_layer_matrix
 from tests.own_loop import jobs
@@ -72,6 +73,21 @@ def test_so_does_any_other_that_looks_at_whole_tensors(pool: WorkerPool, world: 
 @pytest.mark.parametrize("other", ["tp=2", pytest.param("dp=2", marks=pytest.mark.long)])
 def test_another_plan_takes_up_what_owners_keep(pool: WorkerPool, other: str, tmp_path: Path) -> None:
     require_equal(run(pool, 2, jobs.by_matrix, "dp=2,zero=1", "muon", tmp_path, other), *plain("muon"))
+
+
+@pytest.mark.parametrize(
+    ("world", "plan"),
+    [
+        (1, "mb=2"),
+        pytest.param(2, "dp=2,zero=3", marks=pytest.mark.long),
+        pytest.param(2, "tp=2", marks=pytest.mark.long),
+    ],
+)
+def test_the_bytes_that_muon_keeps_are_foreseen(pool: WorkerPool, world: int, plan: str) -> None:
+    alone = world == 1
+    found = [jobs.kept_by_muon(RankContext.alone(), plan)] if alone else pool.run(jobs.kept_by_muon, plan, world=world)
+    for foreseen, held in found:
+        assert foreseen == held > 0
 
 
 @pytest.mark.parametrize(
