@@ -57,15 +57,13 @@ PIPELINES_ONLY = {name: schedule.for_pipelines for name, schedule in SCHEDULES.i
 MOMENTS = ("micro-batch", "step")
 
 
-NOT_WEIGHED = ("slices", "degrees", "save", "overlap", "pairs", "offload")
+NOT_WEIGHED = ("degrees",)
 SEARCHED = ("stages", "recompute")
 
 
 def require_weighed(given: Mapping[str, Any]) -> None:
     """What an estimate says nothing about is refused, not ignored. given: fields of a plan."""
     unknown = [name for name in NOT_WEIGHED if name in given]
-    if given.get("schedule") == "zb-v":
-        unknown.append("schedule=zb-v")
     if unknown:
         message = f"option plan: {unknown[0]} is not in what planning estimates"
         raise PlanError(message, "leave it out, or see what it does with `phalanx program --plan`")
