@@ -7,6 +7,7 @@ Pure: facts in, plans out, a second for thousands of devices. What the runtime d
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
@@ -35,6 +36,7 @@ MOST_STAGES = 128
 SLICES, FEWEST_TOKENS, GRAINS = (2, 4, 8, 16, 32, 64), 64, 16  # numbers of slices; tokens and grains of one
 HOSTED = (0.25, 0.5, 0.75, 1.0)  # of the optimizer's state, shares that may lie on the host
 FEWEST_MOVED = 4  # layers of a stage of which what they keep may lie on the host
+MOST_LOOKED = 4  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
 CLOSE = 1.02  # times what a mesh takes by a quick estimate: no plan of it is looked at that cannot take less
 NEAR, FAR = 1.05, 1.3  # times what is found of a mesh: others of it that look slower are not worked out
 
@@ -101,7 +103,9 @@ def _promising(
     for least, fields in _in_order(problem, bases, fixed):
         looked.known += 1
         zero, key = fields.get("zero", 0), tuple(fields.get(name) for name in _BESIDE_ZERO)
-        if not looked.may_be_shown((fields["pp"], fields["tp"], zero), least) or (zero > 1 and key in settled):
+        if not looked.may_be_shown((fields["pp"], fields["tp"], zero), fields["mb"], least) or (
+            zero > 1 and key in settled
+        ):
             continue
         plan = _plan(fields, fixed)
         if plan is not None and looked.at(plan, least) and zero == 1:
@@ -110,7 +114,9 @@ def _promising(
         for own in sorted(looked.tight, key=lambda own: own.free):
             for offload, extra in offloads(problem, own.plan):
                 looked.known += 1
-                if own.free + extra < own.seconds and looked.may_be_shown(_mesh_key(own.plan), own.free + extra):
+                if own.free + extra < own.seconds and looked.may_be_shown(
+                    _mesh_key(own.plan), own.plan.mb, own.free + extra, offloads=True
+                ):
                     looked.at(replace(own.plan, offload=offload), own.free + extra)
     return sorted(looked.quick, key=lambda pair: pair[0]), looked.known
 
@@ -150,12 +156,15 @@ class _Looked:
         self._problem, self._keep = problem, keep
         self._best: dict[tuple[int, ...], float] = {}
         self._worst = math.inf  # of what would be shown
+        self._most = MOST_LOOKED if len(problem.model.blocks) > FEW_BLOCKS else math.inf
+        self._counts: Counter[tuple[object, ...]] = Counter()  # of each mesh, without and with something on the host
         self.quick: list[tuple[float, Plan]] = []
         self.tight: list[_Tight] = []
         self.known = 0
 
-    def may_be_shown(self, mesh: tuple[int, ...], least: float) -> bool:
-        return least < self._worst and least < CLOSE * self._best.get(mesh, math.inf)
+    def may_be_shown(self, mesh: tuple[int, ...], mb: int, least: float, offloads: bool = False) -> bool:
+        is_better = least < self._worst and least < CLOSE * self._best.get(mesh, math.inf)
+        return is_better and self._counts[mesh, mb, offloads] < self._most
 
     def at(self, plan: Plan, least: float) -> bool:
         """Looks at a plan. Whether it keeps everything."""
@@ -164,6 +173,7 @@ class _Looked:
         room = sharded.room + plan.hosted_share * sharded.optimizer
         if room <= 0 and (plan.offload or room + sharded.optimizer <= 0):
             return False
+        self._counts[mesh, plan.mb, bool(plan.offload)] += 1
         limit = min(self._worst, CLOSE * self._best.get(mesh, math.inf))
         seconds, free = StageTimes(self._problem, plan).quick(limit)
         if free >= limit:

@@ -70,6 +70,7 @@ class Problem:
     evens: dict[Key, tuple[int, ...]] = field(default_factory=dict[Key, tuple[int, ...]])
     drained: dict[Key, float] = field(default_factory=dict[Key, float])
     shares: dict[Key, float] = field(default_factory=dict[Key, float])
+    looked_at: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     sums: dict[Key, list[float]] = field(default_factory=dict[Key, list[float]])
     shardings: dict[Key, Sharded] = field(default_factory=dict[Key, "Sharded"])
 
@@ -293,8 +294,7 @@ class StageTimes:
     def quick(self, limit: float = math.inf) -> Quick:
         """With even stages, of which a few are looked at. limit: more seconds are of no interest."""
         plan, counts = self._plan, self.even()
-        sizes = [sum(counts[stage] for stage in plan.stages_of(place)) for place in range(plan.pp)]
-        places = sorted({0, plan.pp // 2, plan.pp - 1, sizes.index(max(sizes))})
+        places = self._looked_at(counts)
         runs = [self._runs(counts, place) for place in places]
         first = self._timed(0, runs[0])
         rest = plan.mb * first.waits + first.reduce + first.update + self._waiting() + self._problem.software.step
@@ -308,6 +308,15 @@ class StageTimes:
             if math.isinf(totals[-1]):
                 return Quick(math.inf, free)
         return Quick(self._step(totals, first) + rest, free)
+
+    def _looked_at(self, counts: tuple[int, ...]) -> list[int]:
+        """The first, middle and last place of a pipeline, and the one with most blocks."""
+        plan, known = self._plan, self._problem.looked_at
+        key = (plan.pp, plan.v, plan.schedule == "zb-v", counts)
+        if key not in known:
+            sizes = [sum(counts[stage] for stage in plan.stages_of(place)) for place in range(plan.pp)]
+            known[key] = sorted({0, plan.pp // 2, plan.pp - 1, sizes.index(max(sizes))})
+        return known[key]
 
     def _step(self, totals: Sequence[float], first: Place) -> float:
         """Of places that take so long, of which the first is as given where it keeps everything."""
