@@ -103,9 +103,8 @@ def _promising(
     for least, fields in _in_order(problem, bases, fixed):
         looked.known += 1
         zero, key = fields.get("zero", 0), tuple(fields.get(name) for name in _BESIDE_ZERO)
-        if not looked.may_be_shown((fields["pp"], fields["tp"], zero), fields["mb"], least) or (
-            zero > 1 and key in settled
-        ):
+        mesh = (fields["pp"], fields["tp"], zero)
+        if not looked.may_be_shown(mesh, fields["mb"], least) or (zero > 1 and key in settled):
             continue
         plan = _plan(fields, fixed)
         if plan is not None and looked.at(plan, least) and zero == 1:
