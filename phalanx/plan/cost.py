@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from phalanx.plan.cluster import Cluster, Nodes
 from phalanx.plan.collectives import Group, Links, all_reduce, consecutive, gather, send
+from phalanx.plan.footprint import kept_bytes, most_slices
 from phalanx.plan.plan import Plan
-from phalanx.plan.work import BlockWork
+from phalanx.plan.work import BlockWork, ModelWork
 
-HELD_BACK = 1.75  # of a micro-batch's activations, what waits for its weight gradients
 STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
+SLICED_ATTENTION = 1.25  # of the time of attention, where it is computed in slices (measured 1.12 to 1.33 on an H200)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,10 @@ class Software:
     backward of a last micro-batch, the share behind which gradients are reduced. messages: of messages between stages,
     the share that is waited for. contention: seconds that computation loses for each of communication beneath it.
     step, micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum, kept and reduced. reserved: bytes
-    that libraries keep of a device's memory; slack: share of the rest that an allocator cannot use.
+    that libraries keep of a device's memory; slack: share of the rest that an allocator cannot use. host_updates:
+    parameters that the host updates in a second for each device (3.8e9 measured on 16 cores). host_copies: bytes/s
+    each way that the memory of a node reaches. host_memory: of a device's own memory, how many times as much it may use
+    of its host's.
     """
 
     products: float = 0.72
@@ -58,6 +62,9 @@ class Software:
     gradient: float = 4.0
     reserved: float = 2.0e9
     slack: float = 0.03
+    host_updates: float = 3.8e9
+    host_copies: float = 2e11
+    host_memory: float = 1.5
 
 
 class Seconds(NamedTuple):
@@ -68,6 +75,7 @@ class Seconds(NamedTuple):
     weight: float
     again: float
     exposed: float  # of all of these, the part that is waiting for other tensor-parallel ranks
+    copied: float = 0.0  # and for copies between device and host
 
     @property
     def total(self) -> float:
@@ -77,6 +85,11 @@ class Seconds(NamedTuple):
     def drained(self) -> float:
         """What a stage adds to the time that the others wait, where weight gradients fill gaps."""
         return self.forward + self.backward + self.again - self.weight
+
+    @property
+    def in_step(self) -> float:
+        """What a micro-batch takes where ranks do a forward, a backward and weight gradients all at the same time."""
+        return max(self.total, 3 * max(self.forward, self.backward + self.again, self.weight))
 
 
 def add(parts: Sequence[Seconds]) -> Seconds:
@@ -99,6 +112,16 @@ class Machine:
         )  # fmt: skip
 
     @cached_property
+    def host_rate(self) -> float:
+        """bytes/s each way between a device and the memory of its host, which the devices of a node share."""
+        return min(self.nodes.device.host.value, self.software.host_copies / self.nodes.devices)
+
+    @property
+    def host_memory(self) -> float:
+        """bytes that a device may use of the memory of its host."""
+        return self.software.host_memory * self.nodes.device.memory.value
+
+    @cached_property
     def tp_group(self) -> Group:
         return consecutive(self.plan.tp, 1, self.nodes.devices)
 
@@ -110,8 +133,19 @@ class Machine:
     def shard_group(self) -> Group:
         return consecutive(self.plan.shards, self.plan.tp, self.nodes.devices)
 
-    def seconds(self, work: BlockWork, rung: str) -> Seconds:
-        """Of a micro-batch in one block."""
+    @cached_property
+    def parts(self) -> int:
+        """In how many parts a micro-batch is computed, each by itself."""
+        return self.plan.halves * most_slices(self.plan)
+
+    def seconds(self, work: BlockWork, rung: str, moved: float = 0.0) -> Seconds:
+        """Of a micro-batch in one block. moved: of what it keeps, the share that lies on the host in between."""
+        own = self._part_seconds(work, rung)
+        whole = own if self.parts == 1 else Seconds(*(self.parts * seconds for seconds in own))
+        return self._with_copies(whole, work, rung, moved) if moved else whole
+
+    def _part_seconds(self, work: BlockWork, rung: str) -> Seconds:
+        """Of one part of a micro-batch."""
         forward, weight = self._forward(work), self._products(work) + self._weights(work)
         moved = self._moved(work)
         # Attention's own backward computes two and a half times what its forward does, and element-wise work reads
@@ -119,12 +153,39 @@ class Machine:
         backward = max(self._products(work) + 2.5 * self._attention(work) + 2 * moved + self._weights(work),
                        self.software.launch * max(1, work.units))  # fmt: skip
         sums = work.exchanges * self.sum_seconds(work)
-        behind = min(sums, self.software.behind_weights * weight)
         again, repeated = {
             "none": (0.0, 0.0), "light": (moved, 0.0), "unit": (forward, 0.0), "block": (forward, sums),
         }[rung]  # fmt: skip
-        waits = sums - behind + self.software.contention * behind + repeated
-        return Seconds(forward + sums, backward + waits, weight, again, sums + waits)
+        if not sums:
+            return Seconds(forward, backward, weight, again, 0.0)
+        ahead, behind = self._hidden(sums, repeated, forward, backward + again, weight)
+        lost = 1 - self.software.contention
+        waits, first = sums + repeated - lost * behind, sums - lost * ahead
+        return Seconds(forward + first, backward + waits, weight, again, first + waits)
+
+    def _hidden(
+        self, sums: float, repeated: float, forward: float, backward: float, weight: float
+    ) -> tuple[float, float]:
+        """Of sums over tensor-parallel ranks, what travels beneath computation in the forward and in the backward:
+        behind weight gradients, or all that the other half of the samples or the next micro-batch computes."""
+        plan, share = self.plan, self.software.behind_weights
+        if plan.halves > 1:
+            ahead, behind = min(sums, share * forward), min(sums + repeated, share * (backward + weight))
+        else:
+            ahead, behind = 0.0, min(sums, share * weight)
+        if plan.pairs:  # all but the first forward and the last backward have a partner
+            every = 2 * sums + repeated
+            covered = min(every, share * (forward + backward + weight))
+            paired = (plan.mb - 1) / plan.mb
+            ahead += paired * max(0.0, covered * sums / every - ahead)
+            behind += paired * max(0.0, covered * (sums + repeated) / every - behind)
+        return ahead, behind
+
+    def _with_copies(self, own: Seconds, work: BlockWork, rung: str, moved: float) -> Seconds:
+        """What leaves in the forward and comes back in the backward travels beneath them, as far as they last."""
+        copy = moved * kept_bytes(work.kept[rung], self.plan) * self.samples / self.host_rate
+        out, back = max(0.0, copy - own.forward), max(0.0, copy - own.backward - own.weight - own.again)
+        return own._replace(forward=own.forward + out, backward=own.backward + back, copied=out + back)
 
     def _forward(self, work: BlockWork) -> float:
         computed = self._products(work) + self._attention(work) + self._moved(work) + self._weights(work)
@@ -136,18 +197,25 @@ class Machine:
         side = math.sqrt(work.parameters / max(1, work.units) / self.plan.tp)  # of the matrix that a unit has left
         rate = self.nodes.device.flops.value * self.software.products * side / (side + self.software.small)
         odd = self.software.odd if work.odd and self.plan.tp == 1 else 1.0  # what is split is padded first
-        return work.products * self.samples / self.plan.tp / (rate * odd)
+        return work.products * self.samples / self.parts / self.plan.tp / (rate * odd)
 
     def _attention(self, work: BlockWork) -> float:
         rate = self.nodes.device.flops.value * self.software.attention
-        return work.attention * self.samples / self.plan.tp / rate
+        slower = SLICED_ATTENTION if self.plan.slices else 1.0
+        return slower * work.attention * self.samples / self.parts / self.plan.tp / rate
+
+    def attention_share(self, model: ModelWork) -> float:
+        """Of the time of a micro-batch, what attention takes: what later slices have more of."""
+        every = [(work, model.blocks.count(place)) for place, work in enumerate(model.classes)]
+        attention = 3.5 * sum(n * self._attention(work) for work, n in every)
+        return attention / sum(n * self._part_seconds(work, "none").total for work, n in every)
 
     def _moved(self, work: BlockWork) -> float:
         """Element-wise work between units is done by all ranks alike, unless the tokens are split."""
         moved, software, tp = work.moved, self.software, self.plan.tp
         inside = (software.passes * moved.split + software.scores * work.scores) / tp
         between = software.between * (moved.entries + moved.rest) / (tp if self.plan.sequence else 1)
-        return (inside + between) * self.samples / self._bandwidth
+        return (inside + between) * self.samples / self.parts / self._bandwidth
 
     def _weights(self, work: BlockWork) -> float:
         """Products also read their weights, which few samples do not make up for."""
@@ -159,12 +227,12 @@ class Machine:
 
     def sum_seconds(self, work: BlockWork) -> float:
         """One sum over the tensor-parallel ranks; scattered and gathered, where tokens are split, takes as long."""
-        return all_reduce(self.links, self.tp_group, work.crossing * self.samples)
+        return all_reduce(self.links, self.tp_group, work.crossing * self.samples / self.parts)
 
     def message_seconds(self, size: float) -> float:
-        """From a stage to the next, of `size` bytes that cross for one sample."""
+        """From a stage to the next, of `size` bytes that cross for one sample: of one part of a micro-batch."""
         plan = self.plan
-        parts = plan.tp if plan.sequence else 1
+        parts = self.parts * (plan.tp if plan.sequence else 1)
         is_near = plan.pp * plan.dp * plan.tp <= self.nodes.devices
         return send(self.links, size * self.samples / parts, is_near)
 
@@ -186,10 +254,15 @@ class Machine:
         across = consecutive(copies, plan.tp * plan.shards, self.nodes.devices)
         return scattered + all_reduce(self.links, across, size / plan.shards)
 
-    def update_seconds(self, parameters: float, width: int) -> float:
-        """The optimizer, and with ZeRO 1 and 2 the updated weights shared."""
+    def update_seconds(self, parameters: float, width: int, state: float) -> float:
+        """The optimizer, and with ZeRO 1 and 2 the updated weights shared. state: bytes that it keeps of a parameter,
+        of which those on the host come to the device and leave again at the same time, or are updated there."""
         plan, own = self.plan, parameters / self.plan.tp
-        moved = STEP_MOVES * own / plan.shards / self._bandwidth
+        hosted = plan.hosted_share * own / plan.shards
+        moved = STEP_MOVES * (own / plan.shards - (hosted if plan.steps_on_host else 0.0)) / self._bandwidth
+        if hosted:
+            sent = hosted * ((4 + width) if plan.steps_on_host else state) / self.host_rate
+            moved += max(sent, hosted / self.software.host_updates if plan.steps_on_host else 0.0)
         shares = plan.zero in (1, 2)
         return moved + (gather(self.links, self.shard_group, width * own) if shares else 0.0)
 
@@ -206,22 +279,3 @@ def machines(cluster: Cluster, software: Software, plan: Plan, samples: int) -> 
         kinds = cluster.kinds_of(range(place * ranks, (place + 1) * ranks))
         found.append(min((one for one in made if one.nodes in kinds), key=lambda one: one.nodes.device.flops.value))
     return found
-
-
-def num_held(plan: Plan, place: int) -> float:
-    """The most micro-batches whose activations a rank holds at once, each of all its stages."""
-    ahead = plan.pp - 1 - place
-    match plan.schedule:
-        case "gpipe" | "block-major":
-            held = plan.mb
-        case "eager-1f1b":
-            held = 1 + 2 * ahead
-        case "interleaved":
-            first = plan.mb if plan.mb < 2 * plan.pp else plan.pp + plan.mb % plan.pp // (plan.mb // plan.pp)
-            held = ((plan.v - 1) * first + 2 * ahead + 1) / plan.v
-        case "zb-h1":
-            # A stage holds weight gradients back by its place, with what they need and gradients beside that.
-            return min(plan.mb, 1 + ahead) + HELD_BACK * min(plan.mb, place)
-        case _:
-            held = 1 + ahead
-    return min(plan.mb, held)

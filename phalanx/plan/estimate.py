@@ -13,14 +13,16 @@ from functools import cached_property
 
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.cost import Machine, Seconds, Software, add, machines
-from phalanx.plan.footprint import memory, parameters_of, place_blocks
+from phalanx.plan.footprint import memory, most_slices, moved_share, parameters_of, place_blocks
 from phalanx.plan.plan import Plan
+from phalanx.plan.slice_shares import slowest
 from phalanx.plan.work import ModelWork
 
 PARTS = (
     "computation",
     "computed again",
     "tensor communication",
+    "host copies",
     "messages",
     "gradients",
     "optimizer",
@@ -152,10 +154,24 @@ def parts_of(model: ModelWork, plan: Plan, places: Sequence[Machine], loads: Seq
     known: dict[tuple[int, Load], Place] = {}
     for machine, load in zip(places, loads, strict=True):
         if (machine.number, load) not in known:
-            own = [_times(machine.seconds(model.classes[kind], rung), n) for (kind, rung), n in load.counts]
+            moved = moved_share(plan, sum(n for (kind, _), n in load.counts if model.classes[kind].is_layer))
+            own = [
+                _times(machine.seconds(work, rung, moved if work.is_layer else 0.0), n)
+                for (kind, rung), n in load.counts
+                for work in (model.classes[kind],)
+            ]
             known[machine.number, load] = timed_place(model, plan, machine, add(own), load.parameters, load.largest)
     timed = [known[machine.number, load] for machine, load in zip(places, loads, strict=True)]
-    return step_parts(plan, timed, message_seconds(model, plan, places), places[0].software)
+    longest = longest_slice(model, plan, places[0])
+    return step_parts(plan, timed, message_seconds(model, plan, places), places[0].software, longest)
+
+
+def longest_slice(model: ModelWork, plan: Plan, machine: Machine) -> float:
+    """Of what a micro-batch takes; 1 where it is not cut."""
+    if not plan.slices:
+        return 1.0
+    attention = machine.attention_share(model)
+    return max(slowest(slicing, attention) for slicing in plan.slices)
 
 
 def _times(seconds: Seconds, count: int) -> Seconds:
@@ -180,7 +196,7 @@ def timed_place(
     once = machine.gather_seconds(parameters, width) if plan.gathers == "step" else 0.0
     last = machine.reduce_seconds(model.trained * largest)
     tail = last if per_micro_batch else max(min(reduce, last), beneath(reduce, behind, contention))
-    return Place(seconds, waits, tail, behind, machine.update_seconds(learning, width) + once)
+    return Place(seconds, waits, tail, behind, machine.update_seconds(learning, width, model.state_width) + once)
 
 
 def beneath(communication: float, window: float, contention: float) -> float:
@@ -197,36 +213,54 @@ def message_seconds(model: ModelWork, plan: Plan, places: Sequence[Machine]) -> 
     return max(place.message_seconds(largest) for place in set(places))
 
 
-def step_parts(plan: Plan, places: Sequence[Place], message: float, software: Software) -> dict[str, float]:
-    """Where the seconds of a step go, for the place with most to do."""
+def step_parts(
+    plan: Plan, places: Sequence[Place], message: float, software: Software, longest: float = 1.0
+) -> dict[str, float]:
+    """Where the seconds of a step go, for the place with most to do. message: of one part of a micro-batch. longest:
+    share of a micro-batch that its longest slice is."""
     busiest = max(places, key=lambda place: place.seconds.total + place.waits)
     seconds = busiest.seconds
-    # Under 1F1B a rank waits for messages again with every micro-batch; the others have more under way.
-    waiting = 2 * message * (plan.pp - 1) / plan.pp * software.messages if plan.schedule in ("1f1b", "gpipe") else 0.0
-    is_filled = plan.schedule == "zb-h1"  # gaps, with weight gradients
-    others = sum(_adds(place, is_filled) for place in places) - _adds(busiest, is_filled)
-    fill = max(0.0, others) / plan.v + _num_messages(plan) * message
+    others = sum(_adds(place, plan.schedule) for place in places) - _adds(busiest, plan.schedule)
+    fill = max(0.0, others) * longest / plan.v + _num_messages(plan) * message
     slack, gradients = 0.0, 0.0
     for place in places:  # a later stage is done earlier
         gradients = max(gradients, place.reduce - slack)
         slack += place.seconds.backward + place.seconds.weight
-    exposed = seconds.exposed
-    own = seconds.total - seconds.again - exposed
+    exposed, copied = seconds.exposed, seconds.copied
+    own = seconds.total - seconds.again - exposed - copied
+    idle = seconds.in_step - seconds.total if plan.schedule == "zb-v" else 0.0
     return {
         "computation": plan.mb * own,
         "computed again": plan.mb * seconds.again,
         "tensor communication": plan.mb * exposed,
-        "messages": plan.mb * waiting,
+        "host copies": plan.mb * copied,
+        "messages": plan.mb * waits_for_messages(plan) * message * software.messages,
         "gradients": plan.mb * busiest.waits + gradients,
         "optimizer": max(place.update for place in places),
-        "bubble": fill,
+        "bubble": fill + plan.mb * idle,
         "other": software.step + plan.mb * software.micro_batch,
     }
 
 
-def _adds(place: Place, is_filled: bool) -> float:
-    """What a place adds to the time that a pipeline takes to fill and drain."""
-    return place.seconds.drained if is_filled else place.seconds.total
+_IN_ZB_V = 4 / 3 / 3  # of two thirds of a stage that others wait for, as it is simulated
+
+
+def _adds(place: Place, schedule: str) -> float:
+    """What a place adds to the time that a pipeline takes to fill and drain: less where weight gradients fill gaps."""
+    if schedule == "zb-v":
+        return _IN_ZB_V * place.seconds.total
+    return place.seconds.drained if schedule == "zb-h1" else place.seconds.total
+
+
+def waits_for_messages(plan: Plan) -> float:
+    """Messages that a rank waits for with every micro-batch: under 1F1B again with each, under ZB-V for those of both
+    stages; other schedules have more under way."""
+    if plan.pp == 1:
+        return 0.0
+    parts = plan.halves * most_slices(plan)
+    if plan.schedule == "zb-v":
+        return min(4, plan.pp)
+    return 2 * (plan.pp - 1) / plan.pp * parts if plan.schedule in ("1f1b", "gpipe") else 0.0
 
 
 def _num_messages(plan: Plan) -> int:

@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from phalanx.plan.cost import num_held
 from phalanx.plan.plan import Plan
 from phalanx.plan.work import BlockWork, Kept, ModelWork
 
+HELD_BACK = 1.75  # of a micro-batch's activations, what waits for its weight gradients
+IN_V = 1.35  # times a micro-batch's activations, what one takes under ZB-V
+MOVING = 3  # layers whose activations are on the device while those of all lie on the host: leaving, at work, coming
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "working")
 
 
@@ -51,7 +53,13 @@ def state_bytes(
         weights = weights / plan.shards + gathered
     if plan.zero >= 2 and plan.reduces == "micro-batch":
         gradients = gradients / plan.shards + min(gradients, 2 * gradient * largest)
-    return {"weights": weights, "gradients": gradients, "optimizer": state * own / (plan.shards if plan.zero else 1)}
+    kept = state * own * (1 - plan.hosted_share)
+    return {"weights": weights, "gradients": gradients, "optimizer": kept / (plan.shards if plan.zero else 1)}
+
+
+def hosted_bytes(model: ModelWork, plan: Plan, parameters: float) -> float:
+    """Of the optimizer's state of so many parameters, what lies in the memory of a device's host."""
+    return plan.hosted_share * model.trained * model.state_width * parameters / plan.tp / plan.shards
 
 
 def again_bytes(work: BlockWork, rung: str, plan: Plan) -> float:
@@ -62,10 +70,57 @@ def again_bytes(work: BlockWork, rung: str, plan: Plan) -> float:
     return 0.75 * whole if rung == "unit" else whole  # of two units the larger
 
 
-def working_bytes(work: BlockWork, rung: str, plan: Plan, samples: int) -> float:
-    """While a block is at work, beside all that is kept: also the gradients of what enters and leaves it."""
-    own = (work.working / plan.tp + again_bytes(work, rung, plan) + 2 * work.crossing) * samples
-    return own + work.fixed / plan.tp
+def working_bytes(work: BlockWork, rung: str, plan: Plan, samples: float, moved: float = 0.0) -> float:
+    """While a block is at work, beside all that is kept: also the gradients of what enters and leaves it. moved: of
+    what it keeps, the share that lies on the host in between."""
+    own = (work.working / plan.tp + again_bytes(work, rung, plan) + 2 * work.crossing) * samples / most_slices(plan)
+    moving = MOVING * kept_bytes(work.kept[rung], plan) * samples if moved and work.is_layer else 0.0
+    return own + moving + work.fixed / plan.tp
+
+
+def past_bytes(work: BlockWork, plan: Plan, samples: float) -> float:
+    """Where tokens are cut: keys and values of two micro-batches under way in 16 bits, and sums of their gradients."""
+    return (2 * 2 + 4) * work.keys * samples / plan.tp if plan.slices else 0.0
+
+
+def kept_here(work: BlockWork, rung: str, plan: Plan, samples: float, moved: float = 0.0) -> float:
+    """Of a micro-batch, on the device. moved: the share that lies on the host in between."""
+    return kept_bytes(work.kept[rung], plan) * samples * (1 - moved)
+
+
+def most_slices(plan: Plan) -> int:
+    return max(map(len, plan.slices)) if plan.slices else 1
+
+
+def moved_share(plan: Plan, num_layers: int) -> float:
+    """Of what the layers of a place in the pipeline keep, what lies on the host in between."""
+    count = dict(plan.offload).get("activations")
+    if count is None or not num_layers:
+        return 0.0
+    return min(1.0, count * plan.v / num_layers) if count else 1.0
+
+
+def num_held(plan: Plan, place: int) -> float:
+    """The most micro-batches whose activations a rank holds at once, each of all its stages. Where they are cut into
+    slices, parts of them."""
+    ahead, parts = plan.pp - 1 - place, most_slices(plan)
+    match plan.schedule:
+        case "gpipe" | "block-major":
+            held = plan.mb
+        case "eager-1f1b":
+            held = 1 + 2 * ahead / parts
+        case "interleaved":
+            first = plan.mb if plan.mb < 2 * plan.pp else plan.pp + plan.mb % plan.pp // (plan.mb // plan.pp)
+            held = ((plan.v - 1) * first + 2 * ahead + 1) / plan.v
+        case "zb-h1":
+            # A stage holds weight gradients back by its place, with what they need and gradients beside that.
+            return min(plan.mb, 1 + ahead / parts) + HELD_BACK * min(plan.mb, place / parts)
+        case "zb-v":
+            # Pieces of half a rank's stages are open until their weight gradients, with gradients beside them.
+            return IN_V * min(plan.mb, plan.pp)
+        case _:
+            held = 1 + ahead / parts
+    return min(plan.mb, held)
 
 
 def memory(
@@ -76,13 +131,19 @@ def memory(
     While a block is at work, what later blocks of its place kept for the same micro-batch is gone already: an
     embedding needs most when little else is there."""
     blocks = place_blocks(plan, place)
-    kept = [kept_bytes(model.block(block).kept[rungs[block]], plan) * samples for block in blocks]
+    moved = moved_share(plan, sum(model.block(block).is_layer for block in blocks))
+    shares = [moved if model.block(block).is_layer else 0.0 for block in blocks]
+    kept = [
+        kept_here(model.block(block), rungs[block], plan, samples, share)
+        for block, share in zip(blocks, shares, strict=True)
+    ]
     others = (num_held(plan, place) - 1) * sum(kept)
     moments = [
-        (others + so_far, working_bytes(model.block(block), rungs[block], plan, samples))
-        for block, so_far in zip(blocks, accumulate(kept), strict=True)
+        (others + so_far, working_bytes(model.block(block), rungs[block], plan, samples, share))
+        for block, so_far, share in zip(blocks, accumulate(kept), shares, strict=True)
     ]
     held, working = max(moments, key=sum)
+    held += sum(past_bytes(model.block(block), plan, samples) for block in blocks)
     largest = max(model.block(block).parameters for block in blocks)
     state = state_bytes(model, plan, parameters_of(model, blocks), largest, gradient)
     return {**state, "activations": held, "working": working}

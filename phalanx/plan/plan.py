@@ -215,7 +215,9 @@ class Plan:
     def stages_of(self, pp_index: int) -> tuple[int, ...]:
         """The stages that one rank of the pipeline holds, first to last."""
         assert 0 <= pp_index < self.pp
-        return tuple(stage for stage in range(self.num_stages) if self.pp_index(stage) == pp_index)
+        if self.schedule == "zb-v":
+            return pp_index, self.num_stages - 1 - pp_index
+        return tuple(range(pp_index, self.num_stages, self.pp))
 
     def stage_blocks(self, stage: int) -> range:
         """The blocks of a stage, as indices into the model's blocks."""

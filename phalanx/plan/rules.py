@@ -60,8 +60,8 @@ PIPELINES_ONLY = {name: schedule.for_pipelines for name, schedule in SCHEDULES.i
 MOMENTS = ("micro-batch", "step")
 
 
-NOT_WEIGHED = ("slices", "degrees", "save", "overlap", "pairs", "offload")
-NOT_WEIGHED_SCHEDULES = ("zb-v", "block-major")
+NOT_WEIGHED = ("degrees",)
+NOT_WEIGHED_SCHEDULES = ("block-major",)
 SEARCHED = ("stages", "recompute")
 
 
@@ -70,6 +70,7 @@ def require_weighed(given: Mapping[str, Any]) -> None:
     unknown = [name for name in NOT_WEIGHED if name in given]
     if given.get("schedule") in NOT_WEIGHED_SCHEDULES:
         unknown.append(f"schedule={given['schedule']}")
+    unknown += ["offload=parameters" for word, _ in given.get("offload", ()) if word == "parameters"]
     if unknown:
         message = f"option plan: {unknown[0]} is not in what planning estimates"
         raise PlanError(message, "leave it out, or see what it does with `phalanx program --plan`")

@@ -7,20 +7,24 @@ Pure: facts in, plans out, a second for thousands of devices. What the runtime d
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 from phalanx.errors import PlanError
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Software, machines
+from phalanx.plan.cost import Machine, Software, machines
 from phalanx.plan.devices import GIB
 from phalanx.plan.estimate import Estimate, estimate
+from phalanx.plan.fields import Slicings
+from phalanx.plan.offload import Offload
 from phalanx.plan.partition import evenly
 from phalanx.plan.plan import Plan
-from phalanx.plan.rules import VIRTUAL_STAGES, divisors, listed
-from phalanx.plan.stage_times import Problem, StageTimes
+from phalanx.plan.rules import OVERLAPS, SLICED_SCHEDULES, VIRTUAL_STAGES, divisors, listed
+from phalanx.plan.slice_shares import equal
+from phalanx.plan.stage_times import Problem, Sharded, StageTimes
 from phalanx.plan.work import ModelWork
 
 KEEP = 6  # plans that are shown: the best, and the best of other meshes
@@ -29,6 +33,12 @@ UNEVEN = 1.15
 FEW_BLOCKS, MOST_POLISHED = 12, 8  # in a model of which every plan is polished; stages of a plan that may be
 MOST_VIRTUAL = 4
 MOST_STAGES = 128
+SLICES, FEWEST_TOKENS, GRAINS = (2, 4, 8, 16, 32, 64), 64, 16  # numbers of slices; tokens and grains of one
+HOSTED = (0.25, 0.5, 0.75, 1.0)  # of the optimizer's state, shares that may lie on the host
+FEWEST_MOVED = 4  # layers of a stage of which what they keep may lie on the host
+MOST_LOOKED = 4  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
+CLOSE = 1.02  # times what a mesh takes by a quick estimate: no plan of it is looked at that cannot take less
+NEAR, FAR = 1.05, 1.3  # times what is found of a mesh: others of it that look slower are not worked out
 
 
 @dataclass(frozen=True)
@@ -47,18 +57,21 @@ def search(
     """fixed: fields of a plan that are given. keep: plans to return. most: to work out. slot: samples of every
     micro-batch, where that is given. A PlanError where none fits."""
     problem = Problem(model, cluster, software, batch, slot)
-    bases = sorted(meshes(problem, fixed or {}), key=lambda base: base.least)
+    bases = list(meshes(problem, fixed or {}))
     if not bases:
         raise _no_candidates(model, cluster, batch, fixed or {})
     promising, known = _promising(problem, bases, fixed or {}, keep)
     if not promising and fixed:
         _require_possible(problem, bases, fixed)
     best: dict[tuple[int, ...], Estimate] = {}
+    near = NEAR if len(model.blocks) > FEW_BLOCKS else FAR  # of few blocks one more or less matters
     tried = 0
     for seconds, plan in promising:
         key = _mesh_key(plan)
         if tried >= most and best and (seconds > _worst(best.values(), keep) or tried >= 2 * most):
             break
+        if key in best and seconds > near * best[key].step_seconds:
+            continue
         tried += 1
         found = worked_out(problem, plan)
         if found is not None and len(model.blocks) <= FEW_BLOCKS:
@@ -84,28 +97,96 @@ def _require_possible(problem: Problem, bases: Sequence[Base], fixed: Mapping[st
 def _promising(
     problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any], keep: int
 ) -> tuple[list[tuple[float, Plan]], int]:
-    """Plans by their quick estimate; none whose limit from below is above what would be shown."""
-    quick: list[tuple[float, Plan]] = []
-    best: dict[tuple[int, ...], float] = {}
-    known = 0
+    """Plans by their quick estimate; none whose limit from below is above what would be shown. Those that cannot keep
+    everything are looked at again with something on the host, which makes nothing else faster."""
+    looked = _Looked(problem, keep)
+    settled: set[tuple[object, ...]] = set()
+    for least, fields in _in_order(problem, bases, fixed):
+        looked.known += 1
+        zero, key = fields.get("zero", 0), tuple(fields.get(name) for name in _BESIDE_ZERO)
+        mesh = (fields["pp"], fields["tp"], zero)
+        if not looked.may_be_shown(mesh, fields["mb"], least) or (zero > 1 and key in settled):
+            continue
+        plan = _plan(fields, fixed)
+        if plan is not None and looked.at(plan, least) and zero == 1:
+            settled.add(key)  # sharding more only takes longer
+    if "offload" not in fixed:
+        for own in sorted(looked.tight, key=lambda own: own.free):
+            for offload, extra in offloads(problem, own.plan):
+                looked.known += 1
+                if own.free + extra < own.seconds and looked.may_be_shown(
+                    _mesh_key(own.plan), own.plan.mb, own.free + extra, offloads=True
+                ):
+                    looked.at(replace(own.plan, offload=offload), own.free + extra)
+    return sorted(looked.quick, key=lambda pair: pair[0]), looked.known
+
+
+_BESIDE_ZERO = ("pp", "tp", "mb", "overlap", "pairs", "schedule", "v", "slices", "zero_degree")
+
+
+def _in_order(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any]) -> list[tuple[float, dict[str, Any]]]:
+    """All variants, by seconds that no step of them is below."""
+    found: list[tuple[float, dict[str, Any]]] = []
+    known: dict[tuple[object, ...], Sharded] = {}
     for base in bases:
+        plan = base.plan
         for fields, least in variants(problem, base, fixed):
-            known += 1
-            if least >= _worst_of(best, keep):
-                continue
-            plan = _plan(fields, fixed)
-            if plan is None:
-                continue
-            stages = StageTimes(problem, plan)
-            seconds = stages.quick()
-            if math.isinf(seconds) and stages.is_hopeless():
-                continue
-            # Even stages may be too large where uneven ones fit.
-            quick.append((seconds if math.isfinite(seconds) else UNEVEN * least, plan))
-            key = _mesh_key(plan)
-            if seconds < best.get(key, math.inf):
-                best[key] = seconds
-    return sorted(quick, key=lambda pair: pair[0]), known
+            own = {name: fields[name] for name in _SHARDING if name in fields}
+            key = (plan.pp, plan.tp, *own.values())
+            if key not in known:
+                mesh = _plan({"pp": plan.pp, "tp": plan.tp, "dp": plan.dp, **own}, fixed)
+                known[key] = problem.sharded(mesh) if mesh is not None else Sharded(0.0, 0.0, 0.0, 0.0)
+            update = known[key].update if "offload" not in fixed else 0.0
+            found.append((least + update + plan.mb * known[key].waits, fields))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+class _Tight(NamedTuple):
+    """A plan that cannot keep everything. seconds: as it is; free: if it could."""
+
+    free: float
+    seconds: float
+    plan: Plan
+
+
+class _Looked:
+    """Plans that were looked at, with their quick estimates."""
+
+    def __init__(self, problem: Problem, keep: int) -> None:
+        self._problem, self._keep = problem, keep
+        self._best: dict[tuple[int, ...], float] = {}
+        self._worst = math.inf  # of what would be shown
+        self._most = MOST_LOOKED if len(problem.model.blocks) > FEW_BLOCKS else math.inf
+        self._counts: Counter[tuple[object, ...]] = Counter()  # of each mesh, without and with something on the host
+        self.quick: list[tuple[float, Plan]] = []
+        self.tight: list[_Tight] = []
+        self.known = 0
+
+    def may_be_shown(self, mesh: tuple[int, ...], mb: int, least: float, offloads: bool = False) -> bool:
+        is_better = least < self._worst and least < CLOSE * self._best.get(mesh, math.inf)
+        return is_better and self._counts[mesh, mb, offloads] < self._most
+
+    def at(self, plan: Plan, least: float) -> bool:
+        """Looks at a plan. Whether it keeps everything."""
+        mesh = _mesh_key(plan)
+        sharded = self._problem.sharded(plan)
+        room = sharded.room + plan.hosted_share * sharded.optimizer
+        if room <= 0 and (plan.offload or room + sharded.optimizer <= 0):
+            return False
+        self._counts[mesh, plan.mb, bool(plan.offload)] += 1
+        limit = min(self._worst, CLOSE * self._best.get(mesh, math.inf))
+        seconds, free = StageTimes(self._problem, plan).quick(limit)
+        if free >= limit:
+            return False
+        if not plan.offload and seconds > free * (1 + 1e-6):
+            self.tight.append(_Tight(free, seconds, plan))
+        # Even stages may be too large where uneven ones fit.
+        if room > 0:
+            self.quick.append((seconds if math.isfinite(seconds) else UNEVEN * free, plan))
+        if seconds < self._best.get(mesh, math.inf):
+            self._best[mesh] = seconds
+            self._worst = sorted(self._best.values())[self._keep - 1] if len(self._best) >= self._keep else math.inf
+        return seconds <= free * (1 + 1e-6)
 
 
 def _plan(fields: Mapping[str, Any], fixed: Mapping[str, Any]) -> Plan | None:
@@ -152,10 +233,6 @@ def _worst(found: Iterable[Estimate], keep: int) -> float:
     return seconds[keep - 1] if len(seconds) >= keep else math.inf
 
 
-def _worst_of(best: Mapping[tuple[int, ...], float], keep: int) -> float:
-    return sorted(best.values())[keep - 1] if len(best) >= keep else math.inf
-
-
 def worked_out(problem: Problem, plan: Plan) -> Estimate | None:
     """With the best stages and layers that compute again as little as fits; None where nothing does."""
     stages = StageTimes(problem, plan)
@@ -185,9 +262,23 @@ def meshes(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Base]:
             dp = cluster.world // pp // tp
             splits = tp <= 2 * cluster.per_node and (not model.heads or tp <= model.heads)
             if splits and dp <= batch and fixed.get("dp", dp) == dp:
-                known = {"sequence": tp > 1, **fixed}
+                sequence = fixed.get("sequence", tp > 1)
                 for mb in _allowed(_micro_batches(batch // dp, problem.slot), fixed, "mb"):
-                    yield _base(problem, Plan(pp=pp, tp=tp, dp=dp, mb=mb, sequence=known["sequence"]))
+                    for overlap, pairs in _ways_to_hide(batch, pp, tp, dp, mb, fixed):
+                        plan = Plan(pp=pp, tp=tp, dp=dp, mb=mb, sequence=sequence, overlap=overlap, pairs=pairs)
+                        yield _base(problem, plan)
+
+
+def _ways_to_hide(
+    batch: int, pp: int, tp: int, dp: int, mb: int, fixed: Mapping[str, Any]
+) -> Iterator[tuple[str, bool]]:
+    """Communication inside blocks: by halves of micro-batches, by pairs of them, by both or not."""
+    overlaps = [fixed["overlap"]] if "overlap" in fixed else ["none", "halves"]
+    for overlap, pairs in product(overlaps, [fixed["pairs"]] if "pairs" in fixed else [False, True]):
+        splits = tp > 1 or (overlap == "none" and not pairs)
+        halves = OVERLAPS[overlap].halves == 1 or batch % (2 * dp * mb) == 0
+        if splits and halves and not (pairs and (pp > 1 or mb == 1)):
+            yield overlap, pairs
 
 
 def _base(problem: Problem, plan: Plan) -> Base:
@@ -201,14 +292,53 @@ def _base(problem: Problem, plan: Plan) -> Base:
 
 
 def variants(problem: Problem, base: Base, fixed: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
-    """Schedules and ways to shard state, as a plan's fields, each with seconds that no step of it is below."""
+    """Schedules, slices and ways to shard state, as a plan's fields, each with seconds that no step of it is below."""
     plan = base.plan
+    names = ("pp", "tp", "dp", "mb", "sequence", "overlap", "pairs")
+    fields = {**fixed, **{name: getattr(plan, name) for name in names}}
+    shardings = _shardings(plan, problem.cluster, fixed)
     for schedule in _schedules(plan, len(problem.model.blocks), fixed):
-        filling = {"zb-h1": 0.25, "interleaved": 1 / schedule.get("v", 1)}.get(schedule["schedule"], 1.0)
-        least = base.least + filling * (base.whole - base.longest) + problem.software.step
-        for zero in _shardings(plan, problem.cluster, fixed):
-            fields = {**fixed, "pp": plan.pp, "tp": plan.tp, "dp": plan.dp, "mb": plan.mb, "sequence": plan.sequence}
-            yield {**fields, **schedule, **zero}, least
+        filling = _FILLED.get(schedule["schedule"], 1 / schedule.get("v", 1))
+        for slices in _slicings(problem, base, schedule["schedule"], fixed):
+            parts = max(map(len, slices), default=1)
+            least = base.least + filling * (base.whole - base.longest) / parts + problem.software.step
+            cut = {"slices": slices} if slices else {}
+            for zero in shardings:
+                yield {**fields, **schedule, **cut, **zero}, least
+
+
+_SHARDING = ("zero", "zero_degree", "gather", "reduce")
+_FILLED = {"zb-h1": 0.25, "zb-v": 0.1}  # of what others do, the least that is idle where weight gradients fill gaps
+
+
+def _slicings(problem: Problem, base: Base, schedule: str, fixed: Mapping[str, Any]) -> list[Slicings]:
+    """Of slices that cost the same; none where a pipeline has enough micro-batches."""
+    plan, model = base.plan, problem.model
+    if "slices" in fixed:
+        return [fixed["slices"]]
+    if plan.pp == 1 or schedule not in SLICED_SCHEDULES or not model.causal or plan.pairs:
+        return [()]
+    most = 4 * plan.pp // plan.mb
+    counts = [n for n in SLICES if n <= most < 16 * n and n * FEWEST_TOKENS <= model.tokens]
+    attention = problem.attention(plan) if counts else 0.0
+    return [(), *((equal(count, attention, GRAINS * count),) for count in counts)]
+
+
+def offloads(problem: Problem, plan: Plan) -> list[tuple[Offload, float]]:
+    """What may lie on the host, with the seconds that it takes at least: state of the optimizer, activations, both."""
+    if any(kind.device.name == "CPU" for kind in problem.cluster.nodes):
+        return []  # where devices have no memory of their own
+    model = problem.model
+    own = model.trained * model.num_parameters / plan.pp / plan.tp / plan.shards
+    rate = max(Machine(kind, problem.software, plan, 1).host_rate for kind in problem.cluster.nodes)
+    ways = {"optimizer": model.state_width / rate, "optimizer-step": 1 / problem.software.host_updates}
+    word = min(ways, key=lambda name: ways[name])
+    state = [(((word, share),), share * own * ways[word]) for share in HOSTED]
+    layers = len(model.layers) // plan.num_stages
+    counts = [-(-layers // 2), 0] if layers >= FEWEST_MOVED else []
+    moved: list[tuple[Offload, float]] = [((("activations", count),), 0.0) for count in counts]
+    both = [((*first, *state[-1][0]), state[-1][1]) for first, _ in moved]
+    return [*state, *moved, *both]
 
 
 def _allowed(values: Sequence[int], fixed: Mapping[str, Any], name: str) -> list[int]:
@@ -230,7 +360,8 @@ def _schedules(plan: Plan, num_blocks: int, known: Mapping[str, Any]) -> list[di
         return [{"schedule": "1f1b"}]
     virtual = [v for v in range(2, MOST_VIRTUAL + 1) if plan.pp * v <= num_blocks and plan.mb >= plan.pp]
     single = ({"schedule": name} for name in ("1f1b", "eager-1f1b", "zb-h1"))
-    return [*single, *({"schedule": "interleaved", "v": v} for v in virtual)]
+    folded = [{"schedule": "zb-v", "v": 2}] if 2 * plan.pp <= num_blocks else []
+    return [*single, *({"schedule": "interleaved", "v": v} for v in virtual), *folded]
 
 
 def _shardings(plan: Plan, cluster: Cluster, known: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -242,8 +373,9 @@ def _shardings(plan: Plan, cluster: Cluster, known: Mapping[str, Any]) -> list[d
     found: list[dict[str, Any]] = [{"zero": 0}]
     for degree in degrees:
         found += [{"zero": 1, "zero_degree": degree}, {"zero": 2, "zero_degree": degree}]
-        found += [{"zero": 3, "zero_degree": degree, "gather": gather} for gather in ("micro-batch", "step")]
-    given = {name: known[name] for name in ("zero", "zero_degree", "gather", "reduce") if name in known}
+        moments = ("step",) if plan.pairs else ("micro-batch", "step")
+        found += [{"zero": 3, "zero_degree": degree, "gather": gather} for gather in moments]
+    given = {name: known[name] for name in _SHARDING if name in known}
     return [own | given for own in found if all(own.get(name, value) == value for name, value in given.items())]
 
 
@@ -285,17 +417,18 @@ def _lean(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Estimate]:
     smallest: dict[tuple[int, int], Plan] = {}
     for base in meshes(problem, fixed):
         key = base.plan.pp, base.plan.tp
-        if key not in smallest or base.plan.mb > smallest[key].mb:
+        if key not in smallest or (base.plan.mb, not base.plan.pairs) > (smallest[key].mb, not smallest[key].pairs):
             smallest[key] = base.plan
     for plan in smallest.values():
         sharded = {"zero": 3} if plan.dp > 1 else {}
         counts = evenly([1.0] * len(problem.model.blocks), plan.pp)
-        lean = replace(plan, **{**sharded, **_sharding(fixed)}, stages=counts, recompute=("block",))
+        again = () if OVERLAPS[plan.overlap].recompute else ("block",)
+        lean = replace(plan, **{**sharded, **_sharding(fixed)}, stages=counts, recompute=again)
         yield estimate(problem.model, lean, problem.cluster, problem.software, problem.batch)
 
 
 def _sharding(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: fixed[name] for name in ("zero", "zero_degree", "gather", "reduce") if name in fixed}
+    return {name: fixed[name] for name in (*_SHARDING, "offload") if name in fixed}
 
 
 def _lacking(own: Estimate) -> float:

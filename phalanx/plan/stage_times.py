@@ -5,20 +5,56 @@ fit. What several plans have in common (a class of blocks under a degree and a n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Machine, Seconds, Software, machines, num_held
-from phalanx.plan.estimate import Estimate, Place, budget_of, estimate, message_seconds, step_parts, timed_place
-from phalanx.plan.footprint import kept_bytes, state_bytes, working_bytes
+from phalanx.plan.cost import Machine, Seconds, Software, machines
+from phalanx.plan.estimate import (
+    Estimate,
+    Place,
+    budget_of,
+    estimate,
+    longest_slice,
+    message_seconds,
+    step_parts,
+    timed_place,
+)
+from phalanx.plan.footprint import (
+    hosted_bytes,
+    kept_here,
+    moved_share,
+    num_held,
+    past_bytes,
+    state_bytes,
+    working_bytes,
+)
 from phalanx.plan.mixes import Ends, Mix, Mixer, Option
 from phalanx.plan.partition import evenly, partition
 from phalanx.plan.plan import Plan
+from phalanx.plan.rules import OVERLAPS
 from phalanx.plan.work import RUNGS, BlockWork, ModelWork
 
 Key = tuple[object, ...]
+
+
+class Quick(NamedTuple):
+    """About the seconds of a step, inf where it does not fit; and what they would be if everything could be kept."""
+
+    seconds: float
+    free: float
+
+
+class Sharded(NamedTuple):
+    """room: bytes that the average place of a pipeline has left beside its state, of which `optimizer` may lie on the
+    host. update: seconds of the optimizer there; waits: for what replicas exchange with every micro-batch, at least."""
+
+    room: float
+    optimizer: float
+    update: float
+    waits: float
 
 
 @dataclass
@@ -33,10 +69,46 @@ class Problem:
     seconds: dict[Key, list[Seconds]] = field(default_factory=dict[Key, list[Seconds]])
     mixers: dict[Key, Mixer] = field(default_factory=dict[Key, Mixer])
     evens: dict[Key, tuple[int, ...]] = field(default_factory=dict[Key, tuple[int, ...]])
+    drained: dict[Key, float] = field(default_factory=dict[Key, float])
+    shares: dict[Key, float] = field(default_factory=dict[Key, float])
+    looked_at: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
+    sums: dict[Key, list[float]] = field(default_factory=dict[Key, list[float]])
+    shardings: dict[Key, Sharded] = field(default_factory=dict[Key, "Sharded"])
 
     def samples(self, plan: Plan) -> int:
         """Of the largest micro-batch."""
         return -(-self.batch // (plan.dp * plan.mb))
+
+    def attention(self, plan: Plan) -> float:
+        """The share of the time that attention takes, on the first place of a pipeline."""
+        machine = machines(self.cluster, self.software, plan, self.samples(plan))[0]
+        key = _key(machine)
+        if key not in self.shares:
+            self.shares[key] = machine.attention_share(self.model)
+        return self.shares[key]
+
+    def seconds_of(self, machine: Machine, runs: Iterable[tuple[int, int]]) -> float:
+        """Of runs of consecutive blocks that keep everything."""
+        key = _key(machine)
+        if key not in self.sums:
+            own = self.class_seconds(machine)
+            self.sums[key] = list(accumulate((own[place].total for place in self.model.blocks), initial=0.0))
+        before = self.sums[key]
+        return sum(before[end] - before[begin] for begin, end in runs)
+
+    def sharded(self, plan: Plan) -> Sharded:
+        """What a mesh and a way to shard mean, whatever else is planned."""
+        key = (plan.pp, plan.tp, plan.dp, plan.zero, plan.zero_degree, plan.gathers, plan.reduces)
+        if key not in self.shardings:
+            model, parameters = self.model, self.model.num_parameters / plan.pp
+            own = [Machine(kind, self.software, plan, 1) for kind in self.cluster.nodes]
+            state = state_bytes(model, plan, parameters, 0.0, self.software.gradient)
+            update = min(one.update_seconds(model.trained * parameters, model.width, model.state_width) for one in own)
+            room = max(map(budget_of, own)) - sum(state.values())
+            exchanged = min(_exchanged(one, model, parameters) for one in own)
+            waits = min(1.0, self.software.contention) * exchanged
+            self.shardings[key] = Sharded(room, state["optimizer"], update, waits)
+        return self.shardings[key]
 
     def class_seconds(self, machine: Machine) -> list[Seconds]:
         """Of each class of blocks that keeps everything."""
@@ -59,10 +131,21 @@ class Problem:
         self.parameters = list(accumulate((self.model.block(b).parameters for b in range(len(blocks))), initial=0.0))
 
 
+def _exchanged(machine: Machine, model: ModelWork, parameters: float) -> float:
+    """Seconds that replicas take for weights and gradients with every micro-batch."""
+    plan, found = machine.plan, 0.0
+    if plan.gathers == "micro-batch":
+        found += 2 * machine.gather_seconds(parameters, model.width)
+    if plan.reduces == "micro-batch" and plan.dp > 1:
+        found += machine.reduce_seconds(model.trained * parameters)
+    return found
+
+
 def _key(machine: Machine) -> Key:
     """What a block's seconds and bytes depend on."""
     plan = machine.plan
-    return machine.number, plan.tp, plan.sequence, plan.saves, machine.samples
+    shared = plan.mb if plan.pairs else 0
+    return machine.number, plan.tp, plan.sequence, plan.saves, machine.samples, plan.overlap, shared, machine.parts
 
 
 class StageTimes:
@@ -71,7 +154,8 @@ class StageTimes:
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self._problem, self._plan, self._samples = problem, plan, problem.samples(plan)
         self._places = machines(problem.cluster, problem.software, plan, self._samples)
-        self._held = [num_held(plan, place) for place in range(plan.pp)]
+        self._held: dict[int, float] = {}
+        self._implied = OVERLAPS[plan.overlap].recompute
         self._times: dict[Key, tuple[float, Mix | None]] = {}
         self._runs_seen: dict[tuple[int, int, int], float] = {}
 
@@ -95,7 +179,10 @@ class StageTimes:
             layers = tuple(sum(own[end] - own[begin] for begin, end in runs) for own in problem.counted)
             among = ((problem.before[begin], problem.before[end]) for begin, end in runs)
             ends = tuple(problem.ends[i] for begin, end in among for i in range(begin, end))
-        key = (machine.number, self._held[place], layers, ends)
+        held = self._held.get(place)
+        if held is None:
+            held = self._held[place] = num_held(self._plan, place)
+        key = (machine.number, held, layers, ends)
         if key not in self._times:
             self._times[key] = self._worked_out(place, runs, layers, ends)
         return self._times[key]
@@ -110,10 +197,24 @@ class StageTimes:
         room = budget_of(machine) - sum(state_bytes(model, self._plan, parameters, largest, gradient).values())
         if room <= 0:
             return math.inf, None
-        seconds = problem.class_seconds(machine)
-        fixed = sum(seconds[model.blocks[block]].total for block in ends)
+        if self._plan.slices:
+            room -= self._past(layers)
+        fixed = sum(self._end_seconds(machine, block) for block in ends)
         mix = self._mixer(machine, layers).best(sum(layers), self._held[place], room, self._ends(runs, ends))
-        return (math.inf, None) if mix is None else (fixed + mix.seconds, mix)
+        if mix is None or (self._plan.offload and self._on_host(place, mix, layers, parameters) > machine.host_memory):
+            return math.inf, None
+        return fixed + mix.seconds, mix
+
+    def _on_host(self, place: int, mix: Mix, layers: tuple[int, ...], parameters: float) -> float:
+        """Bytes that a place keeps in the memory of its host."""
+        plan, model = self._plan, self._problem.model
+        moved, samples, total = moved_share(plan, sum(layers)), self._samples, max(1, sum(layers))
+        kinds = [(model.classes[kind], n / total) for kind, n in zip(self._problem.kinds, layers, strict=True) if n]
+        kept = sum(
+            count * share * kept_here(work, rung, plan, samples)
+            for rung, count in mix.rungs for work, share in kinds
+        )  # fmt: skip
+        return moved * self._held[place] * kept + hosted_bytes(model, plan, parameters)
 
     def _parameters(
         self, runs: tuple[tuple[int, int], ...], layers: tuple[int, ...], ends: tuple[int, ...]
@@ -126,6 +227,19 @@ class StageTimes:
         present = [model.classes[kind] for kind, count in zip(self._problem.kinds, layers, strict=True) if count]
         return total, max(work.parameters for work in (*present, *map(model.block, ends)))
 
+    def _past(self, layers: tuple[int, ...]) -> float:
+        kinds = zip(self._problem.kinds, layers, strict=True)
+        return sum(n * past_bytes(self._problem.model.classes[kind], self._plan, self._samples) for kind, n in kinds)
+
+    def _end_rung(self, block: int) -> str:
+        """Of a block that is no layer: it keeps everything, unless a name of `overlap` says what all compute again."""
+        return self._implied if self._implied in self._problem.model.block(block).kept else "none"
+
+    def _end_seconds(self, machine: Machine, block: int) -> float:
+        if self._implied:
+            return machine.seconds(self._problem.model.block(block), self._end_rung(block)).total
+        return self._problem.class_seconds(machine)[self._problem.model.blocks[block]].total
+
     def _ends(self, runs: tuple[tuple[int, int], ...], ends: tuple[int, ...]) -> Ends:
         """What stands before the first layer, and all else as if it stood behind the last."""
         if not ends:
@@ -135,30 +249,34 @@ class StageTimes:
             first += 1
         sizes = {True: [0.0, 0.0], False: [0.0, 0.0]}
         for block in ends:
-            work, own = self._problem.model.block(block), sizes[block < first]
-            own[0] += kept_bytes(work.kept["none"], self._plan) * self._samples
-            own[1] = max(own[1], working_bytes(work, "none", self._plan, self._samples))
+            work, rung, own = self._problem.model.block(block), self._end_rung(block), sizes[block < first]
+            own[0] += kept_here(work, rung, self._plan, self._samples)
+            own[1] = max(own[1], working_bytes(work, rung, self._plan, self._samples))
         return Ends(*sizes[True], *sizes[False])
 
     def _mixer(self, machine: Machine, layers: tuple[int, ...]) -> Mixer:
         """Of the layers of a stage as they are on average."""
         total = sum(layers) or 1
         shares = tuple(round(count / total, 3) for count in layers)
-        key = (*_key(machine), shares)
+        moved = moved_share(self._plan, sum(layers))
+        key = (*_key(machine), shares, moved)
         if key not in self._problem.mixers:
             classes = [self._problem.model.classes[kind] for kind in self._problem.kinds]
             present = [(work, share) for work, share in zip(classes, shares, strict=True) if share]
-            self._problem.mixers[key] = Mixer(self._options(machine, present))
+            self._problem.mixers[key] = Mixer(self._options(machine, present, moved))
         return self._problem.mixers[key]
 
-    def _options(self, machine: Machine, present: Sequence[tuple[BlockWork, float]]) -> list[Option]:
+    def _options(self, machine: Machine, present: Sequence[tuple[BlockWork, float]], moved: float) -> list[Option]:
+        plan, samples = self._plan, self._samples
         rungs = [rung for rung in RUNGS if all(rung in work.kept for work, _ in present)]
+        if self._implied in rungs:
+            rungs = [self._implied]
         return [
             Option(
                 rung,
-                sum(machine.seconds(work, rung).total * share for work, share in present),
-                sum(kept_bytes(work.kept[rung], self._plan) * share for work, share in present) * self._samples,
-                max((working_bytes(work, rung, self._plan, self._samples) for work, _ in present), default=0.0),
+                sum(machine.seconds(work, rung, moved).total * share for work, share in present),
+                sum(kept_here(work, rung, plan, samples, moved) * share for work, share in present),
+                max((working_bytes(work, rung, plan, samples, moved) for work, _ in present), default=0.0),
             )
             for rung in rungs
         ]
@@ -174,29 +292,40 @@ class StageTimes:
             problem.evens[key] = evenly([seconds[own].total for own in problem.model.blocks], plan.num_stages)
         return problem.evens[key]
 
-    def quick(self) -> float:
-        """About the seconds of a step: with even stages, of which a few are looked at; inf where they do not fit."""
+    def quick(self, limit: float = math.inf) -> Quick:
+        """With even stages, of which a few are looked at. limit: more seconds are of no interest."""
         plan, counts = self._plan, self.even()
-        places = sorted({0, plan.pp // 2, plan.pp - 1})
+        places = self._looked_at(counts)
         runs = [self._runs(counts, place) for place in places]
+        first = self._timed(0, runs[0])
+        rest = plan.mb * first.waits + first.reduce + first.update + self._waiting() + self._problem.software.step
+        kept = [self._problem.seconds_of(self._places[place], own) for place, own in zip(places, runs, strict=True)]
+        free = self._step(kept, first) + rest
+        if free >= limit:
+            return Quick(math.inf, free)
         totals: list[float] = []
         for place, own in zip(places, runs, strict=True):
             totals.append(self._own(place, own)[0])
             if math.isinf(totals[-1]):
-                return math.inf
-        longest = max(totals)
-        share = self.drained()
-        first = self._timed(0, runs[0])
-        waiting = plan.mb * first.waits + first.reduce + first.update
-        others = (sum(totals) / len(totals) * plan.pp - longest) * share
-        return plan.mb * longest + others + waiting + self._waiting() + self._problem.software.step
+                return Quick(math.inf, free)
+        return Quick(self._step(totals, first) + rest, free)
 
-    def is_hopeless(self) -> bool:
-        """Whether the state of all blocks is more than all places together have room for."""
-        parameters = self._problem.model.num_parameters / self._plan.pp
-        model, gradient = self._problem.model, self._problem.software.gradient
-        state = sum(state_bytes(model, self._plan, parameters, 0.0, gradient).values())
-        return state > max(map(budget_of, set(self._places)))
+    def _looked_at(self, counts: tuple[int, ...]) -> list[int]:
+        """The first, middle and last place of a pipeline, and the one with most blocks."""
+        plan, known = self._plan, self._problem.looked_at
+        key = (plan.pp, plan.v, plan.schedule == "zb-v", counts)
+        if key not in known:
+            sizes = [sum(counts[stage] for stage in plan.stages_of(place)) for place in range(plan.pp)]
+            known[key] = sorted({0, plan.pp // 2, plan.pp - 1, sizes.index(max(sizes))})
+        return known[key]
+
+    def _step(self, totals: Sequence[float], first: Place) -> float:
+        """Of places that take so long, of which the first is as given where it keeps everything."""
+        plan, longest = self._plan, max(totals)
+        others = (sum(totals) / len(totals) * plan.pp - longest) * self.drained()
+        if plan.schedule == "zb-v":
+            longest *= first.seconds.in_step / first.seconds.total
+        return plan.mb * longest + others
 
     def _waiting(self) -> float:
         """For messages."""
@@ -208,14 +337,25 @@ class StageTimes:
     def _timed(self, place: int, runs: tuple[tuple[int, int], ...]) -> Place:
         problem, machine = self._problem, self._places[place]
         seconds = problem.class_seconds(machine)
-        blocks = [block for begin, end in runs for block in range(begin, end)]
-        own = Seconds(*map(sum, zip(*(seconds[problem.model.blocks[block]] for block in blocks), strict=True)))
         layers = tuple(sum(n[end] - n[begin] for begin, end in runs) for n in problem.counted)
-        parameters, largest = self._parameters(runs, layers, tuple(b for b in blocks if b in problem.ends))
+        among = ((problem.before[begin], problem.before[end]) for begin, end in runs)
+        ends = tuple(problem.ends[i] for begin, end in among for i in range(begin, end))
+        kinds = [*zip(problem.kinds, layers, strict=True), *((problem.model.blocks[block], 1) for block in ends)]
+        own = Seconds(*(sum(n * seconds[kind][part] for kind, n in kinds) for part in range(len(_IDLE.seconds))))
+        parameters, largest = self._parameters(runs, layers, ends)
         return timed_place(problem.model, self._plan, machine, own, parameters, largest)
 
     def drained(self) -> float:
         """Of a stage's seconds, the share that adds to the time that others wait."""
+        plan, places = self._plan, self._places
+        key = (*_key(places[0]), plan.schedule, plan.v, plan.slices)
+        if key not in self._problem.drained:
+            self._problem.drained[key] = self._drained() * longest_slice(self._problem.model, plan, places[0])
+        return self._problem.drained[key]
+
+    def _drained(self) -> float:
+        if self._plan.schedule == "zb-v":
+            return 0.25
         if self._plan.schedule != "zb-h1":
             return 1.0 / self._plan.v
         own = self._problem.class_seconds(self._places[0])
@@ -225,7 +365,7 @@ class StageTimes:
     def _runs(self, counts: Sequence[int], place: int) -> tuple[tuple[int, int], ...]:
         plan = self._plan
         edges = list(accumulate(counts, initial=0))
-        return tuple((edges[stage], edges[stage + 1]) for stage in range(place, plan.num_stages, plan.pp))
+        return tuple((edges[stage], edges[stage + 1]) for stage in plan.stages_of(place))
 
     def best(self) -> tuple[int, ...] | None:
         """Blocks of each stage; None where nothing fits. Where a rank has several stages, what it holds is shared out
@@ -233,15 +373,19 @@ class StageTimes:
         plan, blocks = self._plan, len(self._problem.model.blocks)
         if plan.pp == 1:
             return (blocks,) if math.isfinite(self.time(0, 0, blocks)) else None
+        if plan.schedule == "zb-v":  # whose first rank has the first stage and the last
+            return self._if_fits(self.even())
         kinds = [self._problem.class_seconds(machine) for machine in set(self._places)]
         least = sum(min(seconds[own].total for seconds in kinds) for own in self._problem.model.blocks)
         share = self.drained()
         held = partition(blocks, plan.pp, self.time, (plan.mb - share) / share, least)
         if held is None or plan.v == 1:
             return held
-        counts = _shared_out(held, plan.v) if min(held) >= plan.v else self.even()
-        times = [self._own(place, self._runs(counts, place))[0] for place in range(plan.pp)]
-        return counts if math.isfinite(max(times)) else None
+        return self._if_fits(_shared_out(held, plan.v) if min(held) >= plan.v else self.even())
+
+    def _if_fits(self, counts: tuple[int, ...]) -> tuple[int, ...] | None:
+        times = (self._own(place, self._runs(counts, place))[0] for place in range(self._plan.pp))
+        return counts if all(map(math.isfinite, times)) else None
 
     def estimate(self, counts: tuple[int, ...]) -> Estimate | None:
         """The whole plan, judged; None where it does not fit, such as when its layers are not all alike."""
@@ -254,7 +398,7 @@ class StageTimes:
             layers = iter(b for begin, end in runs for b in range(begin, end) if b not in self._problem.ends)
             chosen |= {next(layers): rung for rung, count in mix.rungs for _ in range(count)}
         policies = tuple(chosen[block] for block in self._problem.model.layers)
-        recompute = () if set(policies) <= {"none"} else policies
+        recompute = () if self._implied or set(policies) <= {"none"} else policies
         plan = replace(self._plan, stages=counts, recompute=recompute)
         found = estimate(self._problem.model, plan, self._problem.cluster, self._problem.software, self._problem.batch)
         return found if found.fits else None

@@ -40,7 +40,8 @@ class BlockWork:
     exchanges: sums over tensor-parallel ranks in a forward, each of a tensor of `crossing` bytes, which is also what is
     sent to the next block. working: bytes that it needs while it runs, of each sample and (fixed) whatever their
     number; tensor parallelism divides both. units: with their own recompute. scores: bytes that attention moves which
-    is not computed in one go. odd: a side of its products is not a multiple of 8, which tensor cores are slow with."""
+    is not computed in one go. odd: a side of its products is not a multiple of 8, which tensor cores are slow with.
+    keys: elements of its keys and values; where that is not known, as many as there can be."""
 
     name: str
     products: float
@@ -56,6 +57,7 @@ class BlockWork:
     tied: float = 0.0
     scores: float = 0.0
     odd: bool = False
+    keys: float = 0.0
 
     @property
     def is_layer(self) -> bool:
@@ -66,7 +68,8 @@ class BlockWork:
 class ModelWork:
     """blocks: of each the place of its class. width: bytes of a weight. tokens: of a sample. heads: the most ranks that
     its attention can be split over; 0 where that is not known. trained: share of the parameters that learn. state:
-    bytes that the optimizer keeps for each of those; None: two moments, and masters of weights below 32 bits."""
+    bytes that the optimizer keeps for each of those; None: two moments, and masters of weights below 32 bits. causal:
+    no token sees later ones, so that tokens may be cut into slices."""
 
     name: str
     classes: tuple[BlockWork, ...]
@@ -77,6 +80,7 @@ class ModelWork:
     heads: int = 0
     trained: float = 1.0
     state: float | None = None
+    causal: bool = False
 
     @cached_property
     def state_width(self) -> float:
@@ -140,6 +144,7 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
         2.0 * s * s * h * _SLOWER.get(shape.attention, 1.0), parameters,
         _kept_of_layer(shape, width), _moved_by_layer(shape, width), width * s * h, exchanges=2, units=2,
         working=4.0 * s * f + _SCORE_WORK[shape.attention] * scores, scores=_SCORE_MOVES[shape.attention] * scores,
+        keys=2.0 * s * keys,
     )  # fmt: skip
     vocabulary = shape.vocabulary * h
     token = kept(8.0 * s, 0, 0)
@@ -154,7 +159,7 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
     )  # fmt: skip
     total = shape.layers * parameters + (1 if shape.tied else 2) * vocabulary + h
     blocks = (0, *(1,) * shape.layers, 2)
-    return ModelWork(name, (embedding, layer, head), blocks, s, int(total), width, shape.heads)
+    return ModelWork(name, (embedding, layer, head), blocks, s, int(total), width, shape.heads, causal=True)
 
 
 def _kept_of_layer(shape: Shape, width: int) -> dict[str, Kept]:

@@ -34,7 +34,8 @@ def work_of_facts(facts: ModelFacts, dims: Dims, describe: Describe | None = Non
     classes, places = merged(blocks)
     tokens = facts.tokens_per_sample(one)
     width, heads = DTYPE_BYTES[facts.dtype], fewest_heads(facts.name)
-    return ModelWork(facts.name, classes, places, tokens, facts.num_parameters, width, heads)
+    causal = facts.task == "causal-lm"
+    return ModelWork(facts.name, classes, places, tokens, facts.num_parameters, width, heads, causal=causal)
 
 
 def shipped_or(facts: ModelFacts, plan: Plan, describe: Describe | None) -> SplitFacts | None:
@@ -94,6 +95,7 @@ def block_work(seen: BlockNumbers) -> BlockWork:
         seen.name, seen.products, seen.attention, seen.parameters, kept, kept["none"], seen.leaving or entering,
         exchanges, units, seen.working, seen.fixed, seen.tied,
         odd=not units and _is_odd(seen.products, entering, seen.width),
+        keys=2 * entering / seen.width if units else 0.0,
     )  # fmt: skip
 
 

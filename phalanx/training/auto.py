@@ -127,7 +127,7 @@ def _searched(subject: Subject, context: RankContext) -> Choice:
     if not subject.heads or compiled.formation.facts.slots is None:  # heads, or how elements are updated, are not known
         fixed = {"tp": 1, **fixed}
     if compiled.formation.facts.slots is None:
-        fixed = {"zero": 0, **fixed}
+        fixed = {"zero": 0, "offload": (), **fixed}  # state whose form is not known cannot lie elsewhere
     work, found = _best(subject, compiled, cluster, software, fixed)
     if not found and fixed.get("tp") != 1:
         fixed = {**fixed, "tp": 1}
@@ -178,8 +178,8 @@ def _work(subject: Subject, compiled: Compiled, light: bool = True) -> ModelWork
 
 
 def _can_run(subject: Subject, plan: Plan) -> bool:
-    """Whether tensors can be split so; everything else can be done with every model."""
-    if plan.tp == 1:
+    """Whether tensors and tokens can be split so; everything else can be done with every model."""
+    if plan.tp == 1 and not plan.slices:
         return True
     try:
         compose(subject.captured, plan, 0, getattr(torch, subject.config.dtype), subject.trainable)
@@ -198,7 +198,8 @@ def _choice(
         slot=subject.config.slot,
     ).plan  # fmt: skip
     simple = estimate(work, subject.simple, cluster, software, subject.config.batch_size)
-    given = f" with {fields.write(fixed)}" if fixed else ""
+    shown = {name: value for name, value in fixed.items() if value != ()}
+    given = f" with {fields.write(shown)}" if shown else ""
     simply = f"{_shown(simple)}{'' if simple.fits else ', which would not fit'}"
     reason = (
         f"{plan.shown}: {seconds_text(best.step_seconds)} a step predicted on {shown_cluster(cluster)}{given}, "

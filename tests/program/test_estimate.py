@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.plan.cost import Seconds, Software
 from phalanx.plan.estimate import Place, step_parts
 from phalanx.plan.plan import Plan
+from phalanx.plan.slice_shares import equal, slowest
 from phalanx.program.compile import compile_plan
 from phalanx.program.costs import uniform
 from phalanx.program.shape import ModelShape
@@ -26,3 +29,33 @@ def test_a_step_of_equal_stages_takes_what_its_simulation_does(schedule: str, v:
         place = Place(Seconds(BLOCKS / pp, BLOCKS / pp, BLOCKS / pp, 0, 0), 0, 0, 0, 0)
         parts = step_parts(plan, [place] * pp, message, Software(step=0.0, micro_batch=0.0))
         assert sum(parts.values()) == pytest.approx(simulated, rel=0.03)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.5, 1.0), (1.0, 1.0, 0.5)])
+def test_a_step_of_zb_v_takes_about_what_its_simulation_does(pp: int, times: tuple[float, float, float]) -> None:
+    """Whose order suits parts of equal length: others make every rank wait for the longest."""
+    shape = ModelShape(2 * pp, (), (True,) * 2 * pp, (True,) * 2 * pp)
+    plan = Plan(pp=pp, mb=4 * pp, schedule="zb-v", stages=(1,) * 2 * pp)
+    simulated = simulate(compile_plan(plan, shape), uniform(shape, *times)).makespan
+    place = Place(Seconds(*(2 * own for own in times), 0, 0), 0, 0, 0, 0)
+    parts = step_parts(plan, [place] * pp, 0.0, Software(step=0.0, micro_batch=0.0))
+    assert 0.97 <= sum(parts.values()) / simulated <= 1.15
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_step_of_equal_slices_takes_what_its_simulation_does(schedule: str, count: int) -> None:
+    plan = Plan(pp=4, mb=2, slices=((1,) * count,), schedule=schedule, stages=(BLOCKS // 4,) * 4)
+    costs = replace(uniform(SHAPE, 1, 1, 1), dims={"tokens": 64}, slice_cost=lambda *_: 1 / count)
+    simulated = simulate(compile_plan(plan, SHAPE), costs).makespan
+    place = Place(Seconds(BLOCKS / 4, BLOCKS / 4, BLOCKS / 4, 0, 0), 0, 0, 0, 0)
+    parts = step_parts(plan, [place] * 4, 0.0, Software(step=0.0, micro_batch=0.0), slowest((1,) * count, 0.0))
+    assert sum(parts.values()) == pytest.approx(simulated, rel=0.07)
+
+
+def test_slices_of_equal_cost_are_the_shorter_the_more_came_before_them() -> None:
+    assert equal(4, 0.0, 64) == (1, 1, 1, 1)
+    lengths = equal(4, 0.5, 64)
+    assert sorted(lengths, reverse=True) == list(lengths) and lengths[0] > 1.5 * lengths[-1]
+    assert 0.25 <= slowest(lengths, 0.5) < 0.27 < slowest((1, 1, 1, 1), 0.5)
