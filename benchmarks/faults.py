@@ -58,6 +58,9 @@ To be outlived: the whole job is suspended for longer than a rank may be silent 
 processors busy (*busy*), one rank gets a tenth of its time (*slow*), or the ranks are on nodes whose link carries 500
 kbit/s, so that one message takes longer than a rank may be silent (*link*, which only joined ranks can have). Such a
 run must end by itself, with the losses of an undisturbed one.
+
+The first runs on a slow link ended in a false alarm; since then ranks show life beside their looks at others, and
+what stands here of *link* is from after that.
 """
 
 

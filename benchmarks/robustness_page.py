@@ -20,8 +20,9 @@ occur. Slices of the tokens are for causal models; – is what was not tried. `s
 parameters that two ranks divide between them under `tp=2`.
 
 What `verify` finds wrong because a model has a backward of its own, which no graph of its forward has, is asked of the
-check that training makes first, and is *refused* where that refuses it (yoso). Cases were tried while the code grew,
-those that failed or that a change touched again; `--again` tries all of them anew.
+check that training makes first, and is *refused* where that refuses it (yoso). The columns `mb=2`, `dp=2,zero=2` and
+`slices=2` are from one run; those of `pp=2` and `tp=2` are older, and were tried again where they failed or where a
+change touched them. `--again` tries all of them anew.
 """
 
 

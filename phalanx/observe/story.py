@@ -19,7 +19,7 @@ def story(records: Iterable[Record]) -> Iterator[str]:
     for record in records:
         try:
             if record["kind"] == "step":
-                [*_stretch([record])]
+                list(_stretch([record]))  # which fails here if it is damaged
                 steps.append(record)
             elif record["kind"] in _WORDS:
                 line = f"{_clock(record)}  {_WORDS[record['kind']](record)}"
