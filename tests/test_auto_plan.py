@@ -44,7 +44,7 @@ def test_words_that_stand_for_a_plan() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("auto,slices=2", "slices is not in what planning estimates"),
+        ("auto,tp=2,degrees=1", "degrees is not in what planning estimates"),
         ("auto,offload=optimizer", "offload is not in what planning estimates"),
         ("auto,stages=2-2", "stages is what the search decides"),
         ("auto,tpp=2", "tpp"),

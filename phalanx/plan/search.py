@@ -298,7 +298,7 @@ def variants(problem: Problem, base: Base, fixed: Mapping[str, Any]) -> Iterator
     fields = {**fixed, **{name: getattr(plan, name) for name in names}}
     shardings = _shardings(plan, problem.cluster, fixed)
     for schedule in _schedules(plan, len(problem.model.blocks), fixed):
-        filling = _FILLED.get(schedule["schedule"], 1 / schedule.get("v", 1))
+        filling: float = _FILLED.get(schedule["schedule"], 1 / int(schedule.get("v", 1)))
         for slices in _slicings(problem, base, schedule["schedule"], fixed):
             parts = max(map(len, slices), default=1)
             least = base.least + filling * (base.whole - base.longest) / parts + problem.software.step
