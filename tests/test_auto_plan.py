@@ -45,7 +45,7 @@ def test_words_that_stand_for_a_plan() -> None:
     ("text", "message"),
     [
         ("auto,tp=2,degrees=1", "degrees is not in what planning estimates"),
-        ("auto,offload=optimizer", "offload is not in what planning estimates"),
+        ("auto,offload=parameters", "offload=parameters is not in what planning estimates"),
         ("auto,stages=2-2", "stages is what the search decides"),
         ("auto,tpp=2", "tpp"),
         ("autos", "'autos' is not name=value"),
@@ -199,7 +199,7 @@ def test_what_cannot_be_judged_gets_the_simple_plan_with_the_reason(monkeypatch:
     found = choose(subject(spec=own, simple=whole), context(Store()))
     assert found.plan == whole and "whether samples depend on each other is not known" in found.reason
 
-    def fails(*arguments: Any) -> None:
+    def fails(*arguments: Any, **named: Any) -> None:
         raise KeyError("no such thing")
 
     monkeypatch.setattr("phalanx.training.auto.search", fails)
@@ -210,13 +210,13 @@ def test_what_cannot_be_judged_gets_the_simple_plan_with_the_reason(monkeypatch:
 def test_an_optimizer_that_looks_at_whole_tensors_leaves_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def spied(*arguments: Any) -> Any:
+    def spied(*arguments: Any, **named: Any) -> Any:
         seen.append(arguments[4])
-        return search(*arguments)
+        return search(*arguments, **named)
 
     monkeypatch.setattr("phalanx.training.auto.search", spied)
     chosen = choose(subject(optimizer_class=torch.optim.Adafactor), context(Store()))
-    assert chosen.plan.zero == 0 and chosen.plan.tp == 1 and seen[0] == {"zero": 0, "tp": 1}
+    assert chosen.plan.zero == 0 and chosen.plan.tp == 1 and seen[0] == {"zero": 0, "tp": 1, "offload": ()}
     seen.clear()
     choose(replace(subject(), spec=SimpleNamespace(name="mine", factory=None, config=None)), context(Store()))  # type: ignore[arg-type]
     assert seen[0] == {"tp": 1}

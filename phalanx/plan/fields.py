@@ -188,7 +188,7 @@ def _take_policies(value: object) -> Policies:
 Fields = dict[str, Any]  # a plan's fields by name, as many as are given
 
 # An empty one says as much as none at all.
-MAY_BE_EMPTY = ("slices", "stages", "recompute", "gather", "reduce", "degrees", "save", "offload")
+MAY_BE_EMPTY = ("slices", "stages", "recompute", "gather", "reduce", "degrees", "save", "sums", "offload")
 EXAMPLE = "mb=4,schedule=gpipe"
 
 

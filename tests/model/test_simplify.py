@@ -52,4 +52,5 @@ def test_what_torch_foretells_of_memory_layouts_comes_true() -> None:
     module.recompile()
     (foretold,) = (n.meta["val"].stride() for n in module.graph.nodes if n.target is aten.softplus_backward.default)
     found = module(*arguments)
-    assert found.stride() == foretold != expected.stride() and torch.equal(found, expected)
+    assert found.stride() == foretold != expected.stride()
+    torch.testing.assert_close(found, expected)  # another layout may round otherwise
