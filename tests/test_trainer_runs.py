@@ -196,9 +196,7 @@ def test_a_step_with_non_finite_gradients_is_skipped_and_counted(optimizer: str,
 
 
 def test_too_many_non_finite_steps_in_a_row_stop_the_run(tmp_path: Path):
-    with pytest.raises(
-        PhalanxError, match="2 steps in a row were not finite, or their losses spikes, the last at step 3"
-    ) as info:
+    with pytest.raises(PhalanxError, match="2 steps in a row were not finite, the last at step 3") as info:
         short_run(LLAMA, "synthetic:8", tmp_path, steps=9, max_nonfinite=1, callbacks=[Poison(2, 3, 4)])
     assert "lower lr" in info.value.hint
     assert records(tmp_path, "error")[0]["message"].startswith("the gradients of 2 steps")

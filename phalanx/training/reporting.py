@@ -237,8 +237,9 @@ class Reporter:
     def _require_finite(self, updated: bool) -> None:
         in_a_row, allowed = self._snapshot.skipped_in_a_row, self._snapshot.config["max_nonfinite"]
         if not updated and in_a_row > allowed:
+            spikes = ", or their losses spikes" if self._snapshot.config["spike_factor"] else ""
             raise PhalanxError(
-                f"the gradients of {in_a_row} steps in a row were not finite, or their losses spikes, the last at step "
+                f"the gradients of {in_a_row} steps in a row were not finite{spikes}, the last at step "
                 f"{self._snapshot.step} (max_nonfinite = {allowed})",
                 "lower lr, lengthen warmup_steps or set clip; or look for broken samples at these steps in the run log",
             )
