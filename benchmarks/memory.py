@@ -189,9 +189,10 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     plan = complete(case.plan, world=1, batch_size=samples, costs=costs).plan
     predicted = RankMemory({}, {})
 
-    def look(compiled: Any, _: object) -> None:
+    def look(compiled: Any, _: object) -> Any:
         nonlocal predicted
         predicted = rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, batch, 0))
+        return compiled
 
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     session = open_session(captured, plan, device, look=look, batch_size=samples, **_precision(case))

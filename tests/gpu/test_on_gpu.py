@@ -29,11 +29,13 @@ PLANS = [
     "pp=2,mb=4,schedule=zb-h1", "pp=2,mb=4,schedule=zb-v", "pp=2,tp=2,mb=2", "tp=2,overlap=oases,sequence=yes",
     "dp=2,zero=3,mb=2", "pp=2,mb=2,slices=5-3-1",
     "pp=2,mb=4,offload=activations+optimizer-step", "dp=2,zero=2,mb=2,offload=optimizer",
-    "tp=2,mb=2,recompute=light,offload=activations",
+    "tp=2,mb=2,recompute=light,offload=activations", "dp=2,zero=3,mb=2,offload=parameters",
+    "pp=2,mb=4,schedule=block-major,recompute=block,offload=activations+parameters+optimizer-step",
 ]  # fmt: skip
 OFFLOADS = [
     "mb=2,offload=activations", "mb=2,offload=optimizer", "mb=2,offload=optimizer-step",
-    "mb=2,slices=3-2,recompute=light,offload=activations:1+optimizer:0.5",
+    "mb=2,slices=3-2,recompute=light,offload=activations:1+optimizer:0.5", "mb=2,offload=parameters",
+    "mb=4,schedule=block-major,recompute=block,offload=activations+parameters+optimizer-step",
 ]  # fmt: skip
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
