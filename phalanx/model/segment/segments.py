@@ -316,7 +316,10 @@ def _never_written(order: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[i
 
 
 # Of their first argument, which is computed right where it is changed.
-_CHANGES_A_COPY = (aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.index_put.default)
+_CHANGES_A_COPY = (
+    aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.index_put.default,
+    aten._unsafe_masked_index_put_accumulate.default,
+)  # fmt: skip
 
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -338,7 +341,7 @@ def _padding(node: fx.Node, fixed: set[int], odd: Collection[int]) -> int:
 
 def _is_pointwise(node: fx.Node) -> bool:
     """Computed element by element, each from one of every source."""
-    return torch.Tag.pointwise in _tags(node) or node.target is aten.gather.default
+    return torch.Tag.pointwise in _tags(node) or node.target in (aten.gather.default, aten.full.default)
 
 
 def _tags(node: fx.Node) -> Sequence[torch.Tag]:
