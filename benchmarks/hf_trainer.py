@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+HEADERS = ["trainer", "step", "from – to", "last loss"]
 SIDES = ("transformers", "phalanx")
 
 
@@ -84,6 +87,34 @@ def measured(side: str, arguments: list[str]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def page() -> str:
+    data = json.loads((RESULTS / "hf_trainer.json").read_text())
+    machine, setting, results = data["machine"], data["setting"], data["results"]
+    where = machine["gpus"][0] if machine["gpus"] else f"{machine['cores']} cores"
+    return "\n".join([
+        "# `phalanx.hf.Trainer` beside transformers' Trainer", "",
+        f"`python benchmarks/hf_trainer.py` on one {where} (torch {machine['torch']}, transformers "
+        f"{machine['transformers']}), {machine['date']}. Data: [hf_trainer.json](hf_trainer.json). {setting['model']}, "
+        f"{setting['batch_size']} × {setting['tokens']} tokens a step, bfloat16 over float32 weights, "
+        "`torch_compile=True` for both, one changed import; the median of the steps after the first ten.", "",
+        report.markdown(HEADERS, rows(results)), "", f"**{verdict(results)}.**", "",
+    ])  # fmt: skip
+
+
+def rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
+    steps = [each["step_seconds"] for each in results]
+    return [
+        [each["side"], f"{own['median'] * 1e3:.0f} ms", f"{own['low'] * 1e3:.0f}–{own['high'] * 1e3:.0f} ms",
+         f"{each['losses'][-1]:.4f}"] for each, own in zip(results, steps, strict=True)
+    ]  # fmt: skip
+
+
+def verdict(results: Sequence[dict[str, Any]]) -> str:
+    apart = max(abs(a - b) for a, b in zip(results[0]["losses"], results[1]["losses"], strict=True))
+    ratio = results[0]["step_seconds"]["median"] / results[1]["step_seconds"]["median"]
+    return f"{ratio:.2f}× transformers' speed; losses at most {apart:.2g} apart"
+
+
 def main(arguments: list[str]) -> None:
     chosen = parser().parse_args(arguments)
     if chosen.side:
@@ -99,11 +130,8 @@ def main(arguments: list[str]) -> None:
     for side in SIDES:
         seconds = [second for own in found[side] for second in own["seconds"][warm:]]
         results.append({"side": side, "losses": found[side][0]["losses"], "step_seconds": report.summary(seconds)})
-    apart = max(abs(a - b) for a, b in zip(results[0]["losses"], results[1]["losses"], strict=True))
-    rows = [[each["side"], f"{each['step_seconds']['median']:.4f} s", f"{each['losses'][-1]:.5f}"] for each in results]
-    print(report.table(["trainer", "step", "last loss"], rows))
-    ratio = results[0]["step_seconds"]["median"] / results[1]["step_seconds"]["median"]
-    print(f"{ratio:.2f}× transformers' speed; losses at most {apart:.2g} apart")
+    print(report.table(HEADERS, rows(results)))
+    print(verdict(results))
     setting = {name: getattr(chosen, name) for name in ("model", "tiny", "cpu", "steps", "batch_size", "tokens")}
     report.publish(chosen, "hf_trainer", setting, results, [])
 

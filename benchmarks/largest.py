@@ -1,11 +1,12 @@
 """The largest model of a family that trains within so much memory of one GPU: tokens per second, peaks, MFU.
 
-    python benchmarks/largest.py --cap 16 --layers 19 [--plans PLAN …] [--free-plans PLAN …] [--peers fsdp2 hf] [--out FILE]
+    python benchmarks/largest.py --cap 16 --layers 19 [--plans PLAN …] [--free-plans PLAN …] [--peers fsdp2 hf]
 
-Every candidate trains Llama-3-8B with so many layers, in bfloat16 with float32 masters and AdamW, 64k tokens a step, in
-a process of its own. `--plans` run under the cap (`torch.cuda.set_per_process_memory_fraction`), `--free-plans` with the
-whole card: what the cap costs is the ratio of the two. Peers run under the cap too: FSDP2 with its parameters, gradients
-and optimizer on the CPU, and plain HuggingFace, both with gradient checkpointing. MFU counts no recomputed FLOPs.
+Every candidate trains Llama-3-8B with so many layers, in bfloat16 with float32 masters and AdamW, 64k tokens a step,
+in a process of its own. `--plans` run under the cap (`torch.cuda.set_per_process_memory_fraction`), `--free-plans` with
+the whole card: what the cap costs is the ratio of the two. Peers run under the cap too: FSDP2 with its parameters,
+gradients and optimizer on the CPU, and plain HuggingFace, both with gradient checkpointing. MFU counts no recomputed
+FLOPs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
 MODEL = "meta-llama/Meta-Llama-3-8B"
 ALL_ON_HOST = "mb=16,schedule=block-major,recompute=block,offload=activations+parameters+optimizer-step"
 PEERS = ("fsdp2", "hf")
-HEADERS = ["cap", "parameters", "candidate", "s/step", "tokens/s", "MFU", "predicted GiB", "peak GiB", "on host GiB", "ready s"]
+HEADERS = [
+    "cap", "parameters", "candidate", "s/step", "tokens/s", "MFU", "predicted GiB", "peak GiB", "on host GiB",
+    "ready s",
+]  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,7 +59,9 @@ def main() -> None:
     free = [(plan, False) for plan in options.free_plans]
     for candidate, capped in [(plan, True) for plan in (*options.plans, *options.peers)] + free:
         found = _in_own_process(candidate, options.cap if capped else None)
-        results.append({"candidate": candidate, "cap": options.cap if capped else None, "layers": options.layers} | found)
+        results.append(
+            {"candidate": candidate, "cap": options.cap if capped else None, "layers": options.layers} | found
+        )
         print(row(results[-1]), file=sys.stderr, flush=True)
     print(report.table(HEADERS, [row(result) for result in results]))
     setting = {name: getattr(options, name) for name in ("cap", "layers", "batch", "tokens", "steps")}
@@ -82,7 +90,9 @@ def _one(options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(float(cap) * 2**30 / torch.cuda.mem_get_info()[1])
     started = time.perf_counter()
     tiny = options.device == "cpu"
-    spec, captured = captured_model(MODEL, "bfloat16", tiny=tiny, **({} if tiny else {"num_hidden_layers": options.layers}))
+    spec, captured = captured_model(
+        MODEL, "bfloat16", tiny=tiny, **({} if tiny else {"num_hidden_layers": options.layers})
+    )
     samples, tokens = (16, 32) if tiny else (options.batch, options.tokens)
     batch = tasks.get(spec.task).synthetic(spec.config, batch=samples, tokens=tokens, seed=0)
     result: dict[str, Any] = {
@@ -115,9 +125,7 @@ def _phalanx(captured: Any, text: str, batch: Any, device: str) -> tuple[Any, An
         predicted = rank_memory(compiled, micro_batches(compiled.training.feeder, compiled.plan, batch, 0))
         return compiled
 
-    session = open_session(
-        captured, plan, device, look=look, batch_size=samples, dtype="bfloat16", master_weights=True
-    )
+    session = open_session(captured, plan, device, look=look, batch_size=samples, dtype="bfloat16", master_weights=True)
     fed = on_device(batch, device)
     return lambda: session.step(fed, 0, 1e-4).read(), predicted
 
@@ -143,8 +151,12 @@ def row(r: dict[str, Any]) -> list[str]:
     cap = f"{r['cap']:.0f} GiB" if r["cap"] else "–"
     if "error" in r:
         return [cap, f"{r['layers']} layers", r["candidate"], r["error"], *[""] * 6]
-    seconds = statistics.median(r["seconds"])
-    predicted = [_gib(r["predicted"]) if "predicted" in r else "–", _gib(r["peak"]), _gib(r["on_host"]) if "on_host" in r else "–"]
+    seconds = _median(r)
+    predicted = [
+        _gib(r["predicted"]) if "predicted" in r else "–",
+        _gib(r["peak"]),
+        _gib(r["on_host"]) if "on_host" in r else "–",
+    ]
     return [
         cap, f"{r['parameters'] / 1e9:.2f}B", r["candidate"], f"{seconds:.2f}", f"{r['tokens'] / seconds:,.0f}",
         f"{r['flops'] / seconds / 989e12:.1%}", *predicted, f"{r['ready']:.0f}",
@@ -153,6 +165,35 @@ def row(r: dict[str, Any]) -> list[str]:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f}"
+
+
+def page() -> str:
+    data = json.loads((RESULTS / "largest.json").read_text())
+    machine, results = data["machine"], data["results"]
+    return "\n".join([
+        "# The largest model within so much memory", "",
+        f"`python benchmarks/largest.py` on one {machine['gpus'][0]} (torch {machine['torch']}, {machine['cores']} "
+        f"cores), {machine['date']}. Data: [largest.json](largest.json). Llama-3-8B with more or fewer layers, bfloat16 "
+        "with float32 masters and AdamW, 16 × 4096 tokens a step. A cap is the share of the card that the process may "
+        "use; without one it may use all. MFU counts no recomputed FLOPs.", "",
+        report.markdown(HEADERS, [row(result) for result in results]), "", *_prices(results), "",
+    ])  # fmt: skip
+
+
+def _prices(results: Sequence[dict[str, Any]]) -> list[str]:
+    """What each cap costs: the fastest under it beside the fastest of the same layers without one."""
+    lines: list[str] = []
+    good = [r for r in results if "seconds" in r]
+    for cap in sorted({r["cap"] for r in good if r["cap"]}):
+        own = min((r for r in good if r["cap"] == cap), key=_median)
+        free = [_median(r) for r in good if not r["cap"] and r["layers"] == own["layers"]]
+        share = f", at {min(free) / _median(own):.2f}× the tokens/s of the whole card" if free else ""
+        lines.append(f"- {own['parameters'] / 1e9:.2f}B parameters within {cap:.0f} GiB{share}.")
+    return lines
+
+
+def _median(r: dict[str, Any]) -> float:
+    return statistics.median(r["seconds"])
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class Setting:
     fields: tuple[tuple[str, Any], ...] = ()
 
 
+LARGE = "meta-llama/Meta-Llama-3-8B"
 SETTINGS = (
     Setting("meta-llama/Llama-3.2-1B", 8, 2048, (("num_hidden_layers", 8),)),
     Setting("gpt2-medium", 16, 1024, (("n_layer", 12),)),
@@ -246,7 +247,13 @@ HEADERS = [
 
 def row(r: dict[str, Any]) -> list[str]:
     own = r["setting"]
-    known = [own["model"], f"{own['batch']} × {own['tokens']}", r["precision"], r["plan"]]
+    layers = dict(own["fields"]).get("num_hidden_layers") if own["model"] == LARGE else None
+    known = [
+        own["model"] + (f", {layers} layers" if layers else ""),
+        f"{own['batch']} × {own['tokens']}",
+        r["precision"],
+        r["plan"],
+    ]
     if "error" in r:
         return [*known, r["error"], "", "", "", "", ""]
     predicted, seconds = sum(r["predicted"].values()), statistics.median(r["seconds"])

@@ -11,7 +11,6 @@ import memory
 import report
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-LARGE = "meta-llama/Meta-Llama-3-8B"
 AGAIN = (
     "The predictions were made anew afterwards (`--again`): what a compiler does beside a product, such as factors "
     "that it pads and results that it writes over what is not read again, was learnt from these very runs. So they "
@@ -22,8 +21,8 @@ INTRO = (
     "what the allocator counted. "
 )
 BELOW = (
-    "On host: what the plan keeps in main memory, predicted. The last row trains 8B parameters with float32 masters, "
-    "which with their moments lie on the host. "
+    "On host: what the plan keeps in main memory, predicted. Rows with so many layers are those of "
+    "[largest.md](largest.md). "
 )
 
 
@@ -44,7 +43,7 @@ def _gain(results: list[dict[str, Any]]) -> str:
     seconds = {
         r["plan"]: statistics.median(r["seconds"])
         for r in results
-        if r["setting"]["model"] == LARGE and r["precision"] == "bfloat16"
+        if r["setting"]["model"] == memory.LARGE and r["precision"] == "bfloat16"
     }
     slowest, fastest = max(seconds, key=seconds.__getitem__), min(seconds, key=seconds.__getitem__)
     return (

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import attention
 import compare_page
 import faults
+import hf_trainer
+import largest
 import memory_page
 import overlap_page
 import peers_page
@@ -43,6 +45,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "robustness": robustness_page.page,
     "faults": faults.page,
     "memory": memory_page.page,
+    "largest": largest.page,
+    "hf_trainer": hf_trainer.page,
     "tp_dispatch": tp_dispatch.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }
