@@ -139,7 +139,7 @@ class _Sizes:
         segment = traced.segments[number]
         if id(segment) not in self._footprints:
             self._footprints[id(segment)] = _footprint(segment)
-        return self._footprints[id(segment)][it.op]
+        return self._footprints[id(segment)][it.op] + (self._of_buckets.beside if it.op is Op.F else 0)
 
 
 def bucket_costs(compiled: Compiled) -> list[BucketCosts]:

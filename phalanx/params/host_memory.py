@@ -9,12 +9,18 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Release(Protocol):
+    """Gives memory of the host back. after: once the device has passed it."""
+
+    def __call__(self, after: torch.cuda.Event | None = None) -> None: ...
 
 
 def pinned(size: int) -> Tensor:
@@ -147,17 +153,21 @@ class HostMemory:
             self._stored |= dict.fromkeys(map(id, tensors), copying.event)
         return copying
 
+    def arrived(self) -> torch.cuda.Event | None:
+        """Passes when all that was fetched so far is on the device."""
+        return None if self._back is None else event_on(self._back)
+
     def settle(self) -> None:
         """Waits until all that was brought home is there, for whoever reads it on the host."""
         if self._out is not None:
             self._out.synchronize()
 
-    def take_in(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Copying, Callable[[], None]]:
+    def take_in(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Copying, Release]:
         """Starts to copy tensors to the host; what they are there, and how to give their memory back."""
         taken = {name: self._pool.like(tensor) for name, tensor in tensors.items()}
         found = {name: there for name, (_, there) in taken.items()}
         copying = copy_on(self._out, list(found.values()), list(tensors.values()))
-        return found, copying, lambda: self._pool.give([buffer for buffer, _ in taken.values()])
+        return found, copying, lambda after=None: self._pool.give([buffer for buffer, _ in taken.values()], after)
 
     def bring(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: torch.cuda.Event | None) -> Copying:
         """Starts to copy tensors of the host into those of the device, rounded on the way, once the device has passed a

@@ -2,6 +2,8 @@
 
 Either a part comes to the device for its update and goes back, or the host updates it, in a thread of its own, and what
 the model computes with comes to the device. Where that lies on the host, too, it goes there with its state, or stays.
+Both may share the work: then the thread lets parts come to the device, too, on streams of their own, beside the next
+forward.
 All of it is exact: the same arithmetic on the same elements. In a checkpoint state has the names and shapes that it has
 without offload.
 """
@@ -9,8 +11,10 @@ without offload.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,9 +23,10 @@ import torch
 from torch import Tensor
 
 from phalanx.params.flat import ALIGNMENT, Piece
-from phalanx.params.host_memory import Copying, HostMemory, on_host
+from phalanx.params.host_memory import Copying, HostMemory, Release, on_host
 from phalanx.params.optimizer import Optimizer
 from phalanx.params.parameters import Parameters, Weight
+from phalanx.plan.offload import PARTS_BESIDE
 
 PartName = tuple[int, int]  # bucket, part
 Make = Callable[[Mapping[str, Weight]], torch.optim.Optimizer]
@@ -57,16 +62,16 @@ class Left:
 
     pieces: dict[str, Tensor]
     copying: Copying
-    release: Callable[[], None]
+    release: Release
 
 
 class HostedOptimizer:
     """parts: into how many each bucket's state is divided. make: the torch optimizer for some weights. on_host: the
-    host updates, too."""
+    host updates, too. on_device: the parts of buckets that the device updates although the host updates others."""
 
     def __init__(
         self, parameters: Parameters, parts: Mapping[int, int], make: Make, clip: float | None, device: torch.device,
-        *, on_host: bool,
+        *, on_host: bool, on_device: Callable[[int, int], bool] = lambda bucket, part: False,
     ) -> None:  # fmt: skip
         self._parameters, self._memory, self._device = parameters, HostMemory(device), device
         self._on_host = on_host
@@ -88,6 +93,8 @@ class HostedOptimizer:
         self.masters = {name for name, weight in exact.items() if weight.exact is not weight.copy}  # on the host, too
         self._core = Optimizer(make(self._weights), self._weights, clip)
         self._came: dict[PartName, dict[str, Tensor]] = {}  # gradients that came from the host
+        self._beside = {part for part in self.ranges if on_device(*part)}
+        self._ways = Ways(device) if self._beside else None
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -103,13 +110,17 @@ class HostedOptimizer:
 
     # Updates on the device.
 
+    def _memory_of(self, part: PartName) -> HostMemory:
+        """Whose streams a part travels on."""
+        return self._ways.memory if self._ways is not None and part in self._beside else self._memory
+
     def fetch(self, part: PartName, left: Left | None = None) -> Copying:
         """Starts to bring a part's state to the device, in memory of its own; nothing else may read it until it is
         back. left: its gradients come, too."""
         if left is not None:
             own = {each.key: each.of(left.pieces[each.name]) for each in self.ranges[part] if each.name in left.pieces}
-            self._came[part] = self._memory.bring_in(own)
-        return self._memory.fetch(self._moving(part))
+            self._came[part] = self._memory_of(part).bring_in(own)
+        return self._memory_of(part).fetch(self._moving(part))
 
     def store(self, part: PartName) -> Copying:
         """Starts to bring it back, and what is computed with where that lies on the host."""
@@ -117,7 +128,7 @@ class HostedOptimizer:
         for each in self.ranges[part] if self._is_copied_home(part) else ():
             copy = each.of(self._parameters.weights[each.name].copy)
             rounded.append((copy, self._weights[each.key].exact.to(copy.dtype)))
-        return self._memory.store(self._moving(part), rounded)
+        return self._memory_of(part).store(self._moving(part), rounded)
 
     def _is_copied_home(self, part: PartName) -> bool:
         """Whether masters are updated elsewhere than the parameters that are copies of them lie."""
@@ -127,13 +138,16 @@ class HostedOptimizer:
     def bring_home(self) -> None:
         """After a step that was interrupted: what had come to the device goes back."""
         for part in self.ranges:
-            away = [tensor for tensor in self._moving(part) if not self._memory.is_at_home(tensor)]
+            memory = self._memory_of(part)
+            away = [tensor for tensor in self._moving(part) if not memory.is_at_home(tensor)]
             if away:
-                self._memory.store(away)
+                memory.store(away)
 
     def settle(self) -> None:
         """Waits until all state is on the host."""
         self._memory.settle()
+        if self._ways is not None:
+            self._ways.memory.settle()
 
     def step(self, part: PartName, gradients: Mapping[str, Tensor], given: Given) -> None:
         """Updates a part where its state is."""
@@ -143,7 +157,7 @@ class HostedOptimizer:
         self._core.step(own, given.lr, given.norm, given.finite, given.loss_scale)
         for each in self.ranges[part] if not self._parameters.bucket(part[0]).on_host else ():
             weight = self._parameters.weights[each.name]
-            if weight.copy is not weight.exact and not self._memory.is_at_home(self._weights[each.key].exact):
+            if weight.copy is not weight.exact and not self._memory_of(part).is_at_home(self._weights[each.key].exact):
                 each.of(weight.copy).copy_(self._weights[each.key].exact)
 
     def _moving(self, part: PartName) -> list[Tensor]:
@@ -159,20 +173,25 @@ class HostedOptimizer:
 
     # Updates on the host.
 
-    def step_behind(self, part: PartName, left: Left, given: Callable[[], Given], is_last: bool) -> Future[Copying]:
+    def step_behind(
+        self, part: PartName, left: Left, given: Callable[[], Given], given_here: Callable[[], Given], is_last: bool
+    ) -> Future[Copying]:  # fmt: skip
         """Starts the update of a part, after those that were started before; then it comes to the device, unless it is
-        fetched when it is needed. given: waits until it is on the host. is_last: of its bucket, so that nobody needs
-        the gradients after it."""
+        fetched when it is needed. given: waits until it is on the host. given_here: the same on the device. is_last: of
+        its bucket, so that nobody needs the gradients after it."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "phalanx-optimizer", initializer=self._join_device)
-        issued = self._memory.mark()
+        issued, ways = self._memory.mark(), self._ways
+        by_device = given_here() if part in self._beside else None
 
         def update() -> Copying:
             left.copying.wait_here()
             with torch.no_grad():
+                if by_device is not None:
+                    return self._step_beside(part, left, by_device, issued, is_last)
                 self.step(part, left.pieces, given())
                 if is_last:
-                    left.release()
+                    left.release(None if ways is None else ways.memory.arrived())
                 ranges = self.ranges[part]
                 exact = [self._weights[each.key].exact for each in ranges]
                 copies = [each.of(self._parameters.weights[each.name].copy) for each in ranges]
@@ -182,6 +201,18 @@ class HostedOptimizer:
                 return self._memory.bring(copies, exact, issued)
 
         return self._thread.submit(update)
+
+    def _step_beside(
+        self, part: PartName, left: Left, given: Given, issued: torch.cuda.Event | None, is_last: bool
+    ) -> Copying:  # fmt: skip
+        """Starts the update of a part on the device, beside what else it computes."""
+        assert self._ways is not None
+        with self._ways.next(issued):
+            self.fetch(part, left).wait()
+            if is_last:
+                left.release(self._ways.memory.arrived())
+            self.step(part, left.pieces, given)
+            return self._ways.leave(self.store(part), given)
 
     def _join_device(self) -> None:
         """Of the thread that updates: it pins memory for this device, and with one rank for each GPU of the machine
@@ -247,19 +278,44 @@ class HostedOptimizer:
             own = [each.key for each in self._of_name.get(name, ())] or [name]
             renamed |= {f"{prefix}/{slot}/{each}": value for each in own}
         self._core.load(parts, read_part, renamed)
-        for weight in self._weights.values():
+        beside = {each.key for part in self._beside for each in self.ranges[part]}
+        for key, weight in self._weights.items():
             state = self._core.inner.state.get(weight.exact, {})
-            state |= {slot: self._settled(value) for slot, value in state.items() if isinstance(value, Tensor)}
+            stays = self._on_host and key not in beside
+            state |= {slot: self._settled(value, stays) for slot, value in state.items() if isinstance(value, Tensor)}
 
-    def _settled(self, value: Tensor) -> Tensor:
-        """Where it lies between steps. Counters of what the device updates by fused kernels lie there."""
+    def _settled(self, value: Tensor, stays: bool) -> Tensor:
+        """Where it lies between steps. Counters of what the device updates by fused kernels lie there. stays: the host
+        updates it."""
         if value.dim() > 0:
-            return value.cpu() if self._on_host else on_host(value, self._device)
+            return value.cpu() if stays else on_host(value, self._device)
         fused = bool(self._core.inner.defaults.get("fused"))
-        return value.to(self._device) if fused and not self._on_host else value
+        return value.to(self._device) if fused and not stays else value
 
     def _shape(self, name: str) -> torch.Size:
         return self._parameters.weights[name].exact.shape
+
+
+class Ways:
+    """To the device and back for parts that it updates beside its other work, so many at a time at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = HostMemory(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._under_way: deque[tuple[Copying, Given]] = deque()  # with what it reads, so that it stays
+
+    def next(self, issued: torch.cuda.Event | None) -> Any:
+        """The stream for a further part, as soon as there is room. issued: what it comes after."""
+        while len(self._under_way) >= PARTS_BESIDE:
+            self._under_way.popleft()[0].wait_here()
+        if self._stream is None or issued is None:
+            return nullcontext()
+        self._stream.wait_event(issued)
+        return torch.cuda.stream(self._stream)
+
+    def leave(self, leaving: Copying, given: Given) -> Copying:
+        self._under_way.append((leaving, given))
+        return leaving
 
 
 def _round_into(copies: Sequence[Tensor], exact: Sequence[Tensor]) -> None:

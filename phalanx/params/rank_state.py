@@ -64,7 +64,7 @@ class State:
         if hosted:
             self.hosted = HostedOptimizer(
                 self.parameters, hosted, lambda own: make_optimizer(own, config, optimizer_class, groups), config.clip,
-                device, on_host=layout.plan.steps_on_host,
+                device, on_host=layout.plan.steps_on_host, on_device=layout.plan.updates_on_device,
             )  # fmt: skip
         self.loss_scale = LossScale(device) if config.dtype == "float16" else None
 

@@ -261,8 +261,9 @@ class Machine:
         hosted = plan.hosted_share * own / plan.shards
         moved = STEP_MOVES * (own / plan.shards - (hosted if plan.steps_on_host else 0.0)) / self._bandwidth
         if hosted:
-            sent = hosted * ((4 + width) if plan.steps_on_host else state) / self.host_rate
-            moved += max(sent, hosted / self.software.host_updates if plan.steps_on_host else 0.0)
+            here = plan.device_updates if plan.steps_on_host else 1.0
+            sent = hosted * ((4 + width) if plan.steps_on_host else 0.0) + here * hosted * state
+            moved += max(sent / self.host_rate, (1 - here) * hosted / self.software.host_updates)
         shares = plan.zero in (1, 2)
         return moved + (gather(self.links, self.shard_group, width * own) if shares else 0.0)
 

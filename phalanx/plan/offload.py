@@ -23,6 +23,8 @@ WORDS = {
 EXAMPLE = "activations:12+optimizer:0.6"
 _ALL: dict[str, Amount] = {"activations": 0, "parameters": 0, "optimizer": 1.0, "optimizer-step": 1.0}
 _EVERY = {"activations": "layers", "parameters": "blocks"}
+ROUNDING = 1e-9
+PARTS_BESIDE = 3  # of buckets' state on the device at most, of what it updates beside its other work
 _COUNT = re.compile(r"[1-9]\d{0,5}", re.ASCII)
 _SHARE = re.compile(r"0?\.\d{1,6}|0|1|1\.0{1,6}", re.ASCII)
 
@@ -90,17 +92,20 @@ def _ordered(found: dict[str, Amount]) -> Offload:
 
 def check_offload(offload: Offload) -> None:
     """Raises a PlanError for words that do not go together."""
-    words = [word for word, _ in offload]
-    if "optimizer" in words and "optimizer-step" in words:
+    shares = [(word, amount) for word, amount in offload if word.startswith("optimizer")]
+    total = sum(amount for _, amount in shares)
+    if total > 1 + ROUNDING:
         message = f"plan: offload={write_offload(offload)} keeps the optimizer's state on the host twice"
-        hint = "use optimizer, which updates on the device, or optimizer-step, which updates on the host"
-        raise PlanError(message, hint)
-    shares = [(word, amount) for word, amount in offload if word.startswith("optimizer") and amount < 1]
-    if shares and ("parameters", 0) in offload:
+        hint = (
+            "use optimizer, which updates on the device, or optimizer-step, which updates on the host, or a share of "
+        )
+        raise PlanError(message, f"{hint}each such as optimizer:0.4+optimizer-step:0.6")
+    if shares and total < 1 - ROUNDING and ("parameters", 0) in offload:
         word, amount = shares[0]
         reason = "with all parameters on the host, all of the optimizer's state lies there"
         message = f"plan: offload={write_offload(offload)}: {word}:{amount:g} does nothing: {reason}"
-        raise PlanError(message, f"use {word}, or parameters:1 or more for some layers only")
+        hint = f"use {word}, shares of optimizer and optimizer-step that are 1 together, or parameters:1 or more"
+        raise PlanError(message, f"{hint} for some layers only")
 
 
 def spread(items: Sequence[int], count: int) -> tuple[int, ...]:

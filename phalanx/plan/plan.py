@@ -16,7 +16,7 @@ from typing import Any, cast
 from phalanx.errors import PlanError
 from phalanx.plan import fields
 from phalanx.plan.fields import Degrees, Policies, Slicings, bounds, check_layers, degrees_of_layer, write_policies
-from phalanx.plan.offload import Offload, spread
+from phalanx.plan.offload import ROUNDING, Offload, spread
 from phalanx.plan.rules import OVERLAPS, VIRTUAL_STAGES, validate
 from phalanx.records import read_json
 
@@ -173,12 +173,22 @@ class Plan:
     def hosted_share(self) -> float:
         """Of the elements, those whose optimizer state lies on the host."""
         found = dict(self.offload)
-        return float(found.get("optimizer", found.get("optimizer-step", 0.0)))
+        return float(min(1.0, found.get("optimizer", 0.0) + found.get("optimizer-step", 0.0)))
 
     @property
     def steps_on_host(self) -> bool:
-        """Whether the host also updates what it keeps the state of."""
+        """Whether the host also updates what it keeps the state of, or a part of that."""
         return "optimizer-step" in dict(self.offload)
+
+    @property
+    def device_updates(self) -> float:
+        """Of what the host keeps, the share that the device updates while the host updates the rest."""
+        return float(dict(self.offload).get("optimizer", 0.0)) / self.hosted_share if self.steps_on_host else 0.0
+
+    def updates_on_device(self, bucket: int, part: int) -> bool:
+        """Whether that is so for a part of a bucket: evenly over all parts."""
+        before = (bucket + part) * self.device_updates
+        return int(before + self.device_updates + ROUNDING) > int(before + ROUNDING)
 
     @property
     def adds_gradients(self) -> bool:

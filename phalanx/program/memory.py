@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from phalanx.expressions import evaluate
+from phalanx.plan.offload import PARTS_BESIDE
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import CompiledPlan
 from phalanx.program.costs import BucketCosts, Costs
@@ -95,7 +96,20 @@ class Sizes:
             texts = self.shape.ops_of(it.block)[it.op_index or 0].working
             dims = self.part_dims((it.micro_batch, it.slice, it.half))
             self._known[key] = self._number(texts[_WORKING[it.op]], dims) if texts else 0
-        return self._known[key]
+        return self._known[key] + (self.beside if it.op is Op.F else 0)
+
+    @cached_property
+    def beside(self) -> int:
+        """At most on the device of state that it updates beside a forward, with gradients and what is rounded."""
+        if not self.plan.device_updates:
+            return 0
+        hosted = {bucket for place in range(self.plan.pp) for bucket in hosted_of(self.plan, self.shape, place)}
+        return PARTS_BESIDE * max(map(self._part_beside, hosted), default=0)
+
+    def _part_beside(self, bucket: int) -> int:
+        costs, parts = self.buckets[bucket], self.plan.shards * chunks_of(self.plan, self.shape, bucket)
+        moving = costs.master_bytes + costs.moment_bytes + costs.gradient_bytes + costs.weight_bytes
+        return -(-moving // parts)
 
     def _evaluate(self, value: Value) -> int:
         dims = self.part_dims((value.micro_batch, value.slice, value.half))

@@ -205,14 +205,17 @@ class _Issuer:
         return known[key]
 
     def _host_step_seconds(self, it: Instruction) -> float:
-        """Until a part of a bucket is updated on the host, and back where its parameters belong to the device."""
+        """Until a part of a bucket is updated on the host, and back where its parameters belong to the device. Where
+        the device updates some of the parts at the same time, each takes its share of what all take together."""
         compiled, costs = self.setting.compiled, self.setting.costs
         assert it.block is not None
         parts = chunks_of(compiled.plan, compiled.shape, it.block) * compiled.plan.shards
         bucket = costs.buckets[it.block]
         stays = it.block in fetched_of(compiled.plan, compiled.shape, self.place)
         back = 0.0 if stays else costs.host_link.send(bucket.weight_bytes / parts)
-        return bucket.host_step_seconds / parts + back
+        here, moving = compiled.plan.device_updates, bucket.master_bytes + bucket.moment_bytes + bucket.gradient_bytes
+        by_device = here * costs.host_link.send(moving / parts) if here else 0.0
+        return max((1 - here) * bucket.host_step_seconds / parts, by_device) + back
 
     def _step_seconds(self, it: Instruction) -> float:
         compiled, costs = self.setting.compiled, self.setting.costs

@@ -78,6 +78,7 @@ def test_training_is_the_same_to_the_last_bit(plan: str) -> None:
     ("mb=2,offload=activations+optimizer-step:0.6", {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}),
     ("mb=2,offload=parameters", {"clip": 0.1}),
     ("mb=2,recompute=block,offload=activations+parameters+optimizer-step", {"clip": 0.1}),
+    ("mb=2,offload=parameters+optimizer:0.4+optimizer-step:0.6", {"clip": 0.1}),
 ])  # fmt: skip
 def test_updates_on_either_side_are_the_same_to_the_last_bit(plan: str, options: dict[str, Any]) -> None:
     case = captured.named(captured.LLAMA, samples=4, tokens=8, vocab_size=640)  # the embedding is larger than a layer

@@ -61,7 +61,7 @@ def update(state: State, found: dict[str, Tensor], *, finite: bool = True, scale
         left = hosted.leave({name: tensor for name, tensor in found.items() if name in own})
         for part in range(count):
             if on_host:
-                updated = hosted.step_behind((bucket, part), left, lambda: given, part == count - 1)
+                updated = hosted.step_behind((bucket, part), left, lambda: given, lambda: given, part == count - 1)
                 state.parameters.bucket(bucket).update(lambda updated=updated: updated.result().wait())
             else:
                 hosted.fetch((bucket, part), left if state.parameters.bucket(bucket).on_host else None).wait()
@@ -83,7 +83,10 @@ def require_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("word", ["optimizer", "optimizer-step", "parameters", "parameters+optimizer-step"])
+@pytest.mark.parametrize("word", [
+    "optimizer", "optimizer-step", "optimizer:0.5+optimizer-step:0.5", "parameters", "parameters+optimizer-step",
+    "parameters+optimizer:0.4+optimizer-step:0.6",
+])  # fmt: skip
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_state_in_parts_on_the_host_is_what_it_is_without(options: dict[str, Any], word: str) -> None:
     plain, hosted = state_of("stages=3", **options), state_of(f"stages=3,offload={word}", **options)
@@ -104,6 +107,7 @@ def test_a_shard_of_zero_is_divided_too(word: str) -> None:
 
 @pytest.mark.parametrize("before, after", [
     ("", ",offload=optimizer-step"), (",offload=optimizer", ""), (",offload=parameters", ",offload=optimizer"),
+    (",offload=optimizer:0.5+optimizer-step:0.5", ""), ("", ",offload=optimizer:0.5+optimizer-step:0.5"),
 ])  # fmt: skip
 def test_state_is_taken_up_with_and_without(before: str, after: str) -> None:
     options = OPTIONS["nadam"]
@@ -141,7 +145,8 @@ def test_an_error_of_the_host_reaches_whoever_needs_its_parameters() -> None:
     state = state_of("stages=3,offload=optimizer-step")
     assert state.hosted is not None
     left = state.hosted.leave({"embedding": torch.ones(3)})  # of another shape
-    updated = state.hosted.step_behind((0, 0), left, lambda: Given(0.1, torch.ones(()), torch.tensor(True), None), True)
+    given = Given(0.1, torch.ones(()), torch.tensor(True), None)
+    updated = state.hosted.step_behind((0, 0), left, lambda: given, lambda: given, True)
     state.parameters.bucket(0).update(lambda: updated.result().wait())
     with pytest.raises(RuntimeError):
         state.parameters.settle()

@@ -40,9 +40,12 @@ def tensor_fields(draw: st.DrawFn) -> dict[str, Any]:
 
 
 shares = st.integers(1, 100).map(lambda hundredths: hundredths / 100)
-states = st.none() | st.tuples(st.sampled_from(["optimizer", "optimizer-step"]), shares)
+states = st.just(()) | st.tuples(st.tuples(st.sampled_from(["optimizer", "optimizer-step"]), shares))
+states |= st.integers(1, 99).map(lambda n: (("optimizer", n / 100), ("optimizer-step", (100 - n) / 100)))
 layers = {word: st.none() | st.tuples(st.just(word), st.integers(1, 99)) for word in ("activations", "parameters")}
-offloads = st.tuples(*layers.values(), states).map(lambda words: tuple(word for word in words if word is not None))
+offloads = st.tuples(st.tuples(*layers.values()), states).map(
+    lambda words: (*(word for word in words[0] if word is not None), *words[1])
+)
 
 
 @st.composite
@@ -253,6 +256,7 @@ WRONG = {
     "offload=optimizer-step:2": ("optimizer-step:2 is not a share", "or optimizer-step for all of them"),
     "offload=activations+activations:2": ("has 'activations' twice", "write each word once"),
     "offload=optimizer+optimizer-step": ("keeps the optimizer's state on the host twice", "updates on the device, or"),
+    "offload=optimizer:0.6+optimizer-step:0.6": ("state on the host twice", "such as optimizer:0.4+optimizer-step:0.6"),
     "offload=parameters:x": ("parameters:x is not a number of layers per rank", "or parameters for all blocks"),
     "offload=parameters+optimizer:0.5": (
         "offload=parameters+optimizer:0.5: optimizer:0.5 does nothing: with all parameters on the host",
@@ -319,3 +323,12 @@ def test_a_wrong_type_from_python_is_refused_in_the_same_words() -> None:
     wrong: Any = "4"
     with pytest.raises(PlanError, match="plan: mb='4' has the wrong type\n  → write for example 1"):
         Plan(mb=wrong)
+
+
+@given(st.integers(1, 99), st.integers(0, 40), st.integers(1, 60))
+def test_what_host_and_device_update_at_once_is_divided_evenly(hundredths: int, bucket: int, parts: int) -> None:
+    plan = Plan(offload=(("optimizer", hundredths / 100), ("optimizer-step", 1 - hundredths / 100)))
+    here = sum(plan.updates_on_device(bucket, part) for part in range(parts))
+    assert abs(here - parts * hundredths / 100) <= 1
+    alone = Plan(offload=(("optimizer-step", 1.0),))
+    assert not any(alone.updates_on_device(bucket, part) for part in range(parts))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from phalanx.engine.gradients import Reduced
@@ -91,7 +93,8 @@ class Update(Maker):
         def run(values: Values, step: StepRun) -> None:
             left = values[place]
             assert isinstance(left, Left)
-            updated = hosted.step_behind(part, left, totals.given_on_host(step), is_last)
+            here = partial(totals.given, step)
+            updated = hosted.step_behind(part, left, totals.given_on_host(step), here, is_last)
             bucket.update(lambda: updated.result().wait("updated parameters"))
 
         return run
