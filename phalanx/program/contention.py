@@ -18,9 +18,9 @@ class Work(StrEnum):
 
 
 Speeds = tuple[float, ...]  # beside one other, beside two, …; beside more than are listed as beside the last
-Place = tuple[str, int]  # a device, or the network of a node
+Place = tuple[str, int]  # a device, or one way of the network of a node
 Use = tuple[Place, Work]
-DEVICE, NETWORK = "device", "network"
+DEVICE, OUT, IN = "device", "network out", "network in"
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,20 @@ class Contention:
         matters = self.beside and rank < len(self.devices)
         return (((DEVICE, self.devices[rank]), work),) if matters else ()
 
-    def networks(self, ranks: tuple[int, ...]) -> tuple[Use, ...]:
-        """What a transfer between ranks occupies besides: the networks of their nodes, where these differ."""
-        nodes = sorted({self.nodes[rank] for rank in ranks}) if self.nodes else []
-        return tuple(((NETWORK, node), Work.TRANSFER) for node in nodes) if len(nodes) > 1 else ()
+    def networks(self, ranks: tuple[int, ...], is_message: bool = False) -> tuple[Use, ...]:
+        """What a transfer between ranks occupies besides: the networks of their nodes, where these differ. A message
+        goes from the first rank to the second, a collective both ways."""
+        nodes = [self.nodes[rank] for rank in ranks] if self.nodes else []
+        if len(set(nodes)) < 2:
+            return ()
+        places = (
+            [(OUT, nodes[0]), (IN, nodes[1])] if is_message else [(w, n) for n in sorted(set(nodes)) for w in (OUT, IN)]
+        )
+        return tuple((place, Work.TRANSFER) for place in places)
 
     def speed(self, place: Place, work: Work, others: Mapping[Work, int]) -> float:
         """Of work at a place, beside so many others of each kind. A network is divided equally."""
-        if place[0] == NETWORK:
+        if place[0] != DEVICE:
             return 1 / (1 + others[Work.TRANSFER])
         found = 1.0
         for other, count in others.items():

@@ -95,6 +95,8 @@ class Costs:
     slice_cost: the part of a block's seconds that a slice of a micro-batch takes, by what was measured or derived
         (`slice_costs.py`); the parts may add up to more than 1. None: by the arithmetic of the block's ops, or where
         it has none by the number of tokens.
+    segments: seconds of ops of blocks where they were measured one by one: what is done, block, op; of a micro-batch
+        or, where it is cut in two, a half. Of what is not there, a share of the block's.
     measured: seconds that stand before all of these.
     contention: how fast all of this gets on beside other things; the seconds here are those alone.
     """
@@ -114,6 +116,7 @@ class Costs:
     dims: Mapping[str, int] = field(default_factory=dict[str, int])
     element_bytes: int = 4
     slice_cost: SliceCost | None = None
+    segments: Mapping[tuple[Op, int, int], float] = field(default_factory=dict[tuple[Op, int, int], float])
     measured: Measured | None = None
     contention: Contention = ALONE
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from phalanx.plan.mesh import Mesh
 from phalanx.program import timeline
 from phalanx.program.compile import CompiledPlan, without_collection
-from phalanx.program.contention import ALONE, Work
+from phalanx.program.contention import ALONE, Use, Work
 from phalanx.program.costs import Costs, Measured, Ranks, kind_of
 from phalanx.program.groups import group_of
 from phalanx.program.holders import buckets_of, chunks_of, fetched_of, hosted_of
@@ -176,7 +176,10 @@ class _Issuer:
         key = (it.op, it.block, it.op_index, it.slice, it.half, it.micro_batch if it.slice is not None else None)
         known = self.setting.seconds
         if key not in known:
-            known[key] = self.setting.costs.seconds(it.op, it.block) * self.setting.shares.seconds(it)
+            costs, shares = self.setting.costs, self.setting.shares
+            own = costs.segments.get((it.op, it.block, it.op_index or 0))
+            whole = costs.seconds(it.op, it.block) * shares.seconds(it) if own is None else own * shares.slice(it)
+            known[key] = whole
         return known[key]
 
     def _host_step_seconds(self, it: Instruction) -> float:
@@ -219,7 +222,9 @@ class _Issuer:
         self._wait([], costs.issue_seconds)
         peer = self.peers[it.peer]
         source, target = (self.rank, peer) if it.op in SENDS else (peer, self.rank)
-        place = self._joint(channel_name(source, target, it.op), position, ranks=(source, target))
+        place = self._joint(
+            channel_name(source, target, it.op), position, networks=costs.contention.networks((source, target), True)
+        )
         task = self.tasks.tasks[place]
         if self.measured is None:
             seconds = costs.message(source, target, self.setting.message_bytes(it))
@@ -231,7 +236,7 @@ class _Issuer:
     def _collective(self, position: int, row: Row, seconds: float | None = None) -> None:
         it = row.instruction
         ranks = self.setting.group(self.rank, it)
-        place = self._joint(group_name(ranks), position, ranks=ranks)
+        place = self._joint(group_name(ranks), position, networks=self.setting.costs.contention.networks(ranks))
         task = self.tasks.tasks[place]
         task.needs += self.computed
         if seconds is None:
@@ -269,14 +274,14 @@ class _Issuer:
             return costs.collective("reduce_scatter", ranks, bucket.gradient_bytes)
         return costs.collective("all_reduce", ranks, bucket.gradient_bytes / plan.shards)
 
-    def _joint(self, resource: str, position: int, work: Work = Work.TRANSFER, ranks: Ranks = ()) -> int:
-        """ranks: that take part, where there are others."""
+    def _joint(self, resource: str, position: int, work: Work = Work.TRANSFER, networks: tuple[Use, ...] = ()) -> int:
+        """networks: that it occupies besides the ranks' devices."""
         turn = self.turns.get(resource, 0)
         self.turns[resource] = turn + 1
         place = self.tasks.joint(resource, turn)
         task, contention = self.tasks.tasks[place], self.setting.costs.contention
         if contention is not ALONE:
-            uses = (*contention.uses(self.rank, work), *contention.networks(ranks))
+            uses = (*contention.uses(self.rank, work), *networks)
             task.uses += tuple(use for use in uses if use not in task.uses)
         task.places.append((self.rank, position))
         return place

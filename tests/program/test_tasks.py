@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import compile_plan
-from phalanx.program.contention import DEVICE, NETWORK, Contention, Use, Work
+from phalanx.program.contention import DEVICE, Contention, Use, Work
 from phalanx.program.costs import Costs, Link, seconds_at, uniform
 from phalanx.program.instructions import Op
 from phalanx.program.shape import ModelShape
@@ -116,9 +116,11 @@ def test_a_transfer_gets_on_as_fast_as_its_slowest_end() -> None:
 def test_a_network_is_divided_among_the_transfers_between_nodes() -> None:
     contention = Contention((0, 1, 2, 3), (0, 0, 1, 1))
     assert contention.networks((0, 1)) == ()
-    uses = contention.networks((0, 2))
-    assert uses == (((NETWORK, 0), Work.TRANSFER), ((NETWORK, 1), Work.TRANSFER))
-    assert run([Task("", seconds=1.0, uses=uses)] * 2, contention).end == pytest.approx([2, 2])
+    there, back = contention.networks((0, 2), True), contention.networks((2, 0), True)
+    assert run([Task("", seconds=1.0, uses=there)] * 2, contention).end == pytest.approx([2, 2])
+    assert run([Task("", seconds=1.0, uses=own) for own in (there, back)], contention).end == pytest.approx([1, 1])
+    both_ways = contention.networks((0, 1, 2, 3))
+    assert run([Task("", seconds=1.0, uses=own) for own in (both_ways, back)], contention).end == pytest.approx([2, 2])
 
 
 @given(cases())
