@@ -236,8 +236,8 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
     worst = max(results, key=lambda own: abs(error(own)))
     return (
         f"{len(results)} plans: mean error {statistics.fmean(errors):.1%}, worst {error(worst):+.1%} "
-        f"({worst['plan']}), mean spread of repeats {statistics.fmean(own['spread'] for own in results):.1%}; chosen plan "
-        f"{regret(results, 1):.1%} slower than the fastest, best of three {regret(results, 3):.1%}"
+        f"({worst['plan']}), mean spread of repeats {statistics.fmean(own['spread'] for own in results):.1%}; "
+        f"chosen plan {regret(results, 1):.1%} slower than the fastest, best of three {regret(results, 3):.1%}"
     )
 
 

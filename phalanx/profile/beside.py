@@ -146,8 +146,9 @@ class Beneath:
     compute: float
 
 
-def beneath(ranks: Together, run: Run, size: int) -> Beneath:
-    """size: bytes that are summed over all ranks. run: takes much less time than that."""
+def beneath(ranks: Together, run: Run, size: int, counts: Sequence[int] = ()) -> Beneath:
+    """size: bytes that are summed over all ranks. run: takes much less time than that. counts: of ranks that compute;
+    all there can be, where none are given. The last is that of all ranks."""
 
     def synchronized() -> None:
         run()
@@ -157,7 +158,7 @@ def beneath(ranks: Together, run: Run, size: int) -> Beneath:
     idle = _rounds(ranks, None, size)[0]
     speeds: list[float] = []
     done = 1.0
-    for busy in range(1, ranks.size + 1):
+    for busy in counts or range(1, ranks.size + 1):
         seconds, count = _rounds(ranks, synchronized if ranks.rank < busy else None, size)
         speeds.append(min(1.0, idle / seconds))
         done = count * crowded / seconds

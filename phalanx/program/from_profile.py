@@ -7,9 +7,10 @@ again by what runs beside it. Plain data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from phalanx.plan.block_times import BlockTime, Times
 from phalanx.program.contention import Contention, Speeds, Work
 from phalanx.program.costs import Costs, Curve, Link, Ranks
 from phalanx.program.instructions import Op
@@ -93,3 +94,22 @@ def overheads(found: Sequence[Reference]) -> tuple[float, float]:
     slope = sum((count - mean) * (seconds - rest) for count, seconds in left) / spread if spread else 0.0
     slope = max(0.0, min(slope, rest / mean))
     return slope, max(0.0, rest - slope * mean)
+
+
+def block_times(rows: Iterable[tuple[str, Mapping[str, str | int], float]]) -> dict[str, Times]:
+    """Rows of a profile (kind, key, seconds) as planning uses them, by the name of the block. Those of which a part is
+    missing are left out."""
+    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    for kind, key, seconds in rows:
+        where, part = kind.partition(" ")[::2]
+        block, degree, samples = key.get("block"), key.get("degree"), key.get("samples")
+        is_whole = isinstance(block, str) and isinstance(degree, int) and isinstance(samples, int)
+        if where == "block" and is_whole and seconds >= 0:
+            found.setdefault((block, degree, samples), {})[part] = seconds  # pyright: ignore
+    times: dict[str, dict[int, tuple[BlockTime, ...]]] = {}
+    for (block, degree, samples), own in sorted(found.items()):
+        if {"forward", "backward", "together"} <= own.keys():
+            more = max(0.0, own["together"] - own["backward"])
+            known = times.setdefault(block, {}).get(degree, ())
+            times[block][degree] = (*known, BlockTime(samples, own["forward"], own["backward"], more))
+    return dict(times)
