@@ -15,9 +15,9 @@ INTRO = """# Our own runs: predicted beside measured
 
 Steps of many plans on four ranks, each predicted by simulating its program with what was measured apart from it: the
 seconds of the model's segments by tensor-parallel degree and size of micro-batch, of transfers by size, how fast ranks
-compute and communicate beside each other, and, from steps of one rank that does everything, what micro-batches and steps
-take besides. Nothing of a plan's own steps enters its prediction. Profile and plans run in turn, pass by pass, in one
-job; `measured` is the median over passes of what a training loop sees of a step, `spread` half of their middle half.
+compute and communicate beside each other, and, from steps of one rank that does everything, what micro-batches and
+steps take besides. Nothing of a plan's own steps enters its prediction. Profile and plans run in turn, pass by pass, in
+one job; `measured` is the median over passes of what a training loop sees of a step, `spread` half of their middle half.
 Errors are relative to what was measured: minus is a prediction too low.
 """
 
@@ -35,8 +35,8 @@ def _section(data: dict[str, Any], file: str) -> str:
         f"## {setting['ranks']}", "",
         f"`python benchmarks/own_runs.py{_options(setting)} --passes {setting['passes']}` on {where} (torch "
         f"{machine['torch']}), {machine['date']}. Data: [{file}]({file}). {report.busy(machine)}", "",
-        f"Llama of {size['layers']} layers, width {size['width']}, {size['samples']} samples of {size['tokens']} tokens "
-        f"in {setting['dtype']}.", "",
+        f"Llama of {size['layers']} layers, width {size['width']}, {size['samples']} samples of {size['tokens']} "
+        f"tokens in {setting['dtype']}.", "",
         report.markdown(HEADERS[1:], [row[1:] for row in rows(data["results"])]), "",
         f"{summary(data['results'])}.", "", _beside(setting["profile"]), "",
     ]  # fmt: skip
