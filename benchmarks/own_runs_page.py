@@ -17,7 +17,7 @@ Steps of many plans on four ranks, each predicted by simulating its program with
 seconds of the model's segments by tensor-parallel degree and size of micro-batch, of transfers by size, how fast ranks
 compute and communicate beside each other, and, from steps of one rank that does everything, what micro-batches and
 steps take besides. Nothing of a plan's own steps enters its prediction. Profile and plans run in turn, pass by pass, in
-one job; `measured` is the median over passes of what a training loop sees of a step, `spread` half of their middle half.
+one job; `measured` is the median over passes of what a training loop sees of a step, `spread` half of the middle half.
 Errors are relative to what was measured: minus is a prediction too low.
 """
 

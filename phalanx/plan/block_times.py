@@ -34,3 +34,10 @@ def seconds_at(known: Sequence[BlockTime], samples: float) -> tuple[float, float
     share = (samples - less.samples) / (more.samples - less.samples)
     forward, backward, weight = (a + share * (b - a) for a, b in zip(less[1:], more[1:], strict=True))
     return forward, backward, weight
+
+
+def at_degree(times: Times, degree: int, samples: float) -> tuple[float, float, float]:
+    """At a degree that was not measured: in proportion to the nearest below it that was, or the lowest of all."""
+    nearest = max((own for own in times if own <= degree), default=min(times))
+    forward, backward, weight = (nearest / degree * own for own in seconds_at(times[nearest], samples))
+    return forward, backward, weight

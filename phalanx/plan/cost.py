@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from phalanx.plan.block_times import seconds_at
+from phalanx.plan.block_times import at_degree
 from phalanx.plan.cluster import Cluster, Nodes
 from phalanx.plan.collectives import Group, Links, all_reduce, consecutive, gather, send
 from phalanx.plan.footprint import kept_bytes, most_slices
@@ -161,11 +161,9 @@ class Machine:
         return Seconds(forward + first, backward + waits, weight, again, first + waits)
 
     def _computed(self, work: BlockWork) -> tuple[float, float, float]:
-        """Forward, gradients of inputs and those of weights: as measured at this degree, or by what the device
-        offers."""
-        known = work.times.get(self.plan.tp)
-        if known and not self.plan.slices:
-            return seconds_at(known, self.samples / self.parts)
+        """Forward, gradients of inputs and those of weights: as they were measured, or by what the device offers."""
+        if work.times and not self.plan.slices:
+            return at_degree(work.times, self.plan.tp, self.samples / self.parts)
         # Attention's own backward computes two and a half times what its forward does, and element-wise work reads
         # gradients beside what was kept.
         weights = self._weights(work)

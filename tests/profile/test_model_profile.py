@@ -12,7 +12,7 @@ import torch
 
 from phalanx.cli.main import main
 from phalanx.cli.models import capture_model
-from phalanx.plan.block_times import BlockTime, seconds_at
+from phalanx.plan.block_times import BlockTime, at_degree, seconds_at
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.cost import Machine, Software
 from phalanx.plan.plan import Plan
@@ -137,7 +137,15 @@ def test_measured_blocks_stand_before_what_the_device_offers() -> None:
     assert machine.seconds(timed.classes[1], "unit").again == 1.0
     assert machine.seconds(timed.classes[0], "none") == machine.seconds(work.classes[0], "none")
     split = Machine(Cluster.read("2 H100").nodes[0], Software(), Plan(tp=2), samples=2)
-    assert split.seconds(timed.classes[1], "none") == split.seconds(work.classes[1], "none")  # at another degree
+    summed = split.seconds(timed.classes[1], "none")
+    assert summed.weight == 1.5 and summed.forward > 0.5  # at a degree that was not measured: a half, and sums
+
+
+def test_a_degree_is_that_of_the_nearest_below_it() -> None:
+    times = {2: (BlockTime(1, 1.0, 2.0, 4.0),), 4: (BlockTime(1, 0.75, 1.0, 2.0),)}
+    assert at_degree(times, 4, 1) == (0.75, 1.0, 2.0)
+    assert at_degree(times, 3, 1) == pytest.approx((2 / 3, 4 / 3, 8 / 3))
+    assert at_degree(times, 1, 1) == (2.0, 4.0, 8.0) and at_degree(times, 8, 1) == (0.375, 0.5, 1.0)
 
 
 def test_what_steps_take_besides_is_a_line_over_their_micro_batches() -> None:
