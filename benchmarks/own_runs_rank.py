@@ -32,7 +32,7 @@ from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.profile import beside
-from phalanx.profile.segments import Found, Segments, SegmentTimes, time_segment
+from phalanx.profile.segments import Effort, Found, Segments, SegmentTimes, time_segment
 from phalanx.program.instructions import Op
 from phalanx.training.session import Session
 
@@ -40,6 +40,7 @@ LR = 1e-3
 TASK = "task"
 REFERENCES = (1, 2, 4)  # micro-batches of one rank that does everything
 WARM_UP, STEPS = 2, 2
+EFFORT = Effort(rounds=2, seconds=0.01)  # of every pass
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class _Profile:
         for kind, own in self._kinds.items():
             for segments, found in own:
                 if found.name not in known:
-                    known[found.name] = time_segment(segments, found, self._ranks.device, self._ranks.most)
+                    known[found.name] = time_segment(segments, found, self._ranks.device, self._ranks.most, EFFORT)
                 for place in found.places:
                     seen.segments.setdefault(kind, {}).setdefault(tuple(place), []).append(known[found.name])
         forward, backward = self._layer.forward, self._layer.part("together") or self._layer.forward

@@ -29,12 +29,12 @@ from phalanx.plan.block_times import Times
 from phalanx.plan.plan import Plan
 from phalanx.profile.beside import Together
 from phalanx.profile.hardware import device_name
-from phalanx.profile.segments import PARTS, Segments, SegmentTimes, alone, time_segment
+from phalanx.profile.segments import PARTS, Effort, Segments, SegmentTimes, alone, time_segment
 from phalanx.profile.store import Key, Row, Store, matching
 from phalanx.program.from_profile import block_times
 from phalanx.tasks.base import Batch
 
-SAMPLES = (1, 2, 4)
+EFFORT = Effort()
 SECONDS = 60.0  # that measuring may take
 
 
@@ -160,7 +160,7 @@ def measure_on_rank(
     with ExitStack() as stack:
         links = stack.enter_context(Links(context, name="model profile")) if context.world > 1 else None
         meet = Together(links).most if links is not None else alone
-        times = [(found, time_segment(segments, found, device, meet)) for found in segments.found]
+        times = [(found, time_segment(segments, found, device, meet, EFFORT)) for found in segments.found]
     blocks = captured.blocks.blocks
     first = {block.template: number for number, block in reversed(list(enumerate(blocks)))}
     return {

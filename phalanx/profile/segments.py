@@ -29,7 +29,7 @@ from phalanx.tasks.base import Batch
 
 SCALE = 0.02  # of weights: zeros would be multiplied with less power, and so faster
 MOST_COPIES = 4
-ROUNDS, SECONDS, MOST_TIMES = 5, 0.02, 100
+MOST_TIMES = 100
 PARTS = ("forward", "backward", "weight", "together")
 
 
@@ -40,6 +40,13 @@ class SegmentTimes(NamedTuple):
     backward: float
     weight: float
     together: float
+
+
+class Effort(NamedTuple):
+    """How long one part of a segment is measured."""
+
+    rounds: int = 5
+    seconds: float = 0.02  # of a round
 
 
 class Place(NamedTuple):
@@ -165,13 +172,15 @@ Meet = Callable[[float], float]  # with all ranks that measure at the same time:
 
 
 @torch.no_grad()
-def time_part(copies: list[SegmentRun], name: str, device: torch.device, meet: Meet) -> float:
+def time_part(copies: list[SegmentRun], name: str, device: torch.device, meet: Meet, effort: Effort) -> float:
     """Seconds of one part of a segment: the median of a few rounds, in each of which all ranks run equally many."""
     parts = [part for own in copies if (part := own.part(name)) is not None]
-    return usual_seconds(cycle(parts).__next__, device, meet) if parts else 0.0
+    return usual_seconds(cycle(parts).__next__, device, meet, effort) if parts else 0.0
 
 
-def usual_seconds(next_work: Callable[[], Callable[[], Any]], device: torch.device, meet: Meet) -> float:
+def usual_seconds(
+    next_work: Callable[[], Callable[[], Any]], device: torch.device, meet: Meet, effort: Effort
+) -> float:
     def timed(times: int) -> float:
         meet(0.0)
         begin = time.perf_counter()
@@ -182,8 +191,8 @@ def usual_seconds(next_work: Callable[[], Callable[[], Any]], device: torch.devi
         return (time.perf_counter() - begin) / times
 
     timed(MOST_COPIES)
-    times = max(2, min(MOST_TIMES, int(SECONDS / max(meet(timed(1)), 1e-7))))
-    return statistics.median(timed(times) for _ in range(ROUNDS))
+    times = max(2, min(MOST_TIMES, int(effort.seconds / max(meet(timed(1)), 1e-7))))
+    return statistics.median(timed(times) for _ in range(effort.rounds))
 
 
 def alone(number: float) -> float:
@@ -191,6 +200,8 @@ def alone(number: float) -> float:
     return number
 
 
-def time_segment(segments: Segments, found: Found, device: torch.device, meet: Meet = alone) -> SegmentTimes:
+def time_segment(
+    segments: Segments, found: Found, device: torch.device, meet: Meet = alone, effort: Effort | None = None
+) -> SegmentTimes:
     copies = segments.copies(found)
-    return SegmentTimes(*(time_part(copies, name, device, meet) for name in PARTS))
+    return SegmentTimes(*(time_part(copies, name, device, meet, effort or Effort()) for name in PARTS))

@@ -18,9 +18,8 @@ from phalanx.plan.cost import Machine, Software
 from phalanx.plan.plan import Plan
 from phalanx.plan.work import Shape, transformer
 from phalanx.profile import model as blocks
-from phalanx.profile import segments
 from phalanx.profile.model import Size, Subject, measure, times_here
-from phalanx.profile.segments import PARTS, SegmentTimes
+from phalanx.profile.segments import PARTS, Effort, SegmentTimes
 from phalanx.profile.store import Store
 from phalanx.program.from_profile import Reference, block_times, by_instruction, overheads
 from phalanx.program.instructions import Op
@@ -37,8 +36,7 @@ def subject() -> Subject:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SECONDS", 0.0)
-    monkeypatch.setattr(segments, "ROUNDS", 1)
+    monkeypatch.setattr(blocks, "EFFORT", Effort(rounds=1, seconds=0.0))
 
 
 @pytest.fixture
