@@ -207,7 +207,9 @@ def measure(ranks: Together, run: Run, small: Run, sizes: Sequence[int]) -> Seen
     beside: dict[tuple[Work, Work], Speeds] = {
         (Work.COMPUTE, Work.COMPUTE): computing(ranks, run),
         (Work.TRANSFER, Work.COMPUTE): below.transfer,
-        (Work.COMPUTE, Work.TRANSFER): (below.compute,),
+        (Work.COMPUTE, Work.TRANSFER): tuple(
+            1 - (1 - below.compute) * number / ranks.size for number in range(1, ranks.size + 1)
+        ),
     }
     if ranks.size >= 4:
         beside[Work.TRANSFER, Work.TRANSFER] = transferring(ranks, sizes[-1])
@@ -216,7 +218,7 @@ def measure(ranks: Together, run: Run, small: Run, sizes: Sequence[int]) -> Seen
 
 
 def transferring(ranks: Together, size: int) -> Speeds:
-    """How fast a collective of two ranks gets on beside one of two others, of four others, …"""
+    """How fast a collective of two ranks gets on beside one other rank that communicates, beside two, …"""
     pairs = ranks.size // 2
     alone, *others = [collective(ranks, "all_reduce", size, 2, number) for number in range(1, pairs + 1)]
-    return tuple(min(1.0, alone / seconds) for seconds in others)
+    return tuple(min(1.0, alone / seconds) for seconds in others for _ in range(2))

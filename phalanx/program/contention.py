@@ -27,7 +27,7 @@ DEVICE, OUT, IN = "device", "network out", "network in"
 class Contention:
     """devices: of each rank the one that it computes on. nodes: of each rank its node, where transfers between nodes
     share their networks. beside: how fast work of the first kind gets on, as a share of its speed alone, beside so many
-    others of the second kind on one device."""
+    others of the second kind on one device, where a transfer counts for each rank that takes part."""
 
     devices: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()

@@ -281,8 +281,7 @@ class _Issuer:
         place = self.tasks.joint(resource, turn)
         task, contention = self.tasks.tasks[place], self.setting.costs.contention
         if contention is not ALONE:
-            uses = (*contention.uses(self.rank, work), *networks)
-            task.uses += tuple(use for use in uses if use not in task.uses)
+            task.uses += (*contention.uses(self.rank, work), *(use for use in networks if use not in task.uses))
         task.places.append((self.rank, position))
         return place
 

@@ -19,7 +19,8 @@ from phalanx.program.contention import Contention, Place, Use, Work
 @dataclass(slots=True)
 class Task:
     """Something that occupies a resource on one or several ranks. `places` are (rank, position in its program); what
-    has none takes time, but is not shown. seconds: alone. uses: of devices and networks, where these slow it."""
+    has none takes time, but is not shown. seconds: alone. uses: of devices and networks, where these slow it; of a
+    device once for each of its ranks that take part."""
 
     resource: str
     places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -85,7 +86,7 @@ class _Flow:
         self._version = [0] * len(tasks)
         self._foreseen: list[tuple[float, int, int]] = []  # end, task, version
         self._under_way: dict[int, _Progress] = {}  # tasks that others may slow
-        self._at: defaultdict[Place, dict[int, Work]] = defaultdict(dict)
+        self._at: defaultdict[Place, dict[int, tuple[Work, int]]] = defaultdict(dict)  # and as how many it counts
         self._changed: set[Place] = set()
 
     def begin_all(self, numbers: Iterable[int]) -> None:
@@ -99,8 +100,8 @@ class _Flow:
             heappush(self._foreseen, (self._now + task.seconds, number, 0))
             return
         self._under_way[number] = _Progress(task.seconds, self._now)
-        for place, work in task.uses:
-            self._at[place][number] = work
+        for (place, work), count in Counter(task.uses).items():
+            self._at[place][number] = work, count
             self._changed.add(place)
 
     def next_ended(self) -> int | None:
@@ -116,28 +117,32 @@ class _Flow:
         self._now = self.times.end[number] = end
         if self._under_way.pop(number, None) is not None:
             self._version[number] += 1
-            for place, _ in self._tasks[number].uses:
+            for place in {place for place, _ in self._tasks[number].uses}:
                 del self._at[place][number]
                 self._changed.add(place)
         return number
 
     def _rate(self) -> None:
         """Foresees anew when tasks end at places where something changed."""
-        counts = {place: Counter(self._at[place].values()) for place in self._changed}
+        counts: dict[Place, Counter[Work]] = {}
         for number in {number for place in self._changed for number in self._at[place]}:
             progress = self._under_way[number]
-            rate = min(self._speed(place, work, counts) for place, work in self._tasks[number].uses)
+            rate = min(self._speed(place, number, counts) for place in {place for place, _ in self._tasks[number].uses})
             if rate != progress.rate:
                 progress.go_on(self._now, rate)
                 self._version[number] += 1
                 heappush(self._foreseen, (self._now + progress.left / rate, number, self._version[number]))
         self._changed.clear()
 
-    def _speed(self, place: Place, work: Work, counts: dict[Place, Counter[Work]]) -> float:
+    def _speed(self, place: Place, number: int, counts: dict[Place, Counter[Work]]) -> float:
+        """Of a task at a place. counts: of all that is there, as far as they were asked for."""
         if place not in counts:
-            counts[place] = Counter(self._at[place].values())
+            counts[place] = Counter()
+            for work, count in self._at[place].values():
+                counts[place][work] += count
+        work, count = self._at[place][number]
         others = Counter(counts[place])
-        others[work] -= 1
+        others[work] -= count
         return self._contention.speed(place, work, others)
 
 
