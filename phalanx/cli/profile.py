@@ -3,6 +3,7 @@ is kept for planning."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,18 +48,28 @@ def profile(
     task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")] = False,
     seq_len: Annotated[int | None, typer.Option(min=1, help="tokens per sample")] = None,
-    degrees: Annotated[str, typer.Option(help="tensor-parallel degrees that blocks are measured at")] = "1",
-    samples: Annotated[str, typer.Option(help="samples of the micro-batches that they are measured with")] = "1,2,4",
-    seconds: Annotated[float, typer.Option(min=0, help="that measuring blocks may take; another call goes on")] = 60.0,
+    degrees: Annotated[
+        str | None, typer.Option(help="tensor-parallel degrees that blocks are measured at (default: 1)")
+    ] = None,
+    samples: Annotated[
+        str | None, typer.Option(help="samples of micro-batches that they are measured with (default: 1,2,4)")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="that measuring blocks may take; another call goes on (default: 60)")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="measure again what was measured before")] = False,
     take: Annotated[Path | None, typer.Option("--import", help="take over the measurements in this .json file")] = None,
     out: Annotated[Path | None, typer.Option(help="write what is known of this device to this .json file")] = None,
 ) -> None:
     """Measure this machine's devices and a model's blocks for planning, or look at data."""
+    of_blocks = {"tiny": tiny or None, "degrees": degrees, "samples": samples, "seconds": seconds}
     if data:
+        _refuse(of_blocks, "data is looked at")
         _print_data(data, model or "phalanx-demo", task, seq_len)
         return
-    asked = [(degree, count) for degree in _numbers("degrees", degrees) for count in _numbers("samples", samples)]
+    if model is None:
+        _refuse({**of_blocks, "task": task, "seq_len": seq_len}, "no model is named")
+    asked = [(a, b) for a in _numbers("degrees", degrees or "1") for b in _numbers("samples", samples or "1,2,4")]
     for name, value, allowed in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
         if value is not None and value not in allowed:
             raise ConfigError(f"option {name} = {value!r} is not one of {', '.join(allowed)}", nearest(value, allowed))
@@ -70,9 +81,21 @@ def profile(
         return
     _measure(store, device, dtype, ranks, fresh)
     if model is not None:
-        _measure_model(store, device, dtype, ranks, fresh, model, task, tiny, seq_len, asked, seconds)
+        limit = 60.0 if seconds is None else seconds
+        _measure_model(store, device, dtype, ranks, fresh, model, task, tiny, seq_len, asked, limit)
     if out is not None:
         _export(store, device, out)
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    """Options that would do nothing."""
+    for name, value in given.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            message = f"option {name} = {value!r} does nothing: {why}, and it is about the blocks of a model"
+            raise ConfigError(
+                message, f"name the model whose blocks are to be measured (--model NAME), or leave out {option}"
+            )
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -184,3 +184,10 @@ def test_sizes_that_are_none_are_refused(option: str, capsys: pytest.CaptureFixt
     assert main(["profile", "--model", "gpt2", f"--{option}", "1,none"]) == 2
     said = capsys.readouterr().err
     assert f"option {option} = '1,none' is not a list of numbers" in said and f"--{option} 1,2,4" in said
+
+
+@pytest.mark.parametrize("given", [["--degrees", "2"], ["--seq-len", "8"], ["--data", "stdlib", "--samples", "1"]])
+def test_options_that_would_do_nothing_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *given]) == 2
+    said = capsys.readouterr().err
+    assert "does nothing" in said and "--model NAME" in said
