@@ -171,7 +171,7 @@ def _timed(path: Path, work: ModelWork, cluster: Cluster, dtype: str) -> ModelWo
     nearest_count = min(counts, key=lambda ranks: (abs(ranks - cluster.per_node), ranks), default=0)
     times = block_times([(r.kind, r.key, r.value) for r in own if r.key.get("ranks") == nearest_count])
     if times:
-        typer.echo(f"seconds of {len(times)} kinds of blocks as measured ({path})", err=True)
+        typer.echo(f"blocks as measured ({path}): {', '.join(times)}", err=True)
     return work.timed(times)
 
 

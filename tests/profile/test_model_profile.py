@@ -12,6 +12,8 @@ import torch
 
 from phalanx.cli.main import main
 from phalanx.cli.models import capture_model
+from phalanx.errors import PlanError
+from phalanx.model.facts.facts import load
 from phalanx.plan.block_times import BlockTime, at_degree, seconds_at
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.cost import Machine, Software
@@ -81,10 +83,17 @@ def test_what_is_known_is_not_measured_again_and_what_was_interrupted_goes_on(
     assert measure(store, subject, sizes).measured == 1 and asked[-1] == Size(1, 2)
 
 
-def test_a_degree_that_the_model_cannot_have_is_left_out_and_said(subject: Subject, store: Store, quick: None) -> None:
+def test_a_degree_that_the_model_cannot_have_is_left_out_and_said(
+    subject: Subject, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(context: object, spec: object, captured: object, dtype: str, size: Size, tokens: int):
+        if size.degree == 3:
+            raise PlanError("three is too many")
+        return dict.fromkeys(subject.first_blocks(), TIMES)
+
+    monkeypatch.setattr(blocks, "measure_on_rank", measured)
     found = measure(store, subject, [Size(1, 1), Size(3, 1), Size(3, 2)])
-    assert found.measured == 1 or not found.refused  # a model whose parts are all replicated can have any
-    assert set(found.refused) <= {3} and all(found.refused.values())
+    assert found.measured == 1 and found.refused == {3: "three is too many"} and not found.left
 
 
 @pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"ranks": 2}, {"tokens": 32}])
@@ -162,10 +171,10 @@ def test_measured_segments_are_those_of_instructions() -> None:
 # The command.
 
 
-def test_profile_of_a_model_and_a_plan_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quick: None
+def test_profile_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subject: Subject, quick: None
 ) -> None:
-    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("phalanx.profile.store.profiles_path", lambda: tmp_path / "p.sqlite")
     monkeypatch.setattr("phalanx.profile.hardware.measure_on_rank", lambda context, kind, size, dtype: 1e9)
     given = ["--model", "gpt2", "--tiny", "--seq-len", "16", "--samples", "1,2", "--dtype", "float32"]
     out = tmp_path / "p.json"
@@ -174,9 +183,35 @@ def test_profile_of_a_model_and_a_plan_with_it(
     assert "forward, input gradients, weight gradients" in said and "degree 1, by samples 1: " in said
     kinds = {row["kind"] for row in json.loads(out.read_text())["rows"]}
     assert {f"block {part}" for part in PARTS} <= kinds
-    asked = ["--model", "gpt2", "--tiny", "--seq-len", "16", "--dtype", "float32", "--cluster", "2 CPU"]
-    assert main(["estimate", *asked, "--plan", "dp=2", "--profile", str(out)]) == 0
-    assert "kinds of blocks as measured" in capsys.readouterr().err
+    assert main(["profile", *given, "--samples", "1,2,4", "--seconds", "0", "--device", "cpu"]) == 0
+    assert "no time was left" not in capsys.readouterr().out  # one size was missing, and the first is always measured
+
+
+def profile_file(path: Path, device: str, seconds: float) -> Path:
+    """Rates of a device, and what a block of gpt2 takes on it."""
+    common = {"device": device, "ranks": 1, "torch": "2"}
+    rows = [("product", {"size": side, "dtype": "bfloat16"}, 1e14) for side in (512, 4096)]
+    rows += [("memory", {"size": 2**30, "dtype": "any"}, 1e12)]
+    name = load("gpt2").blocks[1].name  # pyright: ignore
+    key = {"model": "gpt2", "block": name, "graph": "g", "degree": 1, "samples": 1, "tokens": 1024, "dtype": "bfloat16"}
+    rows += [(f"block {part}", key, seconds) for part in PARTS]
+    made = [{"kind": kind, "key": {**common, **own}, "value": value, "made": "now"} for kind, own, value in rows]
+    path.write_text(json.dumps({"format": "phalanx profile", "version": 1, "rows": made}))
+    return path
+
+
+def test_plans_are_judged_by_measured_blocks_of_the_clusters_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["estimate", "--model", "gpt2", "--seq-len", "1024", "--cluster", "1 A100", "--plan", "dp=1", "--json",
+             "--batch-size", "1"]  # fmt: skip
+    file = profile_file(tmp_path / "p.json", "NVIDIA A100-SXM4-80GB", seconds=0.25)
+    assert main([*asked, "--profile", str(file)]) == 0
+    said = capsys.readouterr()
+    assert "blocks as measured (" in said.err
+    assert json.loads(said.out)["step_seconds"] > 12 * 0.5  # a forward and a backward of twelve layers
+    assert main([*asked, "--profile", str(profile_file(tmp_path / "q.json", "NVIDIA H100 80GB HBM3", 0.25))]) == 2
+    assert "and the cluster has A100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["degrees", "samples"])
