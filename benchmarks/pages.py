@@ -19,6 +19,7 @@ import hf_trainer
 import largest
 import memory_page
 import overlap_page
+import own_runs_page
 import peers_page
 import robustness_page
 import sabotage
@@ -42,6 +43,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "terapipe_published": terapipe_published_page.page,
     "tp_shares": tp_shares_page.page,
     "overlap": overlap_page.page,
+    "own_runs": own_runs_page.page,
     "robustness": robustness_page.page,
     "faults": faults.page,
     "memory": memory_page.page,

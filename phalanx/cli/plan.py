@@ -153,7 +153,26 @@ def _case(
     software = _software(calibration, machines)
     if profile is not None:
         machines, software = _measured(profile, machines, software, dtype)
+        work = _timed(profile, work, machines, dtype)
     return Case(work, machines, software, batch)
+
+
+def _timed(path: Path, work: ModelWork, cluster: Cluster, dtype: str) -> ModelWork:
+    """With the seconds of its blocks, where a profile has them of this model and length on the cluster's device."""
+    from phalanx.plan.rates import is_of
+    from phalanx.profile.store import matching, read_profile
+    from phalanx.program.from_profile import block_times
+
+    wanted = cluster.nodes[0].device
+    rows = matching(read_profile(path), model=work.name, dtype=dtype, tokens=work.tokens)
+    own = [row for row in rows if is_of(str(row.key.get("device")), wanted)]
+    # Of measurements beside several numbers of other ranks, those of as many as the cluster's nodes have devices.
+    counts = {ranks for row in own if isinstance(ranks := row.key.get("ranks"), int)}
+    nearest_count = min(counts, key=lambda ranks: (abs(ranks - cluster.per_node), ranks), default=0)
+    times = block_times([(r.kind, r.key, r.value) for r in own if r.key.get("ranks") == nearest_count])
+    if times:
+        typer.echo(f"blocks as measured ({path}): {', '.join(times)}", err=True)
+    return work.timed(times)
 
 
 def _measured(path: Path, cluster: Cluster, software: Software, dtype: str) -> tuple[Cluster, Software]:

@@ -1,7 +1,9 @@
-"""`phalanx profile`: measures the devices of this machine and looks at data, and keeps what was found for planning."""
+"""`phalanx profile`: measures the devices of this machine and a model's blocks on them, or looks at data. What it finds
+is kept for planning."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +13,11 @@ from phalanx.config import AUTO, RunConfig
 from phalanx.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    import torch
+
     from phalanx.plan.rates import Rates
     from phalanx.profile.data import DataProfile
+    from phalanx.profile.model import Outcome, Subject
     from phalanx.profile.store import Store
 
 DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("bfloat16", "float16", "float32", "float64")
@@ -34,17 +39,37 @@ def profile(
     data: Annotated[
         list[str] | None, typer.Option(help="look at data instead: file, folder, 'stdlib' … (repeatable)")
     ] = None,
-    model: Annotated[str, typer.Option(help="whose tokenizer and task data is looked at with")] = "phalanx-demo",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="measure this model's blocks too; with --data, whose tokenizer and task that is looked at with"
+        ),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="tokens per sample of data")] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")] = False,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="tokens per sample")] = None,
+    degrees: Annotated[
+        str | None, typer.Option(help="tensor-parallel degrees that blocks are measured at (default: 1)")
+    ] = None,
+    samples: Annotated[
+        str | None, typer.Option(help="samples of micro-batches that they are measured with (default: 1,2,4)")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="that measuring blocks may take; another call goes on (default: 60)")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="measure again what was measured before")] = False,
     take: Annotated[Path | None, typer.Option("--import", help="take over the measurements in this .json file")] = None,
     out: Annotated[Path | None, typer.Option(help="write what is known of this device to this .json file")] = None,
 ) -> None:
-    """Measure this machine's devices for planning, or look at data."""
+    """Measure this machine's devices and a model's blocks for planning, or look at data."""
+    of_blocks = {"tiny": tiny or None, "degrees": degrees, "samples": samples, "seconds": seconds}
     if data:
-        _print_data(data, model, task, seq_len)
+        _refuse(of_blocks, "data is looked at")
+        _print_data(data, model or "phalanx-demo", task, seq_len)
         return
+    if model is None:
+        _refuse({**of_blocks, "task": task, "seq_len": seq_len}, "no model is named")
+    asked = [(a, b) for a in _numbers("degrees", degrees or "1") for b in _numbers("samples", samples or "1,2,4")]
     for name, value, allowed in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
         if value is not None and value not in allowed:
             raise ConfigError(f"option {name} = {value!r} is not one of {', '.join(allowed)}", nearest(value, allowed))
@@ -54,20 +79,47 @@ def profile(
     if take is not None:
         _take(store, take, device)
         return
-    _measure(store, device, dtype, ranks, fresh, out)
+    _measure(store, device, dtype, ranks, fresh)
+    if model is not None:
+        limit = 60.0 if seconds is None else seconds
+        _measure_model(store, device, dtype, ranks, fresh, model, task, tiny, seq_len, asked, limit)
+    if out is not None:
+        _export(store, device, out)
 
 
-def _measure(
-    store: Store, device: str, dtype: str | None, ranks: int | None, fresh: bool, out: Path | None
-) -> None:  # fmt: skip
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    """Options that would do nothing."""
+    for name, value in given.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            message = f"option {name} = {value!r} does nothing: {why}, and it is about the blocks of a model"
+            raise ConfigError(
+                message, f"name the model whose blocks are to be measured (--model NAME), or leave out {option}"
+            )
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) < 10**6 for part in parts):
+        raise ConfigError(f"option {name} = {text!r} is not a list of numbers", f"write for example --{name} 1,2,4")
+    return sorted({int(part) for part in parts})
+
+
+def _here(device: str, dtype: str | None, ranks: int | None) -> tuple[torch.device, str, int]:
+    """The device, the precision and the number of ranks, where they are left open too."""
     import torch
 
     from phalanx.launch.context import local_device
-    from phalanx.profile import hardware
 
     here = torch.device(local_device(device, 0))
-    precision = dtype or ("bfloat16" if here.type == "cuda" else "float32")
     number = ranks or (torch.cuda.device_count() if here.type == "cuda" else 1)
+    return here, dtype or ("bfloat16" if here.type == "cuda" else "float32"), number
+
+
+def _measure(store: Store, device: str, dtype: str | None, ranks: int | None, fresh: bool) -> None:
+    from phalanx.profile import hardware
+
+    here, precision, number = _here(device, dtype, ranks)
     name = hardware.device_name(here)
     if fresh:
         for question in hardware.questions(here.type, number):
@@ -80,10 +132,58 @@ def _measure(
             store, device, precision, number, lambda done, of: shown.update(bar, completed=done, total=of)
         )
     _print_rates(rates)
-    if out is not None:
-        own = [row for row in store.rows() if row.key.get("device") == name]
-        store.export(out, own)
-        typer.echo(f"{len(own)} measurements written to {out}: plan with --profile {out}")
+
+
+def _measure_model(
+    store: Store, device: str, dtype: str | None, ranks: int | None, fresh: bool, model: str, task: str | None,
+    tiny: bool, seq_len: int | None, asked: list[tuple[int, int]], seconds: float,
+) -> None:  # fmt: skip
+    from rich.progress import Progress
+
+    from phalanx.cli.models import capture_model, choose_dims, find_facts
+    from phalanx.profile import model as blocks
+
+    here, precision, number = _here(device, dtype, ranks)
+    facts = find_facts(model, task, precision, tiny, live=False)
+    tokens = choose_dims(facts, 1, seq_len).get("tokens", 1)
+    spec, captured = capture_model(model, task, precision, tiny)
+    subject, sizes = blocks.Subject(spec, captured, precision, here, number, tokens), [blocks.Size(*a) for a in asked]
+    if fresh:
+        blocks.forget(store, subject, sizes)
+    with Progress(transient=True) as shown:
+        bar = shown.add_task(f"measuring blocks of {spec.name}", total=None)
+        found = blocks.measure(
+            store, subject, sizes, seconds, lambda done, of: shown.update(bar, completed=done, total=of)
+        )
+    _print_blocks(store, subject, found)
+
+
+def _print_blocks(store: Store, subject: Subject, found: Outcome) -> None:
+    from phalanx.profile.model import times_here
+
+    times = times_here(
+        store.rows(), subject.captured, subject.dtype, subject.device, subject.ranks, subject.length
+    )  # fmt: skip
+    typer.echo(f"blocks of {subject.spec.name} in {subject.dtype}, samples of {subject.length} tokens: forward, input "
+               "gradients, weight gradients")  # fmt: skip
+    for name, by_degree in times.items():
+        for degree, known in by_degree.items():
+            shown = "; ".join(f"{int(own.samples)}: {', '.join(map(_duration, own[1:]))}" for own in known)
+            typer.echo(f"  {name}, degree {degree}, by samples {shown}")
+    for degree, why in found.refused.items():
+        typer.echo(f"degree {degree} was left out: {why}")
+    if found.left:
+        typer.echo(f"no time was left for {len(found.left)} of {found.measured + found.known + len(found.left)} sizes: "
+                   "run it again to go on, or allow more with --seconds")  # fmt: skip
+
+
+def _export(store: Store, device: str, out: Path) -> None:
+    from phalanx.profile.hardware import device_name
+
+    name = device_name(_here(device, None, 1)[0])
+    own = [row for row in store.rows() if row.key.get("device") == name]
+    store.export(out, own)
+    typer.echo(f"{len(own)} measurements written to {out}: plan with --profile {out}")
 
 
 def _take(store: Store, path: Path, device: str) -> None:
@@ -118,6 +218,13 @@ def _print_rates(rates: Rates) -> None:
     for name, points in rates.collectives.items():
         shown = ", ".join(f"{bytes_text(size)}: {_duration(seconds)}" for size, seconds in points)
         typer.echo(f"{name}: {shown}")
+    beside = rates.speeds.get("computing", ())
+    if beside:
+        shown = ", ".join(f"{count:.0f}: {speed:.0%}" for count, speed in beside)
+        typer.echo(f"speed of computation, by ranks that compute: {shown}")
+    below = [rates.speeds[name][-1][1] for name in ("computing beneath", "all_reduce beneath") if name in rates.speeds]
+    if len(below) == 2:
+        typer.echo(f"beneath each other: computation at {below[0]:.0%}, all_reduce at {below[1]:.0%} of its speed")
 
 
 def _duration(seconds: float) -> str:

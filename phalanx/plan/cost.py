@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from phalanx.plan.block_times import at_degree
 from phalanx.plan.cluster import Cluster, Nodes
 from phalanx.plan.collectives import Group, Links, all_reduce, consecutive, gather, send
 from phalanx.plan.footprint import kept_bytes, most_slices
@@ -146,12 +147,8 @@ class Machine:
 
     def _part_seconds(self, work: BlockWork, rung: str) -> Seconds:
         """Of one part of a micro-batch."""
-        forward, weight = self._forward(work), self._products(work) + self._weights(work)
+        forward, backward, weight = self._computed(work)
         moved = self._moved(work)
-        # Attention's own backward computes two and a half times what its forward does, and element-wise work reads
-        # gradients beside what was kept.
-        backward = max(self._products(work) + 2.5 * self._attention(work) + 2 * moved + self._weights(work),
-                       self.software.launch * max(1, work.units))  # fmt: skip
         sums = work.exchanges * self.sum_seconds(work)
         again, repeated = {
             "none": (0.0, 0.0), "light": (moved, 0.0), "unit": (forward, 0.0), "block": (forward, sums),
@@ -162,6 +159,17 @@ class Machine:
         lost = 1 - self.software.contention
         waits, first = sums + repeated - lost * behind, sums - lost * ahead
         return Seconds(forward + first, backward + waits, weight, again, first + waits)
+
+    def _computed(self, work: BlockWork) -> tuple[float, float, float]:
+        """Forward, gradients of inputs and those of weights: as they were measured, or by what the device offers."""
+        if work.times and not self.plan.slices:
+            return at_degree(work.times, self.plan.tp, self.samples / self.parts)
+        # Attention's own backward computes two and a half times what its forward does, and element-wise work reads
+        # gradients beside what was kept.
+        weights = self._weights(work)
+        backward = self._products(work) + 2.5 * self._attention(work) + 2 * self._moved(work) + weights
+        launched = self.software.launch * max(1, work.units)
+        return self._forward(work), max(backward, launched), self._products(work) + weights
 
     def _hidden(
         self, sums: float, repeated: float, forward: float, backward: float, weight: float

@@ -15,6 +15,7 @@ from phalanx.plan.cost import Software
 from phalanx.plan.devices import Device, Figure
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send")
+SPEEDS = ("computing", "computing beneath", "all_reduce beneath")
 MOST_BEYOND = 1.5  # that a device may be faster than it was ever seen
 Points = tuple[tuple[float, float], ...]  # size, and what was measured there
 
@@ -22,7 +23,9 @@ Points = tuple[tuple[float, float], ...]  # size, and what was measured there
 @dataclass(frozen=True)
 class Rates:
     """products: side of square matrices, FLOP/s of one of `ranks` ranks that all multiply. bandwidth: bytes/s of each
-    that copies. host: bytes/s to the host's memory. collectives: by name, bytes and seconds. source: who, when."""
+    that copies. host: bytes/s to the host's memory. collectives: by name, bytes and seconds. speeds: as
+    a share of that alone, of computation beside so many ranks that compute (its own counts), and of both where a sum of
+    all ranks travels beneath the computation of so many. source: who, when."""
 
     device: str
     dtype: str
@@ -32,6 +35,7 @@ class Rates:
     host: float | None = None
     collectives: Mapping[str, Points] = field(default_factory=dict[str, Points])
     source: str = "measured here"
+    speeds: Mapping[str, Points] = field(default_factory=dict[str, Points])
 
 
 def is_of(measured: str, device: Device) -> bool:
@@ -53,6 +57,7 @@ def on_cluster(cluster: Cluster, software: Software, rates: Rates) -> tuple[Clus
     shares = replace(
         software, products=1.0, small=small, attention=software.attention / software.products, memory=1.0,
         link=1.0 if link else software.link, link_latency=software.link_latency if latency is None else latency,
+        contention=_contention(rates, software),
     )  # fmt: skip
     return Cluster(kinds), shares
 
@@ -95,6 +100,12 @@ def _link(rates: Rates) -> tuple[float | None, float | None]:
     if slope <= 0:
         return hops / rates.ranks * largest / slowest, None
     return hops / rates.ranks / slope, max(0.0, offset) / hops
+
+
+def _contention(rates: Rates, software: Software) -> float:
+    """Seconds that computation loses for each of communication beneath it."""
+    found = rates.speeds.get("computing beneath")
+    return software.contention if not found else min(1.0, max(0.0, 1 - found[-1][1]))
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:

@@ -8,9 +8,11 @@ the shape of a model of which no more is known.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
+
+from phalanx.plan.block_times import BlockTime, Times
 
 RUNGS = ("none", "light", "unit", "block")  # what is computed again, as a plan says it: each keeps less than the last
 
@@ -41,7 +43,8 @@ class BlockWork:
     sent to the next block. working: bytes that it needs while it runs, of each sample and (fixed) whatever their
     number; tensor parallelism divides both. units: with their own recompute. scores: bytes that attention moves which
     is not computed in one go. odd: a side of its products is not a multiple of 8, which tensor cores are slow with.
-    keys: elements of its keys and values; where that is not known, as many as there can be."""
+    keys: elements of its keys and values; where that is not known, as many as there can be. times: what it was seen to
+    take on the device that is planned for."""
 
     name: str
     products: float
@@ -58,6 +61,7 @@ class BlockWork:
     scores: float = 0.0
     odd: bool = False
     keys: float = 0.0
+    times: Times = field(default_factory=dict[int, tuple[BlockTime, ...]])
 
     @property
     def is_layer(self) -> bool:
@@ -97,6 +101,10 @@ class ModelWork:
     def flops(self) -> float:
         """Of training one sample, without anything computed again."""
         return 3 * sum(self.classes[place].products + self.classes[place].attention for place in self.blocks)
+
+    def timed(self, times: Mapping[str, Times]) -> ModelWork:
+        """With what blocks were seen to take, by the name of the first one of a class."""
+        return replace(self, classes=tuple(replace(own, times=times.get(own.name, {})) for own in self.classes))
 
     def block(self, index: int) -> BlockWork:
         return self.classes[self.blocks[index]]

@@ -1,5 +1,6 @@
 """How fast the devices of this machine are: products of matrices, memory, the link to the host, and collectives between
-local ranks. Each measurement takes a fraction of a second and is kept at once, so that one can be stopped and go on.
+local ranks, also beneath computation. Each measurement takes about a second at most and is kept at once, so that one
+can be stopped and go on.
 
 All ranks compute at the same time, as in training: cores, memory and links that they share are shared here too.
 """
@@ -21,19 +22,22 @@ import torch
 from phalanx.comm.links import Group, Links
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.worker_pool import WorkerPool
-from phalanx.plan.rates import COLLECTIVES, Rates
+from phalanx.plan.rates import COLLECTIVES, SPEEDS, Rates
+from phalanx.profile.beside import Together, beneath
 from phalanx.profile.store import Row, Store, matching, rates_from
 
 _SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 _MESSAGES = {"cpu": (2**14, 2**18, 2**22, 2**24), "cuda": (2**16, 2**20, 2**24, 2**28)}
 _COPIED = {"cpu": 2**25, "cuda": 2**30}
 _SECONDS, _ROUNDS, _MOST, _WARM_UP = 0.05, 5, 200, 3
+_SMALL = {"cpu": 192, "cuda": 2048}  # of products that take about a millisecond
 _ANY = "any"  # of a precision that does not matter
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is measured: products of matrices with so many rows, or something of so many bytes."""
+    """What is measured: products of matrices with so many rows, something of so many bytes, or how fast things get on
+    beside so many ranks, as a share of their speed alone."""
 
     kind: str
     size: int
@@ -45,6 +49,8 @@ def questions(device: str, ranks: int) -> list[Question]:
     found += [Question("host", _COPIED[device] // 4)] if device == "cuda" else []
     if ranks > 1:
         found += [Question(kind, size) for kind in COLLECTIVES for size in _MESSAGES[device]]
+        found += [Question("computing", busy) for busy in range(2, ranks + 1)]
+        found += [Question(kind, ranks) for kind in ("computing beneath", "all_reduce beneath")]
     return found
 
 
@@ -110,6 +116,9 @@ def measure_on_rank(context: RankContext, kind: str, size: int, dtype: str) -> f
     with ExitStack() as stack:
         links = stack.enter_context(Links(context, name="profile")) if context.world > 1 else None
         group = links.group(tuple(range(context.world)), "profile") if links is not None else None
+        if kind in SPEEDS:
+            assert links is not None
+            return _speed(kind, size, Together(links))
         if kind in COLLECTIVES:
             assert links is not None and group is not None
             return _seconds(_collective(kind, size, links, group, device), device, group)
@@ -123,6 +132,23 @@ def measure_on_rank(context: RankContext, kind: str, size: int, dtype: str) -> f
             return size / _seconds(lambda: kept.copy_(source, non_blocking=True), device, group)
         target = torch.empty_like(source)
         return 2 * size / _seconds(lambda: target.copy_(source), device, group)
+
+
+def _speed(kind: str, busy: int, ranks: Together) -> float:
+    """Of computation beside so many ranks that compute, counting its own; of all ranks' computation with a sum beneath
+    it, and of that sum."""
+    device = ranks.device.type
+    if kind == "computing":
+        product = _product(ranks.device, _SIDES[device][-2])
+        alone, beside = (ranks.seconds(product, ranks.rank < number) for number in (1, busy))
+        return min(1.0, alone / beside)
+    found = beneath(ranks, _product(ranks.device, _SMALL[device]), _MESSAGES[device][-1], (busy,))
+    return found.compute if kind == "computing beneath" else found.transfer[0]
+
+
+def _product(device: torch.device, side: int) -> Callable[[], Any]:
+    a, b = (torch.randn(side, side, device=device) for _ in range(2))
+    return lambda: torch.mm(a, b)
 
 
 def _collective(kind: str, size: int, links: Links, group: Group, device: torch.device) -> Callable[[], Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.config import cache_folder
 from phalanx.errors import ConfigError
-from phalanx.plan.rates import COLLECTIVES, Points, Rates
+from phalanx.plan.rates import COLLECTIVES, SPEEDS, Points, Rates
 from phalanx.records import Malformed, read_record
 
 FORMAT = "phalanx profile"
@@ -188,10 +188,12 @@ def rates_from(rows: list[Row], device: str, dtype: str, ranks: int) -> Rates | 
     if not products or not memory:
         return None
     collectives = {kind: found for kind in COLLECTIVES if (found := _points(own, kind))}
+    speeds = {kind: found for kind in SPEEDS if (found := _points(own, kind))}
     made = max(row.made for row in own)
     return Rates(
-        device, dtype, ranks, products, memory[-1][1], host[-1][1] if host else None, collectives, f"measured {made}"
-    )
+        device, dtype, ranks, products, memory[-1][1], host[-1][1] if host else None, collectives, f"measured {made}",
+        speeds,
+    )  # fmt: skip
 
 
 def _points(rows: list[Row], kind: str, **wanted: str) -> Points:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+from phalanx.program.contention import ALONE, Contention
 from phalanx.program.instructions import Instruction, Op
 from phalanx.program.shape import ModelShape
 from phalanx.program.slice_costs import SliceCost
@@ -34,6 +35,19 @@ class Link:
     def reduce(self, size: float, num_ranks: int) -> float:
         """All ranks of a ring end up with the sum of everyone's `size` bytes: each part is reduced, then gathered."""
         return 2 * self.gather(size, num_ranks)
+
+
+Curve = tuple[tuple[float, float], ...]  # sizes in bytes, rising, and the seconds that were measured of each
+
+
+def seconds_at(curve: Curve, size: float) -> float:
+    """Between sizes that were measured on a straight line, which goes on beyond the last; what is smaller than the
+    first takes as long."""
+    place = next((i for i, (known, _) in enumerate(curve) if known >= size), len(curve) - 1)
+    if place == 0:
+        return curve[0][1]
+    (less, before), (more, after) = curve[place - 1 : place + 1]
+    return before + (after - before) * (size - less) / (more - less)
 
 
 @dataclass(frozen=True)
@@ -73,12 +87,18 @@ class Costs:
     backward: gradients of inputs; weight: gradients of weights. What is computed again takes as long as the forward.
     host_link: between a device and the memory of its host, each way by itself.
     links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
-    issue_seconds: what starting to send or receive a message takes of the rank's own time.
+    transfers: of collectives by their names and numbers of ranks, of messages as ("send", 2), what sizes took where
+        that was measured; before the default links, behind single ones.
+    issue_seconds: what starting to send or receive a message takes of the rank's own time; input_seconds, what getting
+        a micro-batch ready does, and step_seconds what a step takes besides its program.
     dims: of a micro-batch, for the expressions in the ops of a block. element_bytes: of what redistributions send.
     slice_cost: the part of a block's seconds that a slice of a micro-batch takes, by what was measured or derived
         (`slice_costs.py`); the parts may add up to more than 1. None: by the arithmetic of the block's ops, or where
         it has none by the number of tokens.
+    segments: seconds of ops of blocks where they were measured one by one: what is done, block, op; of a micro-batch
+        or, where it is cut in two, a half. Of what is not there, a share of the block's.
     measured: seconds that stand before all of these.
+    contention: how fast all of this gets on beside other things; the seconds here are those alone.
     """
 
     forward: tuple[float, ...]
@@ -89,11 +109,16 @@ class Costs:
     group_link: Link = Link()
     host_link: Link = Link()
     links: Mapping[Ranks, Link] = field(default_factory=dict[Ranks, Link])
+    transfers: Mapping[tuple[str, int], Curve] = field(default_factory=dict[tuple[str, int], Curve])
     issue_seconds: float = 0.0
+    input_seconds: float = 0.0
+    step_seconds: float = 0.0
     dims: Mapping[str, int] = field(default_factory=dict[str, int])
     element_bytes: int = 4
     slice_cost: SliceCost | None = None
+    segments: Mapping[tuple[Op, int, int], float] = field(default_factory=dict[tuple[Op, int, int], float])
     measured: Measured | None = None
+    contention: Contention = ALONE
 
     def seconds(self, op: Op, block: int) -> float:
         """How long a computation of a whole block takes."""
@@ -108,11 +133,19 @@ class Costs:
                 assert op == Op.BW, f"{op} is not a computation"
                 return self.backward[block] + self.weight[block]
 
-    def message(self, source: int, target: int) -> Link:
-        return self.links.get((source, target), self.message_link)
+    def message(self, source: int, target: int, size: float) -> float:
+        curve = self.transfers.get(("send", 2))
+        if curve and (source, target) not in self.links:
+            return seconds_at(curve, size)
+        return self.links.get((source, target), self.message_link).send(size)
 
-    def group(self, ranks: Ranks) -> Link:
-        return self.links.get(ranks, self.group_link)
+    def collective(self, kind: str, ranks: Ranks, size: float) -> float:
+        """size: bytes of the whole tensor that is reduced, gathered or scattered."""
+        curve = self.transfers.get((kind, len(ranks)))
+        if curve and ranks not in self.links:
+            return seconds_at(curve, size)
+        link = self.links.get(ranks, self.group_link)
+        return (link.reduce if kind == "all_reduce" else link.gather)(size, len(ranks))
 
 
 def uniform(shape: ModelShape, f: float = 1.0, b: float = 1.0, w: float = 1.0, send: float = 0.0) -> Costs:

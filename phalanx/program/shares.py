@@ -28,6 +28,10 @@ class Shares:
         part = self._half(instruction) * self._of_slice(instruction, tokens)
         return part if instruction.op_index is None else part * self._of_op(instruction, tokens)
 
+    def slice(self, instruction: Instruction) -> float:
+        """The part of a micro-batch that its slice is."""
+        return self._of_slice(instruction, self._tokens(instruction))
+
     def elements(self, instruction: Instruction) -> float:
         """Of the whole tensor that a collective reduces, gathers or scatters."""
         tokens = self._tokens(instruction)

@@ -3,20 +3,21 @@
 A rank issues its program in order and computes one thing at a time. Messages and collectives are issued where they
 stand, once the computation before them has ended, and then run beside the computation, in the order of issue on their
 channel (two ranks, one direction) or group; so do copies to the host and back. Whoever touches what they bring waits
-for it. So the order on each resource is known beforehand, and a task simply begins when the last thing it waits for
-has ended. Ranks that differ only in whom they talk to are simulated once, unless their links differ. Nothing is printed
-here.
+for it. So the order on each resource is known beforehand; how fast things get on beside each other is `tasks.py`'s.
+Ranks that differ only in whom they talk to are simulated once, unless their links differ or they share devices. Nothing
+is printed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.plan.mesh import Mesh
 from phalanx.program import timeline
 from phalanx.program.compile import CompiledPlan, without_collection
+from phalanx.program.contention import ALONE, Use, Work
 from phalanx.program.costs import Costs, Measured, Ranks, kind_of
 from phalanx.program.groups import group_of
 from phalanx.program.holders import buckets_of, chunks_of, fetched_of, hosted_of
@@ -24,6 +25,7 @@ from phalanx.program.instructions import COLLECTIVES, COMPUTE, MOVES, RECEIVES, 
 from phalanx.program.memory import Sizes, peak_memory
 from phalanx.program.rules import Names
 from phalanx.program.shares import Shares
+from phalanx.program.tasks import Task, Tasks, Times, run
 from phalanx.program.timeline import Event, Timeline, channel_name, copies_name, group_name
 from phalanx.program.values import HOST, Row, Table
 
@@ -43,38 +45,8 @@ def simulate(compiled: CompiledPlan, costs: Costs, *, rendezvous: bool = True) -
         issuer = _Issuer(setting, tasks, rank)
         for position, row in enumerate(compiled.tables[compiled.pp_index(rank)].rows):
             issuer.issue(position, row)
-    events = _events(setting, tasks.tasks, _ends(tasks.tasks))
+    events = _events(setting, tasks.tasks, run(tasks.tasks, costs.contention))
     return _for_world(setting, events)
-
-
-@dataclass(slots=True)
-class Task:
-    """Something that occupies a resource on one or several ranks. `places` are (rank, position in its program); what
-    has none takes time, but is not shown."""
-
-    resource: str
-    places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    needs: list[int] = field(default_factory=list[int])  # the first of those that end last is what it waited for
-    seconds: float = 0.0
-
-
-class Tasks:
-    """The tasks of all ranks. One that several ranks take part in is found again under its key."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-        self._places: dict[Hashable, int] = {}
-
-    def add(self, task: Task) -> int:
-        self.tasks.append(task)
-        return len(self.tasks) - 1
-
-    def joint(self, resource: str, turn: int) -> int:
-        """The task whose turn it is on a channel or group, after the one of the turn before."""
-        if (resource, turn) not in self._places:
-            needs = [self.joint(resource, turn - 1)] if turn else []
-            self._places[resource, turn] = self.add(Task(resource, needs=needs))
-        return self._places[resource, turn]
 
 
 @dataclass(frozen=True)
@@ -92,7 +64,8 @@ class Setting:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Those that are simulated: one pipeline stands for all where all links are alike."""
-        return self.mesh.world if self.costs.links else self.mesh.column(0)
+        alike = not self.costs.links and not self.costs.contention.is_between_ranks
+        return self.mesh.column(0) if alike else self.mesh.world
 
     @cached_property
     def shares(self) -> Shares:
@@ -147,6 +120,7 @@ class _Issuer:
         self.computed: list[int] = []  # the last computation
         self.brings: dict[int, int] = {}  # value → task
         self.turns: dict[str, int] = {}
+        self.computing = setting.costs.contention.uses(rank, Work.COMPUTE)
 
     def issue(self, position: int, row: Row) -> None:
         it = row.instruction
@@ -165,10 +139,10 @@ class _Issuer:
             self._wait(waits)
             self._copy(position, row, self._host_step_seconds(it))
         elif it.op in COLLECTIVES and len(self.setting.group(self.rank, it)) > 1:
-            self._wait(waits)
+            self._wait(waits, self._other_seconds(it))
             self._collective(position, row)
         else:
-            self._local(position, waits, self._step_seconds(it) if it.op is Op.STEP else 0.0)
+            self._local(position, waits, self._other_seconds(it))
 
     def _issue_measured(self, position: int, row: Row, waits: list[int], measured: Measured) -> None:
         """Communication takes some of the rank's own time, too, before it is on its way."""
@@ -188,20 +162,24 @@ class _Issuer:
             self._local(position, waits, seconds)
 
     def _local(self, position: int, needs: list[int], seconds: float) -> None:
-        task = Task(timeline.COMPUTE, [(self.rank, position)], [*self.computed, *needs], seconds)
+        task = Task(timeline.COMPUTE, [(self.rank, position)], [*self.computed, *needs], seconds, self.computing)
         self.computed = [self.tasks.add(task)]
 
     def _wait(self, needs: list[int], seconds: float = 0.0) -> None:
         """What is issued after it cannot begin before."""
         if needs or seconds:
-            self.computed = [self.tasks.add(Task(timeline.COMPUTE, [], [*self.computed, *needs], seconds))]
+            task = Task(timeline.COMPUTE, [], [*self.computed, *needs], seconds, self.computing)
+            self.computed = [self.tasks.add(task)]
 
     def _seconds(self, it: Instruction) -> float:
         assert it.block is not None, f"{it} is not lowered"
         key = (it.op, it.block, it.op_index, it.slice, it.half, it.micro_batch if it.slice is not None else None)
         known = self.setting.seconds
         if key not in known:
-            known[key] = self.setting.costs.seconds(it.op, it.block) * self.setting.shares.seconds(it)
+            costs, shares = self.setting.costs, self.setting.shares
+            own = costs.segments.get((it.op, it.block, it.op_index or 0))
+            whole = costs.seconds(it.op, it.block) * shares.seconds(it) if own is None else own * shares.slice(it)
+            known[key] = whole
         return known[key]
 
     def _host_step_seconds(self, it: Instruction) -> float:
@@ -216,6 +194,19 @@ class _Issuer:
         here, moving = compiled.plan.device_updates, bucket.master_bytes + bucket.moment_bytes + bucket.gradient_bytes
         by_device = here * costs.host_link.send(moving / parts) if here else 0.0
         return max((1 - here) * bucket.host_step_seconds / parts, by_device) + back
+
+    def _other_seconds(self, it: Instruction) -> float:
+        """Of what is neither computed nor sent."""
+        costs = self.setting.costs
+        match it.op:
+            case Op.INPUT:
+                return costs.input_seconds
+            case Op.NORM:  # which every step has once
+                return costs.step_seconds
+            case Op.STEP:
+                return self._step_seconds(it)
+            case _:
+                return 0.0
 
     def _step_seconds(self, it: Instruction) -> float:
         compiled, costs = self.setting.compiled, self.setting.costs
@@ -234,10 +225,12 @@ class _Issuer:
         self._wait([], costs.issue_seconds)
         peer = self.peers[it.peer]
         source, target = (self.rank, peer) if it.op in SENDS else (peer, self.rank)
-        place = self._joint(channel_name(source, target, it.op), position)
+        place = self._joint(
+            channel_name(source, target, it.op), position, networks=costs.contention.networks((source, target), True)
+        )
         task = self.tasks.tasks[place]
         if self.measured is None:
-            seconds = costs.message(source, target).send(self.setting.message_bytes(it))
+            seconds = costs.message(source, target, self.setting.message_bytes(it))
         task.seconds = task.seconds if seconds is None else seconds
         if it.op in SENDS or self.setting.rendezvous:
             task.needs += self.computed
@@ -246,7 +239,7 @@ class _Issuer:
     def _collective(self, position: int, row: Row, seconds: float | None = None) -> None:
         it = row.instruction
         ranks = self.setting.group(self.rank, it)
-        place = self._joint(group_name(ranks), position)
+        place = self._joint(group_name(ranks), position, networks=self.setting.costs.contention.networks(ranks))
         task = self.tasks.tasks[place]
         task.needs += self.computed
         if seconds is None:
@@ -259,7 +252,7 @@ class _Issuer:
             self._wait([place])
 
     def _copy(self, position: int, row: Row, seconds: float | None = None) -> None:
-        place = self._joint(copies_name(self.rank, row.instruction.op), position)
+        place = self._joint(copies_name(self.rank, row.instruction.op), position, Work.COPY)
         task = self.tasks.tasks[place]
         task.needs += self.computed
         if seconds is None:
@@ -270,59 +263,39 @@ class _Issuer:
 
     def _redistribution_seconds(self, it: Instruction, ranks: Ranks) -> float:
         shares, costs = self.setting.shares, self.setting.costs
-        link = costs.group(ranks)
-        ring = link.reduce if shares.collective(it) == "all_reduce" else link.gather
-        return ring(shares.elements(it) * costs.element_bytes, len(ranks))
+        return costs.collective(shares.collective(it), ranks, shares.elements(it) * costs.element_bytes)
 
     def _reduce_seconds(self, it: Instruction, ranks: Ranks) -> float:
         plan, costs = self.setting.compiled.plan, self.setting.costs
-        link, num_ranks = costs.group(ranks), len(ranks)
         if it.op in _NUM_SCALARS:
-            return link.reduce(_NUM_SCALARS[it.op] * SCALAR_BYTES, num_ranks) if num_ranks > 1 else 0.0
+            return costs.collective("all_reduce", ranks, _NUM_SCALARS[it.op] * SCALAR_BYTES)
         assert it.block is not None
         bucket = costs.buckets[it.block]
         if it.op in (Op.GATHER, Op.SHARE):
-            return link.gather(bucket.weight_bytes, num_ranks)
+            return costs.collective("all_gather", ranks, bucket.weight_bytes)
         if it.op is Op.REDUCE and plan.zero:
-            return link.gather(bucket.gradient_bytes, num_ranks)
-        return link.reduce(bucket.gradient_bytes / plan.shards, num_ranks)
+            return costs.collective("reduce_scatter", ranks, bucket.gradient_bytes)
+        return costs.collective("all_reduce", ranks, bucket.gradient_bytes / plan.shards)
 
-    def _joint(self, resource: str, position: int) -> int:
+    def _joint(self, resource: str, position: int, work: Work = Work.TRANSFER, networks: tuple[Use, ...] = ()) -> int:
+        """networks: that it occupies besides the ranks' devices."""
         turn = self.turns.get(resource, 0)
         self.turns[resource] = turn + 1
         place = self.tasks.joint(resource, turn)
-        self.tasks.tasks[place].places.append((self.rank, position))
+        task, contention = self.tasks.tasks[place], self.setting.costs.contention
+        if contention is not ALONE:
+            task.uses += (*contention.uses(self.rank, work), *(use for use in networks if use not in task.uses))
+        task.places.append((self.rank, position))
         return place
 
 
-def _ends(tasks: Sequence[Task]) -> list[float]:
-    """When each task ends: the longest way to it through the graph."""
-    ends = [0.0] * len(tasks)
-    missing = [len(task.needs) for task in tasks]
-    waiting: list[list[int]] = [[] for _ in tasks]
-    for place, task in enumerate(tasks):
-        for need in task.needs:
-            waiting[need].append(place)
-    ready = [place for place, count in enumerate(missing) if count == 0]
-    for place in ready:
-        task = tasks[place]
-        ends[place] = max((ends[need] for need in task.needs), default=0.0) + task.seconds
-        for later in waiting[place]:
-            missing[later] -= 1
-            if missing[later] == 0:
-                ready.append(later)
-    assert len(ready) == len(tasks), "the programs wait for each other; the check would have refused them"
-    return ends
-
-
-def _events(setting: Setting, tasks: Sequence[Task], ends: Sequence[float]) -> list[Event]:
+def _events(setting: Setting, tasks: Sequence[Task], times: Times) -> list[Event]:
     order = sorted((rank, position, place) for place, task in enumerate(tasks) for rank, position in task.places)
     programs = {rank: setting.compiled.program(rank) for rank in setting.ranks}
     events: list[Event] = []
     for rank, position, place in order:
-        task = tasks[place]
-        start = max((ends[need] for need in task.needs), default=0.0)
-        events.append(Event(rank, programs[rank][position], start, ends[place], task.resource))
+        begin, end = times.begin[place], times.end[place]
+        events.append(Event(rank, programs[rank][position], begin, end, tasks[place].resource))
     return events
 
 

@@ -33,6 +33,8 @@ from phalanx.plan.estimate import Estimate, estimate
 from phalanx.plan.plan import Plan
 from phalanx.plan.search import search
 from phalanx.plan.work import ModelWork
+from phalanx.profile.model import times_here
+from phalanx.profile.store import Store, profiles_path
 from phalanx.training.budget import Budget, Fit
 from phalanx.training.here import planned_here
 
@@ -143,7 +145,7 @@ def _best(
     """The best plans that this model can run, best first. What `recompute=light` keeps is found out only where
     something has to be computed again."""
     for light in (False, True):
-        work = _work(subject, compiled, light)
+        work = _work(subject, compiled, cluster.per_node, light)
         try:
             found = search(
                 work, cluster, software, subject.config.batch_size, fixed, slot=subject.config.slot
@@ -173,8 +175,14 @@ def _whole(subject: Subject, device: torch.device) -> Compiled:
     )  # fmt: skip
 
 
-def _work(subject: Subject, compiled: Compiled, light: bool = True) -> ModelWork:
-    return work_of_graph(subject.spec.name, compiled, subject.batches.batch(0, 1), subject.heads, light)
+def _work(subject: Subject, compiled: Compiled, ranks: int, light: bool = True) -> ModelWork:
+    """ranks: of a node. With the seconds of its blocks, where `phalanx profile --model` measured them here."""
+    work = work_of_graph(subject.spec.name, compiled, subject.batches.batch(0, 1), subject.heads, light)
+    path = profiles_path()
+    rows = Store(path).rows() if path.is_file() else []
+    return work.timed(
+        times_here(rows, subject.captured, subject.config.dtype, compiled.device, ranks, work.tokens)
+    )  # fmt: skip
 
 
 def _can_run(subject: Subject, plan: Plan) -> bool:
@@ -203,7 +211,7 @@ def _choice(
     simply = f"{_shown(simple)}{'' if simple.fits else ', which would not fit'}"
     reason = (
         f"{plan.shown}: {seconds_text(best.step_seconds)} a step predicted on {shown_cluster(cluster)}{given}, "
-        f"{known_of(cluster)}{_beside(best, others)}; simple {simply}"
+        f"{known_of(cluster, work)}{_beside(best, others)}; simple {simply}"
     )
     return Choice(plan, reason, record_of(best, [*others, simple]))
 
@@ -212,10 +220,11 @@ def shown_cluster(cluster: Cluster) -> str:
     return " + ".join(map(str, cluster.nodes))
 
 
-def known_of(cluster: Cluster) -> str:
-    """Where the rates come from."""
+def known_of(cluster: Cluster, work: ModelWork) -> str:
+    """Where the seconds come from."""
     known = {figure.known for kind in cluster.nodes for figure in (kind.device.flops, kind.device.bandwidth)}
-    return f"by {' and '.join(sorted(known))} rates"
+    blocks = " and measured blocks" if any(own.times for own in work.classes) else ""
+    return f"by {' and '.join(sorted(known))} rates{blocks}"
 
 
 def _beside(best: Estimate, others: Sequence[Estimate]) -> str:
@@ -261,7 +270,7 @@ def lightened(
     if not subject.cuts:
         fixed = {"mb": 1, **fixed}
     try:
-        work = _work(subject, _whole(subject, fit.device))
+        work = _work(subject, _whole(subject, fit.device), ranks=1)
         cluster, software = planned_here(context, budget, subject.config.dtype)
         exact = replace(software, reserved=0.0, slack=0.0)  # what a rank holds is asked of its program
         found = _exactly(subject.config, work, cluster, exact, fixed, look, budget)
@@ -271,7 +280,7 @@ def lightened(
         best, own = found
         why = f"keeping everything would need {bytes_text(fit.bytes)}, and this {bytes_text(own.bytes)}"
         reason = f"{own.plan.shown}: {why} of {bytes_text(budget)}; {seconds_text(best.step_seconds)} a step predicted"
-        return Choice(own.plan, f"{reason} on {shown_cluster(cluster)}, {known_of(cluster)}", record_of(best, []))
+        return Choice(own.plan, f"{reason} on {shown_cluster(cluster)}, {known_of(cluster, work)}", record_of(best, []))
     return _offloaded(subject, fit, budget)
 
 

@@ -142,8 +142,22 @@ def test_ranks_measure_collectives_together(pool: Any) -> None:
 def test_questions_are_of_what_there_is() -> None:
     assert {q.kind for q in questions("cpu", 1)} == {"product", "memory"}
     assert {q.kind for q in questions("cuda", 2)} == {
-        "product", "memory", "host", "all_reduce", "all_gather", "reduce_scatter", "send",
+        "product", "memory", "host", "all_reduce", "all_gather", "reduce_scatter", "send", "computing",
+        "computing beneath", "all_reduce beneath",
     }  # fmt: skip
+    assert [q.size for q in questions("cpu", 4) if q.kind == "computing"] == [2, 3, 4]
+
+
+def test_ranks_measure_what_they_do_to_each_other(pool: Any) -> None:
+    for kind in ("computing", "computing beneath", "all_reduce beneath"):
+        found = pool.run(measure_on_rank, kind, 2, "float32", world=2)
+        assert all(0 < speed <= 1 for speed in found), kind
+
+
+def test_computation_loses_to_communication_what_was_measured() -> None:
+    slowed = rates(speeds={"computing beneath": ((4.0, 0.85),)})
+    assert on_cluster(Cluster.read("4 A100"), Software(), slowed)[1].contention == pytest.approx(0.15)
+    assert on_cluster(Cluster.read("4 A100"), Software(), rates())[1].contention == Software().contention
 
 
 # What planning makes of it.

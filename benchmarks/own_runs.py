@@ -1,0 +1,272 @@
+"""Our own runs: what a step of each of many plans is predicted to take, and what it takes, on 4 ranks of this machine.
+
+    python benchmarks/own_runs.py [--passes 6] [--out docs/results/own_runs.json]            4 CPU ranks, a thread each
+    python benchmarks/own_runs.py --gpu [--out docs/results/own_runs_gpu.json]               4 ranks that share one GPU
+    python benchmarks/own_runs.py --link 1gbit [--out docs/results/own_runs_link.json]       4 nodes with slow links
+
+A pass measures what a prediction is made of (segments of the model by degree and size, transfers, what ranks do to each
+other, steps of one rank that does everything) and then a few steps of every plan; nothing of a plan's own steps enters
+its prediction. Predicted is the simulation of its program, measured the median over passes; spread is the middle
+half of what passes say, from the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import own_runs_rank
+import plot
+import report
+from compare_setting import Setting, Size
+from own_runs_rank import Seen, Task, kinds_of, measure, usual
+from shared_gpu import rank_environment, shared_gpu
+
+from phalanx.engine.describe import describe
+from phalanx.errors import PhalanxError
+from phalanx.lab.run import Lab
+from phalanx.launch.worker_pool import WorkerPool
+from phalanx.model.captured import Captured
+from phalanx.plan.complete import complete
+from phalanx.plan.plan import Plan
+from phalanx.profile.beside import Seen as Beside
+from phalanx.program.compile import compile_plan
+from phalanx.program.costs import Costs
+from phalanx.program.from_facts import Device, costs_of_facts
+from phalanx.program.from_profile import RankProfile, Reference, SegmentSeconds, overheads, profiled
+from phalanx.program.simulate import simulate
+from phalanx.program.split_facts import Split, SplitFacts
+
+WORLD = 4
+PLANS = (
+    "dp=4", "dp=4,mb=2", "dp=4,mb=4", "dp=4,zero=1", "dp=4,zero=2,mb=2", "dp=4,zero=3", "dp=4,recompute=light",
+    "dp=4,recompute=block", "tp=4", "tp=4,sequence=yes", "tp=4,mb=2,overlap=halves", "tp=2,dp=2", "tp=2,dp=2,mb=2",
+    "tp=2,dp=2,sequence=yes,zero=1", "tp=2,dp=2,overlap=halves", "pp=2,dp=2,mb=4", "pp=2,dp=2,mb=4,zero=1",
+    "pp=2,dp=2,mb=4,schedule=zb-h1", "pp=2,dp=2,mb=4,schedule=interleaved,v=2", "pp=2,dp=2,mb=4,recompute=unit",
+    "pp=2,tp=2,mb=4", "pp=2,tp=2,mb=8,schedule=gpipe", "pp=4,mb=8", "pp=4,mb=16", "pp=4,mb=8,schedule=gpipe",
+    "pp=4,mb=8,schedule=zb-h1", "pp=4,mb=8,schedule=eager-1f1b", "pp=4,mb=8,recompute=block",
+)  # fmt: skip
+HEADERS = ["ranks", "plan", "predicted ms", "measured ms", "spread", "error"]
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Ranks of one sort and the model that they train. sizes: bytes of transfers that are measured."""
+
+    name: str
+    size: Size
+    dtype: str
+    device: str
+    sizes: tuple[int, ...]
+
+
+CPU = Kind("4 CPU ranks", Size(6, 256, 2048, samples=16, tokens=64), "float32", "cpu",
+           (KIB, 64 * KIB, 512 * KIB, 4 * MIB))  # fmt: skip
+GPU = Kind("4 ranks on one GPU", Size(6, 1024, 8192, samples=32, tokens=1024), "bfloat16", "cuda",
+           (4 * KIB, 512 * KIB, 4 * MIB, 16 * MIB, 48 * MIB))  # fmt: skip
+
+
+def main() -> None:
+    options = _options()
+    kind = GPU if options.gpu else CPU
+    name = f"4 nodes, {options.link}" if options.link else kind.name
+    setting = Setting("llama", kind.size, kind.dtype, masters=True)
+    captured = setting.capture()
+    task = Task(setting, _plans(setting, captured, options.only), options.passes, kind.device, kind.sizes)
+    seen = _in_lab(options.link, task, captured) if options.link else _in_pool(kind, task, captured)
+    results = compared(name, task, captured, seen, options.link is not None)
+    print(report.table(HEADERS, rows(results)))
+    print(summary(results))
+    about = {"ranks": name, **asdict(kind), "passes": options.passes, "profile": results and _shown(seen)}
+    report.publish(options, "own_runs", about, results, [panel(name, results)])
+
+
+def _plans(setting: Setting, captured: Captured, only: str) -> dict[str, Plan]:
+    weights, samples = captured.blocks.flops(captured.dims(setting.batch())), setting.size.samples
+    texts = [text for text in PLANS if only in text]
+    return {text: complete(text, world=WORLD, batch_size=samples, costs=weights).plan for text in texts}
+
+
+@contextmanager
+def _pool(kind: Kind):
+    if kind is GPU:
+        with shared_gpu(WORLD), WorkerPool(WORLD, device="cuda", environment=rank_environment) as pool:
+            yield pool
+        return
+    with WorkerPool(WORLD, threads_per_rank=1, device="cpu") as pool:
+        yield pool
+
+
+def _in_pool(kind: Kind, task: Task, captured: Captured) -> list[Seen]:
+    with _pool(kind) as pool:
+        return pool.run(measure, task, captured, on_event=lambda event, about: _say(f"{event}: {about}"))
+
+
+def _in_lab(link: str, task: Task, captured: Captured) -> list[Seen]:
+    """Every rank a node of its own."""
+    spec = f"nodes={WORLD},ranks_per_node=1,link={link},device=cpu:1thread"
+    with tempfile.TemporaryDirectory(prefix="phalanx-own-runs-") as name, Lab(spec, say=_say) as opened:
+        if opened.effective != opened.spec:
+            raise SystemExit(f"links of a known rate are needed: {'; '.join(opened.notes)}")
+        (Path(name) / own_runs_rank.TASK).write_bytes(pickle.dumps((task, captured)))
+        code = opened.run([sys.executable, own_runs_rank.__file__, name])
+        if code:
+            raise SystemExit(f"a rank failed with exit code {code}")
+        return [pickle.loads((Path(name) / f"rank-{rank}").read_bytes()) for rank in range(WORLD)]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# What is predicted.
+
+
+def compared(name: str, task: Task, captured: Captured, seen: Sequence[Seen], is_apart: bool) -> list[dict[str, Any]]:
+    """Every plan: predicted beside measured. is_apart: every rank has its own network."""
+    known = _Known(task, captured, seen[0], is_apart)
+    found: list[dict[str, Any]] = []
+    for text, plan in task.plans.items():
+        times = seen[0].steps[text]
+        middle = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
+        found.append({
+            "ranks": name, "plan": text, "full": plan.full_text, "predicted_seconds": known.step(text, plan),
+            "measured_seconds": report.summary(times), "spread": (middle[2] - middle[0]) / 2 / middle[1],
+            "cores": os.cpu_count(), "load": os.getloadavg()[1],
+        })  # fmt: skip
+    return found
+
+
+class _Known:
+    """What was measured, as predictions use it."""
+
+    def __init__(self, task: Task, captured: Captured, seen: Seen, is_apart: bool) -> None:
+        self._task, self._captured, self._seen = task, captured, seen
+        self._kinds, self._described = kinds_of(task, captured), dict[Split, SplitFacts]()
+        self._nodes = tuple(range(WORLD)) if is_apart else ()
+        others = joined(seen.others)
+        elements = sum(self._facts(Plan()).elements)
+        self._profile = RankProfile(
+            statistics.median(seen.update) / elements, issue=others.issue, transfers=others.transfers,
+            beside=others.beside,
+        )  # fmt: skip
+        per_micro_batch, per_step = overheads([self._reference(mb) for mb in own_runs_rank.REFERENCES])
+        self._profile = replace(self._profile, input=per_micro_batch, step=per_step)
+
+    def step(self, text: str, plan: Plan) -> float:
+        devices = (0,) * WORLD
+        return simulate(compile_plan(plan, self._facts(plan).eager), self._costs(text, plan, devices)).makespan
+
+    def _reference(self, mb: int) -> Reference:
+        """One rank while all others do the same, which its seconds already hold."""
+        plan = Plan(mb=mb, stages=(len(self._captured.blocks.blocks),))
+        costs = self._costs(f"reference {mb}", plan, (0,))
+        simulated = simulate(compile_plan(plan, self._facts(plan).eager), costs).makespan
+        return Reference(mb, statistics.median(self._seen.references[mb]), simulated)
+
+    def _costs(self, text: str, plan: Plan, devices: tuple[int, ...]) -> Costs:
+        kind, samples = self._kinds[text]
+        facts = self._facts(plan)
+        dims = self._captured.dims({n: t[:samples] for n, t in self._task.setting.batch().items()})
+        assumed = costs_of_facts(facts, facts.eager, dims, Device(), plan.sum_bytes)
+        times = self._seen.segments[replace(kind, mb=samples)]
+        segments = {place: SegmentSeconds(*usual(own)) for place, own in times.items()}
+        return profiled(
+            assumed, segments, facts.elements, self._profile, devices, self._nodes if plan.world > 1 else ()
+        )
+
+    def _facts(self, plan: Plan) -> SplitFacts:
+        split = Split.of(plan)
+        if split not in self._described:
+            self._described[split] = describe(self._captured, plan, self._task.setting.dtype, "cpu")
+        return self._described[split]
+
+
+def joined(seen: Sequence[Beside]) -> Beside:
+    """The medians of all passes."""
+
+    def points(key: tuple[str, int]):
+        columns = zip(*(own.transfers[key] for own in seen), strict=True)
+        return tuple((column[0][0], statistics.median(seconds for _, seconds in column)) for column in columns)
+
+    beside = {key: tuple(map(statistics.median, zip(*(own.beside[key] for own in seen), strict=True)))
+              for key in seen[0].beside}  # fmt: skip
+    return Beside({key: points(key) for key in seen[0].transfers}, beside, statistics.median(o.issue for o in seen))
+
+
+def _shown(seen: Sequence[Seen]) -> dict[str, Any]:
+    """What predictions were made of, for whoever reads the results."""
+    others = joined(seen[0].others)
+    return {
+        "transfers": {f"{kind} of {ranks}": points for (kind, ranks), points in others.transfers.items()},
+        "beside": {f"{a} beside {b}": speeds for (a, b), speeds in others.beside.items()}, "issue": others.issue,
+        "update": statistics.median(seen[0].update),
+        "references": {mb: statistics.median(found) for mb, found in seen[0].references.items()},
+    }  # fmt: skip
+
+
+# What is said.
+
+
+def error(result: Mapping[str, Any]) -> float:
+    return result["predicted_seconds"] / result["measured_seconds"]["median"] - 1
+
+
+def regret(results: Sequence[Mapping[str, Any]], count: int) -> float:
+    """How much slower the best of so many plans that are predicted to be the fastest is than the fastest."""
+    told = sorted(results, key=lambda own: own["predicted_seconds"])[:count]
+    best = min(own["measured_seconds"]["median"] for own in results)
+    return min(own["measured_seconds"]["median"] for own in told) / best - 1
+
+
+def summary(results: Sequence[Mapping[str, Any]]) -> str:
+    errors = sorted(abs(error(own)) for own in results)
+    worst = max(results, key=lambda own: abs(error(own)))
+    return (
+        f"{len(results)} plans: mean error {statistics.fmean(errors):.1%}, worst {error(worst):+.1%} "
+        f"({worst['plan']}), mean spread of repeats {statistics.fmean(own['spread'] for own in results):.1%}; "
+        f"chosen plan {regret(results, 1):.1%} slower than the fastest, best of three {regret(results, 3):.1%}"
+    )
+
+
+def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    return [
+        [own["ranks"], own["plan"], f"{own['predicted_seconds'] * 1e3:.1f}",
+         f"{own['measured_seconds']['median'] * 1e3:.1f}", f"±{own['spread']:.1%}", f"{error(own):+.1%}"]
+        for own in results
+    ]  # fmt: skip
+
+
+def panel(name: str, results: Sequence[Mapping[str, Any]]) -> plot.Panel:
+    predicted = [plot.Point(own["plan"], *[own["predicted_seconds"]] * 3) for own in results]
+    measured = [plot.Point.of(own["plan"], own["measured_seconds"]) for own in results]
+    return plot.Panel(name, "", "seconds of a step", {"predicted": predicted, "measured": measured})
+
+
+def _options() -> argparse.Namespace:
+    parser = report.options(__doc__ or "")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--gpu", action="store_true", help="4 ranks that share one GPU, instead of CPU ranks")
+    where.add_argument("--link", metavar="RATE", help="4 nodes with one CPU rank each, with links of this rate: 1gbit")
+    parser.add_argument("--passes", type=int, default=6, help="profiles and steps of each plan (default: 6)")
+    parser.add_argument("--only", default="", help="plans whose text contains this")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PhalanxError as error:
+        raise SystemExit(str(error)) from None

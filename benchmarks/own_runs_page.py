@@ -1,0 +1,55 @@
+"""The page docs/results/own_runs.md, from what `own_runs.py` measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import report
+from own_runs import HEADERS, rows, summary
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+FILES = ("own_runs_gpu.json", "own_runs.json", "own_runs_link.json")
+INTRO = """# Our own runs: predicted beside measured
+
+Steps of many plans on four ranks, each predicted by simulating its program with what was measured apart from it: the
+seconds of the model's segments by tensor-parallel degree and size of micro-batch, of transfers by size, how fast ranks
+compute and communicate beside each other, and, from steps of one rank that does everything, what micro-batches and
+steps take besides. Nothing of a plan's own steps enters its prediction. Profile and plans run in turn, pass by pass, in
+one job; `measured` is the median over passes of what a training loop sees of a step, `spread` half of the middle half.
+Errors are relative to what was measured: minus is a prediction too low.
+"""
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The whole page, from the result files that there are."""
+    files = [folder / name for name in FILES]
+    return "\n".join([INTRO, *(_section(json.loads(file.read_text()), file.name) for file in files if file.exists())])
+
+
+def _section(data: dict[str, Any], file: str) -> str:
+    machine, setting = data["machine"], data["setting"]
+    where, size = " and ".join(machine["gpus"]) or machine["processor"], setting["size"]
+    lines = [
+        f"## {setting['ranks']}", "",
+        f"`python benchmarks/own_runs.py{_options(setting)} --passes {setting['passes']}` on {where} (torch "
+        f"{machine['torch']}), {machine['date']}. Data: [{file}]({file}). {report.busy(machine)}", "",
+        f"Llama of {size['layers']} layers, width {size['width']}, {size['samples']} samples of {size['tokens']} "
+        f"tokens in {setting['dtype']}.", "",
+        report.markdown(HEADERS[1:], [row[1:] for row in rows(data["results"])]), "",
+        f"{summary(data['results'])}.", "", _beside(setting["profile"]), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _options(setting: dict[str, Any]) -> str:
+    if setting["device"] == "cuda":
+        return " --gpu"
+    return f" --link {setting['ranks'].rpartition(' ')[2]}" if "nodes" in setting["ranks"] else ""
+
+
+def _beside(profile: dict[str, Any]) -> str:
+    speeds = profile["beside"].items()
+    shown = "; ".join(f"{name} {', '.join(f'{speed:.0%}' for speed in own)}" for name, own in speeds)
+    return f"Speeds beside one other, two, …, as shares of those alone: {shown}."

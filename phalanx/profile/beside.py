@@ -1,0 +1,224 @@
+"""What ranks do to each other: how fast each computes beside others, how long transfers take idle and beneath
+computation, and what that loses to them. Measured by all ranks of a job together, for `program/contention.py`.
+
+Ranks that have nothing to do wait for the others without using a core.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.comm.links import Group, Links
+from phalanx.program.contention import Speeds, Work
+from phalanx.program.costs import Curve
+
+Run = Callable[[], Any]
+_WARM_UP, _ROUNDS, _SECONDS, _MOST = 2, 3, 0.04, 200
+_BENEATH = 6  # transfers in a round beneath computation
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+class Together:
+    """All ranks of these links, which call the same methods in the same order."""
+
+    def __init__(self, links: Links) -> None:
+        self.links, self.device = links, links.device
+        self.rank, self.size = links.context.rank, links.context.world
+        self.world = links.group(tuple(range(self.size)), "profile")
+
+    def most(self, number: float) -> float:
+        """Of what all ranks say; none goes on before all have."""
+        said = torch.tensor([number], dtype=torch.float64, device=self.device)
+        self.world.all_reduce(said, "max").wait("the other ranks")
+        return float(said.item())
+
+    def group(self, size: int) -> Group:
+        """The one of this rank, where consecutive ranks form groups of this size."""
+        first = self.rank - self.rank % size
+        return self.links.group(tuple(range(first, first + size)), "profile")
+
+    def seconds(self, run: Run, busy: bool = True) -> float:
+        """Of one run, of the slowest rank of those that are busy; the median of a few rounds."""
+
+        def timed(times: int) -> float:
+            self.most(0.0)
+            begin = time.perf_counter()
+            if busy:
+                for _ in range(times):
+                    run()
+                self.synchronize()
+            return self.most((time.perf_counter() - begin) / times if busy else 0.0)
+
+        timed(_WARM_UP)
+        times = max(1, min(_MOST, int(_SECONDS / max(timed(1), 1e-7))))
+        return statistics.median(timed(times) for _ in range(_ROUNDS))
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def computing(ranks: Together, run: Run) -> Speeds:
+    """How fast a rank gets on with its work beside one other that does the same, beside two, …"""
+    alone, *others = [ranks.seconds(run, ranks.rank < busy) for busy in range(1, ranks.size + 1)]
+    return tuple(min(1.0, alone / seconds) for seconds in others)
+
+
+def collective(ranks: Together, kind: str, size: int, group_size: int, num_groups: int = 1) -> float:
+    """Seconds of one over `size` bytes, while so many groups have one at the same time."""
+    group = ranks.group(group_size)
+    busy = ranks.rank < num_groups * group_size
+    return ranks.seconds(lambda: _start(group, kind, size, ranks.device).wait("a collective"), busy)
+
+
+def _start(group: Group, kind: str, size: int, device: torch.device) -> Any:
+    count = max(1, size // 4 // len(group.ranks)) * len(group.ranks)
+    whole, part = _buffers(count, len(group.ranks), device)
+    if kind == "all_reduce":
+        return group.all_reduce(whole)
+    return group.all_gather(whole, part) if kind == "all_gather" else group.reduce_scatter(part, whole)
+
+
+_kept: dict[tuple[int, int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _buffers(count: int, parts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    key = (count, parts, str(device))
+    if key not in _kept:
+        _kept.clear()
+        _kept[key] = torch.zeros(count, device=device), torch.zeros(count // parts, device=device)
+    return _kept[key]
+
+
+def message(ranks: Together, size: int, peer: int = 1) -> float:
+    """Seconds of one from rank 0 to another, half of those there and back."""
+    if ranks.rank not in (0, peer):
+        return ranks.seconds(lambda: None, busy=False) / 2
+    return ranks.seconds(_to_and_fro(ranks, size, peer)) / 2
+
+
+def issuing(ranks: Together, size: int) -> float:
+    """Seconds that starting a message takes of a rank's own time."""
+    if ranks.rank > 1:
+        return ranks.most(0.0)
+    exchange, found = _to_and_fro(ranks, size, 1), list[float]()
+    for _ in range(10):
+        exchange(found)
+    return ranks.most(statistics.median(found))
+
+
+def _to_and_fro(ranks: Together, size: int, peer: int) -> Callable[..., None]:
+    links, other = ranks.links, peer if ranks.rank == 0 else 0
+    links.open_channels([(0, peer, "f"), (peer, 0, "b")])
+    there, back = ("f", "b") if ranks.rank == 0 else ("b", "f")
+    sent, come = (torch.zeros(max(1, size // 4), device=ranks.device) for _ in range(2))
+    out, into = links.channel(other, there, "out"), links.channel(other, back, "in")
+
+    def send(issued: list[float] | None) -> None:
+        begin = time.perf_counter()
+        pending = out.send(sent)
+        if issued is not None:
+            issued.append(time.perf_counter() - begin)
+        pending.wait("a message to leave")
+
+    def exchange(issued: list[float] | None = None) -> None:
+        if ranks.rank == 0:
+            send(issued)
+        into.recv(come).wait("a message")
+        if ranks.rank != 0:
+            send(issued)
+
+    return exchange
+
+
+@dataclass(frozen=True)
+class Beneath:
+    """transfer: speeds of a collective of all ranks beneath the computation of one rank, of two, …; compute: the speed
+    of computation of all ranks with a collective beneath it."""
+
+    transfer: Speeds
+    compute: float
+
+
+def beneath(ranks: Together, run: Run, size: int, counts: Sequence[int] = ()) -> Beneath:
+    """size: bytes that are summed over all ranks. run: takes much less time than that. counts: of ranks that compute;
+    all there can be, where none are given. The last is that of all ranks."""
+
+    def synchronized() -> None:
+        run()
+        ranks.synchronize()
+
+    crowded = ranks.seconds(synchronized)
+    idle = _rounds(ranks, None, size)[0]
+    speeds: list[float] = []
+    done = 1.0
+    for busy in counts or range(1, ranks.size + 1):
+        seconds, count = _rounds(ranks, synchronized if ranks.rank < busy else None, size)
+        speeds.append(min(1.0, idle / seconds))
+        done = count * crowded / seconds
+    return Beneath(tuple(speeds), min(1.0, -ranks.most(-done)))
+
+
+def _rounds(ranks: Together, run: Run | None, size: int) -> tuple[float, float]:
+    """(seconds of a transfer, how often this rank ran meanwhile), with transfers one after the other."""
+    found: list[tuple[float, float]] = []
+    for number in range(_ROUNDS + 1):
+        ranks.most(0.0)
+        begin, count = time.perf_counter(), 0
+        for _ in range(_BENEATH):
+            pending = _start(ranks.world, "all_reduce", size, ranks.device)
+            while run is not None and not pending.done():
+                run()
+                count += 1
+            pending.wait("a sum")
+            ranks.synchronize()
+        seconds = ranks.most(time.perf_counter() - begin)
+        if number:  # the first warms up
+            found.append((seconds / _BENEATH, count / _BENEATH))
+    return statistics.median(own for own, _ in found), statistics.median(own for _, own in found)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What ranks saw of transfers and of each other."""
+
+    transfers: dict[tuple[str, int], Curve]
+    beside: dict[tuple[Work, Work], Speeds]
+    issue: float
+
+
+def measure(ranks: Together, run: Run, small: Run, sizes: Sequence[int]) -> Seen:
+    """run: a computation as those of training; small: one that takes about a millisecond. sizes: bytes of transfers,
+    rising."""
+    groups = [size for size in range(2, ranks.size + 1) if ranks.size % size == 0]
+    curves = {
+        (kind, size): tuple((float(own), collective(ranks, kind, own, size)) for own in sizes)
+        for size in groups
+        for kind in KINDS
+    }
+    curves["send", 2] = tuple((float(own), message(ranks, own)) for own in sizes)
+    below = beneath(ranks, small, sizes[-1])
+    beside: dict[tuple[Work, Work], Speeds] = {
+        (Work.COMPUTE, Work.COMPUTE): computing(ranks, run),
+        (Work.TRANSFER, Work.COMPUTE): below.transfer,
+        (Work.COMPUTE, Work.TRANSFER): tuple(
+            1 - (1 - below.compute) * number / ranks.size for number in range(1, ranks.size + 1)
+        ),
+    }
+    if ranks.size >= 4:
+        beside[Work.TRANSFER, Work.TRANSFER] = transferring(ranks, sizes[-1])
+    _kept.clear()
+    return Seen(curves, beside, issuing(ranks, sizes[0]))
+
+
+def transferring(ranks: Together, size: int) -> Speeds:
+    """How fast a collective of two ranks gets on beside one other rank that communicates, beside two, …"""
+    pairs = ranks.size // 2
+    alone, *others = [collective(ranks, "all_reduce", size, 2, number) for number in range(1, pairs + 1)]
+    return tuple(min(1.0, alone / seconds) for seconds in others for _ in range(2))

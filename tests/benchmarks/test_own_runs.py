@@ -1,0 +1,78 @@
+"""Our own runs: what is compared with what, and a whole comparison of two plans of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+
+import own_runs
+import own_runs_page
+from compare_setting import Setting, Size
+from own_runs import PLANS, compared, error, joined, regret, rows, summary
+from own_runs_rank import Task, measure, samples_of, whole
+
+from phalanx.launch.worker_pool import WorkerPool
+from phalanx.plan.plan import Plan
+from phalanx.profile.beside import Seen
+from phalanx.program.contention import Work
+
+
+def result(plan: str, predicted: float, measured: float) -> dict[str, Any]:
+    times = {"median": measured, "low": measured, "high": measured, "repeats": 3}
+    return {"ranks": "r", "plan": plan, "predicted_seconds": predicted, "measured_seconds": times, "spread": 0.01}
+
+
+RESULTS = [result("a", 1.0, 1.25), result("b", 2.0, 1.0), result("c", 3.0, 3.0)]
+
+
+def test_errors_and_regret_are_relative_to_what_was_measured() -> None:
+    assert [round(error(own), 3) for own in RESULTS] == [-0.2, 1.0, 0.0]
+    assert regret(RESULTS, 1) == pytest.approx(0.25) and regret(RESULTS, 2) == 0
+    assert summary(RESULTS).startswith("3 plans: mean error 40.0%, worst +100.0% (b)")
+    assert rows(RESULTS)[0] == ["r", "a", "1000.0", "1250.0", "±1.0%", "-20.0%"]
+
+
+def test_there_are_enough_plans_and_each_is_another_one() -> None:
+    assert len(set(PLANS)) == len(PLANS) >= 24
+
+
+def test_plans_share_segments_where_they_compute_the_same() -> None:
+    one, other = Plan.parse("pp=2,tp=2,mb=4,stages=3-3"), Plan.parse("tp=2,dp=2,mb=2,stages=6,zero=1")
+    assert whole(one, 6) == whole(other, 6) != whole(Plan.parse("dp=4,stages=6"), 6)
+    assert samples_of(one, 16) == samples_of(other, 16) == 4
+
+
+def test_passes_are_joined_by_their_medians() -> None:
+    key = (Work.COMPUTE, Work.COMPUTE)
+    passes = [Seen({("send", 2): ((8.0, seconds),)}, {key: (seconds / 4,)}, seconds) for seconds in (1.0, 3.0, 2.0)]
+    assert joined(passes) == Seen({("send", 2): ((8.0, 2.0),)}, {key: (0.5,)}, 2.0)
+
+
+def test_the_page_says_how_it_was_measured(tmp_path: Path) -> None:
+    setting = {"ranks": "4 nodes, 1gbit", "device": "cpu", "dtype": "float32", "passes": 2,
+               "size": {"layers": 2, "width": 64, "samples": 8, "tokens": 16},
+               "profile": {"beside": {"compute beside compute": [0.5]}}}  # fmt: skip
+    machine = {"gpus": [], "processor": "x", "torch": "2", "date": "today", "cores": 2, "load": 0.0}
+    data = {"machine": machine, "setting": setting, "results": RESULTS}
+    (tmp_path / "own_runs_link.json").write_text(json.dumps(data))
+    page = own_runs_page.page(tmp_path)
+    assert "own_runs.py --link 1gbit --passes 2" in page and "| a | 1000.0 | 1250.0 | ±1.0% | -20.0% |" in page
+    assert "compute beside compute 50%" in page and "3 plans: mean error" in page
+
+
+@pytest.mark.long
+def test_plans_are_predicted_and_measured(pool: WorkerPool) -> None:
+    setting = Setting("llama", Size(4, 64, 128, samples=8, tokens=16), "float32", masters=True)
+    captured = setting.capture()
+    plans = {text: Plan.parse(text) for text in ("tp=2,dp=2,stages=6", "pp=4,mb=4,stages=2-1-1-2,schedule=zb-h1")}
+    task = Task(setting, plans, 2, "cpu", (1024, 65536))
+    seen = pool.run(measure, task, captured, world=own_runs.WORLD)
+    results = compared("here", task, captured, seen, is_apart=False)
+    assert [own["plan"] for own in results] == list(plans)
+    assert all(own["predicted_seconds"] > 0 and own["measured_seconds"]["repeats"] == 2 for own in results)
