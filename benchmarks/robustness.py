@@ -224,7 +224,7 @@ def main() -> None:
             families.setdefault(case["family"], []).append(case)
     stop, last = threading.Event(), time.monotonic() + chosen.seconds
     for row in workers.results(families, chosen.jobs, stop):
-        results[row["family"], row["plan"]] = row
+        results[row["family"], row["plan"]] = row | {"date": time.strftime("%Y-%m-%d")}
         report.write(Path(chosen.out), "robustness", {"limit": chosen.limit}, in_order(results))
         print(row["family"], row["plan"], row["outcome"], row.get("reason", "")[:200], flush=True)
         if time.monotonic() > last:

@@ -43,7 +43,8 @@ def row(family: str, plan: str, outcome: str, **more: object) -> dict[str, objec
 
 def test_a_family_is_one_row_and_a_reason_stands_once(tmp_path: Path) -> None:
     results = [
-        row("llama", "mb=2", "exact"), row("llama", "pp=2", "exact"), row("llama", "tp=2", "exact", share=0.97),
+        row("llama", "mb=2", "exact"), row("llama", "pp=2", "exact"),
+        row("llama", "tp=2", "exact", share=0.97, date="2026-11-17"),
         row("mamba", "mb=2", "refused", reason="a loop over tokens"),
         row("mamba", "tp=2", "refused", reason="a loop over tokens"),
     ]  # fmt: skip
@@ -53,6 +54,7 @@ def test_a_family_is_one_row_and_a_reason_stands_once(tmp_path: Path) -> None:
     assert "| llama | causal-lm | exact | exact | exact | – | – | 97% |" in text
     assert "2 families in 5 cases: 3 exact, 2 refused, 0 wrong, 0 crash. 1 families are exact under both" in text
     assert "- mamba (`mb=2`, `tp=2`) — refused: a loop over tokens" in text
+    assert "(torch 2, transformers 5), up to 2026-11-17, 4 cases before their days were kept. Data" in text
 
 
 def test_reasons_name_files_below_the_installed_packages() -> None:

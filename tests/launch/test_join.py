@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -109,23 +110,39 @@ def test_without_a_supervisor_a_lost_rank_is_named_by_rank_0(number: signal.Sign
 
 def test_a_host_that_takes_connections_but_never_answers_stands_still(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(monitor, "_TICK_SECONDS", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        host = monitor.Host(listener.getsockname(), 0.05)
+    monkeypatch.setattr(monitor, "_PROMPT_SECONDS", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as listener, monitor.Host(listener.getsockname(), 0.05) as host:
         while not host.stands_still():  # until pytest's own timeout
             time.sleep(0.01)
-        patient = monitor.Host(listener.getsockname(), 1e9)
-        assert not any(patient.stands_still() for _ in range(3))
 
 
-def test_a_host_that_takes_no_connection_may_be_behind_a_slow_link(monkeypatch: pytest.MonkeyPatch):
+def test_a_host_whose_connections_come_late_may_be_behind_a_slow_link(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(monitor, "_TICK_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "_PROMPT_SECONDS", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-    host = monitor.Host(address, 0.0)
-    for _ in range(5):
-        assert not host.stands_still()
-        time.sleep(0.01)
+    with monitor.Host(address, 0.0) as host:  # nobody listens there any more
+        for _ in range(10):
+            assert not host.stands_still()
+            time.sleep(0.01)
     assert not monitor.Host(None, 0.0).stands_still()
+
+
+def test_a_host_has_as_long_again_as_its_link_was_slow():
+    host = monitor.Host(("127.0.0.1", 1), 2.0)
+    host._clock = Clock([3.0, 8.0, 14.9, 15.1])  # pyright: ignore[reportAttributeAccessIssue]
+    host._began, host._thread = 0.0, threading.current_thread()
+    assert not host.stands_still()  # at 3, and connections come late
+    host._prompt, host._since = True, 6.5
+    assert [host.stands_still() for _ in range(3)] == [False, False, True]  # 6.5 + 2 + 6.5 = 15
+
+
+class Clock:
+    def __init__(self, times: list[float]) -> None:
+        self._times = iter(times)
+
+    def read(self) -> float:
+        return next(self._times)
 
 
 @pytest.mark.long

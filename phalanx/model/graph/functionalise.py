@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import CaptureError
 
@@ -59,11 +60,23 @@ class FlatGraph:
             return int(expression)
         if unknown := {str(s) for s in expression.free_symbols} - set(self.symbols):
             raise CaptureError(
-                f"a size depends on the data ({', '.join(sorted(unknown))})",
-                "shapes must follow from the shapes of the inputs alone",
+                f"a size depends on the data ({self._first_with(unknown)})",
+                "shapes must follow from the shapes of the inputs alone: multiply by a mask instead of selecting by it",
             )
         names = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
         return self.placeholder("size", str(expression.subs(names)))
+
+    def _first_with(self, symbols: set[str]) -> str:
+        """Where a size of these comes from."""
+        for node in self.graph.nodes:
+            for value in tree_leaves(node.meta.get("val")):
+                sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+                found = {
+                    str(x) for size in sizes if isinstance(size, torch.SymInt) for x in size.node.expr.free_symbols
+                }
+                if found & symbols:
+                    return where(node)
+        return "unknown line"
 
 
 def where(node: fx.Node) -> str:
@@ -188,8 +201,9 @@ def _replace_in_place(flat: FlatGraph, node: fx.Node) -> None:
     base = _storage(changed)
     kind, name = flat.roles.get(base, ("constant", ""))
     if kind != "constant":
+        why = "which another part of the batch would see" if kind == "input" else "which training does not carry on"
         raise CaptureError(
-            f"the forward pass changes {kind} '{name}' in place ({where(node)}), so a split batch would differ",
+            f"the forward pass changes {kind} '{name}' in place ({where(node)}), {why}",
             "keep running state out of the model; write the operation out of place",
         )
     if "out" in node.kwargs:
