@@ -549,6 +549,8 @@ SPLIT: dict[str, Callable[[], nn.Module]] = {
     "regularised": Regularised,
     "embedding looked up in the middle": lambda: Shared("looked up"),
     "embedding attended to in the middle": lambda: Shared("attended to"),
+    "torch's own encoder with a mask": Attending,
+    "containers in containers": Towers,
 }
 
 
