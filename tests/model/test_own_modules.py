@@ -3,6 +3,7 @@ whole, or refused with the true reason."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.errors import CaptureError, PlanError
+from phalanx.errors import CaptureError, ModelError, PlanError
 from phalanx.model import selfcheck, separable
 from phalanx.model.zoo import zoo
 from phalanx.tasks.custom import Custom
@@ -256,9 +257,9 @@ class Named(NamedTuple):
 class Attending(nn.Module):
     """torch's own encoder, with a mask that it would look at."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=dropout, batch_first=True)
         self.embed, self.encoder = nn.Embedding(9, WIDTH), nn.TransformerEncoder(layer, 2)
 
     def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
@@ -504,6 +505,12 @@ CASES: dict[str, Case] = {
     "changed in place": Case(regression(in_place)),
     "torch's own encoder with a mask": Case(Attending),
     "sorted": Case(net(lambda m, x, y: functional.mse_loss(m.second(x).sort(-1).values, y))),
+    "attention of torch's with dropout": Case(
+        lambda: Attending(dropout=0.1), refused="scaled_dot_product_attention draws random numbers"
+    ),
+    "random numbers of Python's": Case(
+        regression(lambda m, x: x * random.random()), refused="between calls outside of the module, or draws random"
+    ),
     "random numbers": Case(regression(lambda m, x: x + torch.randn_like(x)), refused="draws random numbers"),
     "written slices": Case(regression(written_slice)),
     "gradient penalty": Case(net(penalised), refused="torch.autograd.grad"),
@@ -591,6 +598,32 @@ def test_a_module_is_exact_or_refused(name: str, tmp_path: Any, monkeypatch: pyt
         return
     separable.require_separable(spec, case.captured, case.batch, SAMPLES, "mb=2")
     captured.require_equal(case.step(case.session(), [5, 3]), case.plain())
+
+
+@pytest.mark.parametrize("plan", ["mb=1", "dp=2"])
+@pytest.mark.parametrize(
+    "module, message, hint",
+    [
+        (nn.Sequential(nn.LazyLinear(2)), "'0.weight' of module 'Sequential' has no shape yet", "call the module once"),
+        (torch.jit.script(nn.Linear(2, 2)), "is a script or trace of torch.jit", "hand over the module that it was"),
+    ],
+    ids=["lazy", "scripted"],
+)
+def test_what_is_no_readable_module_is_refused_before_anything_starts(
+    module: nn.Module, message: str, hint: str, plan: str, tmp_path: Any
+) -> None:
+    with pytest.raises(ModelError, match=message) as refused:
+        phalanx.train(module, [{"input": X[0]}] * 4, plan=plan, steps=1, batch_size=4, out=tmp_path, progress="off")
+    assert refused.value.hint.startswith(hint)
+
+
+def test_a_hook_for_all_modules_is_refused() -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    try:
+        with pytest.raises(CaptureError, match="a backward hook is registered for all modules"):
+            selfcheck.refuse_lost_hooks(nn.Linear(2, 2), "it")
+    finally:
+        handle.remove()
 
 
 def test_what_is_checked_takes_the_branches_of_a_whole_batch() -> None:
