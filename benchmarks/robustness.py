@@ -1,23 +1,23 @@
 """Every family of transformers, as a tiny model made from its configuration class, under every kind of plan.
 
-    python benchmarks/robustness.py [--families llama bart] [--plans tp=2] [--limit 240] [--out FILE]
+    python benchmarks/robustness.py [--families llama bart] [--plans tp=2] [--jobs 8] [--limit 240] [--out FILE]
 
 Each case is `phalanx verify` in float64: loss, gradients and updated parameters of two steps against the plain model.
 Results are kept in FILE after each case; what stands there is not tried again, so that a run that was ended goes on
-where it was. A case that ended the process itself is a crash.
+where it was (without `--again`, which begins anew). A case that ended its process is a crash.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 from pathlib import Path
@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import robustness_workers as workers
 from robustness_families import FAMILIES, MISSING, OWN, PADDED
 
 PLANS = ("mb=2", "pp=2", "tp=2", "dp=2,zero=2", "slices=2")
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "robustness.json"
 LIMIT = 240  # seconds
 WRONG = "disagrees with the model"
-UNFINISHED = "the process ended"
 
 
 class TooLong(BaseException):
@@ -99,40 +99,47 @@ def share(captured: Any, batch: dict[str, Any]) -> float:
     return divided / max(total, 1)
 
 
-def outcomes(family: str, task: str, plans: list[str], limit: int, helpers: Helpers) -> Iterator[dict[str, Any]]:
-    """One result per plan, each beforehand as the crash that it is if nothing follows."""
-    from phalanx.errors import PhalanxError, RankError
+def outcome(family: str, task: str, plan: str, limit: int, helpers: Helpers) -> dict[str, Any]:
+    """The result of one case."""
+    row: dict[str, Any] = {"family": family, "task": task, "plan": plan}
+    try:
+        with _at_most(limit):
+            return row | _verified(family, task, plan, helpers)
+    except TooLong:
+        row |= {"outcome": "crash", "reason": f"no end within {limit} s"}
+    except Exception as error:
+        row |= _of_error(error)
+    if row["outcome"] == "crash":
+        helpers.close()
+    return row
+
+
+def _verified(family: str, task: str, plan: str, helpers: Helpers) -> dict[str, Any]:
     from phalanx.verification.case import Case
     from phalanx.verification.plan_side import prepare
     from phalanx.verification.verify import verify_case
 
-    config: Any = None
-    for plan in plans:
-        row: dict[str, Any] = {"family": family, "task": task, "plan": plan}
-        yield {**row, "outcome": "crash", "reason": UNFINISHED}
-        try:
-            with _at_most(limit):
-                config = config or config_of(family)
-                case = Case(config, plan, task=task, dropout=0.0, batch=4, padding=family in PADDED)
-                found = verify_case(case, *helpers.get())
-                row |= {"outcome": "exact"} if found.ok else _not_exact(case, found.failures[0])
-                if found.ok and plan.startswith("tp="):
-                    spec, captured, _ = prepare(case)
-                    row["share"] = share(captured, next(case.batches(spec))[1])
-        except RankError as error:
-            row |= {"outcome": "crash", "reason": shortened(error.message)}
-            helpers.close()
-        except PhalanxError as error:
-            row |= {"outcome": "wrong" if WRONG in error.message else "refused", "reason": shortened(error.message)}
-        except TooLong:
-            row |= {"outcome": "crash", "reason": f"no end within {limit} s"}
-            helpers.close()
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(last.filename).name}:{last.lineno}"
-            row |= {"outcome": "crash", "reason": shortened(f"{type(error).__name__}: {error} ({place})")}
-            helpers.close()
-        yield row
+    case = Case(config_of(family), plan, task=task, dropout=0.0, batch=4, padding=family in PADDED)
+    found = verify_case(case, *helpers.get())
+    if not found.ok:
+        return _not_exact(case, found.failures[0])
+    if not plan.startswith("tp="):
+        return {"outcome": "exact"}
+    spec, captured, _ = prepare(case)
+    return {"outcome": "exact", "share": share(captured, next(case.batches(spec))[1])}
+
+
+def _of_error(error: Exception) -> dict[str, str]:
+    """What is said to a user is a refusal; what a rank ends with, and what nobody foresaw, a crash."""
+    from phalanx.errors import PhalanxError, RankError
+
+    if isinstance(error, RankError):
+        return {"outcome": "crash", "reason": shortened(error.message)}
+    if isinstance(error, PhalanxError):
+        return {"outcome": "wrong" if WRONG in error.message else "refused", "reason": shortened(error.message)}
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(last.filename).name}:{last.lineno}"
+    return {"outcome": "crash", "reason": shortened(f"{type(error).__name__}: {error} ({place})")}
 
 
 def _not_exact(case: Any, failure: str) -> dict[str, str]:
@@ -173,32 +180,55 @@ def read(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
 
 
+def absent() -> set[str]:
+    """Families that the transformers that is installed does not have."""
+    from transformers import CONFIG_MAPPING
+
+    return {family for family in FAMILIES if family not in CONFIG_MAPPING}
+
+
+def cases(families: Sequence[str], plans: Sequence[str], limit: int) -> list[dict[str, Any]]:
+    return [
+        {"family": family, "task": FAMILIES[family], "plan": plan, "limit": limit}
+        for family in families for plan in plans
+        if FAMILIES[family] == "causal-lm" or not plan.startswith("slices")
+    ]  # fmt: skip
+
+
+def in_order(results: Mapping[tuple[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """As the families and plans stand in their tables, whatever was done first."""
+    return [results[key] for key in ((family, plan) for family in FAMILIES for plan in PLANS) if key in results]
+
+
 def main() -> None:
     parser = report.options(__doc__ or "")
     parser.set_defaults(out=str(RESULTS))
     parser.add_argument("--families", nargs="+", metavar="FAMILY", choices=FAMILIES, help="these instead of all")
     parser.add_argument("--plans", nargs="+", metavar="PLAN", choices=PLANS, help="these instead of all")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cases beside each other, of 4 processes each")
     parser.add_argument("--limit", type=int, default=LIMIT, metavar="SECONDS", help="for one case")
-    parser.add_argument("--again", action="store_true", help="try what was tried before, too")
+    parser.add_argument("--again", action="store_true", help="forget first what stands in FILE of these cases")
     parser.add_argument("--seconds", type=float, default=inf, help="begin no case after that; call again to go on")
     chosen = parser.parse_args()
-    logging.disable(logging.WARNING)
     results = {(row["family"], row["plan"]): row for row in read(Path(chosen.out))}
-    helpers, last = Helpers(), time.monotonic() + chosen.seconds
-    for family in chosen.families or FAMILIES:
-        task = FAMILIES[family]
-        plans = [plan for plan in chosen.plans or PLANS if task == "causal-lm" or not plan.startswith("slices")]
-        plans = [plan for plan in plans if chosen.again or (family, plan) not in results]
-        for row in outcomes(family, task, plans, chosen.limit, helpers):
-            results[family, row["plan"]] = row
-            report.write(Path(chosen.out), "robustness", {"limit": chosen.limit}, [*results.values()])
-            if row.get("reason") != UNFINISHED:
-                print(family, row["plan"], row["outcome"], row.get("reason", "")[:200], flush=True)
-                if time.monotonic() > last:
-                    break
+    asked = cases(chosen.families or list(FAMILIES), chosen.plans or PLANS, chosen.limit)
+    if chosen.again:
+        for case in asked:
+            results.pop((case["family"], case["plan"]), None)
+    missing = absent()
+    if missing:
+        print("not in this transformers:", ", ".join(sorted(missing)), flush=True)
+    families: dict[str, list[dict[str, Any]]] = {}
+    for case in asked:
+        if case["family"] not in missing and (case["family"], case["plan"]) not in results:
+            families.setdefault(case["family"], []).append(case)
+    stop, last = threading.Event(), time.monotonic() + chosen.seconds
+    for row in workers.results(families, chosen.jobs, stop):
+        results[row["family"], row["plan"]] = row | {"date": time.strftime("%Y-%m-%d")}
+        report.write(Path(chosen.out), "robustness", {"limit": chosen.limit}, in_order(results))
+        print(row["family"], row["plan"], row["outcome"], row.get("reason", "")[:200], flush=True)
         if time.monotonic() > last:
-            break
-    helpers.close()
+            stop.set()
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ occur. Slices of the tokens are for causal models; – is what was not tried. `s
 parameters that two ranks divide between them under `tp=2`.
 
 What `verify` finds wrong because a model has a backward of its own, which no graph of its forward has, is asked of the
-check that training makes first, and is *refused* where that refuses it (yoso). The columns `mb=2`, `dp=2,zero=2` and
-`slices=2` are from one run; those of `pp=2` and `tp=2` are older, and were tried again where they failed or where a
-change touched them. `--again` tries all of them anew.
+check that training makes first, and is *refused* where that refuses it (yoso).
 """
 
 
@@ -32,7 +30,7 @@ def page(folder: Path = RESULTS) -> str:
     lines = [
         INTRO,
         f"`python benchmarks/robustness.py` (torch {machine['torch']}, transformers {machine['transformers']}), "
-        f"{machine['date']}. Data: [robustness.json](robustness.json).",
+        f"{_when(results)}. Data: [robustness.json](robustness.json).",
         "",
         _sentence(results),
         "",
@@ -43,6 +41,14 @@ def page(folder: Path = RESULTS) -> str:
         *_reasons(results),
     ]
     return "\n".join([*lines, ""])
+
+
+def _when(results: list[dict[str, Any]]) -> str:
+    """Days on which the cases were tried: what a change touched may have been tried later than the rest."""
+    days = sorted({row.get("date", "") for row in results})
+    undated = sum("date" not in row for row in results)
+    said = f"{days[-1]}" if len(days) == 1 else f"up to {days[-1]}"
+    return f"{said}, {undated} cases before their days were kept" if undated else said
 
 
 def _families(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:

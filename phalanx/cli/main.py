@@ -106,8 +106,8 @@ def _report_usage(error: Any) -> int:
         return 0  # nothing was asked for, and the help was shown
     command = error.ctx.command_path if error.ctx else "phalanx"
     hint = f"{command} --help lists what there is"
-    if option := getattr(error, "option_name", None):
-        hint = said_here(option, flags=True) or hint
+    if exact := said_here(getattr(error, "option_name", None) or "", flags=True):
+        message, hint = message.partition(" (Possible options")[0], exact  # what is not meant would only confuse
     elif "unexpected extra argument" in message and re.search(r"\(.*\w=", message):
         hint = 'a plan is one word, without spaces (--plan pp=2,mb=4), or in quotes (--plan "pp=2, mb=4")'
     return _report(message, hint)

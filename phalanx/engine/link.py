@@ -29,6 +29,7 @@ from phalanx.engine.rows.computations import Computations
 from phalanx.engine.rows.maker import Linking
 from phalanx.engine.rows.transfers import Transfers
 from phalanx.engine.rows.update import Update
+from phalanx.engine.trace import shape_for
 from phalanx.params.hosted import Left
 from phalanx.program.bind import bind
 from phalanx.program.instructions import Program
@@ -63,7 +64,7 @@ def extras_of(parts: Parts) -> dict[str, Any]:
 
 class _Linker:
     def __init__(self, parts: Parts, program: Program, inputs: Mapping[Place, Inputs]) -> None:
-        shape = parts.tracer(next(iter(inputs.values()))).shape(parts.shape)
+        shape = shape_for(parts.tracer, parts.shape, program, inputs)
         self._parts, self._linked = parts, Linked(bind(parts.plan, shape, program, parts.pp_index))
         linking = Linking(parts, inputs, shape, Names(parts.plan, shape), self._linked)
         makers = Computations(linking), Transfers(linking), Update(linking)

@@ -18,6 +18,7 @@ from phalanx.engine.compiled import Compiled
 from phalanx.engine.gradients import wide
 from phalanx.engine.inputs import Inputs
 from phalanx.engine.reductions import Place
+from phalanx.engine.trace import shape_for
 from phalanx.model.segment.segments import Segment
 from phalanx.params.matrix_wise import Holders, owners
 from phalanx.params.optimizer_groups import is_layer_matrix
@@ -101,7 +102,7 @@ class _Sizes:
         self._tracer, self._graph, self._inputs = compiled.training.tracer, compiled.graph, dict(inputs)
         self._footprints: dict[int, dict[Op, int]] = {}
         self._whole_shape = compiled.formation.shape
-        self.shape = self._tracer(next(iter(self._inputs.values()))).shape(self._whole_shape)
+        self.shape = shape_for(self._tracer, self._whole_shape, compiled.program, self._inputs)
         self._of_buckets = Sizes(compiled.plan, {}, self.shape, bucket_costs(compiled), compiled.dtype.itemsize)
 
     def __call__(self, value: Value) -> int:

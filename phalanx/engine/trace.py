@@ -7,7 +7,7 @@ follows what a backward needs (`program/shape.py`), from which programs are boun
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from phalanx.engine.compose import ExecutionGraph
 from phalanx.engine.compute import Compute
 from phalanx.engine.inputs import Inputs
+from phalanx.engine.reductions import Place
 from phalanx.expressions import evaluate
 from phalanx.model.graph.blocks import Block
 from phalanx.model.interpret import tensor_ports
@@ -24,6 +25,7 @@ from phalanx.model.segment.joint import Outline, storage
 from phalanx.model.segment.segments import Segment, total_bytes
 from phalanx.model.shard.sharded import Part
 from phalanx.model.slicing import TOKENS, WHOLE_TOKENS
+from phalanx.program.instructions import COMPUTE, Program
 from phalanx.program.shape import Backward, BlockOp, ModelShape
 
 _RESIDENT = ("parameter", "buffer", "constant")
@@ -40,6 +42,27 @@ class Traced:
     def shape(self, shape: ModelShape) -> ModelShape:
         """The model's shape, with what is known of its backward."""
         return replace(shape, ops=tuple(self.ops))
+
+
+def shape_for(
+    tracer: Callable[[Inputs, int], Traced], shape: ModelShape, program: Program, inputs: Mapping[Place, Inputs]
+) -> ModelShape:  # fmt: skip
+    """The model's shape with a backward that does for all micro-batches and slices that a program computes on, and the
+    sizes of the first."""
+    places = dict.fromkeys((it.micro_batch or 0, it.half or 0, it.slice or 0) for it in program if it.op in COMPUTE)
+    looks = [tracer(inputs[micro_batch, half], slice_) for micro_batch, half, slice_ in places]
+    first = looks[0] if looks else tracer(next(iter(inputs.values())), 0)
+    distinct = list({id(look): look for look in looks}.values())
+    for other in distinct[1:]:
+        pairs = zip(first.ops, other.ops, strict=True)
+        first = replace(first, ops=[tuple(map(_for_both, *chains)) for chains in pairs])
+    return first.shape(shape)
+
+
+def _for_both(op: BlockOp, other: BlockOp) -> BlockOp:
+    if op.traced is None or other.traced is None:
+        return op
+    return replace(op, traced=op.traced.or_else(other.traced))
 
 
 class Tracer:

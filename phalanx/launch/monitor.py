@@ -3,7 +3,8 @@
 Every rank shows what it does once a second and watches its left neighbour. The first notice of a failure is the one
 that counts; who reads it sets its abort event, and leaves the process if the main thread does not. On a slow link signs
 of life come late; silence is therefore counted in looks (RunningClock), which then come late as well. Looks from where
-the store is do not: so that they find life, ranks show it beside their own looks and not between them.
+the store is do not: so that they find life, ranks show it beside their own looks and not between them. A look may wait
+long for a slow link, but not for a store that stands still (Host).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _TICK_SECONDS = 1.0
 _STORE_SECONDS = 5.0  # for the store to answer who is about to leave
 _SUSPECT_SECONDS = 5.0  # that a neighbour may be silent once a rank has lost a connection
 _SEARCH_SECONDS = 9.0  # for the others to find out who was lost: longer than that
+_PROMPT_SECONDS = 1.0  # in which a connection is taken over a link that is not slow
+_NO_STORE = "the store of this job does not answer: rank 0 or its launcher is gone or stands still"
 _LEAVE_SECONDS = 8.0  # for the main thread to come back after the abort event was set
 
 
@@ -60,6 +63,48 @@ class Life:
         return cls(StatusView(**record["view"]), record["host"], record["stack"])
 
 
+class Host:
+    """Whether the process that hosts the store stands still while an answer of it is awaited, in a `with` statement.
+
+    Where it runs, connections are taken also for a process that stands still, over the link that the answer comes by.
+    As long as they are taken promptly the link does not explain that there is none. What was lost on a link before that
+    is sent again after at most as long as it has been missed, so that much more is allowed.
+    """
+
+    def __init__(self, address: tuple[str, int] | None, silence: float) -> None:
+        self._address, self._silence, self._clock = address, silence, RunningClock()
+        self._began = self._since = self._clock.read()  # since: when connections began to be taken promptly
+        self._prompt, self._ended = False, threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def stands_still(self) -> bool:
+        """To be asked every moment."""
+        now = self._clock.read()
+        if self._address is None or now - self._began < _TICK_SECONDS:
+            return False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._connect, name="phalanx-connect", daemon=True)
+            self._thread.start()
+        if not self._prompt:
+            self._since = now
+        return now - self._since > self._silence + (self._since - self._began)
+
+    def _connect(self) -> None:
+        assert self._address is not None
+        while not self._ended.wait(_PROMPT_SECONDS / 2):
+            try:
+                with socket.create_connection(self._address, _PROMPT_SECONDS):
+                    self._prompt = True
+            except OSError:
+                self._prompt = False
+
+
 class Monitor:
     """Runs beside one rank's job, in a `with` statement."""
 
@@ -69,6 +114,7 @@ class Monitor:
         self._store: JobStore = context.store.clone()
         self._shows: JobStore = context.store.clone()
         self._left, self._silence = (context.rank - 1) % context.world, SilenceWatch(RunningClock(), silence)
+        self._host, self._host_silence = context.store.address, silence
         descriptor, self._stack_path = tempfile.mkstemp(prefix="phalanx-stack-")
         os.close(descriptor)
         self._stack = StackFile(Path(self._stack_path), 0.75 * silence)
@@ -148,9 +194,10 @@ class Monitor:
     def _run(self) -> None:
         while not self._ended.wait(_TICK_SECONDS):
             try:
-                notice = within(LONG_SILENCE, self._look)
+                with Host(self._host, self._host_silence) as host:
+                    notice = within(LONG_SILENCE, self._look, unless=host.stands_still)
             except (Late, RuntimeError):
-                notice = Notice(0, "the store of this job does not answer: rank 0 or its launcher is gone", lost=True)
+                notice = Notice(0, _NO_STORE, lost=True)
             if notice is not None and not self._ended.is_set():
                 self._leave(notice)
                 return

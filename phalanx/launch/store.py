@@ -55,6 +55,13 @@ class JobStore:
         """Keys of its own, for a part of the job."""
         return JobStore(self._store, self._secret, f"{self._name}/{name}", abort)
 
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Of the process that hosts it, where it is reached over a network."""
+        import torch.distributed as dist
+
+        return (self._store.host, self._store.port) if isinstance(self._store, dist.TCPStore) else None
+
     def clone(self) -> JobStore:
         """The same keys over a connection of its own."""
         return JobStore(self._store.clone(), self._secret, self._name)

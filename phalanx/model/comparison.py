@@ -132,7 +132,7 @@ class Comparison:
             kept = before.changed_attributes(self.plain)
             return (
                 "forward gives another loss when it is called again with the same batch: it keeps state between calls"
-                + (f" ({', '.join(kept)})" if kept else "")
+                + (f" ({', '.join(kept)})" if kept else " outside of the module, or draws random numbers of its own")
                 + "; a step must depend on its batch and on parameters alone"
             )
         if self.is_named:

@@ -8,7 +8,7 @@ inside are widened, because their rounding would hide real errors; ours are wide
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from phalanx.errors import CaptureError
 from phalanx.model.ops import random
 from phalanx.model.zoo.zoo import ModelSpec, build
 
@@ -116,7 +117,20 @@ def plain(spec: ModelSpec, dtype: torch.dtype, dropout: float | None, *, pretrai
 
 def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """The model's own loss for a batch."""
-    output = model(**inputs)
-    if isinstance(output, Tensor):
+    return loss_of(model(**inputs))
+
+
+def loss_of(output: Any) -> Any:
+    """Of what a model returns: the number itself, what is named so, or the first of several; None for no loss."""
+    if output is None or isinstance(output, Tensor):
         return output
-    return output["loss"] if isinstance(output, dict) else output[0]
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if hasattr(output, "loss"):  # a dataclass or a named tuple
+        return output.loss
+    if isinstance(output, tuple | list):
+        return output[0] if output else None
+    raise CaptureError(
+        f"the model returned {type(output).__name__}, in which nothing is named loss",
+        "return one floating-point number, a dict or an object with one under 'loss', or a tuple that begins with it",
+    )

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as any_module
 from transformers import PreTrainedModel
 
 from phalanx import tasks
@@ -89,6 +90,11 @@ def _holds(condition: str, samples: int) -> bool | None:
 
 def refuse_lost_hooks(module: nn.Module, name: str) -> None:
     """Hooks on gradients would not be called: backwards are graphs of their own, and parameters are not the user's."""
+    if any_module._global_backward_hooks or any_module._global_backward_pre_hooks:
+        raise CaptureError(
+            "a backward hook is registered for all modules, which training would not call",
+            "remove the hook (the handle that register_module_full_backward_hook returned has a remove method)",
+        )
     for path, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 GRANULARITIES = ("slice", "micro-batch")
 COLLECTIVE = ("all_reduce", "all_gather", "reduce_scatter")  # what ranks do together; anything else each does alone
 Partition = tuple[tuple[int, ...], ...]  # of the tp indices 0 … tp - 1 into cells; () where every index is alone
 Names = tuple[str, ...]
+_NAMED = ("takes", "gives", "reads", "w_reads", "w_takes")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ class Backward:
         """What the forward leaves, by the kind of value, with its bytes."""
         kinds = (("saved_b", self.saved_b), ("saved_bw", self.saved_bw))
         return tuple((kind, size) for kind, size in kinds if size)
+
+    def or_else(self, other: Backward) -> Backward:
+        """One that does for this and for another shape of micro-batch. These may differ: where a dim has length one,
+        less has to be copied, and what is kept is the original instead of its copy."""
+        names = {f: tuple(dict.fromkeys((*getattr(self, f), *getattr(other, f)))) for f in _NAMED}
+        sizes = {f: getattr(self, f) or getattr(other, f) for f in ("saved_b", "saved_bw", "saved_w")}
+        flags = {f: getattr(self, f) or getattr(other, f) for f in ("inputs", "w_inputs", "trains")}
+        return replace(self, **names, **sizes, **flags)
 
     @cached_property
     def all_reads(self) -> Names:

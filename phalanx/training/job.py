@@ -29,6 +29,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.main_script import MainScript, explained_pickling, unpickle
 from phalanx.model.lora import Lora, merged
 from phalanx.model.selfcheck import refuse_lost_hooks
+from phalanx.model.zoo.meta import require_readable
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.params.groups import ParameterGroup
 from phalanx.params.lr_functions import LrFunction
@@ -84,6 +85,7 @@ def pack(job: Job) -> Iterator[JobPayload]:
     if not isinstance(job.model, nn.Module):
         yield JobPayload(_pickled(job), None, main)
         return
+    require_readable(job.model, type(job.model).__name__)
     refuse_lost_hooks(job.model, type(job.model).__name__)  # the copies that ranks get would not have them
     folder = Path(tempfile.mkdtemp(prefix="phalanx-module-", dir=_place_for(job.model)))
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import robustness  # noqa: E402
+import robustness_workers as workers  # noqa: E402
 from robustness_families import FAMILIES  # noqa: E402
 from robustness_page import page  # noqa: E402
 
@@ -42,7 +43,8 @@ def row(family: str, plan: str, outcome: str, **more: object) -> dict[str, objec
 
 def test_a_family_is_one_row_and_a_reason_stands_once(tmp_path: Path) -> None:
     results = [
-        row("llama", "mb=2", "exact"), row("llama", "pp=2", "exact"), row("llama", "tp=2", "exact", share=0.97),
+        row("llama", "mb=2", "exact"), row("llama", "pp=2", "exact"),
+        row("llama", "tp=2", "exact", share=0.97, date="2026-11-17"),
         row("mamba", "mb=2", "refused", reason="a loop over tokens"),
         row("mamba", "tp=2", "refused", reason="a loop over tokens"),
     ]  # fmt: skip
@@ -52,6 +54,7 @@ def test_a_family_is_one_row_and_a_reason_stands_once(tmp_path: Path) -> None:
     assert "| llama | causal-lm | exact | exact | exact | – | – | 97% |" in text
     assert "2 families in 5 cases: 3 exact, 2 refused, 0 wrong, 0 crash. 1 families are exact under both" in text
     assert "- mamba (`mb=2`, `tp=2`) — refused: a loop over tokens" in text
+    assert "(torch 2, transformers 5), up to 2026-11-17, 4 cases before their days were kept. Data" in text
 
 
 def test_reasons_name_files_below_the_installed_packages() -> None:
@@ -68,9 +71,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, does: Any) -> dict[str, Any]:
     from phalanx.verification import verify
 
     monkeypatch.setattr(verify, "verify_case", does)
-    rows: Iterator[dict[str, Any]] = robustness.outcomes("gpt2", "causal-lm", ["mb=2"], 1, Nobody())
-    assert next(rows)["outcome"] == "crash"  # until it has an end
-    return next(rows)
+    return robustness.outcome("gpt2", "causal-lm", "mb=2", 1, Nobody())
 
 
 def raises(error: Exception) -> Any:
@@ -86,3 +87,33 @@ def test_each_way_to_end_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome(monkeypatch, raises(KeyError("x")))["reason"].startswith("KeyError: 'x' (test_robustness.py:")
     hung = outcome(monkeypatch, lambda *_: time.sleep(30))
     assert (hung["outcome"], hung["reason"]) == ("crash", "no end within 1 s")
+
+
+ANSWERING = """
+import json, os, sys
+for line in sys.stdin:
+    case = json.loads(line)
+    if case["plan"] == "tp=2":
+        os.abort()
+    print(json.dumps({"family": case["family"], "plan": case["plan"], "outcome": "exact"}), flush=True)
+"""
+
+
+def test_cases_are_tried_beside_each_other_and_one_that_ends_its_process_is_a_crash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stand(workers.Worker):
+        def __init__(self) -> None:
+            super().__init__((sys.executable, "-c", ANSWERING))
+
+    monkeypatch.setattr(workers, "Worker", Stand)
+    asked = {family: robustness.cases([family], ["pp=2", "tp=2", "mb=2"], 9) for family in ("gpt2", "llama", "t5")}
+    rows = {(row["family"], row["plan"]): row for row in workers.results(asked, 2, threading.Event())}
+    assert len(rows) == 9
+    assert {key[1] for key, row in rows.items() if row["outcome"] == "exact"} == {"pp=2", "mb=2"}
+    assert rows["t5", "tp=2"] == {**row("t5", "tp=2", "crash"), "task": "text-to-text", "reason": workers.UNFINISHED}
+    assert [row["plan"] for row in robustness.in_order(rows)[:3]] == ["mb=2", "pp=2", "tp=2"]
+
+
+def test_slices_are_asked_of_causal_models_only() -> None:
+    assert [case["plan"] for case in robustness.cases(["bert"], ["tp=2", "slices=2"], 9)] == ["tp=2"]

@@ -151,3 +151,8 @@ def test_a_verb_chooses_its_exit_code():
         assert main(["leave"]) == 3
     finally:
         app.registered_commands.pop()
+
+
+def test_an_exact_hint_stands_without_guesses(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--output-dir", "x"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["error: No such option: --output-dir", "  → here it is --out"]

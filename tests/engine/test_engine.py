@@ -135,6 +135,44 @@ def test_a_weight_that_two_units_share_gets_both_gradients() -> None:
     captured.require_equal(case.step(case.session("recompute=unit"), (2, 2)), case.plain())
 
 
+class Heads(nn.Module):
+    """Puts the heads of all samples beside each other: copied, but for a single sample, where it is the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, 3)).transpose(1, 2).reshape(-1, x.shape[1], 3)
+        mixed = (heads @ heads.transpose(1, 2)).softmax(-1) @ heads
+        back = mixed.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
+        return x + self.out(back.permute(1, 0, 2)).permute(1, 0, 2).reshape(x.shape)
+
+
+class HeadStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(9, 6), nn.ModuleList([Heads(), Heads(), Heads()])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (1, 1, 2)], ids=str)
+def test_a_micro_batch_may_keep_an_activation_where_others_keep_a_copy(schedule: str, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    case = captured.own(HeadStack(), ids=torch.arange(20).reshape(4, 5) % 9)
+    session = case.session()
+    looks = [session.step.engine.parts.tracer(part) for part in case.micro_batches(session, (3, 1))]
+    reads = [[op.bw.all_reads for chain in look.ops for op in chain] for look in looks]
+    assert reads[0] != reads[1], "what this test is about"
+    captured.require_equal(case.step(session, sizes, schedule), case.plain())
+
+
 def test_compiled_segments_give_the_same() -> None:
     case = captured.named(captured.GPT2)
     captured.require_equal(case.step(case.session(compile="aot_eager"), (3,)), case.plain())

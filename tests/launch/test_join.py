@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from phalanx.launch import monitor
 from phalanx.launch.join import join
 from tests import children
 
@@ -101,6 +104,58 @@ def test_without_a_supervisor_a_lost_rank_is_named_by_rank_0(number: signal.Sign
         assert ranks[0].returncode == 2 and "error: rank 1 (stage 1) stopped answering for" in err, err
     finally:
         ranks[1].kill()
+        for process in ranks:
+            process.communicate(timeout=10)
+
+
+def test_a_host_that_takes_connections_but_never_answers_stands_still(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(monitor, "_TICK_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "_PROMPT_SECONDS", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as listener, monitor.Host(listener.getsockname(), 0.05) as host:
+        while not host.stands_still():  # until pytest's own timeout
+            time.sleep(0.01)
+
+
+def test_a_host_whose_connections_come_late_may_be_behind_a_slow_link(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(monitor, "_TICK_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "_PROMPT_SECONDS", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    with monitor.Host(address, 0.0) as host:  # nobody listens there any more
+        for _ in range(10):
+            assert not host.stands_still()
+            time.sleep(0.01)
+    assert not monitor.Host(None, 0.0).stands_still()
+
+
+def test_a_host_has_as_long_again_as_its_link_was_slow():
+    host = monitor.Host(("127.0.0.1", 1), 2.0)
+    host._clock = Clock([3.0, 8.0, 14.9, 15.1])  # pyright: ignore[reportAttributeAccessIssue]
+    host._began, host._thread = 0.0, threading.current_thread()
+    assert not host.stands_still()  # at 3, and connections come late
+    host._prompt, host._since = True, 6.5
+    assert [host.stands_still() for _ in range(3)] == [False, False, True]  # 6.5 + 2 + 6.5 = 15
+
+
+class Clock:
+    def __init__(self, times: list[float]) -> None:
+        self._times = iter(times)
+
+    def read(self) -> float:
+        return next(self._times)
+
+
+@pytest.mark.long
+def test_a_rank_that_hosts_the_store_and_stands_still_is_noticed_as_soon_as_another(tmp_path: Path):
+    job = {**SLURM, "SLURM_JOB_ID": f"{os.getpid()}9", "SILENCE": "2"}
+    ranks = start(job, 2, "forever", str(tmp_path), "collective")
+    wait_until_under_way(tmp_path, 2)
+    ranks[0].send_signal(signal.SIGSTOP)
+    try:
+        _, err = ranks[1].communicate(timeout=40)  # less than LONG_SILENCE
+        assert "error: the store of this job does not answer: rank 0 or its launcher is gone or stands still" in err
+    finally:
+        ranks[0].kill()
         for process in ranks:
             process.communicate(timeout=10)
 

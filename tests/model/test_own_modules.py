@@ -3,9 +3,10 @@ whole, or refused with the true reason."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.errors import CaptureError, PlanError
+from phalanx.errors import CaptureError, ModelError, PlanError
 from phalanx.model import selfcheck, separable
 from phalanx.model.zoo import zoo
 from phalanx.tasks.custom import Custom
@@ -242,6 +243,98 @@ def into_out(m: Net, x: Tensor) -> Tensor:
     return x + result
 
 
+@dataclass
+class Returned:
+    logits: Tensor
+    loss: Tensor
+
+
+class Named(NamedTuple):
+    logits: Tensor
+    loss: Tensor
+
+
+class Attending(nn.Module):
+    """torch's own encoder, with a mask that it would look at."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=dropout, batch_first=True)
+        self.embed, self.encoder = nn.Embedding(9, WIDTH), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1]).to(self.embed.weight.dtype)
+        return self.encoder(self.embed(ids), mask=causal).square().mean()
+
+
+class Frozen(Net):
+    """A part that is not trained, before and behind parts that are."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, x, y: functional.mse_loss(m.second(m.fixed(x)), y))  # pyright: ignore
+        self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+
+class Towers(nn.Module):
+    """Containers in containers, and weights of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict({name: nn.ModuleList([Layer(), Layer()]) for name in ("left", "right")})
+        self.mix = nn.ParameterDict({name: nn.Parameter(torch.tensor(0.5)) for name in ("left", "right")})
+        self.head = nn.ParameterList([nn.Parameter(torch.ones(WIDTH, CLASSES))])
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        found = torch.zeros(())
+        for name, layers in self.towers.items():
+            hidden = batch["x"]
+            for layer in layers:  # pyright: ignore
+                hidden = layer(hidden)
+            found = found + self.mix[name] * hidden
+        return functional.huber_loss(found @ self.head[0], batch["y"], delta=0.3)
+
+
+class Optional(Net):
+    def __init__(self) -> None:
+        super().__init__(lambda m, x, y: functional.mse_loss(m.second(x), y))
+
+    def forward(self, x: Tensor, y: Tensor | None = None, scale: Tensor | None = None) -> Any:
+        assert y is not None and scale is None
+        return super().forward(x, y)
+
+
+class Recorded(Net):
+    """Keeps what nothing computes with."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, x, y: functional.mse_loss(m.second(x), y))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        loss = super().forward(x, y)
+        self.seen.append(loss.detach())
+        return loss
+
+
+def chosen_rows(m: Net, x: Tensor, y: Tensor) -> Tensor:
+    out = m.second(x)
+    return (out[y > 0.5] - y[y > 0.5]).abs().mean()
+
+
+def in_place(m: Net, x: Tensor) -> Tensor:
+    x = x.clone()
+    x.mul_(2).add_(1).clamp_(-3, 3)
+    return x
+
+
+def returned(kind: Callable[..., Any]) -> Callable[[], nn.Module]:
+    def loss(m: Net, x: Tensor, y: Tensor) -> Any:
+        return kind(logits=(out := m.second(x)), loss=functional.mse_loss(out, y))
+
+    return net(loss)
+
+
 @dataclass(frozen=True)
 class Case:
     """make: the module. whole: why the batch may not be cut. refused: why it is not trained at all."""
@@ -319,6 +412,36 @@ CASES: dict[str, Case] = {
         net(lambda m, x, y: functional.mse_loss(m.second(x), y).detach()), refused="has no gradient"
     ),
     "several numbers": Case(net(lambda m, x, y: m.second(x)), refused="returned a tensor of shape"),
+    "focal": Case(net(lambda m, x, y: (lambda p: (-((1 - p.exp()) ** 2) * p).mean())(m.second(x).log_softmax(-1)))),
+    "label smoothing": Case(
+        net(lambda m, x, y: functional.cross_entropy(m.second(x), y.argmax(-1), label_smoothing=0.1))
+    ),
+    "positive weights": Case(
+        net(lambda m, x, y: functional.binary_cross_entropy_with_logits(m.second(x), y, pos_weight=m.weights))
+    ),
+    "dice": Case(
+        net(lambda m, x, y: (lambda p: 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1))(m.second(x).sigmoid())),
+        whole=EACH_OTHER,
+    ),
+    "triplets within a sample": Case(net(lambda m, x, y: functional.triplet_margin_loss(x, x.roll(1, -1), x.flip(-1)))),
+    "triplets of samples": Case(
+        net(lambda m, x, y: functional.triplet_margin_loss(x, x.roll(1, 0), x.roll(2, 0))), whole=EACH_OTHER
+    ),
+    "largest error": Case(net(lambda m, x, y: (m.second(x) - y).abs().max()), whole=EACH_OTHER),
+    "chosen elements": Case(net(chosen_rows), refused=r"a size depends on the data \(.*test_own_modules.py"),
+    "variances that are looked at": Case(
+        net(lambda m, x, y: functional.gaussian_nll_loss(m.second(x), y, functional.softplus(m.second(x)))),
+        refused="a branch or a size in it depends on the values of a tensor",
+    ),
+    # What is returned, and what is given.
+    "dataclass": Case(returned(Returned)),
+    "named tuple": Case(returned(Named)),
+    "dict": Case(returned(dict)),
+    "tuple": Case(net(lambda m, x, y: (functional.mse_loss(m.second(x), y), x))),
+    "empty tuple": Case(net(lambda m, x, y: ()), refused="returned no loss"),
+    "an object without a loss": Case(net(lambda m, x, y: m.training), refused="returned bool, in which nothing is"),
+    "optional inputs": Case(Optional),
+    "inputs by keyword, and containers in containers": Case(Towers),
     # Gradients that a graph of the forward does not hold.
     "straight-through": Case(regression(lambda m, x: Straight.apply(4 * x)), refused=NO_BACKWARD),
     "gradient reversal": Case(regression(lambda m, x: Reversed.apply(x)), refused=NO_BACKWARD),
@@ -342,6 +465,8 @@ CASES: dict[str, Case] = {
     "reassigned buffer": Case(regression(reassigned), refused="changes buffer 'weights'"),
     "changed .data": Case(regression(changed_data), refused=r"puts in \.data"),
     "requires_grad_ inside": Case(regression(frozen_inside), refused="parameter 'second.weight'"),
+    "a record of losses": Case(Recorded),
+    "parts that are not trained": Case(Frozen),
     "counter": Case(Counting, refused="keeps state between calls .*'calls'"),
     "memory bank": Case(Remembering, refused="keeps state between calls .*'bank'"),
     "branch on the batch size": Case(
@@ -366,7 +491,10 @@ CASES: dict[str, Case] = {
     "gru": Case(lambda: Recurrent(nn.GRU)),
     "lstm with dropout": Case(lambda: Recurrent(nn.LSTM, num_layers=2, dropout=0.5), refused="draws random numbers"),
     "weight norm": Case(Weighted),
-    "spectral norm": Case(Spectral, refused="changes buffer '.*' in place"),
+    "spectral norm": Case(Spectral, refused="changes buffer '.*' in place .*, which training does not carry on"),
+    "input changed in place": Case(
+        net(lambda m, x, y: functional.mse_loss(m.second(x), y.mul_(2))), refused="changes input 'y' in place"
+    ),
     "complex parameter": Case(Complex, refused="parameter 'weight' is complex"),
     "sparse embedding": Case(
         lambda: Text(lambda x, y, m: functional.cross_entropy(x.flatten(0, 1), y.flatten()), sparse=True)
@@ -374,6 +502,16 @@ CASES: dict[str, Case] = {
     # Ways to compute.
     "reentrant checkpoint": Case(regression(lambda m, x: checkpoint(m.first, x, use_reentrant=True))),  # pyright: ignore
     "checkpoint": Case(regression(lambda m, x: checkpoint(m.first, x, use_reentrant=False))),  # pyright: ignore
+    "changed in place": Case(regression(in_place)),
+    "torch's own encoder with a mask": Case(Attending),
+    "sorted": Case(net(lambda m, x, y: functional.mse_loss(m.second(x).sort(-1).values, y))),
+    "attention of torch's with dropout": Case(
+        lambda: Attending(dropout=0.1), refused="scaled_dot_product_attention draws random numbers"
+    ),
+    "random numbers of Python's": Case(
+        regression(lambda m, x: x * random.random()), refused="between calls outside of the module, or draws random"
+    ),
+    "random numbers": Case(regression(lambda m, x: x + torch.randn_like(x)), refused="draws random numbers"),
     "written slices": Case(regression(written_slice)),
     "gradient penalty": Case(net(penalised), refused="torch.autograd.grad"),
     "vmap": Case(regression(lambda m, x: torch.vmap(lambda row: row * row.sum())(x)), refused="torch.vmap"),
@@ -418,6 +556,8 @@ SPLIT: dict[str, Callable[[], nn.Module]] = {
     "regularised": Regularised,
     "embedding looked up in the middle": lambda: Shared("looked up"),
     "embedding attended to in the middle": lambda: Shared("attended to"),
+    "torch's own encoder with a mask": Attending,
+    "containers in containers": Towers,
 }
 
 
@@ -458,6 +598,32 @@ def test_a_module_is_exact_or_refused(name: str, tmp_path: Any, monkeypatch: pyt
         return
     separable.require_separable(spec, case.captured, case.batch, SAMPLES, "mb=2")
     captured.require_equal(case.step(case.session(), [5, 3]), case.plain())
+
+
+@pytest.mark.parametrize("plan", ["mb=1", "dp=2"])
+@pytest.mark.parametrize(
+    "module, message, hint",
+    [
+        (nn.Sequential(nn.LazyLinear(2)), "'0.weight' of module 'Sequential' has no shape yet", "call the module once"),
+        (torch.jit.script(nn.Linear(2, 2)), "is a script or trace of torch.jit", "hand over the module that it was"),
+    ],
+    ids=["lazy", "scripted"],
+)
+def test_what_is_no_readable_module_is_refused_before_anything_starts(
+    module: nn.Module, message: str, hint: str, plan: str, tmp_path: Any
+) -> None:
+    with pytest.raises(ModelError, match=message) as refused:
+        phalanx.train(module, [{"input": X[0]}] * 4, plan=plan, steps=1, batch_size=4, out=tmp_path, progress="off")
+    assert refused.value.hint.startswith(hint)
+
+
+def test_a_hook_for_all_modules_is_refused() -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    try:
+        with pytest.raises(CaptureError, match="a backward hook is registered for all modules"):
+            selfcheck.refuse_lost_hooks(nn.Linear(2, 2), "it")
+    finally:
+        handle.remove()
 
 
 def test_what_is_checked_takes_the_branches_of_a_whole_batch() -> None:

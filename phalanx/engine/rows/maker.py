@@ -17,7 +17,6 @@ from phalanx.engine.linked import (
 )
 from phalanx.engine.reductions import Place, StepRun
 from phalanx.engine.trace import Traced
-from phalanx.errors import PlanError
 from phalanx.model.graph.blocks import Block
 from phalanx.model.segment.segments import Segment
 from phalanx.program.instructions import Instruction, Op
@@ -79,13 +78,7 @@ class Maker:
         if self._names.is_loss(name):
             return self._place("loss")
         name = self._names.activation.get(name, name)
-        found = next((i for i, v in self._valued(self._row.reads, "activation") if v.what == name), None)
-        if found is None:  # programs are made for the largest micro-batch, and one sample alone may need no copies
-            raise PlanError(
-                f"a smaller micro-batch of this model keeps '{name}' for {it}, where larger ones keep a copy of it",
-                "choose mb or batch_size so that all micro-batches have the same number of samples",
-            )
-        return found
+        return next(i for i, v in self._valued(self._row.reads, "activation") if v.what == name)
 
     def _written(self, it: Instruction, name: str) -> int | None:
         if self._names.is_loss(name):

@@ -33,7 +33,7 @@ from phalanx.expressions import evaluate
 from phalanx.model.graph import hooks
 from phalanx.model.graph.functionalise import FlatGraph
 from phalanx.model.graph.normalise import normalise
-from phalanx.model.reference import default_dtype
+from phalanx.model.reference import default_dtype, loss_of
 from phalanx.model.weights.weights import tied_names
 from phalanx.tasks.base import Input
 
@@ -56,10 +56,7 @@ class _WithLoss(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Any:
         inputs = dict(inputs)
         with hooks.documents(inputs.pop("document_ids", None), own_positions="position_ids" in inputs):
-            output = self.model(**inputs)
-        if output is None or isinstance(output, Tensor):
-            return output
-        return output.get("loss") if isinstance(output, dict) else output[0]
+            return loss_of(self.model(**inputs))
 
 
 def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> FlatGraph:
@@ -74,6 +71,7 @@ def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> Fla
     patches = (
         _no_layerdrop(), _no_fixed_sizes(), default_dtype(dtype), hooks.own_attention_methods(model),
         hooks.experts_of_any_dtype(), hooks.no_checkpointing(), hooks.means_of_class_probabilities(),
+        hooks.masks_are_not_looked_at(),
     )  # fmt: skip
     with _quiet(), _fake_state(model, mode), contextlib.ExitStack() as stack:
         for patch in patches:
@@ -293,20 +291,38 @@ def _explain(error: Exception, inputs: Sequence[Input]) -> CaptureError:
     if fixed is not None:
         name, axis, size = fixed.groups()
         return _only_works_for(next(spec for spec in inputs if spec.name == name), int(axis), size)
-    reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    reason = _by_values(error) or _by_moving(text) or (text.strip().splitlines() or [type(error).__name__])[0]
     return NotReadable(
         f"the model cannot be read as a graph: {reason}\n  at {_place(error) or 'an unknown place'}", _next_step(error)
     )
 
 
-def _next_step(error: BaseException | None) -> str:
-    """By what kind of error stopped the export, or caused the one that did."""
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """What stopped the export, and what caused that."""
     while error is not None:
-        if isinstance(error, _READS_VALUES) or ".numpy()" in str(error):
-            return (
-                "make that line independent of tensor values (no .item(), no branches on data), or replace the module"
-            )
+        yield error
         error = error.__cause__ or error.__context__
+
+
+def _by_values(error: BaseException) -> str:
+    """What needs the values of tensors, empty where nothing does."""
+    for each in _chain(error):
+        if isinstance(each, GuardOnDataDependentSymNode):
+            return "a branch or a size in it depends on the values of a tensor"
+        if isinstance(each, _READS_VALUES):
+            return f"{each.func} needs the values of a tensor"
+    return ""
+
+
+def _by_moving(text: str) -> str:
+    """torch's words for it name nothing that a user wrote."""
+    moved = re.search(r"Couldn't swap ([\w.]+)", text)
+    return f"forward moves {moved[1]} to another dtype or device, as module.to does" if moved else ""
+
+
+def _next_step(error: BaseException) -> str:
+    if _by_values(error) or any(".numpy()" in str(each) for each in _chain(error)):
+        return "make that line independent of tensor values (no .item(), no branches on data), or replace the module"
     return "call the module with a batch of your data to see whether that line works; if so, write it in another way"
 
 

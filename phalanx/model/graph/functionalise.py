@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import CaptureError
 
@@ -59,11 +60,23 @@ class FlatGraph:
             return int(expression)
         if unknown := {str(s) for s in expression.free_symbols} - set(self.symbols):
             raise CaptureError(
-                f"a size depends on the data ({', '.join(sorted(unknown))})",
-                "shapes must follow from the shapes of the inputs alone",
+                f"a size depends on the data ({self._first_with(unknown)})",
+                "shapes must follow from the shapes of the inputs alone: multiply by a mask instead of selecting by it",
             )
         names = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
         return self.placeholder("size", str(expression.subs(names)))
+
+    def _first_with(self, symbols: set[str]) -> str:
+        """Where a size of these comes from."""
+        for node in self.graph.nodes:
+            for value in tree_leaves(node.meta.get("val")):
+                sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+                found = {
+                    str(x) for size in sizes if isinstance(size, torch.SymInt) for x in size.node.expr.free_symbols
+                }
+                if found & symbols:
+                    return where(node)
+        return "unknown line"
 
 
 def where(node: fx.Node) -> str:
@@ -137,6 +150,11 @@ def refuse_coupling(flat: FlatGraph) -> None:
             )
         if not isinstance(node.target, torch._ops.OpOverload) or _is_recurrent_without_dropout(node):
             continue
+        if node.target is aten.scaled_dot_product_attention.default and _dropout_of(node):
+            raise CaptureError(
+                f"scaled_dot_product_attention draws random numbers that no plan could repeat ({where(node)})",
+                "set the dropout of the attention to 0; or write it out, as softmax, dropout and a product",
+            )
         if torch.Tag.nondeterministic_seeded in node.target.tags and node.target not in _KEYED:
             raise CaptureError(
                 f"{node.target._schema.name} draws random numbers that no plan could repeat ({where(node)})",
@@ -161,6 +179,11 @@ def refuse_coupling(flat: FlatGraph) -> None:
                 "use a normalisation that keeps samples apart, such as GroupNorm or LayerNorm, or put it in eval mode, "
                 "where it uses the statistics as they are",
             )
+
+
+def _dropout_of(node: fx.Node) -> Any:
+    """Of an attention of torch's; after query, key, value and mask."""
+    return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
 
 
 def _is_recurrent_without_dropout(node: fx.Node) -> bool:
@@ -188,8 +211,9 @@ def _replace_in_place(flat: FlatGraph, node: fx.Node) -> None:
     base = _storage(changed)
     kind, name = flat.roles.get(base, ("constant", ""))
     if kind != "constant":
+        why = "which another part of the batch would see" if kind == "input" else "which training does not carry on"
         raise CaptureError(
-            f"the forward pass changes {kind} '{name}' in place ({where(node)}), so a split batch would differ",
+            f"the forward pass changes {kind} '{name}' in place ({where(node)}), {why}",
             "keep running state out of the model; write the operation out of place",
         )
     if "out" in node.kwargs:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import transformer
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 import phalanx.model.ops.attention  # noqa: F401  (defines the operator)
@@ -295,3 +296,19 @@ def no_checkpointing() -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(checkpoint, name, original)
+
+
+@contextlib.contextmanager
+def masks_are_not_looked_at() -> Iterator[None]:
+    """torch's own Transformer looks at the values of a mask to find out whether it is causal, which no graph can; it
+    then computes with the mask as it is, to the same result."""
+    original = transformer._detect_is_causal_mask
+
+    def detect(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = detect
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original

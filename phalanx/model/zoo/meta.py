@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
@@ -63,6 +64,21 @@ def twin(module: nn.Module, dtype: torch.dtype, device: str, name: str) -> nn.Mo
             f"module {name!r} cannot be copied: {error}",
             hint="hand over a factory, and keep what cannot be copied (locks, files, processes) out of the module",
         ) from error
+
+
+def require_readable(module: nn.Module, name: str) -> None:
+    """What torch.jit made is no Python any more; lazy modules of torch's have no shapes before they are called."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            f"module {name!r} is a script or trace of torch.jit, whose code cannot be read as a graph",
+            hint="hand over the module that it was made of",
+        )
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"'{path}' of module {name!r} has no shape yet, as in lazy modules before their first call",
+                hint="call the module once with a batch before it is trained",
+            )
 
 
 def require_real_buffers(module: nn.Module, name: str) -> None:

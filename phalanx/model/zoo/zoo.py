@@ -24,7 +24,7 @@ from phalanx.model.lora import Lora, add_adapters
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.configure import override, set_dropout, stop_layer_drop
 from phalanx.model.zoo.configure import tiny as shrink
-from phalanx.model.zoo.meta import parameters_on_meta, require_real_buffers, twin
+from phalanx.model.zoo.meta import parameters_on_meta, require_readable, require_real_buffers, twin
 from phalanx.model.zoo.names import cached_folder, require_found
 
 # Task → the auto class that builds it and transformers' table of model type → class name. The order is the order of
@@ -218,6 +218,7 @@ def _resolve_custom(
     config = getattr(model, "config", None)
     config = config if isinstance(config, PretrainedConfig) else None
     name = type(model).__name__
+    require_readable(model, name)
     if task is None:
         tasks = {class_name: task for task, class_name in _task_classes(config).items()} if config else {}
         task = tasks.get(name, "custom")
