@@ -24,6 +24,7 @@ import scaling_page
 import schedules_page
 import single_gpu_page
 import slices_page
+import step_api
 import terapipe_published_page
 import tp_dispatch
 import tp_shares_page
@@ -44,6 +45,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "faults": faults.page,
     "memory": memory_page.page,
     "tp_dispatch": tp_dispatch.page,
+    "step_api": step_api.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }
 
