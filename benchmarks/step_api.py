@@ -32,10 +32,11 @@ CASES = ({"batch_size": 4, "tokens": 32, "plan": "mb=1"}, {"batch_size": 8, "tok
 HEADERS = ["model", "batch", "plan", "phalanx.train ms", "own loop ms", "own loop / train", "train / train before"]
 INTRO = """# What a loop of one's own costs
 
-`phalanx.train` and a loop with `phalanx.open` (`forward_backward`, `clip_grad_norm_`, `step`) train the same model under
-the same plan, one process after the other, in turns. Times are processor times of a step on one thread, which waiting and
-other processes hardly change: of each process the median step, of these the median over the rounds. Ratios are formed
-within a round; in brackets their lowest and highest. *Before* is the Trainer of the commit before there was a step API.
+`phalanx.train` and a loop with `phalanx.open` (`forward_backward`, `clip_grad_norm_`, `step`) train the same model
+under the same plan, one process after the other, in turns. Times are processor times of a step on one thread, which
+waiting and other processes hardly change: of each process the median step, of these the median over the rounds. Ratios
+are formed within a round; in brackets their lowest and highest. *Before* is the Trainer of the commit before there was
+a step API.
 """
 
 
