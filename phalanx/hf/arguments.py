@@ -141,10 +141,8 @@ def require_covered(args: transformers.TrainingArguments) -> None:
         )
     moot = [name for name in _MOOT if _is_set(getattr(args, name, None), defaults.get(name))]
     if moot:
-        warnings.warn(
-            f"TrainingArguments: {', '.join(moot)}: they do nothing here; the plan decides how ranks work together",
-            stacklevel=3,
-        )
+        what = f"TrainingArguments: {', '.join(moot)}: they do nothing here; the plan decides how ranks work together"
+        warnings.warn(what, stacklevel=3)
 
 
 def _is_set(value: Any, usual: Any) -> bool:

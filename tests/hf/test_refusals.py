@@ -145,7 +145,7 @@ def test_an_argument_that_nobody_here_knows_is_refused_where_it_is_set(
 ) -> None:
     monkeypatch.setattr(arguments_of_hf, "_KNOWN", arguments_of_hf._KNOWN - {"eval_delay"})
     trainer(tmp_path)
-    with pytest.raises(ConfigError, match="eval_delay = 3 is not known to phalanx.hf.Trainer") as error:
+    with pytest.raises(ConfigError, match=r"eval_delay = 3 is not known to phalanx\.hf\.Trainer") as error:
         trainer(tmp_path, arguments={"eval_delay": 3})
     assert "transformers' own Trainer" in error.value.hint
 
