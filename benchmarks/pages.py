@@ -27,6 +27,7 @@ import scaling_page
 import schedules_page
 import single_gpu_page
 import slices_page
+import step_api
 import terapipe_published_page
 import tp_dispatch
 import tp_shares_page
@@ -50,6 +51,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "largest": largest.page,
     "hf_trainer": hf_trainer.page,
     "tp_dispatch": tp_dispatch.page,
+    "step_api": step_api.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }
 

@@ -49,17 +49,11 @@ class BenchmarkLM(nn.Module):
         context: RankContext | None = None,
     ) -> None:
         super().__init__()
-        if schedule not in SCHEDULES:
-            raise ConfigError(f"BenchmarkLM: schedule = {schedule!r} is unknown", nearest(schedule, SCHEDULES))
-        if h % n:
-            raise ConfigError(f"BenchmarkLM: h = {h} is not a multiple of n = {n} heads", "choose another n")
-        config = GPT2Config(
-            n_layer=num_l, n_embd=h, n_head=n, n_positions=tokens, vocab_size=vocabulary, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        )  # fmt: skip
+        require_schedule(schedule)
+        config = language_model(num_l, h, n, vocabulary, tokens)
         halves = OVERLAPS[schedule].halves if tp > 1 else 1
         example = {"input_ids": torch.zeros(dp * num_mb * tp * halves, _TOKENS, dtype=torch.int64)}
-        options: dict[str, Any] = {"plan": _plan(schedule, tp, dp, num_mb), "dtype": dtype, "device": device}
+        options: dict[str, Any] = {"plan": plan_of(schedule, tp, dp, num_mb), "dtype": dtype, "device": device}
         dims = {"input_ids": ("batch", "tokens")}
         if context is None:
             session = open_session(config, example=example, loss=OUTER, dims=dims, seed=seed, **options)
@@ -83,7 +77,25 @@ class BenchmarkLM(nn.Module):
         self.session.zero_grad()
 
 
-def _plan(schedule: str, tp: int, dp: int, num_mb: int) -> str:
+def require_schedule(schedule: str) -> None:
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"BenchmarkLM: schedule = {schedule!r} is unknown", nearest(schedule, SCHEDULES))
+
+
+def language_model(num_l: int, h: int, n: int, vocabulary: int, tokens: int) -> GPT2Config:
+    if min(num_l, h, n, vocabulary, tokens) < 1:
+        sizes = f"num_l = {num_l}, h = {h}, n = {n}, vocabulary = {vocabulary}, tokens = {tokens}"
+        raise ConfigError(f"BenchmarkLM: one of {sizes} is below 1", "give numbers of 1 or more")
+    if h % n:
+        raise ConfigError(f"BenchmarkLM: h = {h} is not a multiple of n = {n} heads", "choose another n")
+    return GPT2Config(
+        n_layer=num_l, n_embd=h, n_head=n, n_positions=tokens, vocab_size=vocabulary, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+
+
+def plan_of(schedule: str, tp: int, dp: int, num_mb: int) -> str:
     """Without tensor parallelism there is nothing to overlap, and a schedule is what it computes again."""
+    require_schedule(schedule)
     again = f"overlap={schedule}" if tp > 1 else f"recompute={OVERLAPS[schedule].recompute}"
     return f"tp={tp},dp={dp},mb={num_mb},{again}"

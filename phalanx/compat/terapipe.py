@@ -59,11 +59,15 @@ class Timed:
         self.seconds.append(record["step_seconds"])
         print(f"step {record['step']}  {record['step_seconds']:.4f} s  loss {record['loss']:.4f}", flush=True)
 
+    def mean(self) -> str:
+        later = self.seconds[1:] or self.seconds  # the first one also compiles
+        return f"mean {sum(later) / len(later):.4f} s per step, without the first"
+
 
 def benchmark(
     n_nodes: int, n_gpus: int, model_parallel_size: int, pipeline_parallel_size: int, model: str, n_slices: int,
     n_steps: int, *, mixed_precision: bool = False, device: str = "auto",
-) -> list[float]:  # fmt: skip
+) -> Timed:  # fmt: skip
     """The seconds of each step, as far as this process hears of them."""
     sizes = (n_nodes, n_gpus, model_parallel_size, pipeline_parallel_size, n_slices, n_steps)
     if min(sizes) < 1:
@@ -85,7 +89,7 @@ def benchmark(
             progress="off", device=device,
         )  # fmt: skip
         Trainer(chosen.configuration(), "synthetic", config, callbacks=[timed]).fit()
-    return timed.seconds
+    return timed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,13 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     given = vars(parser.parse_args(arguments))
     try:
-        seconds = benchmark(**given)
+        timed = benchmark(**given)
     except PhalanxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if seconds:
-        later = seconds[1:] or seconds  # the first one also compiles
-        print(f"mean {sum(later) / len(later):.4f} s per step, without the first")
+    if timed.seconds:
+        print(timed.mean())
     return 0
 
 

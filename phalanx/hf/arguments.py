@@ -48,8 +48,27 @@ _REFUSED = {
 # They say how machinery works that is not used here; scripts set them by habit.
 _MOOT = (
     "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend",
-    "ddp_timeout", "eval_use_gather_object", "eval_accumulation_steps", "save_on_each_node",
+    "ddp_timeout", "eval_use_gather_object", "eval_accumulation_steps", "save_on_each_node", "accelerator_config",
+    "average_tokens_across_devices", "dataloader_pin_memory", "dataloader_in_order", "hub_model_id",
+    "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
 )  # fmt: skip
+# Any other, as of a later transformers, is refused where it is set.
+_KNOWN = {
+    *_REFUSED, *_MOOT, "output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "optim", "optim_args", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps", "max_grad_norm",
+    "label_smoothing_factor", "bf16", "fp16", "tf32", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+    "torch_compile", "use_cache", "logging_strategy", "logging_steps", "logging_first_step", "logging_dir",
+    "log_on_each_node", "logging_nan_inf_filter", "log_level", "log_level_replica", "disable_tqdm", "report_to",
+    "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_strategy",
+    "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only", "eval_on_start",
+    "eval_do_concat_batches", "include_for_metrics", "save_only_model", "save_strategy", "save_steps",
+    "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "ignore_data_skip",
+    "full_determinism", "seed", "data_seed", "use_cpu", "dataloader_drop_last", "dataloader_num_workers",
+    "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
+    "remove_unused_columns", "label_names", "train_sampling_strategy", "length_column_name", "do_train", "do_eval",
+    "do_predict", "resume_from_checkpoint", "local_rank",
+}  # fmt: skip
 _SAMPLING = ("random", "sequential", "group_by_length")
 
 
@@ -103,6 +122,13 @@ def require_covered(args: transformers.TrainingArguments) -> None:
         value = getattr(args, name, None)
         if value not in (None, "", [], {}, "no", False) and value != defaults.get(name) and not _derived(args, name):
             raise ConfigError(f"TrainingArguments: {name} = {value!r} does nothing in phalanx.hf.Trainer", hint)
+    for each in dataclasses.fields(transformers.TrainingArguments):  # those of a subclass are the script's own
+        usual = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if each.name not in _KNOWN and _is_set(getattr(args, each.name, None), usual):
+            raise ConfigError(
+                f"TrainingArguments: {each.name} = {getattr(args, each.name)!r} is not known to phalanx.hf.Trainer",
+                "leave it out, or train with transformers' own Trainer",
+            )
     if not args.skip_memory_metrics:
         raise ConfigError(
             "TrainingArguments: skip_memory_metrics = False does nothing in phalanx.hf.Trainer",
@@ -113,9 +139,17 @@ def require_covered(args: transformers.TrainingArguments) -> None:
             f"TrainingArguments: train_sampling_strategy = {args.train_sampling_strategy!r} is unknown here",
             f"use {', '.join(_SAMPLING)}",
         )
-    moot = [name for name in _MOOT if getattr(args, name, None) not in (None, False, defaults.get(name))]
+    moot = [name for name in _MOOT if _is_set(getattr(args, name, None), defaults.get(name))]
     if moot:
-        warnings.warn(f"TrainingArguments: {', '.join(moot)}: the plan decides instead, they do nothing", stacklevel=3)
+        what = f"TrainingArguments: {', '.join(moot)}: they do nothing here; the plan decides how ranks work together"
+        warnings.warn(what, stacklevel=3)
+
+
+def _is_set(value: Any, usual: Any) -> bool:
+    """Whether somebody wants something; transformers makes an object of its usual values where there was none."""
+    if usual is None and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        usual = type(value)()
+    return value not in (None, False) and value != usual
 
 
 def _derived(args: transformers.TrainingArguments, name: str) -> bool:

@@ -88,6 +88,7 @@ class Trainer:
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
         require_hooks(type(self), Trainer)
         require_covered(self.args)
+        transformers.utils.logging.set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         if (model is None) == (model_init is None):
             raise ConfigError("Trainer: it needs a model or model_init, one of them", "give model=…")

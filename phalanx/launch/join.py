@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import re
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from typing import Any
 
 from phalanx.errors import ConfigError, PhalanxError, RankError
 from phalanx.launch.context import RankContext, local_device
+from phalanx.launch.hosts import slurm_hosts
 from phalanx.launch.monitor import Monitor, Notice
 from phalanx.launch.status_board import SILENCE, StatusBoard
 from phalanx.launch.store import JobStore, host_store, share_secret
@@ -263,10 +263,10 @@ def _slurm(variables: Mapping[str, str]) -> Place | None:
 
 def first_host(nodes: str) -> str:
     """The first host of a SLURM node list: 'gpu[07-09,12],cpu3' → 'gpu07'."""
-    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^\[,]*)", nodes)
-    if found is None:
+    found = slurm_hosts(nodes)
+    if not found:
         raise ConfigError(f"SLURM_STEP_NODELIST = {nodes!r} names no host", "start with srun")
-    return "".join(part or "" for part in found.groups())
+    return found[0]
 
 
 def _port(job: str) -> int:

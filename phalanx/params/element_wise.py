@@ -1,12 +1,15 @@
-"""Does an optimizer update each element by itself? Only then may a rank that holds a part of a tensor update that part.
+"""What does the update of an element depend on: on itself, its tensor, or all tensors? A rank that holds a part of a
+tensor may update that part in the first case only, one that holds some of the tensors in the first two.
 
-Torch's own are known. Others are tried out: a small matrix is updated whole, and beside it the same elements in two
-rows; whoever looks at shapes, norms, rows or columns gives other values.
+Torch's own are known. Others are tried out: two small matrices are updated by one optimizer, and beside it by one each,
+and in rows of elements by one each; whoever looks at norms, shapes, rows or columns gives other values.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,40 +18,61 @@ KNOWN = (
     torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
     torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
 )  # fmt: skip
-_SHAPE, _CUT, _STEPS = (4, 6), 7, 3
+_SHAPES, _CUT, _STEPS = ((4, 6), (3, 5)), 7, 3
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+Reach = Literal["element", "tensor", "all"]
 
 
-def is_element_wise(kind: type[torch.optim.Optimizer], make: Make, device: torch.device) -> bool:
-    """make: an optimizer of this kind for these tensors, with the arguments of the one that is asked about."""
+def reach_of(kind: type[torch.optim.Optimizer], make: Make, device: torch.device) -> Reach:
+    """make: an optimizer of this kind for these tensors, with the arguments of the one that is asked about. One that
+    cannot be tried is taken to look at each tensor by itself."""
     if kind in KNOWN:
-        return True
+        return "element"
     for dtype, tolerance in _TOLERANCE.items():
-        values = [_values(number, dtype, device) for number in range(_STEPS + 1)]
+        steps = [_values(number, dtype, device) for number in range(_STEPS + 1)]
         try:
-            whole, rows = _updated(make, [[each] for each in values]), _updated(make, [_in_rows(v) for v in values])
+            together = _updated(make, steps)
+            apart = _updated_apart(make, steps)
+            in_rows = _updated_apart(make, [[row for each in values for row in _in_rows(each)] for values in steps])
         except Exception:  # code of the user's own may fail in any way on tensors that it was not made for
             continue
-        return bool(torch.allclose(rows, whole, 0.0, tolerance))
-    return False
+        if not torch.allclose(apart, together, 0.0, tolerance):
+            return "all"
+        return "element" if torch.allclose(in_rows, together, 0.0, tolerance) else "tensor"
+    return "tensor"
 
 
-def _updated(make: Make, values: list[list[Tensor]]) -> Tensor:
-    """values: the tensors, and their gradients in each step."""
-    weights = [torch.nn.Parameter(tensor.clone()) for tensor in values[0]]
+def _updated_apart(make: Make, steps: list[list[Tensor]]) -> Tensor:
+    """By an optimizer for each tensor."""
+    return torch.cat([_updated(make, [[values[number]] for values in steps]) for number in range(len(steps[0]))])
+
+
+def _updated(make: Make, steps: list[list[Tensor]]) -> Tensor:
+    """steps: the tensors, and their gradients in each step."""
+    weights = [torch.nn.Parameter(tensor.clone()) for tensor in steps[0]]
     optimizer = make([*weights])
-    for gradients in values[1:]:
+    for gradients in steps[1:]:
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient.clone()
-        optimizer.step()
+        if needs_closure(type(optimizer)):
+            optimizer.step(lambda: torch.zeros((), dtype=weights[0].dtype))
+        else:
+            optimizer.step()
     return torch.cat([weight.detach().flatten() for weight in weights])
+
+
+def needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether its step computes the loss again."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _in_rows(matrix: Tensor) -> list[Tensor]:
     return list(matrix.flatten().split([_CUT, matrix.numel() - _CUT]))
 
 
-def _values(seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(_SHAPE, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(device)
+def _values(seed: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype).to(device) for shape in _SHAPES]

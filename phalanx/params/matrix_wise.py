@@ -49,6 +49,11 @@ class Holders:
         stage = mesh.coordinates(self.rank)[0]
         return tuple(each for each in mesh.world if mesh.coordinates(each)[0] == stage)
 
+    @property
+    def num_ranks(self) -> int:
+        """Of the plan, those of other stages too."""
+        return self._layout.plan.world
+
     @cached_property
     def _kept(self) -> dict[int, list[Kept]]:
         return {rank: [kept for kept in self._layout.kept(rank) if kept.facts.trained] for rank in self.ranks}

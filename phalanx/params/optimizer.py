@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.config import RunConfig
 from phalanx.errors import CheckpointError, ConfigError, nearest
-from phalanx.params.element_wise import KNOWN, is_element_wise
+from phalanx.params.element_wise import KNOWN, needs_closure, reach_of
 from phalanx.params.flat import Piece
 from phalanx.params.groups import Groups
 from phalanx.params.matrix_wise import Holders, Kind, MatrixWise
@@ -229,7 +229,7 @@ def make_optimizer(
     chosen = _chosen(config, optimizer_class)
     if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer {chosen!r} is not a torch optimizer", "give a subclass of torch.optim.Optimizer")
-    if _needs_closure(chosen):
+    if needs_closure(chosen):
         raise ConfigError(
             f"optimizer {chosen.__name__} evaluates the loss several times per step, which a program cannot do",
             "choose an optimizer whose step needs no closure",
@@ -297,32 +297,53 @@ def _kinds(
     options = _arguments(chosen, config)
     if chosen is torch.optim.Muon:
         if holders is None:  # of parts on the host
-            require_element_wise(chosen, weights, options)
+            require_element_wise(chosen, weights, options, has_all=False)
         return {
             MUON: Kind(chosen, {"adjust_lr_fn": "match_rms_adamw", **options}, by_matrix=True),
             REST: Kind(torch.optim.AdamW, {"lr": config.lr, "betas": config.betas, "eps": config.eps}, by_matrix=False),
         }
+    has_all = holders is not None and len(holders.ranks) == holders.num_ranks
     if chosen in KNOWN or holders is None or not holders.split:
-        require_element_wise(chosen, weights, options)
+        require_element_wise(chosen, weights, options, has_all)
         return {"": Kind(chosen, options, by_matrix=False)}
-    by_itself = is_element_wise(chosen, lambda tensors: chosen(tensors, **options), holders.device)
-    return {"": Kind(chosen, options, by_matrix=not by_itself)}
+    reach = reach_of(chosen, lambda tensors: chosen(tensors, **options), holders.device)
+    if reach == "all":
+        raise _of_all(chosen)
+    return {"": Kind(chosen, options, by_matrix=reach == "tensor")}
 
 
-def require_element_wise(kind: type[Any], weights: Mapping[str, Weight], arguments: Mapping[str, Any]) -> None:
-    """A rank that holds part of a tensor can only update it if no element's update depends on the others. arguments:
-    what the optimizer is made with."""
-    if all(w.piece.is_whole and w.piece.local.is_whole for w in weights.values()):
+def require_element_wise(
+    kind: type[Any], weights: Mapping[str, Weight], arguments: Mapping[str, Any], has_all: bool
+) -> None:
+    """A rank that holds part of a tensor can only update it if no element's update depends on the others, and one that
+    holds some of the tensors only if it depends on no other tensor. arguments: what the optimizer is made with.
+    has_all: whether every tensor has its part here."""
+    whole = all(w.piece.is_whole and w.piece.local.is_whole for w in weights.values())
+    if (whole and has_all) or kind in KNOWN or not weights:
         return
     device = next(iter(weights.values())).exact.device
-    if is_element_wise(kind, lambda tensors: kind(tensors, **arguments), device):
+    reach = reach_of(kind, lambda tensors: kind(tensors, **arguments), device)
+    if reach == "all":
+        raise _of_all(kind)
+    if whole or reach == "element":
         return
-    known = ", ".join(sorted(kind.__name__ for kind in KNOWN))
     raise ConfigError(
         f"optimizer {kind.__name__} does not update each element by itself, but the plan splits tensors",
         "use zero=0, tp=1 and no offload of the optimizer; or let the session make it (phalanx.open(…, optimizer=its "
-        f"class), session.step()), where owners get whole tensors; or one of torch's {known}",
+        f"class), session.step()), where owners get whole tensors; or one of torch's {_known()}",
     )
+
+
+def _of_all(kind: type[Any]) -> ConfigError:
+    return ConfigError(
+        f"optimizer {kind.__name__} looks at all parameters together, but the plan keeps some of them elsewhere",
+        "use replicas alone (dp=…, with zero=0, tp=1, pp=1 and no offload of the optimizer); or one of torch's "
+        f"{_known()}",
+    )
+
+
+def _known() -> str:
+    return ", ".join(sorted(kind.__name__ for kind in KNOWN))
 
 
 def _arguments(chosen: type[Any], config: RunConfig) -> dict[str, Any]:
@@ -343,11 +364,6 @@ def _own_options(chosen: type[Any], config: RunConfig) -> dict[str, Any]:
 
 def _takes(chosen: type[Any], name: str) -> bool:
     return name in inspect.signature(chosen).parameters
-
-
-def _needs_closure(chosen: type[torch.optim.Optimizer]) -> bool:
-    closure = inspect.signature(chosen.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _import(path: str) -> Any:

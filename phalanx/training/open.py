@@ -138,10 +138,11 @@ def open_on(
         (leave or _nobody)(error)
 
     try:
-        return _open_on(
-            context, model, config, example, loss, outputs, has_optimizer=has_optimizer,
-            optimizer_class=optimizer_class, groups=groups, dims=dims, leave=left,
-        )  # fmt: skip
+        with torch.inference_mode(False), torch.enable_grad():  # models are read with their gradients, whoever asks
+            return _open_on(
+                context, model, config, example, loss, outputs, has_optimizer=has_optimizer,
+                optimizer_class=optimizer_class, groups=groups, dims=dims, leave=left,
+            )  # fmt: skip
     except BaseException:
         kernels.close()
         raise

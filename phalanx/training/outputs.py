@@ -58,7 +58,15 @@ class Outputs:
         share = num_samples if self._scope == "whole" else num_samples / self._plan.dp
         outputs = self._shared(box, num_rows)
 
+        pending = [run]
+
         def back(gradients: Sequence[Tensor]) -> None:
+            if not pending:
+                raise ConfigError(
+                    "backward() came a second time to the outputs of one call of session(…)",
+                    "add the losses up and call backward() once, or call session(…) again for the second one",
+                )
+            pending.clear()
             box.gradients = [gradient * share for gradient in gradients]
             with outbox(box):
                 program = self._session.step.program
@@ -75,8 +83,8 @@ class Outputs:
             raise ConfigError(
                 f"session(…) was called again before the backward of the call before, which plan {self._plan.shown} "
                 "cannot do",
-                "call backward() on every loss before the next call; compute what is not learned from under "
-                "torch.no_grad()",
+                "give both batches in one call (torch.cat) and take its outputs apart; or call backward() before the "
+                "next call; compute what is not learned from under torch.no_grad()",
             )
 
     def _together(self, outputs: Sequence[Tensor]) -> Any:

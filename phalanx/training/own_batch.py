@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.own import with_decoder_inputs
-from phalanx.errors import DataError
+from phalanx.errors import ConfigError, DataError
 from phalanx.tasks.base import Batch
 
 TARGET = "target"  # of a batch without names, what the loss takes
@@ -61,3 +61,24 @@ def _tensor(name: Any, value: Any) -> Tensor:
         what = "a number without samples" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise DataError(f"{name!r} in a batch is {what}", "give tensors whose first dim is the sample")
     return value if value.is_floating_point() else value.to(torch.int64)
+
+
+def refuse_gradients(given: Batch) -> None:
+    """Nothing goes back from a model to what it was given."""
+    for name, tensor in given.items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ConfigError(
+                f"input {name!r} of a batch requires a gradient, and none comes back from a session to its inputs",
+                f"give {name}.detach(); where you need this gradient, put what makes {name} and this model into one "
+                "module, or keep this model an ordinary module on every rank",
+            )
+
+
+def refuse_autocast(device: torch.device) -> None:
+    """It would change what some of the model's operators compute, forwards only."""
+    if torch.is_autocast_enabled(device.type):
+        raise ConfigError(
+            "a session was called under torch.autocast, which it does not follow",
+            "open it with dtype='bfloat16' (or 'float16'), which keeps float32 weights for the update, and call it "
+            "outside of autocast; your own loss may be under it",
+        )

@@ -41,10 +41,10 @@ class Gradients(Protocol):
 
 
 class InWeights:
-    """In the `grad` of every weight."""
+    """In the `grad` of every weight. stand_in: what a rank without weights updates."""
 
-    def __init__(self, weights: Mapping[str, Weight]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Mapping[str, Weight], stand_in: Tensor | None = None) -> None:
+        self._weights, self._stand_in = weights, stand_in
         self._last: StepRun | None = None
         self.norm: Tensor | None = None
 
@@ -58,13 +58,26 @@ class InWeights:
         factor = scale if loss_scale is None else scale / loss_scale.value
         for name, gradient in run.gradients.items():
             weight = self._weights[name].exact
+            if not weight.requires_grad:  # frozen by the loop
+                continue
             own = (gradient * factor).to(weight.dtype).view(weight.shape)
             weight.grad = own if weight.grad is None else weight.grad.add_(own)
         assert run.norm is not None
         self.norm = run.norm if self.norm is None else self.norm + run.norm
+        if len(session.connected.world.ranks) > 1:
+            self._spread(run.norm)
         session.step.engine.abandon(run)
         session.step.engine.parts.sends.settle()
         self._last = run
+
+    def _spread(self, norm: Tensor) -> None:
+        """What is not finite on one rank is so on all, in one gradient at least: whoever looks at this rank's gradients
+        alone (torch's GradScaler) then decides as on the others."""
+        if self._stand_in is not None:
+            self._stand_in.grad = torch.zeros_like(self._stand_in)
+        there = [*self._there().values(), *([] if self._stand_in is None else [self._stand_in.grad])]
+        if there:
+            min(there, key=Tensor.numel).add_(norm * 0.0)
 
     @torch.no_grad()
     def clip(self, session: Session, max_norm: float) -> Tensor:
@@ -83,6 +96,8 @@ class InWeights:
     def forget(self, session: Session) -> None:
         for weight in self._weights.values():
             weight.exact.grad = None
+        if self._stand_in is not None:
+            self._stand_in.grad = None
         self.norm = None
 
     def _there(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ One of the user's knows nothing of sessions, so torch is asked to tell of every 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Updates:
         self.optimizer: torch.optim.Optimizer | None = session.state.optimizer.inner if is_given else None
         self.is_users = not is_given  # whether the user steps it
         self._makes_gradients = makes_gradients
-        self._is_updating = False
+        self._is_updating = self._is_in_step = False
         if self.optimizer is not None and session.state.hosted is not None:
             self.optimizer.register_step_pre_hook(self._require_whole_step)
         self.take(session)
@@ -41,8 +41,14 @@ class Updates:
         self._session, self.weights = session, session.state.parameters.trained
         for weight in self.weights.values():
             weight.exact.requires_grad_(True)
-        self._ids = {id(weight.exact) for weight in self.weights.values()}
-        self.gradients = InWeights(self.weights) if session.state.hosted is None else InRun()
+        self._stand_in = None if self.weights else torch.zeros(1, device=session.compiled.device, requires_grad=True)
+        self._ids = {id(tensor) for tensor in self.parameters()}
+        self.gradients = InWeights(self.weights, self._stand_in) if session.state.hosted is None else InRun()
+
+    def parameters(self) -> list[Tensor]:
+        """What an optimizer is made of. torch refuses one of nothing, so a rank that has nothing to update, as where
+        all of its stage is frozen, has a zero that stays one."""
+        return [weight.exact for weight in self.weights.values()] or [cast(Tensor, self._stand_in)]
 
     def under(self, session: Session) -> None:
         """From now on with this one, which has the same state."""
@@ -105,9 +111,14 @@ class Updates:
                 "optimizer of your own cannot do",
                 "open the session with optimizer=its class and lr=…, and call session.step()",
             )
-        require_element_wise(type(given), self.weights, given.defaults)
+        require_element_wise(type(given), self.weights, given.defaults, has_all=self._session.plan.pp == 1)
         self.optimizer, self.is_users = given, True
         state.optimizer = Optimizer(given, self.weights, None)
+
+    def before_batch(self) -> None:
+        """Inside a step, whose closure asks for gradients again, at weights that were changed by then."""
+        if self._is_in_step:
+            self.refresh()
 
     def require_changeable(self) -> None:
         """Refuses to change the plan where something would be left behind."""
@@ -138,6 +149,7 @@ class Updates:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not self.optimizer:
             self.use(optimizer)
+        self._is_in_step = True
         loss_scale = self._session.state.loss_scale
         if loss_scale is not None and self.gradients.norm is not None:
             finite = self.gradients.norm.isfinite()
@@ -146,6 +158,7 @@ class Updates:
                 self.forget()
 
     def after_step(self) -> None:
+        self._is_in_step = False
         self.refresh()
         self.steps += 1
         self.gradients.norm = None

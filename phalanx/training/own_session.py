@@ -31,7 +31,7 @@ from phalanx.tasks.base import Batch, Task
 from phalanx.training.budget import MemoryGuard
 from phalanx.training.change import Change, change
 from phalanx.training.outputs import Outputs, Scope
-from phalanx.training.own_batch import BatchForm
+from phalanx.training.own_batch import BatchForm, refuse_autocast, refuse_gradients
 from phalanx.training.own_optimizer import Updates
 from phalanx.training.own_state import OwnState
 from phalanx.training.session import Session
@@ -86,6 +86,7 @@ class OwnSession:
             )
         given = self._opened.form(batch)
         self._updates.gradients.begin()
+        self._updates.before_batch()
         part, first, _ = self._part(given)
         with self._running(part):
             run = self._session.step.backward(part, first)
@@ -103,6 +104,7 @@ class OwnSession:
                 "call session.forward_backward(batch); or open it with loss='outer'",
             )
         given = self._opened.form(inputs or (batch[0] if len(batch) == 1 else batch))
+        self._updates.before_batch()
         part, first, begin = self._part(given)
         with self._running(part):
             outputs = self._outputs(part, first, begin, num_samples(given))
@@ -158,7 +160,7 @@ class OwnSession:
 
     def parameters(self) -> Iterator[Tensor]:
         """What this rank updates, for an optimizer of the user's own: whole parameters, or this rank's shards."""
-        return iter([weight.exact for weight in self._updates.weights.values()])
+        return iter(self._updates.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The same, by the model's own names. A shard is part of a parameter along one dim, or a row of elements."""
@@ -290,6 +292,13 @@ class OwnSession:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close(error)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "a session cannot be copied or pickled: it stands on the links between ranks",
+            "clone session.parameters() for an average of them, call session.save() or state_dict() to keep them, or "
+            "open a second session",
+        )
+
     # Inside.
 
     def _take(self, session: Session) -> None:
@@ -303,6 +312,7 @@ class OwnSession:
     def _part(self, given: Batch, with_labels: bool = True) -> tuple[Batch, int, int]:
         """This rank's part of a global batch, its place in the stream of samples, and in the batch."""
         plan = self.plan
+        refuse_gradients(given)
         if with_labels and plan.dp * plan.mb * plan.multiple > 1:
             require_labels(self._session.compiled.captured, given, plan.shown)
         first, count = self._session.part(self.samples, num_samples(given))
@@ -311,6 +321,7 @@ class OwnSession:
 
     @contextlib.contextmanager
     def _running(self, batch: Batch, phase: str = "step") -> Iterator[None]:
+        refuse_autocast(self.device)
         slot = self._context.slot
         slot.at_step(self.steps + 1)
         slot.enter(phase)

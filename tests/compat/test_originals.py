@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.compat import terapipe
+from phalanx.compat import oases_benchmark, terapipe
 from phalanx.compat.oases import BenchmarkLM
 from phalanx.compat.optimus_prime import Optimus_p
 from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model import reference
+from phalanx.profile import hardware
+from phalanx.profile.store import Store
 from tests.compat import jobs
 from tests.compat.jobs import LR, SAMPLES, STEPS, gpt2, texts
 
@@ -120,6 +122,63 @@ def test_a_benchmark_model_that_cannot_be_says_why() -> None:
     assert "did you mean 'oases'" in info.value.hint
     with pytest.raises(ConfigError, match="h = 30 is not a multiple of n = 4 heads"):
         BenchmarkLM(h=30, n=4)
+
+
+OASES = "overlap --num_l 2 --h 32 --n 4 --vocabulary 64 --seq_len 16 --batch_size 4 --steps 2 --device cpu"
+
+
+def test_oases_planner_reads_the_profile_that_its_benchmark_wrote(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hardware, "measure_on_rank", _measured_at_once)
+    path = str(tmp_path / "profile_res.json")
+    assert oases_benchmark.main(["profile", "--profile_path", path, "--device", "cpu"]) == 0
+    assert f"written to {path}" in capsys.readouterr().out
+    assert oases_benchmark.main([*OASES.split(), "--auto_plan", "--profile_path", path]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == ["step", "step", "plan", "mean"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--schedule optim_comm_checkpoint", ["step", "step", "mean"]),
+        ("--auto_plan --schedule oases", ["step", "step", "plan", "mean"]),
+    ],
+)
+def test_oases_benchmark_measures_a_schedule(
+    options: str, expected: list[str], capsys: pytest.CaptureFixture[str], lent_ranks: list[int]
+) -> None:
+    assert oases_benchmark.main([*OASES.split(), *options.split(), "--tp", "2"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == expected and lent_ranks == [2]
+    assert all("overlap=oases" in line for line in said if line.startswith("plan"))
+
+
+def _measured_at_once(context: RankContext, kind: str, size: int, dtype: str) -> float:
+    return 1e9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--schedule oasis", "schedule = 'oasis' is unknown\n  → did you mean 'oases'?"),
+        ("--auto_plan --schedule oasis", "schedule = 'oasis' is unknown"),
+        ("--h 30", "h = 30 is not a multiple of n = 4 heads"),
+        ("--num_l 0", "one of num_l = 0"),
+        ("--profile_path none.json", "--profile_path does nothing without --auto_plan"),
+        ("--auto_plan --profile_path none.json", "profile none.json cannot be read"),
+        ("--auto_plan --profile_path {empty}", "holds nothing of CPU"),
+    ],
+)
+def test_an_oases_benchmark_that_cannot_be_run_says_why(
+    options: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    Store(tmp_path / "store").export(tmp_path / "empty.json", [])
+    assert oases_benchmark.main([*OASES.split(), *options.format(empty=tmp_path / "empty.json").split()]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_terapipes_benchmark_takes_its_seven_arguments(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.hf import Trainer, TrainingArguments
+from phalanx.hf import arguments as arguments_of_hf
 from phalanx.hf.arguments import require_free_store
 from phalanx.hf.data import Randomness, as_large_as, rows_of
 from phalanx.hf.optimizers import make_optimizer
@@ -129,8 +132,31 @@ def test_what_a_trainer_is_asked_for(
 
 
 def test_options_of_ddp_are_said_to_do_nothing(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="ddp_timeout: the plan decides instead"):
+    with pytest.warns(UserWarning, match="ddp_timeout: they do nothing here"):
         trainer(tmp_path, arguments={"ddp_timeout": 7})
+
+
+def test_every_argument_of_transformers_acts_is_refused_or_said_to_do_nothing() -> None:
+    assert {each.name for each in dataclasses.fields(transformers.TrainingArguments)} <= arguments_of_hf._KNOWN
+
+
+def test_an_argument_that_nobody_here_knows_is_refused_where_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments_of_hf, "_KNOWN", arguments_of_hf._KNOWN - {"eval_delay"})
+    trainer(tmp_path)
+    with pytest.raises(ConfigError, match=r"eval_delay = 3 is not known to phalanx\.hf\.Trainer") as error:
+        trainer(tmp_path, arguments={"eval_delay": 3})
+    assert "transformers' own Trainer" in error.value.hint
+
+
+def test_the_log_level_is_transformers(tmp_path: Path) -> None:
+    before = transformers.logging.get_verbosity()
+    try:
+        trainer(tmp_path, arguments={"log_level": "error"})
+        assert transformers.logging.get_verbosity() == transformers.logging.ERROR
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 def test_names_that_are_not_there_say_so(tmp_path: Path) -> None:

@@ -17,7 +17,17 @@ from phalanx.hf import Trainer, TrainingArguments
 from phalanx.launch.worker_pool import WorkerPool
 from tests.hf import jobs
 from tests.hf.history import history
-from tests.hf.scripts import COMMON, VOCABULARY, causal_script, classification_script, llama, padded, sentences, texts
+from tests.hf.scripts import (
+    COMMON,
+    VOCABULARY,
+    bert,
+    causal_script,
+    classification_script,
+    llama,
+    padded,
+    sentences,
+    texts,
+)
 
 REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text("utf-8"))
 
@@ -33,6 +43,15 @@ def test_a_causal_language_model_with_accumulation_clipping_decay_and_a_schedule
     result = trainer.train()
     require_equal(history(trainer), REFERENCE["causal"])
     assert result.global_step == 6 and result.training_loss == pytest.approx(REFERENCE["causal"][-1]["train_loss"])
+
+
+def test_a_model_can_be_evaluated_before_it_is_trained(tmp_path: Path) -> None:
+    trainer = classification_script(Trainer, TrainingArguments, str(tmp_path))
+    with torch.no_grad():
+        expected = bert().eval()(**_stacked(sentences(10, seed=1)))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected.loss), rel=1e-5)
+    trainer.train()
+    require_equal(history(trainer)[1:], REFERENCE["classification"])
 
 
 def test_a_classification_with_metrics_and_predictions(tmp_path: Path) -> None:
@@ -58,6 +77,31 @@ def test_the_same_under_a_plan(pool: WorkerPool, tmp_path: Path, name: str, worl
     found = pool.run(jobs.run_script, name, plan, str(tmp_path), world=world)
     for each in found:
         require_equal(each, REFERENCE[name.removesuffix("_script")])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,mb=2", "dp=2,zero=3"])
+@pytest.mark.parametrize("name", ["causal_script", "classification_script"])
+def test_predictions_under_a_plan_are_the_models_outputs(
+    pool: WorkerPool, tmp_path: Path, name: str, plan: str
+) -> None:
+    """tp=2 splits the vocabulary that a causal model's outputs are over."""
+    is_causal = name == "causal_script"
+    samples = texts(7, seed=2) if is_causal else sentences(7, seed=2)
+    model, batch = (llama(), padded(samples)) if is_causal else (bert(), _stacked(samples))
+    with torch.no_grad():
+        expected = model.eval()(**batch)
+    known = batch["labels"] != -100 if is_causal else torch.ones(len(samples), dtype=torch.bool)
+    for predictions, labels, metrics in pool.run(jobs.predict, name, plan, str(tmp_path), world=2):
+        seen = torch.tensor(predictions)
+        torch.testing.assert_close(seen[known], expected.logits[known], rtol=2e-5, atol=2e-6)
+        assert torch.tensor(labels)[known].equal(batch["labels"][known])
+        assert metrics["test_loss"] == pytest.approx(float(expected.loss), rel=2e-5)
+
+
+def _stacked(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"input_ids": torch.tensor([s["input_ids"] for s in samples]),
+            "labels": torch.tensor([s["label"] for s in samples])}  # fmt: skip
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="transformers' Trainer needs accelerate")

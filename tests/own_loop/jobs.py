@@ -88,7 +88,7 @@ def opened(context: RankContext, model: nn.Module, plan: str, example: Any, **op
     given = {name: options.pop(name) for name in ("loss", "outputs", "groups", "has_optimizer", "optimizer_class")
              if name in options}  # fmt: skip
     config = RunConfig.create(
-        plan=plan, clip=None, steps=1, lr_schedule="constant", dtype="float64", device="cpu", **options
+        **{"dtype": "float64", **options}, plan=plan, clip=None, steps=1, lr_schedule="constant", device="cpu"
     )
     return open_on(context, model, config, example, **given)
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
 from phalanx.errors import CheckpointError, ConfigError, PlanError
+from phalanx.params.element_wise import reach_of
 from phalanx.params.flat import Piece
 from phalanx.params.lr_schedule import lr_factor
-from phalanx.params.optimizer import Optimizer, make_optimizer, norms_of, squared_norm
+from phalanx.params.optimizer import Optimizer, make_optimizer, norms_of, require_element_wise, squared_norm
 from phalanx.params.parameters import Weight, choose_trainable
 from phalanx.params.streams import Streams, divide
 from phalanx.state.local import Local
@@ -294,6 +295,33 @@ def test_a_part_of_a_tensor_is_only_given_to_optimizers_that_update_each_element
     with pytest.raises(ConfigError, match="but the plan splits tensors"):
         make_optimizer(columns, RunConfig(), OfWholeTensors)
     assert make_optimizer(held(weights()), RunConfig(), OfWholeTensors)
+
+
+class OfAllTensors(torch.optim.SGD):
+    """Somebody's own, which looks at all tensors together."""
+
+    def step(self, closure: Any = None) -> None:
+        own = [weight for group in self.param_groups for weight in group["params"]]
+        torch._foreach_div_([w.grad for w in own], torch.stack([w.grad.norm() for w in own]).norm())
+        super().step(closure)
+
+
+def test_what_an_optimizer_looks_at_is_found_by_trying_it():
+    def reach(kind: type[Any], **arguments: Any) -> str:
+        return reach_of(kind, lambda tensors: kind(tensors, **arguments), torch.device("cpu"))
+
+    found = [reach(kind, lr=0.1) for kind in (torch.optim.Adam, OfElements, OfWholeTensors, OfAllTensors)]
+    assert found == ["element", "element", "tensor", "all"]
+    assert reach(torch.optim.LBFGS, lr=0.1) == "all"
+    assert reach(torch.optim.Adafactor, lr=0.1) == "tensor"
+
+
+def test_an_optimizer_of_all_tensors_needs_all_of_them():
+    own = held(weights())
+    require_element_wise(OfAllTensors, own, {"lr": 0.1}, has_all=True)
+    with pytest.raises(ConfigError, match="OfAllTensors looks at all parameters together, but the plan keeps") as info:
+        require_element_wise(OfAllTensors, own, {"lr": 0.1}, has_all=False)
+    assert "use replicas alone (dp=…" in info.value.hint
 
 
 def test_matrices_decay_by_their_own_shape_even_where_only_a_row_of_elements_is_here():

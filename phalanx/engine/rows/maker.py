@@ -63,6 +63,11 @@ class Maker:
         values = self._table.values
         return [(i, values[i]) for i in ids if not kind or values[i].kind == kind]
 
+    def _sums(self) -> list[int]:
+        """Of what the row reads, the sums of gradients, without the parts that it adds to one of them first."""
+        parts = {part for _, parts in self._row.collects for part in parts}
+        return [i for i, v in self._valued(self._row.reads) if v.kind in ("d_parameters", "reduced") and i not in parts]
+
     def _place(self, kind: str) -> int:
         (place,) = (i for i, _ in self._valued(self._row.reads, kind))
         return place

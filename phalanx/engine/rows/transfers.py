@@ -133,16 +133,15 @@ class Transfers(Maker):
 
     def _gradients_out(self, it: Instruction) -> Run:
         totals, hosted, bucket = self._parts.totals, self._parts.hosted, block_of(it)
-        sums = [i for i, v in self._valued(self._row.reads) if v.kind in ("d_parameters", "reduced")]
+        sums = self._sums()
         ((there, _),) = self._valued(self._row.writes, f"{HOST}d_parameters")
         ((norms, _),) = self._valued(self._row.writes, "norms")
-        parts = {i for _, own in self._row.collects for i in own}
         assert totals is not None and hosted is not None, f"bucket {bucket} is not kept on the host"
 
         def run(values: Values, step: StepRun) -> None:
             gradients: dict[str, Tensor] = {}
             for i in sums:
-                gradients |= {} if values[i] is None or i in parts else values[i].pieces()
+                gradients |= {} if values[i] is None else values[i].pieces()
             values[norms] = totals.norms(gradients)
             left = hosted.leave(gradients)
             step.gradients |= left.pieces

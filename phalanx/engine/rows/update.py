@@ -69,7 +69,7 @@ class Update(Maker):
     def _norm(self, it: Instruction) -> Run:
         totals, (place,) = self._parts.totals, self._row.writes
         losses = [i for i, _ in self._valued(self._row.reads, "loss")]
-        sums = [i for i, v in self._valued(self._row.reads) if v.kind in ("d_parameters", "reduced")]
+        sums = self._sums()
         items, left = self._place("items"), [i for i, _ in self._valued(self._row.reads, "norms")]
         assert totals is not None
 
