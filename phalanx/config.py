@@ -7,38 +7,33 @@ device and the model are resolved later.
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
-from phalanx.errors import ConfigError, PhalanxError, nearest
+from phalanx.contradictions import require_no_import, require_together
+from phalanx.errors import PhalanxError
 from phalanx.plan import fields as plan_fields
 from phalanx.plan.periods import Periods
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import require_searchable
-from phalanx.spellings import said_here
+from phalanx.written import (
+    AUTO,
+    SIMPLE,
+    explain,
+    given_fields,
+    is_searched,
+    parse_bytes,
+    plain_value,
+    plan_text,
+    read_mapping,
+)
 
 OptionValue = bool | int | float | str | tuple[float, ...] | None
-
-OPTIMIZERS = ("adamw", "sgd", "muon")
-AUTO, SIMPLE = "auto", "simple"  # words that stand for a plan
-
-# An option in this table acts only when another one has one of these values; set otherwise, it is refused.
-ACTS_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "betas": ("optimizer", ("adamw", "muon")),
-    "eps": ("optimizer", ("adamw", "muon")),
-    "min_lr_ratio": ("lr_schedule", ("cosine", "linear")),
-    "lr_steps": ("lr_schedule", ("cosine", "linear")),
-    "master_weights": ("dtype", ("bfloat16", "float16")),
-}
 
 
 def _option(group: str, default: Any, description: str, **limits: Any) -> Any:
@@ -223,7 +218,7 @@ class RunConfig(BaseModel):
         try:
             content = read_mapping(Path(path))
             if optimizer is None:
-                _require_no_import(content.get("optimizer"))
+                require_no_import(content.get("optimizer"))
             return cls.model_validate(content if optimizer is None else {**content, "optimizer": optimizer})
         except PhalanxError as error:
             raise type(error)(f"{os.fspath(path)}: {error.message}", error.hint) from None
@@ -332,7 +327,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        _check_together(self)
+        require_together(self)
         return self
 
 
@@ -341,202 +336,3 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("PHALANX_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "phalanx"
-
-
-def parse_steps(text: str) -> tuple[int, int]:
-    """'A:B' → (A, B), both included."""
-    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise ConfigError(f"option profile_steps = {text!r} is not of the form A:B with 1 ≤ A ≤ B", "write e.g. 10:12")
-    return int(match[1]), int(match[2])
-
-
-_UNITS = {"": 1} | {f"{u}{i}": (1024 if i else 1000) ** n for n, u in enumerate("kmgt", start=1) for i in ("", "i")}
-
-
-def parse_bytes(option: str, text: str) -> int:
-    """'16GiB' → 17179869184; GB are 10⁹ bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if not match or match[2] not in _UNITS or not float(match[1]):
-        raise ConfigError(f"option {option} = {text!r} is not an amount of memory", "write e.g. 16GiB, 500MiB or 16GB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def require_eval_data(config: RunConfig) -> None:
-    """Asked once what was given as objects has its name in the options."""
-    if config.eval_every and not config.eval_data:
-        raise ConfigError(f"option eval_every = {config.eval_every} has nothing to evaluate", "set eval_data as well")
-    for option in ("early_stop", "keep_best"):
-        value = getattr(config, option)
-        if value and not config.eval_data:
-            raise ConfigError(
-                f"option {option} = {value} goes by the eval loss", "set eval_data as well, and eval_every"
-            )
-    if config.early_stop and not config.eval_every:
-        raise ConfigError(
-            f"option early_stop = {config.early_stop} does nothing: there is one evaluation, at the end",
-            "set eval_every to the steps between evaluations",
-        )
-
-
-def _require_no_import(optimizer: Any) -> None:
-    if isinstance(optimizer, str) and "." in optimizer and not re.fullmatch(r"torch\.optim\.\w+", optimizer):
-        raise ConfigError(
-            f"option optimizer = {optimizer!r} in a file would import a module, which runs its code",
-            f"if you trust it, name it yourself: --optimizer {optimizer}, or RunConfig.load(…, optimizer=…)",
-        )
-
-
-def _check_deterministic(config: RunConfig) -> None:
-    if not config.deterministic:
-        if config.slot_size != 1:
-            shown = f"option slot_size = {config.slot_size} does nothing with deterministic = False"
-            raise ConfigError(shown, "leave slot_size out, or set deterministic")
-        return
-    if config.compile not in ("auto", "off"):
-        raise ConfigError(
-            f"option deterministic does not go with compile = {config.compile!r}: what a compiler fuses depends on the "
-            "plan, and with it the rounding",
-            "leave compile out: deterministic runs are not compiled",
-        )
-    if config.measure_top is not None:
-        raise ConfigError(
-            f"option deterministic does not go with measure_top = {config.measure_top}: a plan that is chosen by "
-            "measurement may split tensors otherwise in the next run, which changes bits",
-            "leave measure_top out, or give a plan",
-        )
-
-
-def _check_together(config: RunConfig) -> None:
-    """What no single option's limits can say; the first contradiction is raised."""
-    for option, (other, values) in ACTS_ONLY_WITH.items():
-        value, condition = getattr(config, option), getattr(config, other)
-        if value != RunConfig.model_fields[option].default and condition not in values:
-            shown = f"option {option} = {value!r} does nothing with {other} = {condition!r}"
-            raise ConfigError(shown, f"leave {option} out, or set {other} to {' or '.join(values)}")
-    _check_deterministic(config)
-    if config.measure_top is not None and not config.searches_plan:
-        shown = f"option measure_top = {config.measure_top} does nothing with plan = {config.plan or SIMPLE!r}"
-        raise ConfigError(f"{shown}, for which nothing is searched", f"leave measure_top out, or use plan={AUTO}")
-    if config.steps is not None and config.epochs is not None:
-        raise ConfigError(f"options steps = {config.steps} and epochs = {config.epochs} exclude each other", "give one")
-    if config.steps is not None and config.warmup_steps > config.steps:
-        longer = f"option warmup_steps = {config.warmup_steps} is longer than the run, steps = {config.steps}"
-        raise ConfigError(longer, f"choose warmup_steps between 0 and {config.steps}")
-    if config.lr_steps is not None and config.warmup_steps > config.lr_steps:
-        longer = f"option warmup_steps = {config.warmup_steps} is more than lr_steps = {config.lr_steps}"
-        raise ConfigError(longer, f"choose warmup_steps between 0 and {config.lr_steps}")
-    if bool(config.generate_every) != bool(config.generate_prompts):
-        given, other = ("generate_every", "generate_prompts")[:: 1 if config.generate_every else -1]
-        shown = f"option {given} = {getattr(config, given)!r} does nothing without {other}"
-        raise ConfigError(shown, f"set {other} as well, or leave {given} out")
-    if config.on_spike == "rollback" and (config.spike_factor is None or config.checkpoint_every in (0, "never")):
-        raise ConfigError(
-            "option on_spike = 'rollback' needs to know what a spike is, and checkpoints on the way",
-            "set spike_factor and checkpoint_every as well",
-        )
-    if config.mirror is not None and "://" not in config.mirror:
-        raise ConfigError(
-            f"option mirror = {config.mirror!r} is no URL", "write e.g. s3://bucket/run or file:///backup/run"
-        )
-    if config.export_dcp and config.lora is not None and not config.merge_lora:
-        raise ConfigError(
-            "option export_dcp = True would hold adapters without names that others know", "set merge_lora"
-        )
-    if config.keep_best and config.checkpoint_every == "never":
-        raise ConfigError("option keep_best = True saves checkpoints, and checkpoint_every = never", "leave one out")
-    if config.merge_lora and config.lora is None:
-        raise ConfigError("option merge_lora = True does nothing without lora", "leave it out, or set lora")
-    if not config.data:
-        raise ConfigError("option data is empty", "name a file or folder, or use 'stdlib' or 'synthetic'")
-    if not all(0 <= beta < 1 for beta in config.betas):
-        raise ConfigError(f"option betas = {config.betas} is out of range", "both must be at least 0 and less than 1")
-    if "." not in config.optimizer and config.optimizer not in OPTIMIZERS:
-        suggestion = f"{nearest(config.optimizer, OPTIMIZERS)} Or give a dotted path such as torch.optim.Adagrad"
-        raise ConfigError(f"option optimizer = {config.optimizer!r} is unknown", suggestion)
-    if config.profile_steps is not None:
-        parse_steps(config.profile_steps)
-    if config.memory is not None:
-        parse_bytes("memory", config.memory)
-    _ = config.periods  # refuses what cannot be read
-
-
-_OF_OTHERS = ("optimizer_options", "model_options")  # options whose value holds options of something else
-
-
-def explain(error: ValidationError, options: Mapping[str, FieldInfo]) -> ConfigError:
-    """What is wrong with which options, and what to do about it."""
-    # A value that fits no member of a union is reported once per member; the first one stands for all.
-    details = {detail["loc"][:2]: detail for detail in reversed(error.errors(include_url=False))}
-    problems = [_explain_one(detail, options) for detail in reversed(details.values())]
-    if len(problems) == 1:
-        return ConfigError(*problems[0])
-    return ConfigError("\n  ".join([f"{len(problems)} options are wrong:", *(f"{m}; {hint}" for m, hint in problems)]))
-
-
-def plain_value(value: Any) -> Any:
-    """'0.9' → 0.9, 'true' → True: YAML reads 1e-3 as text, and the command line has nothing but texts."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value.lower())
-    except ValueError:
-        return value
-
-
-def is_searched(plan: str) -> bool:
-    return plan.partition(",")[0].strip() == AUTO
-
-
-def given_fields(plan: str) -> str:
-    """`auto,tp=2` gives `tp=2`."""
-    return plan.partition(",")[2] if is_searched(plan) else plan
-
-
-def plan_text(given: str | Path) -> str:
-    """A plan as text, which may also stand in a file."""
-    return read_plan(Path(given)) if Path(given).suffix in (".json", ".yaml", ".yml") else str(given)
-
-
-def read_plan(path: Path) -> str:
-    """The text of the plan in a file."""
-    try:
-        text = plan_fields.write(plan_fields.take(read_mapping(path)))
-        plan_fields.read(text)  # refuses in a file what it refuses in a text
-    except PhalanxError as error:
-        raise type(error)(f"option plan: {path}: {error.message}", error.hint) from None
-    return text
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """What a YAML or JSON file says, by name."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", "give the path of a YAML or JSON file") from None
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"is neither YAML nor JSON: {error}", "correct the line that is named") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"holds a {type(content).__name__}, not options", "write one 'option: value' per line")
-    return {str(name): value for name, value in cast(dict[Any, Any], content).items()}
-
-
-def _explain_one(detail: ErrorDetails, options: Mapping[str, FieldInfo]) -> tuple[str, str]:
-    """(what is wrong, what to do) for one of pydantic's findings."""
-    name, *inner = (str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        return f"unknown option {name!r}", said_here(name, flags=False) or nearest(name, options)
-    field = options[name]
-    shown = f"option {'.'.join([name, *inner[:1]])} = {detail['input']!r}"
-    if detail["type"] == "literal_error":
-        allowed = [str(value) for value in get_args(field.annotation)]
-        return f"{shown} is not one of {', '.join(allowed)}", nearest(str(detail["input"]), allowed)
-    if name in _OF_OTHERS and inner:
-        return f"{shown} must be a number, a text, true, false or a list of numbers", f"{name}: {field.description}"
-    if detail["type"] == "missing":
-        return f"option {name} = {detail['input']!r} lacks a value", f"{name}: {field.description}"
-    said = re.sub(r"^(Value error, must|\w+ should) ", "must ", detail["msg"])
-    return f"{shown} {said}", f"{name}: {field.description}"

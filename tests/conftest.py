@@ -6,6 +6,7 @@ A fixture here is made when the first test asks for it, so that tests of plans a
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         if _folder(item) not in HEAVY_FOLDERS and not HEAVY_NAMES & vars(item.module).keys():
             item.add_marker("light")
     items.sort(key=_order)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, and is no longer gone through whenever Python looks for cycles: with torch and all
+    test modules that takes longer than most tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _folder(item: pytest.Function) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config import RunConfig, parse_bytes
+from phalanx.config import RunConfig
 from phalanx.engine.engine import Engine
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.observe.runlog import read_log
@@ -17,6 +17,7 @@ from phalanx.plan.lighter import Needs, lighter_plans
 from phalanx.plan.plan import Plan
 from phalanx.training import budget
 from phalanx.training.budget import Budget, is_out_of_memory
+from phalanx.written import parse_bytes
 from tests.run_helpers import short_run
 
 MODEL, DATA = "phalanx-demo", "synthetic:8"

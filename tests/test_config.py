@@ -8,8 +8,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config import RunConfig, cache_folder, parse_steps
+from phalanx.config import RunConfig, cache_folder
 from phalanx.errors import ConfigError
+from phalanx.written import parse_steps
 
 
 def refusal(**options: object) -> ConfigError:

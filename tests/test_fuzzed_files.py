@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from phalanx.config import RunConfig, read_mapping, read_plan
+from phalanx.config import RunConfig
 from phalanx.data.sources import BrokenData, read_file
 from phalanx.data.text import _fields
 from phalanx.data.tokenizer import ByteTokenizer
@@ -35,6 +35,7 @@ from phalanx.state.tensor_files import checksum
 from phalanx.tasks.base import BrokenRecord
 from phalanx.tasks.causal_lm import CausalLM
 from phalanx.tasks.conversations import encode_record
+from phalanx.written import read_mapping, read_plan
 from tests.test_hostile import dcp_folder, model
 
 NUM_FUZZED = 200  # of each kind

@@ -14,6 +14,8 @@ ROOT = Path(phalanx.__file__).parent
 ROWS = (
     ("errors", "expressions", "records", "spellings"),
     ("plan",),
+    ("written",),
+    ("contradictions",),
     ("config", "model.facts", "tasks"),
     ("program", "data", "launch", "state"),
     ("observe", "model", "comm"),
@@ -25,7 +27,8 @@ ROWS = (
     ("cli",),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
-WITHOUT_TORCH = ("errors", "expressions", "records", "spellings", "plan", "config", "program", "model.facts")
+WITHOUT_TORCH = ("errors", "expressions", "records", "spellings", "plan", "written", "contradictions", "config")
+WITHOUT_TORCH += ("program", "model.facts")
 EXCEPTIONS = {
     ("model.facts.facts", "model.zoo.zoo_table"),  # names only, as plain data
     ("state.dcp", "model.weights.weights"),

@@ -24,10 +24,10 @@ def change(
     wait: Annotated[float, typer.Option(help="seconds to wait for the answer", min=0)] = 600.0,
 ) -> None:
     """Change the plan of a run that is training, between two of its steps and without stopping it."""
-    from phalanx.config import plan_text
     from phalanx.observe.format import bytes_text, seconds_text
     from phalanx.observe.requests import ask, take_back, wait_for
     from phalanx.state.lock import Holder, read_holder
+    from phalanx.written import plan_text
 
     def is_training() -> bool:
         holder = read_holder(run)

@@ -16,12 +16,12 @@ import typer
 
 from phalanx.cli import inspect_slices, inspect_tensor
 from phalanx.cli.models import DTYPES, PIPED_WIDTH, TOKENS, choose_dims, describer, find_facts, run_name
-from phalanx.config import plan_text
 from phalanx.errors import ConfigError, nearest
 from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, load, runs
 from phalanx.model.zoo import zoo_table
 from phalanx.observe.format import bytes_text, number_text
+from phalanx.written import plan_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

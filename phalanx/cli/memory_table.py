@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from phalanx.config import parse_bytes
 from phalanx.observe.format import bytes_text
 from phalanx.plan.largest_batch import largest_batch
 from phalanx.plan.lighter import Needs, lighter_plans
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
+from phalanx.written import parse_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.cli.models import DTYPES, TOKENS, capture_model, choose_dims, find_facts, patiently
-from phalanx.config import plan_text, read_mapping
 from phalanx.errors import ConfigError, PhalanxError, nearest
+from phalanx.written import plan_text, read_mapping
 
 if TYPE_CHECKING:
     from phalanx.plan.cluster import Cluster

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.config import AUTO, RunConfig
+from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, nearest
+from phalanx.written import AUTO
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.models import DTYPES, TOKENS, choose_dims, describer, find_facts
-from phalanx.config import parse_bytes, plan_text
 from phalanx.errors import ConfigError, PlanError, nearest
+from phalanx.written import parse_bytes, plan_text
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan

@@ -92,7 +92,7 @@ class LabSpec:
 
     @classmethod
     def load(cls, path: Path) -> LabSpec:
-        from phalanx.config import read_mapping
+        from phalanx.written import read_mapping
 
         try:
             return cls.take(read_mapping(path))

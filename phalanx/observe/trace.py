@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.config import parse_steps
+from phalanx.written import parse_steps
 
 if TYPE_CHECKING:
     from torch.profiler import profile

@@ -171,14 +171,6 @@ class Bucket:
         """Whether this rank keeps all of its parameters."""
         return all(flat.layout.shards == 1 for flat in self.buffers)
 
-    @property
-    def fetched_elements(self) -> int:
-        """Elements of parameters that came from the host and are here."""
-        if not self.on_host:
-            return 0
-        here = list(self._fetched) if not self._is_whole else self.buffers if self._lent else []
-        return sum(piece.stop - piece.start for flat in here for piece, _ in flat.pieces)
-
     def drop(self, pool: BufferPool) -> None:
         """Gives back shards that came to be gathered."""
         for buffer, copying in self._fetched.values():

@@ -96,7 +96,7 @@ def gather_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors by name on `root`, one at a time, in the layout's order; no rank holds more than one of them.
 
-    Every rank of the layout takes part: those that are not the root yield nothing and are driven by `serve_tensors`.
+    Every rank of the layout takes part: those that are not the root go through it too and get nothing.
     """
     by_name: dict[str, dict[int, StateShard]] = {}
     for holder in sorted(layout):
@@ -109,16 +109,6 @@ def gather_tensors(
         found = reshard(old, new, local, rank=rank, transport=transport, device=device)
         if rank == root:
             yield name, found[name].view(whole.shape)
-
-
-def serve_tensors(
-    layout: Layout, local: Mapping[str, Tensor], *, rank: int, transport: Transport, root: int = 0,
-    device: torch.device | str = "cpu",
-) -> None:  # fmt: skip
-    """A rank's part while `root` takes the tensors of `gather_tensors`."""
-    assert rank != root, "the root takes the tensors itself"
-    for _ in gather_tensors(layout, local, rank=rank, transport=transport, root=root, device=device):
-        raise AssertionError("only the root gets tensors")
 
 
 Messages = list[tuple[tuple[int, str], list[Move]]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from phalanx import tasks
-from phalanx.config import RunConfig, cache_folder, parse_steps
+from phalanx.config import RunConfig, cache_folder
 from phalanx.data.batches import Batches, needs_tokenizer, open_data, sample_length
 from phalanx.data.own import is_own_dataset, shown
 from phalanx.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -37,6 +37,7 @@ from phalanx.tasks.vocabulary import vocab_size
 from phalanx.training.auto import Choice, Subject
 from phalanx.training.initial_weights import require_no_weights
 from phalanx.training.read_model import find_model, read_model, require_fit, require_may_cut
+from phalanx.written import parse_steps
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.config import RunConfig, plan_text, require_eval_data
+from phalanx.config import RunConfig
+from phalanx.contradictions import require_eval_data
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.join import join, run_joined
@@ -39,6 +40,7 @@ from phalanx.training.prepare import Collate
 from phalanx.training.read_model import choose_num_ranks
 from phalanx.training.spikes import MOST_ROLLBACKS, RollBack
 from phalanx.training.trials import with_fastest
+from phalanx.written import plan_text
 
 
 class Trainer:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.config import plan_text
 from phalanx.errors import ConfigError, nearest
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
@@ -20,6 +19,7 @@ from phalanx.verification.case import Case, Plain
 from phalanx.verification.compare import Row, compare
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.plan_side import prepare, run_plan
+from phalanx.written import plan_text
 
 
 def verify(model: Model, plan: str | Plan = "", *, data: Sequence[dict[str, Tensor]] = (), **options: Any) -> Report:

@@ -10,6 +10,7 @@ from phalanx.engine.memory import bucket_costs, rank_memory
 from phalanx.engine.step import micro_batches
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.params.buckets import Bucket
 from phalanx.program.costs import uniform
 from phalanx.program.instructions import Instruction
 from phalanx.program.memory import Sizes
@@ -81,7 +82,15 @@ class Fetched:
 
     def end(self, instruction: Instruction) -> None:
         buckets = map(self._parameters.bucket, self._parameters.held())
-        self.found.append(sum(bucket.fetched_elements for bucket in buckets))
+        self.found.append(sum(map(fetched_elements, buckets)))
+
+
+def fetched_elements(bucket: Bucket) -> int:
+    """Elements of parameters that came from the host and are here."""
+    if not bucket.on_host:
+        return 0
+    here = list(bucket._fetched) if not bucket._is_whole else bucket.buffers if bucket._lent else []
+    return sum(piece.stop - piece.start for flat in here for piece, _ in flat.pieces)
 
 
 @pytest.mark.parametrize("plan", ["mb=2,offload=parameters:2", "mb=2,schedule=block-major,offload=parameters"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.state import checkpoint
 from phalanx.state.layout import Box, StateShard, boxes_of_range, check_disjoint
 from phalanx.state.moves import plan_moves
-from phalanx.state.reshard import gather_tensors, load, reshard, serve_tensors
+from phalanx.state.reshard import gather_tensors, load, reshard
 from tests.state import state_workers
 from tests.state.layouts import check_layout
 from tests.state.state_workers import Mail, data_of, on_threads, random_case, same_bits
@@ -148,12 +148,11 @@ def test_the_root_gets_whole_tensors_one_at_a_time(root: int) -> None:
     def body(rank: int) -> list[tuple[str, Tensor]]:
         options = {"rank": rank, "transport": mail.seat(rank), "root": root}
         local = data_of(layout[rank], values)
-        if rank != root:
-            serve_tensors(layout, local, **options)
-            return []
         return list(gather_tensors(layout, local, **options))
 
-    found = on_threads(world, body)[root]
+    of_all = on_threads(world, body)
+    assert not any(of_all[rank] for rank in range(world) if rank != root)
+    found = of_all[root]
     assert [name for name, _ in found] == ["a", "b", "c"]
     assert same_bits(dict(found), values)
     assert max(numel for *_, numel in mail.sent) <= 15, "no message is larger than one tensor"

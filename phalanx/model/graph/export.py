@@ -62,6 +62,12 @@ class _WithLoss(nn.Module):
 def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> FlatGraph:
     """The flat, normalised graph of `model` called with `inputs`. Parameters and buffers keep their names."""
     _require_arguments(model, [spec.name for spec in inputs])
+    with hooks.unmade_masks():
+        flat = _exported(model, inputs, dtype)
+    return _exported(model, inputs, dtype) if hooks.uses_unmade_mask(flat.graph) else flat
+
+
+def _exported(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> FlatGraph:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     examples = {spec.name: _fake(mode, _example(spec, dtype)) for spec in inputs}
     dynamic = {

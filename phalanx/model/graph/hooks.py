@@ -4,7 +4,8 @@ A model gets the mask that its own code would make, and with it, on the same ten
 a window, inside chunks, padding. Where that tensor reaches our attention function as it was made, the operator does
 what it says and the mask itself is never computed. A mask that a model changed or made by itself becomes a bias;
 attention that a model computes by itself, or with more than our operator knows, is left to the model's own code. So
-whatever a model does with its masks, it is given the real ones.
+whatever a model does with its masks, it is given the real ones: only where nothing but our operator reads them, which
+is tried first, are they never made.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules import transformer
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
@@ -57,12 +58,51 @@ class _Unknown(Exception):
     """A mask that our operator has no words for."""
 
 
+_unmade: contextvars.ContextVar[bool] = contextvars.ContextVar("unmade", default=False)
+
+
+@torch.library.custom_op("phalanx::unmade_mask", mutates_args=(), schema="(Tensor like, SymInt q, SymInt k) -> Tensor")
+def _unmade_mask(like: Tensor, q: int, k: int) -> Tensor:
+    raise AssertionError("a mask that nobody made was used")
+
+
+@_unmade_mask.register_fake
+def _(like: Tensor, q: int, k: int) -> Tensor:
+    return like.new_empty(like.shape[0], 1, q, k)
+
+
+@contextlib.contextmanager
+def unmade_masks() -> Iterator[None]:
+    """Within, masks whose meaning our operator has words for are not made: that takes a third of the time of reading a
+    model, for nothing where attention alone reads them. `uses_unmade_mask` tells whether anything else did."""
+    original = masking_utils.find_packed_sequence_indices
+    # Positions that the model is not given are its own, and begin once in a sample.
+    masking_utils.find_packed_sequence_indices = lambda ids: original(ids) if _own_positions.get() else None
+    token = _unmade.set(True)
+    try:
+        yield
+    finally:
+        _unmade.reset(token)
+        masking_utils.find_packed_sequence_indices = original
+
+
+def uses_unmade_mask(graph: fx.Graph) -> bool:
+    """Of a graph without dead code."""
+    return any(node.target is torch.ops.phalanx.unmade_mask.default for node in graph.nodes)
+
+
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The model's own mask, [batch, 1, queries, keys], and what it says."""
-    mask = masking_utils.eager_mask(*args, **kwargs)
-    if mask is not None:
-        with contextlib.suppress(_Unknown):
-            mask._meaning = _meaning(kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    meaning = None
+    with contextlib.suppress(_Unknown):
+        meaning = _meaning(kwargs)
+    if _unmade.get() and not args and meaning is not None and meaning.causal:  # others may be None instead
+        like = torch.empty(kwargs["batch_size"], dtype=kwargs.get("dtype", torch.float32), device=kwargs.get("device"))
+        mask = torch.ops.phalanx.unmade_mask(like, kwargs["q_length"], kwargs["kv_length"])
+    else:
+        mask = masking_utils.eager_mask(*args, **kwargs)
+    if mask is not None and meaning is not None:
+        mask._meaning = meaning
     return mask
 
 

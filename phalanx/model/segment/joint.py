@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from phalanx.model.ops.operators import looks_only
+from phalanx.model.segment.record import NotPlain, Recorder
 
 aten = torch.ops.aten
+Function = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 _VIEWS = (
     aten.view.default, aten.t.default, aten.transpose.int, aten.slice.Tensor, aten.unsqueeze.default,
     aten.expand.default,
@@ -86,10 +88,18 @@ class Outline:
 
 def outline(graph: fx.Graph, arguments: Sequence[Any], wants_gradient: Sequence[bool]) -> tuple[Outline, ...]:
     """The outlines of the outputs of `graph` called with `arguments`, of which nothing but their looks is used."""
-    mode = _fake_mode(arguments)
-    tensors = [_fake(mode, a, w) for a, w in zip(_tensors(arguments), wants_gradient, strict=True)]
-    with mode, torch.enable_grad(), looks_only():
-        outputs = _as_function(graph, arguments)(tensors)
+    function = _as_function(graph, arguments)
+    try:
+        recorder = Recorder()
+        with unset_fake_temporarily(), torch.enable_grad(), looks_only():
+            given = _placeholders(recorder, arguments, wants_gradient)
+            with recorder:
+                outputs = function(given)
+    except NotPlain:
+        mode = _fake_mode(arguments)
+        tensors = [_fake(mode, a, w) for a, w in zip(_tensors(arguments), wants_gradient, strict=True)]
+        with mode, torch.enable_grad(), looks_only():
+            outputs = function(tensors)
     return tuple(Outline(tuple(out.shape), out.dtype, out.requires_grad) for out in outputs)
 
 
@@ -104,31 +114,79 @@ def trace(
 
     wants_gradient, is_parameter: per tensor argument. Gradients of parameters share memory with nothing.
     """
-    mode = _fake_mode(arguments)
-    tensors = [_fake(mode, a, w) for a, w in zip(_tensors(arguments), wants_gradient, strict=True)]
-    with mode, torch.enable_grad():
-        function = _as_function(graph, arguments)
-        with looks_only():
-            outputs = function(tensors)
-        differentiable = tuple(out.requires_grad for out in outputs)
-        tangents = [
-            torch.empty_like(out, memory_format=torch.contiguous_format).detach()
-            for out, needed in zip(outputs, differentiable, strict=True)
-            if needed
-        ]
-        traced = _joint(function, wants_gradient, is_parameter)
-        module = make_fx(traced, decomposition_table=decompositions)(tensors, tangents)
-        if any(_mutates(node) for node in module.graph.nodes):
-            plain = [t.detach() for t in tensors]
-            module = make_fx(torch.func.functionalize(module), decomposition_table=decompositions)(plain, tangents)
-    module.graph.eliminate_dead_code()
-    settle_strides(module.graph)
-    simplify(module.graph)
-    joint = _describe(module.graph, len(tensors), differentiable)
+    mode, function = _fake_mode(arguments), _as_function(graph, arguments)
+    gradients = _Gradients(wants_gradient, is_parameter)
+    try:
+        if decompositions or not wants_gradient:  # decompositions look at the device, which must be the real one
+            raise NotPlain("decompositions, or no tensors")
+        with unset_fake_temporarily(), torch.enable_grad():
+            found, differentiable = _recorded(function, gradients, arguments, mode)
+    except NotPlain:
+        tensors = [_fake(mode, a, w) for a, w in zip(_tensors(arguments), wants_gradient, strict=True)]
+        with mode, torch.enable_grad():
+            found, differentiable = _traced(function, gradients, tensors, decompositions)
+    found.eliminate_dead_code()
+    settle_strides(found)
+    simplify(found)
+    joint = _describe(found, len(wants_gradient), differentiable)
     wide = tuple(_before_rounding(g, joint) if p else g for g, p in zip(joint.gradients, is_parameter, strict=True))
-    module.graph.output_node().args = ((*joint.outputs, *wide),)
-    module.graph.eliminate_dead_code()
+    found.output_node().args = ((*joint.outputs, *wide),)
+    found.eliminate_dead_code()
     return replace(joint, gradients=wide)
+
+
+def _recorded(
+    function: Function, gradients: _Gradients, arguments: Sequence[Any], mode: FakeTensorMode
+) -> tuple[fx.Graph, tuple[bool, ...]]:
+    """The joint graph, not yet simplified, and which outputs are differentiable."""
+    recorder = Recorder()
+    tensors = _placeholders(recorder, arguments, gradients.wants)
+    with recorder:
+        outputs = function(tensors)
+    last = recorder.node(tensors[-1])
+    with recorder.graph.inserting_after(last):
+        tangents = [
+            recorder.placeholder(f"tangent_{i}", torch.empty(out.shape, dtype=out.dtype, device="meta"))
+            for i, out in reversed(list(enumerate(out for out in outputs if out.requires_grad)))
+        ][::-1]
+    with recorder:
+        found = gradients(tensors, outputs, tangents)
+        results = [*(out.detach() for out in outputs), *found]
+    recorder.graph.output(tuple(None if result is None else recorder.node(result) for result in results))
+    recorder.describe(mode)
+    return recorder.graph, tuple(out.requires_grad for out in outputs)
+
+
+def _placeholders(recorder: Recorder, arguments: Sequence[Any], wants: Sequence[bool]) -> list[Tensor]:
+    pairs = enumerate(zip(_tensors(arguments), wants, strict=True))
+    return [recorder.placeholder(f"input_{i}", tensor, wanted) for i, (tensor, wanted) in pairs]
+
+
+def _traced(
+    function: Function, gradients: _Gradients, tensors: Sequence[Tensor], decompositions: dict[Any, Any] | None
+) -> tuple[fx.Graph, tuple[bool, ...]]:
+    """The same by torch's tracer, which also knows constants, operators made of others, and such as change what they
+    are given."""
+    with looks_only():
+        looks = function(tensors)
+    tangents = _tangents(looks)
+
+    def joint(tensors: list[Tensor], tangents: list[Tensor]) -> list[Tensor | None]:
+        outputs = function(tensors)
+        found = gradients(tensors, outputs, tangents)
+        return [*[out.detach() for out in outputs], *found]
+
+    module = make_fx(joint, decomposition_table=decompositions)(tensors, tangents)
+    if any(_mutates(node) for node in module.graph.nodes):
+        plain = [t.detach() for t in tensors]
+        module = make_fx(torch.func.functionalize(module), decomposition_table=decompositions)(plain, tangents)
+    return module.graph, tuple(out.requires_grad for out in looks)
+
+
+def _tangents(outputs: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        torch.empty_like(out, memory_format=torch.contiguous_format).detach() for out in outputs if out.requires_grad
+    ]
 
 
 def settle_strides(graph: fx.Graph) -> None:
@@ -158,20 +216,23 @@ def _before_rounding(gradient: fx.Node | None, joint: Joint) -> fx.Node | None:
     return source if own and widens else gradient
 
 
-def _joint(
-    function: Callable[..., tuple[Tensor, ...]], wants_gradient: Sequence[bool], is_parameter: Sequence[bool]
-) -> Callable[..., Any]:
-    def joint(tensors: list[Tensor], tangents: list[Tensor]) -> list[Tensor | None]:
-        outputs = function(tensors)
-        wanted = [t for t, wants in zip(tensors, wants_gradient, strict=True) if wants]
+@dataclass(frozen=True)
+class _Gradients:
+    """wants, is_parameter: per tensor argument."""
+
+    wants: Sequence[bool]
+    is_parameter: Sequence[bool]
+
+    def __call__(
+        self, tensors: Sequence[Tensor], outputs: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        wanted = [t for t, wants in zip(tensors, self.wants, strict=True) if wants]
         sources = [out for out in outputs if out.requires_grad]
         found = iter(torch.autograd.grad(sources, wanted, tangents, allow_unused=True) if sources else [])
-        gradients = [next(found, None) if wants else None for wants in wants_gradient]
+        gradients = [next(found, None) if wants else None for wants in self.wants]
         gradients = [None if g is None else g.contiguous() for g in gradients]
-        _separate(gradients, is_parameter, [*tensors, *tangents, *outputs])
-        return [*[out.detach() for out in outputs], *gradients]
-
-    return joint
+        _separate(gradients, self.is_parameter, [*tensors, *tangents, *outputs])
+        return gradients
 
 
 def _separate(gradients: list[Tensor | None], is_parameter: Sequence[bool], others: Sequence[Tensor]) -> None:
@@ -187,12 +248,12 @@ def _separate(gradients: list[Tensor | None], is_parameter: Sequence[bool], othe
         seen.add(gradient.untyped_storage()._cdata)
 
 
-def _as_function(graph: fx.Graph, arguments: Sequence[Any]) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+def _as_function(graph: fx.Graph, arguments: Sequence[Any]) -> Function:
     """The graph as a function of its tensor arguments; sizes are constants of this shape. Activations leave
     contiguous."""
     module = fx.GraphModule({}, graph)
 
-    def function(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    def function(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         remaining = iter(tensors)
         values = [next(remaining) if isinstance(a, Tensor) else a for a in arguments]
         return tuple(out.contiguous() for out in module(*values))

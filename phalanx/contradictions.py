@@ -1,0 +1,126 @@
+"""What options of a run may not stand together, or do nothing for want of another: each is refused with what to do.
+
+The limits of a single option stand beside it (`config.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import ConfigError, nearest
+from phalanx.written import AUTO, SIMPLE, parse_bytes, parse_steps
+
+if TYPE_CHECKING:
+    from phalanx.config import RunConfig
+
+OPTIMIZERS = ("adamw", "sgd", "muon")
+
+# An option in this table acts only when another one has one of these values; set otherwise, it is refused.
+ACTS_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "betas": ("optimizer", ("adamw", "muon")),
+    "eps": ("optimizer", ("adamw", "muon")),
+    "min_lr_ratio": ("lr_schedule", ("cosine", "linear")),
+    "lr_steps": ("lr_schedule", ("cosine", "linear")),
+    "master_weights": ("dtype", ("bfloat16", "float16")),
+}
+
+
+def require_eval_data(config: RunConfig) -> None:
+    """Asked once what was given as objects has its name in the options."""
+    if config.eval_every and not config.eval_data:
+        raise ConfigError(f"option eval_every = {config.eval_every} has nothing to evaluate", "set eval_data as well")
+    for option in ("early_stop", "keep_best"):
+        value = getattr(config, option)
+        if value and not config.eval_data:
+            raise ConfigError(
+                f"option {option} = {value} goes by the eval loss", "set eval_data as well, and eval_every"
+            )
+    if config.early_stop and not config.eval_every:
+        raise ConfigError(
+            f"option early_stop = {config.early_stop} does nothing: there is one evaluation, at the end",
+            "set eval_every to the steps between evaluations",
+        )
+
+
+def require_no_import(optimizer: Any) -> None:
+    if isinstance(optimizer, str) and "." in optimizer and not re.fullmatch(r"torch\.optim\.\w+", optimizer):
+        raise ConfigError(
+            f"option optimizer = {optimizer!r} in a file would import a module, which runs its code",
+            f"if you trust it, name it yourself: --optimizer {optimizer}, or RunConfig.load(…, optimizer=…)",
+        )
+
+
+def _check_deterministic(config: RunConfig) -> None:
+    if not config.deterministic:
+        if config.slot_size != 1:
+            shown = f"option slot_size = {config.slot_size} does nothing with deterministic = False"
+            raise ConfigError(shown, "leave slot_size out, or set deterministic")
+        return
+    if config.compile not in ("auto", "off"):
+        raise ConfigError(
+            f"option deterministic does not go with compile = {config.compile!r}: what a compiler fuses depends on the "
+            "plan, and with it the rounding",
+            "leave compile out: deterministic runs are not compiled",
+        )
+    if config.measure_top is not None:
+        raise ConfigError(
+            f"option deterministic does not go with measure_top = {config.measure_top}: a plan that is chosen by "
+            "measurement may split tensors otherwise in the next run, which changes bits",
+            "leave measure_top out, or give a plan",
+        )
+
+
+def require_together(config: RunConfig) -> None:
+    """What no single option's limits can say; the first contradiction is raised."""
+    for option, (other, values) in ACTS_ONLY_WITH.items():
+        value, condition = getattr(config, option), getattr(config, other)
+        if value != type(config).model_fields[option].default and condition not in values:
+            shown = f"option {option} = {value!r} does nothing with {other} = {condition!r}"
+            raise ConfigError(shown, f"leave {option} out, or set {other} to {' or '.join(values)}")
+    _check_deterministic(config)
+    if config.measure_top is not None and not config.searches_plan:
+        shown = f"option measure_top = {config.measure_top} does nothing with plan = {config.plan or SIMPLE!r}"
+        raise ConfigError(f"{shown}, for which nothing is searched", f"leave measure_top out, or use plan={AUTO}")
+    if config.steps is not None and config.epochs is not None:
+        raise ConfigError(f"options steps = {config.steps} and epochs = {config.epochs} exclude each other", "give one")
+    if config.steps is not None and config.warmup_steps > config.steps:
+        longer = f"option warmup_steps = {config.warmup_steps} is longer than the run, steps = {config.steps}"
+        raise ConfigError(longer, f"choose warmup_steps between 0 and {config.steps}")
+    if config.lr_steps is not None and config.warmup_steps > config.lr_steps:
+        longer = f"option warmup_steps = {config.warmup_steps} is more than lr_steps = {config.lr_steps}"
+        raise ConfigError(longer, f"choose warmup_steps between 0 and {config.lr_steps}")
+    if bool(config.generate_every) != bool(config.generate_prompts):
+        given, other = ("generate_every", "generate_prompts")[:: 1 if config.generate_every else -1]
+        shown = f"option {given} = {getattr(config, given)!r} does nothing without {other}"
+        raise ConfigError(shown, f"set {other} as well, or leave {given} out")
+    if config.on_spike == "rollback" and (config.spike_factor is None or config.checkpoint_every in (0, "never")):
+        raise ConfigError(
+            "option on_spike = 'rollback' needs to know what a spike is, and checkpoints on the way",
+            "set spike_factor and checkpoint_every as well",
+        )
+    if config.mirror is not None and "://" not in config.mirror:
+        raise ConfigError(
+            f"option mirror = {config.mirror!r} is no URL", "write e.g. s3://bucket/run or file:///backup/run"
+        )
+    if config.export_dcp and config.lora is not None and not config.merge_lora:
+        raise ConfigError(
+            "option export_dcp = True would hold adapters without names that others know", "set merge_lora"
+        )
+    if config.keep_best and config.checkpoint_every == "never":
+        raise ConfigError("option keep_best = True saves checkpoints, and checkpoint_every = never", "leave one out")
+    if config.merge_lora and config.lora is None:
+        raise ConfigError("option merge_lora = True does nothing without lora", "leave it out, or set lora")
+    if not config.data:
+        raise ConfigError("option data is empty", "name a file or folder, or use 'stdlib' or 'synthetic'")
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise ConfigError(f"option betas = {config.betas} is out of range", "both must be at least 0 and less than 1")
+    if "." not in config.optimizer and config.optimizer not in OPTIMIZERS:
+        suggestion = f"{nearest(config.optimizer, OPTIMIZERS)} Or give a dotted path such as torch.optim.Adagrad"
+        raise ConfigError(f"option optimizer = {config.optimizer!r} is unknown", suggestion)
+    if config.profile_steps is not None:
+        parse_steps(config.profile_steps)
+    if config.memory is not None:
+        parse_bytes("memory", config.memory)
+    _ = config.periods  # refuses what cannot be read
