@@ -70,12 +70,15 @@ def again_bytes(work: BlockWork, rung: str, plan: Plan) -> float:
     return 0.75 * whole if rung == "unit" else whole  # of two units the larger
 
 
-def working_bytes(work: BlockWork, rung: str, plan: Plan, samples: float, moved: float = 0.0) -> float:
+def working_bytes(
+    work: BlockWork, rung: str, plan: Plan, samples: float, moved: float = 0.0, logits: float = 0.0
+) -> float:
     """While a block is at work, beside all that is kept: also the gradients of what enters and leaves it. moved: of
-    what it keeps, the share that lies on the host in between."""
+    what it keeps, the share that lies on the host in between. logits: bytes of each that every rank has whole."""
     own = (work.working / plan.tp + again_bytes(work, rung, plan) + 2 * work.crossing) * samples / most_slices(plan)
     moving = MOVING * kept_bytes(work.kept[rung], plan) * samples if moved and work.is_layer else 0.0
-    return own + moving + work.fixed / plan.tp
+    whole = logits * work.logits * samples * (1 - 1 / plan.tp)
+    return own + moving + work.fixed / plan.tp + whole
 
 
 def past_bytes(work: BlockWork, plan: Plan, samples: float) -> float:
@@ -124,9 +127,11 @@ def num_held(plan: Plan, place: int) -> float:
 
 
 def memory(
-    model: ModelWork, plan: Plan, place: int, samples: int, rungs: Sequence[str], gradient: float = 4.0
-) -> dict[str, float]:
-    """At the moment at which a rank holds most. rungs: of every block of the model.
+    model: ModelWork, plan: Plan, place: int, samples: int, rungs: Sequence[str], gradient: float = 4.0,
+    logits: float = 0.0,
+) -> dict[str, float]:  # fmt: skip
+    """At the moment at which a rank holds most. rungs: of every block of the model. gradient, logits: bytes, as of
+    `Software`.
 
     While a block is at work, what later blocks of its place kept for the same micro-batch is gone already: an
     embedding needs most when little else is there."""
@@ -139,7 +144,7 @@ def memory(
     ]
     others = (num_held(plan, place) - 1) * sum(kept)
     moments = [
-        (others + so_far, working_bytes(model.block(block), rungs[block], plan, samples, share))
+        (others + so_far, working_bytes(model.block(block), rungs[block], plan, samples, share, logits))
         for block, so_far, share in zip(blocks, accumulate(kept), shares, strict=True)
     ]
     held, working = max(moments, key=sum)

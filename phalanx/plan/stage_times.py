@@ -251,7 +251,8 @@ class StageTimes:
         for block in ends:
             work, rung, own = self._problem.model.block(block), self._end_rung(block), sizes[block < first]
             own[0] += kept_here(work, rung, self._plan, self._samples)
-            own[1] = max(own[1], working_bytes(work, rung, self._plan, self._samples))
+            whole = self._problem.software.logits
+            own[1] = max(own[1], working_bytes(work, rung, self._plan, self._samples, logits=whole))
         return Ends(*sizes[True], *sizes[False])
 
     def _mixer(self, machine: Machine, layers: tuple[int, ...]) -> Mixer:

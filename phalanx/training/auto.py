@@ -174,7 +174,8 @@ def _whole(subject: Subject, device: torch.device) -> Compiled:
 
 
 def _work(subject: Subject, compiled: Compiled, light: bool = True) -> ModelWork:
-    return work_of_graph(subject.spec.name, compiled, subject.batches.batch(0, 1), subject.heads, light)
+    causal = subject.spec.task == "causal-lm"
+    return work_of_graph(subject.spec.name, compiled, subject.batches.batch(0, 1), subject.heads, light, causal)
 
 
 def _can_run(subject: Subject, plan: Plan) -> bool:
