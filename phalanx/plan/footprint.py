@@ -106,24 +106,29 @@ def moved_share(plan: Plan, num_layers: int) -> float:
 def num_held(plan: Plan, place: int) -> float:
     """The most micro-batches whose activations a rank holds at once, each of all its stages. Where they are cut into
     slices, parts of them."""
-    ahead, parts = plan.pp - 1 - place, most_slices(plan)
-    match plan.schedule:
+    return held_by(plan.schedule, plan.pp, plan.mb, plan.v, most_slices(plan), place)
+
+
+def held_by(schedule: str, pp: int, mb: int, v: int, parts: int, place: int) -> float:
+    """The same, of a schedule with so many micro-batches in so many parts."""
+    ahead = pp - 1 - place
+    match schedule:
         case "gpipe" | "block-major":
-            held = plan.mb
+            held = mb
         case "eager-1f1b":
             held = 1 + 2 * ahead / parts
         case "interleaved":
-            first = plan.mb if plan.mb < 2 * plan.pp else plan.pp + plan.mb % plan.pp // (plan.mb // plan.pp)
-            held = ((plan.v - 1) * first + 2 * ahead + 1) / plan.v
+            first = mb if mb < 2 * pp else pp + mb % pp // (mb // pp)
+            held = ((v - 1) * first + 2 * ahead + 1) / v
         case "zb-h1":
             # A stage holds weight gradients back by its place, with what they need and gradients beside that.
-            return min(plan.mb, 1 + ahead / parts) + HELD_BACK * min(plan.mb, place / parts)
+            return min(mb, 1 + ahead / parts) + HELD_BACK * min(mb, place / parts)
         case "zb-v":
             # Pieces of half a rank's stages are open until their weight gradients, with gradients beside them.
-            return IN_V * min(plan.mb, plan.pp)
+            return IN_V * min(mb, pp)
         case _:
             held = 1 + ahead / parts
-    return min(plan.mb, held)
+    return min(mb, held)
 
 
 def memory(

@@ -73,6 +73,7 @@ class Problem:
     shares: dict[Key, float] = field(default_factory=dict[Key, float])
     looked_at: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     sums: dict[Key, list[float]] = field(default_factory=dict[Key, list[float]])
+    rungs: dict[Key, list[tuple[float, float]]] = field(default_factory=dict[Key, list[tuple[float, float]]])
     shardings: dict[Key, Sharded] = field(default_factory=dict[Key, "Sharded"])
 
     def samples(self, plan: Plan) -> int:
@@ -109,6 +110,35 @@ class Problem:
             waits = min(1.0, self.software.contention) * exchanged
             self.shardings[key] = Sharded(room, state["optimizer"], update, waits)
         return self.shardings[key]
+
+    def again_seconds(self, machine: Machine, room: float) -> float:
+        """About what a layer computes again for a micro-batch so that layers keep `room` bytes of it on average; as
+        much as it can where that is not enough."""
+        key = _key(machine)
+        if key not in self.rungs:
+            self.rungs[key] = self._rungs(machine)
+        rungs = self.rungs[key]
+        above, below = [own for own in rungs if own[0] > room], [own for own in rungs if own[0] <= room]
+        if not below:
+            return max(seconds for _, seconds in rungs)
+        least = min(seconds for _, seconds in below)
+        between = [
+            seconds + (more - seconds) * (kept - room) / (kept - less)
+            for kept, seconds in above for less, more in below
+        ]  # fmt: skip
+        return min([least, *between])
+
+    def _rungs(self, machine: Machine) -> list[tuple[float, float]]:
+        """Bytes that a layer keeps of a micro-batch, and seconds for that beyond those that it takes anyway."""
+        layers = [self.model.classes[kind] for kind in self.kinds]
+        shares = [self.counted[place][-1] / len(self.model.layers) for place in range(len(self.kinds))]
+        every = [rung for rung in RUNGS if all(rung in work.kept for work in layers)]
+        found: list[tuple[float, float]] = []
+        for rung in every:
+            both = list(zip(layers, shares, strict=True))
+            kept = sum(share * kept_here(work, rung, machine.plan, machine.samples) for work, share in both)
+            found.append((kept, sum(share * machine.seconds(work, rung).total for work, share in both)))
+        return [(kept, seconds - found[0][1]) for kept, seconds in found]
 
     def class_seconds(self, machine: Machine) -> list[Seconds]:
         """Of each class of blocks that keeps everything."""

@@ -42,7 +42,7 @@ class BlockWork:
     number; tensor parallelism divides both. units: with their own recompute. scores: bytes that attention moves which
     is not computed in one go. odd: a side of its products is not a multiple of 8, which tensor cores are slow with.
     keys: elements of its keys and values; where that is not known, as many as there can be. head_dim: elements of a
-    head; logits: that a head puts out; 0 where that is not known."""
+    head, where its scores are products by themselves; logits: that a head puts out; 0 where that is not known."""
 
     name: str
     products: float
@@ -149,7 +149,7 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
         2.0 * s * s * h * _SLOWER.get(shape.attention, 1.0), parameters,
         _kept_of_layer(shape, width), _moved_by_layer(shape, width), width * s * h, exchanges=2, units=2,
         working=4.0 * s * f + _SCORE_WORK[shape.attention] * scores, scores=moves * scores,
-        keys=2.0 * s * keys, head_dim=h / shape.heads,
+        keys=2.0 * s * keys, head_dim=h / shape.heads if moves else 0.0,
     )  # fmt: skip
     vocabulary = shape.vocabulary * h
     token = kept(8.0 * s, 0, 0)
