@@ -29,7 +29,7 @@ from phalanx.plan.stage_times import Problem, Sharded, StageTimes
 from phalanx.plan.work import ModelWork
 
 KEEP = 6  # plans that are shown: the best, and the best of other meshes
-MOST_TRIED = 32  # plans that are worked out, of those that look best quickly
+MOST_TRIED = 24  # plans that are worked out, of those that look best quickly
 UNEVEN = 1.15
 FEW_BLOCKS, MOST_POLISHED = 12, 8  # in a model of which every plan is polished; stages of a plan that may be
 MOST_VIRTUAL = 4
@@ -37,8 +37,9 @@ MOST_STAGES = 128
 SLICES, FEWEST_TOKENS, GRAINS = (2, 4, 8, 16, 32, 64), 64, 16  # numbers of slices; tokens and grains of one
 HOSTED = (0.25, 0.5, 0.75, 1.0)  # of the optimizer's state, shares that may lie on the host
 FEWEST_MOVED = 4  # layers of a stage of which what they keep may lie on the host
-MOST_LOOKED = 4  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
+MOST_LOOKED = 3  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
 CLOSE = 1.02  # times what a mesh takes by a quick estimate: no plan of it is looked at that cannot take less
+MOST_OF_MESH = 3  # plans of one mesh of a model of many blocks that are worked out
 NEAR, FAR = 1.05, 1.3  # times what is found of a mesh: others of it that look slower are not worked out
 
 
@@ -65,15 +66,17 @@ def search(
     if not promising and fixed:
         _require_possible(problem, bases, fixed)
     best: dict[tuple[int, ...], Estimate] = {}
-    near = NEAR if len(model.blocks) > FEW_BLOCKS else FAR  # of few blocks one more or less matters
-    tried = 0
+    is_large = len(model.blocks) > FEW_BLOCKS  # of few blocks one more or less matters
+    near, most_of_mesh = (NEAR, MOST_OF_MESH) if is_large else (FAR, math.inf)
+    tried, worked = 0, Counter[tuple[int, ...]]()
     for seconds, plan in promising:
         key = _mesh_key(plan)
         if tried >= most and best and (seconds > _worst(best.values(), keep) or tried >= 2 * most):
             break
-        if key in best and seconds > near * best[key].step_seconds:
+        if (key in best and seconds > near * best[key].step_seconds) or worked[key] >= most_of_mesh:
             continue
         tried += 1
+        worked[key] += 1
         found = worked_out(problem, plan)
         if found is not None and len(model.blocks) <= FEW_BLOCKS:
             found = polished(problem, found)

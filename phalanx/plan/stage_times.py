@@ -117,16 +117,14 @@ class Problem:
         key = _key(machine)
         if key not in self.rungs:
             self.rungs[key] = self._rungs(machine)
-        rungs = self.rungs[key]
-        above, below = [own for own in rungs if own[0] > room], [own for own in rungs if own[0] <= room]
-        if not below:
-            return max(seconds for _, seconds in rungs)
-        least = min(seconds for _, seconds in below)
-        between = [
-            seconds + (more - seconds) * (kept - room) / (kept - less)
-            for kept, seconds in above for less, more in below
-        ]  # fmt: skip
-        return min([least, *between])
+        kept, seconds = self.rungs[key][0]
+        for less, more in self.rungs[key][1:]:
+            if kept <= room:
+                break
+            if less <= room:
+                return seconds + (more - seconds) * (kept - room) / (kept - less)
+            kept, seconds = less, more
+        return seconds
 
     def _rungs(self, machine: Machine) -> list[tuple[float, float]]:
         """Bytes that a layer keeps of a micro-batch, and seconds for that beyond those that it takes anyway."""
@@ -138,7 +136,7 @@ class Problem:
             both = list(zip(layers, shares, strict=True))
             kept = sum(share * kept_here(work, rung, machine.plan, machine.samples) for work, share in both)
             found.append((kept, sum(share * machine.seconds(work, rung).total for work, share in both)))
-        return [(kept, seconds - found[0][1]) for kept, seconds in found]
+        return _cheapest([(kept, seconds - found[0][1]) for kept, seconds in found])
 
     def class_seconds(self, machine: Machine) -> list[Seconds]:
         """Of each class of blocks that keeps everything."""
@@ -159,6 +157,24 @@ class Problem:
             list(accumulate((own == kind for own in blocks), initial=0)) for kind in kinds
         ]  # of each class of layers, how many are before block i
         self.parameters = list(accumulate((self.model.block(b).parameters for b in range(len(blocks))), initial=0.0))
+
+
+def _cheapest(rungs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Without those that a mix of two others beats. rungs: bytes and seconds, in the order of fewer bytes."""
+    left: list[tuple[float, float]] = []
+    for kept, seconds in rungs:
+        if left and kept >= left[-1][0]:
+            continue
+        while len(left) > 1 and _above(left[-2], left[-1], (kept, seconds)):
+            left.pop()
+        left.append((kept, seconds))
+    return left
+
+
+def _above(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
+    """Whether the middle one takes longer than a mix of the others that keeps as much."""
+    share = (first[0] - middle[0]) / (first[0] - last[0]) if first[0] > last[0] else 1.0
+    return middle[1] >= first[1] + share * (last[1] - first[1])
 
 
 def _exchanged(machine: Machine, model: ModelWork, parameters: float) -> float:
