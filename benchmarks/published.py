@@ -3,8 +3,8 @@
     python benchmarks/published.py FILE.csv [--out published.json]
 
 Runs are grouped by who published them and whether they took one node or several. The models of a group are halved: what
-software reaches of a device is fitted to one half (starting from a fit to that half of all groups on the device) and
-judged on the other, both ways, so that no shape is on both sides. Of every group: the mean error of step times, the
+software reaches of a device is fitted to one half (of few runs, starting from a fit to that half of all groups on the
+device) and judged on the other, both ways, so that no shape is on both sides. Of every group: the mean error of step times, the
 rank correlation within sweeps (runs of one model, batch and cluster), how much slower the plan predicted best (and the
 best of three) is than the best measured, and how often running out of memory was told rightly.
 """
@@ -28,7 +28,7 @@ from phalanx.plan.estimate import estimate
 from phalanx.plan.runs import Run, read_runs
 
 MOST = 160  # runs of a group that are fitted to
-FEW = 40  # of every group, for the fit that all of a device begin with
+FEW = 40  # of every group, for the fit that those with fewer begin with
 Judged = tuple[Run, Software]
 
 
@@ -61,13 +61,13 @@ def judge_device(device: str, groups: dict[tuple[str, str], list[Run]]) -> list[
     judged: dict[str, list[Judged]] = defaultdict(list)
     for half in (0, 1):
         seen = {name: [run for run in runs if is_seen(run, runs, half)] for name, runs in own.items()}
-        # What everybody's runs on this device say comes first; a group's own runs then say how its program differs.
+        # Few runs of a group say how its program differs from what everybody's on this device say; many say all.
         few = [run for runs in seen.values() for run in some(runs, FEW)]
         common = fit(few) if few else None
         for name, runs in own.items():
             software = common or Software()
             if timed(seen[name]):
-                software = fit(some(seen[name], MOST), common)
+                software = fit(some(seen[name], MOST), common if len(timed(seen[name])) < FEW else None)
                 software = fit_memory(seen[name], software)
             judged[name] += [(run, software) for run in runs if not is_seen(run, runs, half)]
     return [{"device": device, "group": name, **figures(pairs)} for name, pairs in sorted(judged.items())]

@@ -171,7 +171,7 @@ class Store(dict[str, str]):
 
 def subject(**changes: Any) -> Subject:
     case = named(MODEL)
-    spec = SimpleNamespace(name=MODEL, factory=None, config=SimpleNamespace(num_attention_heads=2))
+    spec = SimpleNamespace(name=MODEL, task="causal-lm", factory=None, config=SimpleNamespace(num_attention_heads=2))
     batches = SimpleNamespace(batch=lambda first, count: {n: t[:count] for n, t in case.batch.items()})
     config = RunConfig.create(dtype="float64", batch_size=4)
     plain: Any = {"spec": spec, "captured": case.captured, "trainable": case.captured.trainable, "batches": batches}
@@ -218,7 +218,10 @@ def test_an_optimizer_that_looks_at_whole_tensors_leaves_them_whole(monkeypatch:
     chosen = choose(subject(optimizer_class=torch.optim.Adafactor), context(Store()))
     assert chosen.plan.zero == 0 and chosen.plan.tp == 1 and seen[0] == {"zero": 0, "tp": 1, "offload": ()}
     seen.clear()
-    choose(replace(subject(), spec=SimpleNamespace(name="mine", factory=None, config=None)), context(Store()))  # type: ignore[arg-type]
+    choose(
+        replace(subject(), spec=SimpleNamespace(name="mine", task="custom", factory=None, config=None)),
+        context(Store()),
+    )  # type: ignore[arg-type]
     assert seen[0] == {"tp": 1}
 
 

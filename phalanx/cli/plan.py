@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from phalanx.plan.cost import Software
     from phalanx.plan.estimate import Estimate
     from phalanx.plan.plan import Plan
+    from phalanx.plan.search import Found
     from phalanx.plan.work import ModelWork
     from phalanx.program.split_facts import SplitFacts
 
@@ -73,6 +74,9 @@ def plan(
         str | None,
         typer.Option(help="print the best plan, alone, for megatron, deepspeed, torchtitan or accelerate"),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="write the answer to this page, with the simulated step of the best plan")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best plan for a model on a cluster: how fast it is, what it needs, why others lost."""
@@ -86,6 +90,8 @@ def plan(
     beside = [_estimate(case, text) for text in compare or ()]
     from phalanx.cli import plan_report
 
+    if html is not None:
+        _write_page(html, case, found, beside, quiet=as_json or export is not None)
     if export is not None:
         _export(case, export, found.plans[0].plan)
     elif as_json:
@@ -266,11 +272,28 @@ def _export(case: Case, framework: str, plan: Plan) -> None:
         typer.echo(f"{framework} cannot express: {lost}", err=True)
 
 
-def _write(path: Path, plan: Plan, quiet: bool) -> None:
+def _write_page(path: Path, case: Case, found: Found, beside: list[Estimate], quiet: bool) -> None:
+    from phalanx.cli.plan_report import as_data
+    from phalanx.observe.plan_page import plan_page
+    from phalanx.program.sketch import shown_plan, sketch
+
+    best = found.plans[0]
+    timeline = sketch(case.work, best, case.cluster, case.software)
+    shown = shown_plan(best.plan).mb, best.plan.mb
+    _write_text("html", path, plan_page(as_data(case, found, beside), timeline, shown))
+    if not quiet:
+        typer.echo(f"page written to {path}")
+
+
+def _write_text(option: str, path: Path, text: str) -> None:
     try:
-        path.write_text(plan.to_json() + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        message = f"option out = '{path}' cannot be written: {error.strerror}"
+        message = f"option {option} = '{path}' cannot be written: {error.strerror}"
         raise ConfigError(message, "name a file in a folder that exists and may be written to") from error
+
+
+def _write(path: Path, plan: Plan, quiet: bool) -> None:
+    _write_text("out", path, plan.to_json() + "\n")
     if not quiet:
         typer.echo(f"plan written to {path}: train with --plan {path}")

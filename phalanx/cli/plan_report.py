@@ -21,7 +21,7 @@ _HELPS = 1.03  # times faster: less is not worth a word
 
 
 def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
-    from phalanx.plan.explain import pipeline_or_tensor, what_helps, what_limits, why_lost
+    from phalanx.plan.explain import pipeline_or_tensor, slice_sentence, what_helps, what_limits, why_lost
 
     best, console = found.plans[0], _console()
     _say(console, _title(case))
@@ -36,6 +36,8 @@ def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
     useful = [f"{help.what}: {help.speedup:.2f}×" for help in helps if help.speedup >= _HELPS]
     _say(console, f"would help: {'; '.join(useful) or 'nothing of nodes, memory, network and links, for this batch'}")
     _say(console, f"pipeline or tensor: {pipeline_or_tensor(case.work, case.cluster, case.software, best)}")
+    if case.work.causal:
+        _say(console, f"slices: {slice_sentence(case.cluster, case.software)}")
     _say(console, f"\n{found.tried} of {found.known} candidates worked out; rates are {_rates(case)}")
 
 
@@ -56,7 +58,7 @@ def print_estimate(case: Case, own: Estimate) -> None:
 
 def as_data(case: Case, found: Found, beside: Sequence[Estimate]) -> dict[str, Any]:
     """Everything that is shown, for programs."""
-    from phalanx.plan.explain import pipeline_or_tensor, what_helps, what_limits, why_lost
+    from phalanx.plan.explain import pipeline_or_tensor, slice_sentence, what_helps, what_limits, why_lost
 
     best = found.plans[0]
     helps = what_helps(case.work, case.cluster, case.software, best, case.fixed)
@@ -70,6 +72,9 @@ def as_data(case: Case, found: Found, beside: Sequence[Estimate]) -> dict[str, A
         "limits": what_limits(best),
         "helps": [{"what": help.what, "speedup": help.speedup} for help in helps],
         "pipeline_or_tensor": pipeline_or_tensor(case.work, case.cluster, case.software, best),
+        "slices": slice_sentence(case.cluster, case.software) if case.work.causal else "",
+        "num_parameters": case.work.num_parameters,
+        "rates": _rates(case),
         "candidates": {"known": found.known, "worked_out": found.tried},
     }
 
@@ -77,6 +82,7 @@ def as_data(case: Case, found: Found, beside: Sequence[Estimate]) -> dict[str, A
 def estimate_data(own: Estimate) -> dict[str, Any]:
     return {
         "plan": own.plan.full_text,
+        "short": _short(own),
         "step_seconds": own.step_seconds,
         "tokens_per_second": own.tokens_per_second,
         "mfu": own.mfu,
@@ -85,6 +91,7 @@ def estimate_data(own: Estimate) -> dict[str, Any]:
         "parts_seconds": own.parts,
         "memory_bytes": [{name: round(size) for name, size in place.items()} for place in own.memory],
         "budget_bytes": [round(size) for size in own.budget],
+        "fullest": own.fullest,
         "fits": own.fits,
     } | ({"dollars_per_million_tokens": own.dollars_per_million_tokens} if own.price else {})
 

@@ -23,9 +23,12 @@ from phalanx.program.work_of_facts import BlockNumbers, block_work, kept_by, lon
 from phalanx.tasks.base import Batch
 
 
-def work_of_graph(name: str, compiled: Compiled, batch: Batch, heads: int = 0, light: bool = True) -> ModelWork:
+def work_of_graph(
+    name: str, compiled: Compiled, batch: Batch, heads: int = 0, light: bool = True, causal: bool = False
+) -> ModelWork:
     """compiled: of one rank that holds the whole model and keeps everything. batch: the first samples of the data.
-    heads: as of `ModelWork`. light: whether to find out what `recompute=light` keeps, which takes as long again."""
+    heads, causal: as of `ModelWork`. light: whether to find out what `recompute=light` keeps, which takes as long
+    again."""
     captured, traces = compiled.captured, {"none": _trace(compiled, batch)}
     if light:
         lighter = Plan(stages=(compiled.formation.shape.num_blocks,), recompute=("light",))
@@ -37,8 +40,9 @@ def work_of_graph(name: str, compiled: Compiled, batch: Batch, heads: int = 0, l
     tokens = sum(size for dim, size in dims.items() if dim != "batch") or 1
     total, learning = sum(sizes.values()), sum(compiled.formation.shape.elements)
     return ModelWork(
-        name, classes, places, tokens, total, compiled.dtype.itemsize, heads, learning / total, _state_width(compiled)
-    )
+        name, classes, places, tokens, total, compiled.dtype.itemsize, heads, learning / total, _state_width(compiled),
+        causal,
+    )  # fmt: skip
 
 
 def _trace(compiled: Compiled, batch: Batch) -> tuple[Traced, ModelShape, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +21,17 @@ from phalanx.plan.runs import Run
 # What is fitted, and how far from what is usual it may be found easily, in logarithms (of shares: of the odds). What
 # hardware decides is known well, what programs overlap hardly at all.
 FITTED = {
-    "products": 0.5, "attention": 0.7, "small": 1.0, "odd": 0.7, "passes": 0.7, "between": 0.7,
-    "scores": 0.7, "launch": 2.0, "link": 1.0, "network": 1.0, "link_latency": 1.5, "network_latency": 1.5,
+    "products": 1.0, "attention": 1.0, "small": 1.0, "odd": 1.5, "passes": 0.7, "between": 0.7,
+    "scores": 0.7, "launch": 2.0, "call": 1.0, "link": 1.0, "network": 1.0, "link_latency": 1.5, "network_latency": 1.5,
     "behind_weights": 2.0, "hidden": 3.0, "messages": 2.0, "contention": 0.7,
     "step": 2.0, "micro_batch": 2.0,
 }  # fmt: skip
 SHARES = ("products", "attention", "odd", "link", "network", "behind_weights", "hidden")  # at most 1
 PULL = 0.01  # so much error in the time of all runs counts as a number that is as far off as it easily is
+ALIKE = 0.01  # of runs that are told to fit or not to
+GRADIENTS, LOGITS = (2.0, 4.0), (0.0, 8.0, 16.0, 24.0, 32.0)  # bytes that programs may take
 STEPS = 25
+NEAR = 0.05  # an error of a step time, in logarithms, that is not large
 
 
 def step_seconds(run: Run, software: Software) -> float:
@@ -73,9 +77,16 @@ def _residuals(
     """Of each run, of equal weight whatever their number; and how far numbers are from usual ones."""
     tried = _software(numbers, software)
     predicted = np.log([step_seconds(run, tried) for run in runs])
-    return np.concatenate(
-        [(predicted - measured) / math.sqrt(len(runs)), PULL * (numbers - usual) / np.array(list(FITTED.values()))]
-    )
+    return np.concatenate([
+        _robust(predicted - measured) / math.sqrt(len(runs)),
+        PULL * (numbers - usual) / np.array(list(FITTED.values())),
+    ])  # fmt: skip
+
+
+def _robust(errors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Numbers whose squares grow like those of small errors and like large errors themselves: a few runs that nothing
+    explains do not pull everything their way."""
+    return np.sign(errors) * NEAR * np.sqrt(2 * (np.sqrt(1 + (errors / NEAR) ** 2) - 1))
 
 
 def _numbers(software: Software) -> NDArray[np.float64]:
@@ -97,19 +108,29 @@ def _software(numbers: NDArray[np.float64], software: Software) -> Software:
 
 
 def fit_memory(runs: Sequence[Run], software: Software) -> Software:
-    """In how many bytes gradients are summed, and how much of a device's memory is not for plans: what tells most runs
-    that fitted from those that did not."""
+    """In how many bytes gradients are summed, how many of a logit every tensor-parallel rank has whole, and how much of
+    a device's memory is not for plans: what tells most runs that fitted from those that did not."""
     if len({run.seconds is None for run in runs}) < 2:
         return software
-    best = (-1, software)
-    for gradient in (2.0, 4.0):
-        tried = replace(software, gradient=gradient, slack=0.0)
-        shares = [(_filled(run, tried), run.seconds is not None) for run in runs]
-        limits = sorted(share for share, _ in shares)
-        right = [sum((share <= limit) == fits for share, fits in shares) for limit in limits]
-        limit = limits[int(np.argmax(right))]
-        best = max(best, (max(right), replace(tried, slack=1 - limit)), key=lambda pair: pair[0])
-    return best[1]
+    found: list[tuple[int, Software]] = []
+    for gradient, logits in product(GRADIENTS, LOGITS):
+        tried = replace(software, gradient=gradient, logits=logits, slack=0.0)
+        limit, right = _divide(sorted((_filled(run, tried), run.seconds is not None) for run in runs))
+        found.append((right, replace(tried, slack=1 - limit)))
+    # Of what tells about as many rightly, the most careful: runs with few logits say little about them.
+    least = max(right for right, _ in found) - ALIKE * len(runs)
+    return max((own for own in found if own[0] >= least), key=lambda own: (own[1].logits, own[0]))[1]
+
+
+def _divide(shares: Sequence[tuple[float, bool]]) -> tuple[float, int]:
+    """The limit that tells most runs rightly, in the middle between two of them, and how many. shares: in order."""
+    ran = sum(fits for _, fits in shares)
+    right, best = len(shares) - ran, (0.0, len(shares) - ran)
+    for place, (share, fits) in enumerate(shares):
+        right += 1 if fits else -1
+        following = shares[place + 1][0] if place + 1 < len(shares) else share
+        best = max(best, ((share + following) / 2, right), key=lambda pair: pair[1])
+    return min(best[0], 1.0), best[1]
 
 
 def _filled(run: Run, software: Software) -> float:

@@ -20,6 +20,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.work import BlockWork, ModelWork
 
 STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
+NARROW_HEAD = 64  # elements of a head, of which attention reaches half of what it could
 SLICED_ATTENTION = 1.25  # of the time of attention, where it is computed in slices (measured 1.12 to 1.33 on an H200)
 
 
@@ -27,29 +28,31 @@ SLICED_ATTENTION = 1.25  # of the time of attention, where it is computed in sli
 class Software:
     """What programs reach of what devices and links offer.
 
-    products, attention: shares of a device's FLOP/s. small: rows of a matrix, of which products reach half of that.
-    odd: of that, where a side is not a multiple of 8. memory: of its bandwidth. passes, between, scores: times that
-    element-wise work goes over what it moves inside units, between them, and in attention. launch: seconds that a
-    unit's forward takes at least. link, network: shares of bandwidths. *_latency: seconds of one hop. behind_weights:
-    of a backward's sums over tensor-parallel ranks, the share that travels behind weight gradients. hidden: of the
-    backward of a last micro-batch, the share behind which gradients are reduced. messages: of messages between stages,
-    the share that is waited for. contention: seconds that computation loses for each of communication beneath it.
-    step, micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum, kept and reduced. reserved: bytes
-    that libraries keep of a device's memory; slack: share of the rest that an allocator cannot use. host_updates:
-    parameters that the host updates in a second for each device (3.8e9 measured on 16 cores). host_copies: bytes/s
-    each way that the memory of a node reaches. host_memory: of a device's own memory, how many times as much it may use
-    of its host's.
+    products, attention: shares of a device's FLOP/s. small: rows, or a side, of a matrix with which products reach half
+    of that. odd: of that, where a side is not a multiple of 8. memory: of its bandwidth. passes, between, scores: times
+    that element-wise work goes over what it moves inside units, between them, and in attention. launch: seconds that a
+    host takes to start a unit's forward; call: to start a collective. link, network: shares of bandwidths. *_latency:
+    seconds of one hop. behind_weights: of a backward's sums over tensor-parallel ranks, the share that travels behind
+    weight gradients. hidden: of the backward of a last micro-batch, the share behind which gradients are reduced.
+    messages: of messages between stages, the share that is waited for. contention: seconds that computation loses for
+    each of communication beneath it. step, micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum,
+    kept and reduced; logits: of each logit, where tensor-parallel ranks all have them whole. reserved: bytes that
+    libraries keep of a device's memory; slack: share of the rest that an allocator cannot use. host_updates: parameters
+    that the host updates in a second for each device (3.8e9 measured on 16 cores). host_copies: bytes/s each
+    way that the memory of a node reaches. host_memory: of a device's own memory, how many times as much it may use of
+    its host's.
     """
 
     products: float = 0.72
     attention: float = 0.45
-    small: float = 300.0
+    small: float = 180.0
     odd: float = 0.4
     memory: float = 0.8
     passes: float = 1.0
     between: float = 1.0
     scores: float = 1.0
     launch: float = 60e-6
+    call: float = 20e-6
     link: float = 0.75
     network: float = 0.75
     link_latency: float = 4e-6
@@ -61,6 +64,7 @@ class Software:
     step: float = 5e-3
     micro_batch: float = 0.0
     gradient: float = 4.0
+    logits: float = 0.0
     reserved: float = 2.0e9
     slack: float = 0.03
     host_updates: float = 3.8e9
@@ -95,6 +99,12 @@ class Seconds(NamedTuple):
 
 def add(parts: Sequence[Seconds]) -> Seconds:
     return Seconds(*(sum(column) for column in zip(*parts, strict=True))) if parts else Seconds(0, 0, 0, 0, 0)
+
+
+def _launched(busy: float, launch: float) -> float:
+    """Seconds of a device that is busy so long with kernels that a host starts in so long: the longer of both, and some
+    more where they are alike, since not every kernel is as long as its start."""
+    return (busy**3 + launch**3) ** (1 / 3)
 
 
 class Machine:
@@ -147,29 +157,36 @@ class Machine:
 
     def _part_seconds(self, work: BlockWork, rung: str) -> Seconds:
         """Of one part of a micro-batch."""
-        forward, backward, weight = self._computed(work)
+        computed, inputs, weight = self._computed(work)
         moved = self._moved(work)
         sums = work.exchanges * self.sum_seconds(work)
         again, repeated = {
-            "none": (0.0, 0.0), "light": (moved, 0.0), "unit": (forward, 0.0), "block": (forward, sums),
+            "none": (0.0, 0.0), "light": (moved, 0.0), "unit": (computed, 0.0), "block": (computed, sums),
         }[rung]  # fmt: skip
-        if not sums:
-            return Seconds(forward, backward, weight, again, 0.0)
-        ahead, behind = self._hidden(sums, repeated, forward, backward + again, weight)
+        ahead, behind = self._hidden(sums, repeated, computed, inputs + again, weight) if sums else (0.0, 0.0)
         lost = 1 - self.software.contention
         waits, first = sums + repeated - lost * behind, sums - lost * ahead
-        return Seconds(forward + first, backward + waits, weight, again, first + waits)
+        launch = self._launch(work)
+        again = _launched(again, launch) if rung in ("unit", "block") else again
+        forward = _launched(computed + first, launch)
+        backward = _launched(inputs + waits + weight, launch) - weight
+        return Seconds(forward, backward, weight, again, first + waits)
 
     def _computed(self, work: BlockWork) -> tuple[float, float, float]:
         """Forward, gradients of inputs and those of weights: as they were measured, or by what the device offers."""
         if work.times and not self.plan.slices:
             return at_degree(work.times, self.plan.tp, self.samples / self.parts)
+        products, moved, weights = self._products(work), self._moved(work), self._weights(work)
+        attention = self._attention(work)
         # Attention's own backward computes two and a half times what its forward does, and element-wise work reads
         # gradients beside what was kept.
-        weights = self._weights(work)
-        backward = self._products(work) + 2.5 * self._attention(work) + 2 * self._moved(work) + weights
-        launched = self.software.launch * max(1, work.units)
-        return self._forward(work), max(backward, launched), self._products(work) + weights
+        backward = products + 2.5 * attention + 2 * moved + weights
+        return products + attention + moved + weights, backward, products + weights
+
+    def _launch(self, work: BlockWork) -> float:
+        """Seconds that a host takes to start the kernels of a forward."""
+        calls = work.exchanges * self.software.call if self.plan.tp > 1 else 0.0
+        return self.software.launch * max(1, work.units) + calls
 
     def _hidden(
         self, sums: float, repeated: float, forward: float, backward: float, weight: float
@@ -195,20 +212,24 @@ class Machine:
         out, back = max(0.0, copy - own.forward), max(0.0, copy - own.backward - own.weight - own.again)
         return own._replace(forward=own.forward + out, backward=own.backward + back, copied=out + back)
 
-    def _forward(self, work: BlockWork) -> float:
-        computed = self._products(work) + self._attention(work) + self._moved(work) + self._weights(work)
-        return max(computed, self.software.launch * max(1, work.units))
-
     def _products(self, work: BlockWork) -> float:
         if not work.products:
             return 0.0
-        side = math.sqrt(work.parameters / max(1, work.units) / self.plan.tp)  # of the matrix that a unit has left
-        rate = self.nodes.device.flops.value * self.software.products * side / (side + self.software.small)
+        lost = self.software.small * self._narrowness(work) if work.parameters else 0.0
+        rate = self.nodes.device.flops.value * self.software.products / (1 + lost)
         odd = self.software.odd if work.odd and self.plan.tp == 1 else 1.0  # what is split is padded first
         return work.products * self.samples / self.parts / self.plan.tp / (rate * odd)
 
+    def _narrowness(self, work: BlockWork) -> float:
+        """How much kernels lose on matrices that are narrow or short: 1 / side and 1 / rows, of a unit's on average."""
+        narrow = math.sqrt(work.parameters / max(1, work.units)) / self.plan.tp
+        rows = work.products / (2 * work.parameters) * self.samples / self.parts
+        return 1 / narrow + 1 / rows
+
     def _attention(self, work: BlockWork) -> float:
         rate = self.nodes.device.flops.value * self.software.attention
+        if work.head_dim:
+            rate *= (1 + NARROW_HEAD / 128) / (1 + NARROW_HEAD / work.head_dim)
         slower = SLICED_ATTENTION if self.plan.slices else 1.0
         return slower * work.attention * self.samples / self.parts / self.plan.tp / rate
 

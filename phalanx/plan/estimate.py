@@ -98,7 +98,8 @@ def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software,
     places = machines(cluster, software, plan, samples)
     rungs = rungs_of(model, plan)
     parts = parts_of(model, plan, places, loads_of(model, plan))
-    used = [memory(model, plan, place, samples, rungs, software.gradient) for place in range(plan.pp)]
+    bytes_of = software.gradient, software.logits
+    used = [memory(model, plan, place, samples, rungs, *bytes_of) for place in range(plan.pp)]
     peak = sum(kind.total * kind.device.flops.value for kind in cluster.nodes) / cluster.world * plan.world
     return Estimate(
         plan, batch, sum(parts.values()), parts, tuple(used), tuple(map(budget_of, places)), model.tokens * batch,

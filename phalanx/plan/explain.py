@@ -3,12 +3,13 @@ say about pipelines and tensor parallelism. Everything follows from estimates.""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from phalanx.errors import PlanError
-from phalanx.plan.cluster import Cluster
+from phalanx.plan.cluster import Cluster, Nodes
 from phalanx.plan.cost import Machine, Software
 from phalanx.plan.estimate import Estimate
 from phalanx.plan.plan import AXES, Plan
@@ -18,7 +19,8 @@ from phalanx.plan.work import ModelWork
 _WORDS = {
     "computation": "computation itself", "computed again": "computing activations again",
     "tensor communication": "sums over tensor-parallel ranks", "messages": "messages between stages",
-    "gradients": "exchanging gradients and weights", "optimizer": "the optimizer", "bubble": "an idle pipeline",
+    "gradients": "exchanging gradients and weights",
+    "host copies": "waiting for copies to the host", "optimizer": "the optimizer", "bubble": "an idle pipeline",
     "other": "overheads",
 }  # fmt: skip
 
@@ -42,6 +44,9 @@ def what_limits(best: Estimate) -> str:
         return f"{computed}, at the rate that products and memory reach on this device; nothing else takes 2 %"
     cause = ", because memory is full" if part == "computed again" and full > 0.9 else ""
     return f"{computed}; {_WORDS[part]} takes {beside[part] / best.step_seconds:.1%}{cause}"
+
+
+_GRAIN = 64  # tokens that kernels compute together
 
 
 class Help(NamedTuple):
@@ -73,6 +78,23 @@ def what_helps(
             continue  # a batch that has no sample for so many
         found.append(Help(what, best.step_seconds / other.step_seconds))
     return sorted(found, key=lambda help: help.speedup, reverse=True)
+
+
+def slice_tokens(kind: Nodes, software: Software) -> int:
+    """Tokens of a slice of one sample with which products reach two thirds of their rate: few rows lose time by
+    themselves (`small`), and by reading weights that they hardly use. Nothing of a model or a plan is in it: both
+    losses are per weight."""
+    while_reading = kind.device.flops.value * software.products / (kind.device.bandwidth.value * software.memory)
+    return _GRAIN * math.ceil(2 * (software.small + while_reading) / _GRAIN)
+
+
+def slice_sentence(cluster: Cluster, software: Software) -> str:
+    kind = min(cluster.nodes, key=lambda kind: kind.device.flops.value)
+    tokens = slice_tokens(kind, software)
+    return (
+        f"{kind.device.name} wants slices of {tokens} tokens or more, whatever the model: with fewer in one sample, "
+        "products lose over a third of their rate"
+    )
 
 
 def pipeline_or_tensor(model: ModelWork, cluster: Cluster, software: Software, best: Estimate) -> str:

@@ -70,12 +70,15 @@ def again_bytes(work: BlockWork, rung: str, plan: Plan) -> float:
     return 0.75 * whole if rung == "unit" else whole  # of two units the larger
 
 
-def working_bytes(work: BlockWork, rung: str, plan: Plan, samples: float, moved: float = 0.0) -> float:
+def working_bytes(
+    work: BlockWork, rung: str, plan: Plan, samples: float, moved: float = 0.0, logits: float = 0.0
+) -> float:
     """While a block is at work, beside all that is kept: also the gradients of what enters and leaves it. moved: of
-    what it keeps, the share that lies on the host in between."""
+    what it keeps, the share that lies on the host in between. logits: bytes of each that every rank has whole."""
     own = (work.working / plan.tp + again_bytes(work, rung, plan) + 2 * work.crossing) * samples / most_slices(plan)
     moving = MOVING * kept_bytes(work.kept[rung], plan) * samples if moved and work.is_layer else 0.0
-    return own + moving + work.fixed / plan.tp
+    whole = logits * work.logits * samples * (1 - 1 / plan.tp)
+    return own + moving + work.fixed / plan.tp + whole
 
 
 def past_bytes(work: BlockWork, plan: Plan, samples: float) -> float:
@@ -103,30 +106,37 @@ def moved_share(plan: Plan, num_layers: int) -> float:
 def num_held(plan: Plan, place: int) -> float:
     """The most micro-batches whose activations a rank holds at once, each of all its stages. Where they are cut into
     slices, parts of them."""
-    ahead, parts = plan.pp - 1 - place, most_slices(plan)
-    match plan.schedule:
+    return held_by(plan.schedule, plan.pp, plan.mb, plan.v, most_slices(plan), place)
+
+
+def held_by(schedule: str, pp: int, mb: int, v: int, parts: int, place: int) -> float:
+    """The same, of a schedule with so many micro-batches in so many parts."""
+    ahead = pp - 1 - place
+    match schedule:
         case "gpipe" | "block-major":
-            held = plan.mb
+            held = mb
         case "eager-1f1b":
             held = 1 + 2 * ahead / parts
         case "interleaved":
-            first = plan.mb if plan.mb < 2 * plan.pp else plan.pp + plan.mb % plan.pp // (plan.mb // plan.pp)
-            held = ((plan.v - 1) * first + 2 * ahead + 1) / plan.v
+            first = mb if mb < 2 * pp else pp + mb % pp // (mb // pp)
+            held = ((v - 1) * first + 2 * ahead + 1) / v
         case "zb-h1":
             # A stage holds weight gradients back by its place, with what they need and gradients beside that.
-            return min(plan.mb, 1 + ahead / parts) + HELD_BACK * min(plan.mb, place / parts)
+            return min(mb, 1 + ahead / parts) + HELD_BACK * min(mb, place / parts)
         case "zb-v":
             # Pieces of half a rank's stages are open until their weight gradients, with gradients beside them.
-            return IN_V * min(plan.mb, plan.pp)
+            return IN_V * min(mb, pp)
         case _:
             held = 1 + ahead / parts
-    return min(plan.mb, held)
+    return min(mb, held)
 
 
 def memory(
-    model: ModelWork, plan: Plan, place: int, samples: int, rungs: Sequence[str], gradient: float = 4.0
-) -> dict[str, float]:
-    """At the moment at which a rank holds most. rungs: of every block of the model.
+    model: ModelWork, plan: Plan, place: int, samples: int, rungs: Sequence[str], gradient: float = 4.0,
+    logits: float = 0.0,
+) -> dict[str, float]:  # fmt: skip
+    """At the moment at which a rank holds most. rungs: of every block of the model. gradient, logits: bytes, as of
+    `Software`.
 
     While a block is at work, what later blocks of its place kept for the same micro-batch is gone already: an
     embedding needs most when little else is there."""
@@ -139,7 +149,7 @@ def memory(
     ]
     others = (num_held(plan, place) - 1) * sum(kept)
     moments = [
-        (others + so_far, working_bytes(model.block(block), rungs[block], plan, samples, share))
+        (others + so_far, working_bytes(model.block(block), rungs[block], plan, samples, share, logits))
         for block, so_far, share in zip(blocks, accumulate(kept), shares, strict=True)
     ]
     held, working = max(moments, key=sum)

@@ -55,7 +55,7 @@ def on_cluster(cluster: Cluster, software: Software, rates: Rates) -> tuple[Clus
     link, latency = _link(rates)
     kinds = tuple(_nodes(kind, rates, peak, link) for kind in cluster.nodes)
     shares = replace(
-        software, products=1.0, small=small, attention=software.attention / software.products, memory=1.0,
+        software, products=1.0, small=small / 2, attention=software.attention / software.products, memory=1.0,
         link=1.0 if link else software.link, link_latency=software.link_latency if latency is None else latency,
         contention=_contention(rates, software),
     )  # fmt: skip

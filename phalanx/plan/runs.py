@@ -195,7 +195,8 @@ def _plan(row: Mapping[str, str], work: ModelWork, tp: int, pp: int, dp: int, ba
     # Those programs give every stage as many layers, and embedding and head to the first and the last.
     layers, left = divmod(len(work.layers), pp * v)
     counts = [layers + (stage >= pp * v - left) for stage in range(pp * v)]
-    counts[0], counts[-1] = counts[0] + 1, counts[-1] + 1
+    counts[0] += 1
+    counts[-1] += 1  # the same one where there is no pipeline
     return Plan(
         pp=pp, tp=tp, dp=dp, mb=batch // (dp * samples), schedule=schedule, v=v, zero=zero, sequence=sequence,
         recompute=(_RUNGS[row["recompute"]],) * len(work.layers), stages=tuple(counts),  # never of the head

@@ -19,6 +19,7 @@ from phalanx.plan.cost import Machine, Software, machines
 from phalanx.plan.devices import GIB
 from phalanx.plan.estimate import Estimate, estimate
 from phalanx.plan.fields import Slicings
+from phalanx.plan.footprint import held_by
 from phalanx.plan.offload import Offload
 from phalanx.plan.partition import evenly
 from phalanx.plan.plan import Plan
@@ -28,7 +29,7 @@ from phalanx.plan.stage_times import Problem, Sharded, StageTimes
 from phalanx.plan.work import ModelWork
 
 KEEP = 6  # plans that are shown: the best, and the best of other meshes
-MOST_TRIED = 32  # plans that are worked out, of those that look best quickly
+MOST_TRIED = 24  # plans that are worked out, of those that look best quickly
 UNEVEN = 1.15
 FEW_BLOCKS, MOST_POLISHED = 12, 8  # in a model of which every plan is polished; stages of a plan that may be
 MOST_VIRTUAL = 4
@@ -36,8 +37,9 @@ MOST_STAGES = 128
 SLICES, FEWEST_TOKENS, GRAINS = (2, 4, 8, 16, 32, 64), 64, 16  # numbers of slices; tokens and grains of one
 HOSTED = (0.25, 0.5, 0.75, 1.0)  # of the optimizer's state, shares that may lie on the host
 FEWEST_MOVED = 4  # layers of a stage of which what they keep may lie on the host
-MOST_LOOKED = 4  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
+MOST_LOOKED = 3  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
 CLOSE = 1.02  # times what a mesh takes by a quick estimate: no plan of it is looked at that cannot take less
+MOST_OF_MESH = 3  # plans of one mesh of a model of many blocks that are worked out
 NEAR, FAR = 1.05, 1.3  # times what is found of a mesh: others of it that look slower are not worked out
 
 
@@ -64,15 +66,17 @@ def search(
     if not promising and fixed:
         _require_possible(problem, bases, fixed)
     best: dict[tuple[int, ...], Estimate] = {}
-    near = NEAR if len(model.blocks) > FEW_BLOCKS else FAR  # of few blocks one more or less matters
-    tried = 0
+    is_large = len(model.blocks) > FEW_BLOCKS  # of few blocks one more or less matters
+    near, most_of_mesh = (NEAR, MOST_OF_MESH) if is_large else (FAR, math.inf)
+    tried, worked = 0, Counter[tuple[int, ...]]()
     for seconds, plan in promising:
         key = _mesh_key(plan)
         if tried >= most and best and (seconds > _worst(best.values(), keep) or tried >= 2 * most):
             break
-        if key in best and seconds > near * best[key].step_seconds:
+        if (key in best and seconds > near * best[key].step_seconds) or worked[key] >= most_of_mesh:
             continue
         tried += 1
+        worked[key] += 1
         found = worked_out(problem, plan)
         if found is not None and len(model.blocks) <= FEW_BLOCKS:
             found = polished(problem, found)
@@ -125,8 +129,9 @@ _BESIDE_ZERO = ("pp", "tp", "mb", "overlap", "pairs", "schedule", "v", "slices",
 
 
 def _in_order(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any]) -> list[tuple[float, dict[str, Any]]]:
-    """All variants, by seconds that no step of them is below."""
-    found: list[tuple[float, dict[str, Any]]] = []
+    """All variants with seconds that no step of them is below, the most promising first: with about what they compute
+    again so that they fit."""
+    found: list[tuple[float, float, dict[str, Any]]] = []
     known: dict[tuple[object, ...], Sharded] = {}
     for base in bases:
         plan = base.plan
@@ -137,8 +142,20 @@ def _in_order(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any])
                 mesh = _plan({"pp": plan.pp, "tp": plan.tp, "dp": plan.dp, **own}, fixed)
                 known[key] = problem.sharded(mesh) if mesh is not None else Sharded(0.0, 0.0, 0.0, 0.0)
             update = known[key].update if "offload" not in fixed else 0.0
-            found.append((least + update + plan.mb * known[key].waits, fields))
-    return sorted(found, key=lambda pair: pair[0])
+            least += update + plan.mb * known[key].waits
+            found.append((least + _computed_again(problem, base, fields, known[key].room), least, fields))
+    return [(least, fields) for _, least, fields in sorted(found, key=lambda own: own[0])]
+
+
+def _computed_again(problem: Problem, base: Base, fields: Mapping[str, Any], room: float) -> float:
+    """About the seconds of a step, for the layers of an average place in the pipeline."""
+    plan, layers = base.plan, len(problem.model.layers) / base.plan.pp
+    if not layers or OVERLAPS[plan.overlap].recompute:
+        return 0.0
+    parts = max(map(len, fields.get("slices", ())), default=1)
+    shape = fields.get("schedule", "1f1b"), plan.pp, plan.mb, fields.get("v", 1), parts
+    held = (held_by(*shape, 0) + held_by(*shape, plan.pp - 1)) / 2
+    return plan.mb * layers * problem.again_seconds(base.machine, room / layers / held)
 
 
 class _Tight(NamedTuple):
@@ -244,13 +261,14 @@ def worked_out(problem: Problem, plan: Plan) -> Estimate | None:
 
 
 class Base(NamedTuple):
-    """A mesh and its micro-batches. least: seconds that all stages together take for a micro-batch at least; longest:
-    that the longest of them takes."""
+    """A mesh and its micro-batches. whole: seconds that all stages together take for a micro-batch at least; longest:
+    that the longest of them takes; least: of all micro-batches. machine: the first place of the pipeline."""
 
     plan: Plan
     whole: float
     longest: float
     least: float
+    machine: Machine
 
 
 def meshes(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Base]:
@@ -288,7 +306,7 @@ def _base(problem: Problem, plan: Plan) -> Base:
     fastest = [min(column) for column in zip(*totals, strict=True)]
     whole = sum(fastest[place] for place in problem.model.blocks)
     longest = max(whole / plan.pp, *fastest)
-    return Base(plan, whole, longest, plan.mb * longest)
+    return Base(plan, whole, longest, plan.mb * longest, places[0])
 
 
 def variants(problem: Problem, base: Base, fixed: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:

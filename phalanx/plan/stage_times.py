@@ -73,6 +73,7 @@ class Problem:
     shares: dict[Key, float] = field(default_factory=dict[Key, float])
     looked_at: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     sums: dict[Key, list[float]] = field(default_factory=dict[Key, list[float]])
+    rungs: dict[Key, list[tuple[float, float]]] = field(default_factory=dict[Key, list[tuple[float, float]]])
     shardings: dict[Key, Sharded] = field(default_factory=dict[Key, "Sharded"])
 
     def samples(self, plan: Plan) -> int:
@@ -110,6 +111,33 @@ class Problem:
             self.shardings[key] = Sharded(room, state["optimizer"], update, waits)
         return self.shardings[key]
 
+    def again_seconds(self, machine: Machine, room: float) -> float:
+        """About what a layer computes again for a micro-batch so that layers keep `room` bytes of it on average; as
+        much as it can where that is not enough."""
+        key = _key(machine)
+        if key not in self.rungs:
+            self.rungs[key] = self._rungs(machine)
+        kept, seconds = self.rungs[key][0]
+        for less, more in self.rungs[key][1:]:
+            if kept <= room:
+                break
+            if less <= room:
+                return seconds + (more - seconds) * (kept - room) / (kept - less)
+            kept, seconds = less, more
+        return seconds
+
+    def _rungs(self, machine: Machine) -> list[tuple[float, float]]:
+        """Bytes that a layer keeps of a micro-batch, and seconds for that beyond those that it takes anyway."""
+        layers = [self.model.classes[kind] for kind in self.kinds]
+        shares = [self.counted[place][-1] / len(self.model.layers) for place in range(len(self.kinds))]
+        every = [rung for rung in RUNGS if all(rung in work.kept for work in layers)]
+        found: list[tuple[float, float]] = []
+        for rung in every:
+            both = list(zip(layers, shares, strict=True))
+            kept = sum(share * kept_here(work, rung, machine.plan, machine.samples) for work, share in both)
+            found.append((kept, sum(share * machine.seconds(work, rung).total for work, share in both)))
+        return _cheapest([(kept, seconds - found[0][1]) for kept, seconds in found])
+
     def class_seconds(self, machine: Machine) -> list[Seconds]:
         """Of each class of blocks that keeps everything."""
         key = _key(machine)
@@ -129,6 +157,24 @@ class Problem:
             list(accumulate((own == kind for own in blocks), initial=0)) for kind in kinds
         ]  # of each class of layers, how many are before block i
         self.parameters = list(accumulate((self.model.block(b).parameters for b in range(len(blocks))), initial=0.0))
+
+
+def _cheapest(rungs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Without those that a mix of two others beats. rungs: bytes and seconds, in the order of fewer bytes."""
+    left: list[tuple[float, float]] = []
+    for kept, seconds in rungs:
+        if left and kept >= left[-1][0]:
+            continue
+        while len(left) > 1 and _above(left[-2], left[-1], (kept, seconds)):
+            left.pop()
+        left.append((kept, seconds))
+    return left
+
+
+def _above(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
+    """Whether the middle one takes longer than a mix of the others that keeps as much."""
+    share = (first[0] - middle[0]) / (first[0] - last[0]) if first[0] > last[0] else 1.0
+    return middle[1] >= first[1] + share * (last[1] - first[1])
 
 
 def _exchanged(machine: Machine, model: ModelWork, parameters: float) -> float:
@@ -251,7 +297,8 @@ class StageTimes:
         for block in ends:
             work, rung, own = self._problem.model.block(block), self._end_rung(block), sizes[block < first]
             own[0] += kept_here(work, rung, self._plan, self._samples)
-            own[1] = max(own[1], working_bytes(work, rung, self._plan, self._samples))
+            whole = self._problem.software.logits
+            own[1] = max(own[1], working_bytes(work, rung, self._plan, self._samples, logits=whole))
         return Ends(*sizes[True], *sizes[False])
 
     def _mixer(self, machine: Machine, layers: tuple[int, ...]) -> Mixer:

@@ -44,7 +44,8 @@ class BlockWork:
     number; tensor parallelism divides both. units: with their own recompute. scores: bytes that attention moves which
     is not computed in one go. odd: a side of its products is not a multiple of 8, which tensor cores are slow with.
     keys: elements of its keys and values; where that is not known, as many as there can be. times: what it was seen to
-    take on the device that is planned for."""
+    take on the device that is planned for. head_dim: elements of a head, where its scores are products by themselves;
+    logits: that a head puts out; 0 where that is not known."""
 
     name: str
     products: float
@@ -62,6 +63,8 @@ class BlockWork:
     odd: bool = False
     keys: float = 0.0
     times: Times = field(default_factory=dict[int, tuple[BlockTime, ...]])
+    head_dim: float = 0.0
+    logits: float = 0.0
 
     @property
     def is_layer(self) -> bool:
@@ -134,7 +137,8 @@ class Shape(NamedTuple):
 
 
 _SCORE_BYTES = {"flash": 0.0, "flash1": 0.0, "fused": 2.0, "unfused": 5.0}  # kept for every score
-_SCORE_MOVES = {"flash": 0.0, "flash1": 0.0, "fused": 5.0, "unfused": 13.0}  # moved for every score
+_SCORE_MOVES = {"flash": 0.0, "flash1": 0.0, "fused": 8.0, "unfused": 24.0}  # moved for every score
+_DROPPED = 5.0  # more, where some are dropped: read, written, and a mask
 _SCORE_WORK = {"flash": 0.0, "flash1": 0.0, "fused": 4.0, "unfused": 12.0}  # needed besides, while it is computed
 # The first flash attention took so much longer (Dao 2023); those that keep scores compute also what is masked.
 _SLOWER = {"flash1": 1.7, "fused": 2.0, "unfused": 2.0}
@@ -147,12 +151,13 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
     attention_parameters, ffn_parameters = 2 * h * h + 2 * h * keys, (3 if shape.gated else 2) * h * f
     parameters = attention_parameters + ffn_parameters + 4 * h
     scores = shape.heads * s * s
+    moves = _SCORE_MOVES[shape.attention] + (_DROPPED if shape.dropout and _SCORE_MOVES[shape.attention] else 0.0)
     layer = BlockWork(
         "layer", 2.0 * s * (attention_parameters + ffn_parameters),
         2.0 * s * s * h * _SLOWER.get(shape.attention, 1.0), parameters,
         _kept_of_layer(shape, width), _moved_by_layer(shape, width), width * s * h, exchanges=2, units=2,
-        working=4.0 * s * f + _SCORE_WORK[shape.attention] * scores, scores=_SCORE_MOVES[shape.attention] * scores,
-        keys=2.0 * s * keys,
+        working=4.0 * s * f + _SCORE_WORK[shape.attention] * scores, scores=moves * scores,
+        keys=2.0 * s * keys, head_dim=h / shape.heads if moves else 0.0,
     )  # fmt: skip
     vocabulary = shape.vocabulary * h
     token = kept(8.0 * s, 0, 0)
@@ -163,7 +168,7 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
         "head", 2.0 * s * vocabulary, 0, vocabulary + h, {"none": logits, "block": kept(0, 0, width * s * h)},
         kept(16.0 * s * shape.vocabulary, width * s * h, width * s * h), width * s * h,
         working=4.0 * s * shape.vocabulary,
-        tied=vocabulary if shape.tied else 0, odd=shape.vocabulary % 8 != 0,
+        tied=vocabulary if shape.tied else 0, odd=shape.vocabulary % 8 != 0, logits=s * shape.vocabulary,
     )  # fmt: skip
     total = shape.layers * parameters + (1 if shape.tied else 2) * vocabulary + h
     blocks = (0, *(1,) * shape.layers, 2)

@@ -177,7 +177,8 @@ def _whole(subject: Subject, device: torch.device) -> Compiled:
 
 def _work(subject: Subject, compiled: Compiled, ranks: int, light: bool = True) -> ModelWork:
     """ranks: of a node. With the seconds of its blocks, where `phalanx profile --model` measured them here."""
-    work = work_of_graph(subject.spec.name, compiled, subject.batches.batch(0, 1), subject.heads, light)
+    causal = subject.spec.task == "causal-lm"
+    work = work_of_graph(subject.spec.name, compiled, subject.batches.batch(0, 1), subject.heads, light, causal)
     path = profiles_path()
     rows = Store(path).rows() if path.is_file() else []
     return work.timed(

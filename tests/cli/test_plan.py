@@ -47,6 +47,29 @@ def test_json_holds_all_that_is_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert best["dollars_per_million_tokens"] == pytest.approx(8 / 3600 / best["tokens_per_second"] * 1e6)
     assert all(own["step_seconds"] >= best["step_seconds"] for own in data["plans"])
     assert "pp=4" in data["compared"][0]["plan"] and "slower" in data["compared"][0]["lost"]
+    assert {"limits", "helps", "pipeline_or_tensor", "slices", "rates", "candidates", "num_parameters"} <= set(data)
+
+
+def test_a_page_holds_the_answer_and_the_simulated_step_and_needs_nothing_else(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "plan.html"
+    arguments = ("plan", *GPT2, "--cluster", "4 A100", "--batch-size", "32", "--plan", "pp=2", "--html", str(page))
+    assert f"page written to {page}" in shown(capsys, *arguments)
+    text = page.read_text("utf-8")
+    assert text.startswith("<!doctype html>") and text.endswith("</body></html>\n")
+    for word in (
+        "gpt2 on 1x4 A100",
+        "Where a step goes",
+        "tokens/s",
+        "What limits it",
+        "Pipeline or tensor",
+        "Slices:",
+    ):
+        assert word in text
+    assert "One pipeline, 4 of" in text or "One pipeline, 8 of" in text
+    assert "<svg" in text and "rank 1" in text and "<title>F0.0" in text
+    assert "<script" not in text and "src=" not in text and "href=" not in text
 
 
 def test_what_is_given_of_a_plan_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +106,7 @@ def test_an_estimate_says_where_time_and_memory_go(capsys: pytest.CaptureFixture
         (("--cluster", "4 A100", "--dtype", "int8"), "option dtype = 'int8' is not one of"),
         (("--cluster", "4 A100", "--calibration", "no.json"), "option calibration = 'no.json': cannot be read"),
         (("--cluster", "4 A100", "--out", "no/plan.json"), "option out = 'no/plan.json' cannot be written"),
+        (("--cluster", "4 A100", "--html", "no/plan.html"), "option html = 'no/plan.html' cannot be written"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(

@@ -35,11 +35,12 @@ def test_the_worked_example_is_what_is_computed() -> None:
     own = machine.seconds(layer, "none")
     whole = estimate(model, PLAN, Cluster.read("8 H100"), Software(), 8)
     by_hand = {
-        "products of a layer, forward": [1.787e12 / 4 / (989.4e12 * 0.72 * 5221 / (5221 + 300))],
+        "products of a layer, forward": [1.787e12 / 4 / (989.4e12 * 0.72) * (1 + 180 * (1 / 2611 + 1 / 4096))],
         "attention": [0.1374e12 / 4 / (989.4e12 * 0.45)],
         "element-wise work": [571.0e6 / 4 / (3350e9 * 0.8)],
         "reading weights": [2 * 218.1e6 / 4 / (3350e9 * 0.8)],
         "one sum of 33.55 MB over 4 ranks": [2 * (3 / 4 * 33.55e6 / (450e9 * 0.75) + 3 * 4e-6)],
+        "started by the host": [2 * 60e-6 + 2 * 20e-6],
         "forward of a layer": [own.forward],
         "its input gradients": [own.backward],
         "its weight gradients": [own.weight],
@@ -54,7 +55,10 @@ def test_the_worked_example_is_what_is_computed() -> None:
     assert layer.products / 1e12 == pytest.approx(1.787, rel=1e-3)
     assert layer.attention / 1e12 == pytest.approx(0.1374, rel=1e-3)
     assert layer.moved.alone / 1e6 == pytest.approx(571.0, rel=1e-3)
-    assert math.sqrt(layer.parameters / 2 / 4) == pytest.approx(5221, rel=1e-3)
+    assert math.sqrt(layer.parameters / 2) / 4 == pytest.approx(2611, rel=1e-3)
+    first = ("products of a layer, forward", "attention", "element-wise work", "reading weights")
+    busy = sum(by_hand[name][0] for name in first) + 2 * by_hand["one sum of 33.55 MB over 4 ranks"][0]
+    assert (busy**3 + by_hand["started by the host"][0] ** 3) ** (1 / 3) == pytest.approx(own.forward, rel=1e-3)
     assert layer.crossing / 1e6 == pytest.approx(33.55, rel=1e-3)
     parts = [8 * by_hand["place 1 of the pipeline"][0], whole.parts["bubble"] + whole.parts["messages"]]
     parts += [whole.parts["optimizer"], whole.parts["other"]]

@@ -1,0 +1,52 @@
+"""What is said about plans follows from estimates."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.cost import Machine, Software
+from phalanx.plan.estimate import PARTS, estimate
+from phalanx.plan.explain import slice_sentence, slice_tokens, what_limits, why_lost
+from phalanx.plan.plan import Plan
+from phalanx.plan.work import Shape, transformer
+
+SHAPES = {
+    "small": Shape(12, 1024, 16, 16, 4096, 32000, 8192),
+    "wide": Shape(40, 8192, 64, 8, 28672, 128256, 8192, gated=True),
+}
+
+
+def rate(device: str, shape: Shape, tokens: int) -> float:
+    """Of what products reach with very many rows: of a slice with so many tokens, weights read."""
+    (kind,) = Cluster.read(device).nodes
+    made: list[float] = []
+    for length in (tokens, 2**24):
+        layer = transformer("model", shape._replace(tokens=length)).classes[1]
+        made.append(Machine(kind, Software(), Plan(), 1).seconds(layer, "none").weight / length)
+    return made[1] / made[0]
+
+
+@pytest.mark.parametrize("device", ["V100", "A100", "H100"])
+def test_the_slice_that_a_device_wants_is_the_same_for_every_model(device: str) -> None:
+    (kind,) = Cluster.read(device).nodes
+    tokens = slice_tokens(kind, Software())
+    for shape in SHAPES.values():
+        assert rate(device, shape, tokens) == pytest.approx(2 / 3, abs=0.04)
+        assert rate(device, shape, tokens // 2) < 0.55
+
+
+def test_a_device_with_more_arithmetic_for_its_memory_wants_longer_slices() -> None:
+    wanted = {name: slice_tokens(Cluster.read(name).nodes[0], Software()) for name in ("V100", "A100", "H100")}
+    assert wanted["V100"] < wanted["A100"] < wanted["H100"]
+    assert f"H100 wants slices of {wanted['H100']} tokens" in slice_sentence(Cluster.read("4x8 H100"), Software())
+
+
+def test_every_part_of_a_step_has_words() -> None:
+    model, cluster = transformer("model", SHAPES["small"]), Cluster.read("2 A100")
+    own = estimate(model, Plan(dp=2, stages=(14,)), cluster, Software(), 4)
+    for part in PARTS:
+        slower = {name: seconds + (own.step_seconds if name == part else 0.0) for name, seconds in own.parts.items()}
+        other = type(own)(**{**vars(own), "parts": slower, "step_seconds": 2 * own.step_seconds})
+        assert "slower: " in why_lost(own, other) and "nothing stands out" not in why_lost(own, other)
+        assert "of a step is computation" in what_limits(other)

@@ -1,0 +1,48 @@
+"""Runs that others measured: what is read of a row, and what is fitted to runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.plan.calibrate import fit, step_seconds
+from phalanx.plan.cost import Software
+from phalanx.plan.footprint import place_blocks
+from phalanx.plan.runs import COLUMNS, Run, read_run
+
+ROW = dict.fromkeys(COLUMNS, "") | {
+    "source": "here", "model": "gpt", "layers": "24", "hidden": "2048", "heads": "16", "vocab": "51200",
+    "seq_len": "1024", "gpu": "A100-80GB", "n_gpus": "8", "gpus_per_node": "8", "tp": "1", "pp": "1", "cp": "1",
+    "dp": "8", "micro_batch": "4", "global_batch": "64", "recompute": "full", "measured_iter_s": "0.6",
+}  # fmt: skip
+
+
+def run(**given: object) -> Run:
+    return read_run(ROW | {name: str(value) for name, value in given.items()})
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_a_run_has_embedding_layers_and_head_with_and_without_a_pipeline(pp: int) -> None:
+    own = run(pp=pp, dp=8 // pp)
+    assert sum(own.plan.stages) == len(own.work.blocks) == 26
+    assert [block for place in range(pp) for block in place_blocks(own.plan, place)] == list(range(26))
+
+
+def test_scores_that_are_written_are_moved_and_more_where_some_are_dropped() -> None:
+    layers = [run(notes=f"kernel={kernel}").work.classes[1] for kernel in ("flash_attention2", "fused", "torch")]
+    assert layers[0].scores == 0 < layers[1].scores < layers[2].scores
+    fused = run(model="llama", notes="kernel=fused").work.classes[1]
+    assert fused.scores < layers[1].scores  # without dropout
+
+
+def test_a_fit_finds_what_runs_were_made_with_whatever_one_of_them_says() -> None:
+    made = Software(products=0.6, small=250.0, micro_batch=1e-3)
+    meshes = [(1, 1, 8), (1, 2, 4), (2, 1, 4), (1, 8, 1), (4, 2, 1)]
+    runs = [run(pp=pp, tp=tp, dp=dp, micro_batch=size) for pp, tp, dp in meshes for size in (1, 2, 4)]
+    timed = [replace(own, seconds=step_seconds(own, made)) for own in runs]
+    wrong = [replace(timed[0], seconds=3 * (timed[0].seconds or 0.0)), *timed[1:]]
+    for given in (timed, wrong):
+        found = fit(given)
+        errors = [abs(step_seconds(own, found) / (own.seconds or 1.0) - 1) for own in timed[1:]]
+        assert max(errors) < 0.03
