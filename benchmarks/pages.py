@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import attention
+import checkpoints
 import compare_page
 import faults
 import memory_page
@@ -31,6 +32,7 @@ import tp_shares_page
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 PAGES: Mapping[str, Callable[[], str]] = {
     "attention": attention.page,
+    "checkpoints": checkpoints.page,
     "single_gpu": single_gpu_page.page,
     "schedules": schedules_page.page,
     "scaling": scaling_page.page,
