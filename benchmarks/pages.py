@@ -17,6 +17,7 @@ import checkpoints
 import compare_page
 import faults
 import memory_page
+import migrate
 import overlap_page
 import peers_page
 import robustness_page
@@ -45,6 +46,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "robustness": robustness_page.page,
     "faults": faults.page,
     "memory": memory_page.page,
+    "migrate": migrate.page,
     "tp_dispatch": tp_dispatch.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }

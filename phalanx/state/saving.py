@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx.state.tensor_files import ShardWriter, WrittenFile
 
 SHARD_BYTES = 2 << 30
+_READERS = 4
 PHASES = ("begin", "write", "finish", "verify", "prune")
 _SHARE = "the checkpoint folder must be on a file system that all ranks share"
 
@@ -95,10 +97,13 @@ def _verified(meeting: Meeting, phase: str, final: Path, written: Sequence[Writt
     """Every rank reads back what it wrote. A checkpoint that is not what was written steps back from its place."""
     from phalanx.state.tensor_files import checksum
 
+    def check(file: WrittenFile) -> None:
+        if checksum(final / file.name, file.start) != file.sha256:
+            raise OSError(errno.EIO, "what is on the disk is not what was written", str(final / file.name))
+
     def read_back() -> None:
-        for file in written:
-            if checksum(final / file.name, file.start) != file.sha256:
-                raise OSError(errno.EIO, "what is on the disk is not what was written", str(final / file.name))
+        with ThreadPoolExecutor(_READERS) as readers:
+            list(readers.map(check, written))
 
     try:
         meeting.agree(phase, meeting.world, read_back)

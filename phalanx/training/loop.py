@@ -86,6 +86,7 @@ class Loop(SurvivingRank):
             reporter = Reporter(self.snapshot, meter, log, progress, self._emit, self.run.device)
             checkpoints = Checkpoints(self.folder, self.context, reporter, self.phases, self.resumed)
             stack.callback(checkpoints.settle)
+            stack.callback(lambda: self.foreseen and self.foreseen.wait())
             if is_new:
                 self._announce(reporter, log, rows)
             else:
@@ -184,7 +185,7 @@ class Loop(SurvivingRank):
             for step in range(first_step, self.run.total_steps + 1):
                 self.at = step
                 slot.at_step(step)
-                if self._change_plan(step, reporter):
+                if changed := self._change_plan(step, reporter):
                     predictor = self._predictor(f" from step {step} on")
                 name = "first step" if step == first_step else "steps"
                 at = self.folder.path / f"memory-step-{step}-rank{self.context.rank}.pickle"
@@ -197,6 +198,8 @@ class Loop(SurvivingRank):
                 slot.enter("step")  # the first of them also compiled
                 if self._deal_with(step, outcome, reporter, checkpoints, stop, predictor):
                     break
+                if step == first_step or changed:
+                    self.foresee(step)
                 if step == first_step and config.checkpoint_every not in (0, "never"):
                     checkpoints.prepare(self.session)
         if self._is_rank0 and predictor is not None and not predictor.was_due:
@@ -272,6 +275,7 @@ class Loop(SurvivingRank):
                 refused = error
                 continue
             record |= {"plan": done.new.shown, "bytes": done.bytes, "parts": done.seconds}
+            record["was_foreseen"] = done.was_foreseen
             for name in ("batch_size", "seq_len"):
                 if getattr(wanted.period, name) != getattr(before, name):
                     record[name] = getattr(wanted.period, name)
