@@ -40,8 +40,8 @@ INTRO = f"""# The pause of a change of plan
 How long training stands still when its plan changes, on four CPU ranks, for plans that were used before. *Plain bytes*
 is what as many bytes between the same ranks take all at once, measured in turn with the pauses; {ALLOWED} s more is
 what was asked for. *Through files* is a checkpoint saved under one plan and loaded under the other in the same
-processes; to stop and start them again would come on top. The last column is the first change to a plan with its first step, which
-makes its functions; where the options foresee a change, a thread makes them before."""
+processes; to stop and start them again would come on top. The last column is the first change to a plan with its first
+step, which makes its functions; where the options foresee a change, a thread makes them before."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -30,7 +30,7 @@ class Foreseen:
         self._thread.start()
 
     def wait(self) -> Plan | None:
-        """Until the thread has ended, before anything else makes parts of a session. The plan, if all was made."""
+        """Until the thread has ended. The plan, if all was made."""
         self._thread.join()
         return self.plan if self.problem is None else None
 

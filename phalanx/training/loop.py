@@ -86,7 +86,7 @@ class Loop(SurvivingRank):
             reporter = Reporter(self.snapshot, meter, log, progress, self._emit, self.run.device)
             checkpoints = Checkpoints(self.folder, self.context, reporter, self.phases, self.resumed)
             stack.callback(checkpoints.settle)
-            stack.callback(lambda: self.foreseen and self.foreseen.wait())
+            stack.callback(self.settle_foreseen)
             if is_new:
                 self._announce(reporter, log, rows)
             else:
@@ -131,6 +131,7 @@ class Loop(SurvivingRank):
                 if not self.is_survivable(error):
                     raise
                 was = self.context.rank
+                self.settle_foreseen()
                 record = self.survive(error, reporter, checkpoints)
                 progress = self._speak(reporter) if self.context.rank != was else None
                 self._went_on(record, reporter, checkpoints, progress)

@@ -162,16 +162,21 @@ class ReadyRank:
             batch = self.run.lengths[period.seq_len].batch(0, period.batch_size)
             self.foreseen = Foreseen(later, self.session.state.layout, plan, batch)
 
+    def settle_foreseen(self) -> Plan | None:
+        """Waits for the thread, before anything else makes parts of sessions; the plan that it made all of."""
+        foreseen, self.foreseen = self.foreseen, None
+        return foreseen.wait() if foreseen is not None else None
+
     def change(self, period: Period, text: str) -> Change:
         """Another plan, batch size or sample length from now on. Raises `ChangeRefused` or a `PlanError`."""
-        was_foreseen, self.foreseen = self.foreseen and self.foreseen.wait(), None
+        foreseen = self.settle_foreseen()
         batches = self.run.lengths[period.seq_len]
         plan = self.completed(period, text, self.context.world)
         memory = self._memory_guard(period.batch_size, batches)
         memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
         config = self.config.override(batch_size=period.batch_size)
         self.session, done = change_plan(self.session, plan, config, self._look(memory))
-        done.was_foreseen = was_foreseen == plan
+        done.was_foreseen = foreseen == plan
         self.run = dataclasses.replace(self.run, plan=plan, batches=batches)
         self.memory, self.changes.period = memory, period
         return done
