@@ -143,12 +143,12 @@ class AsyncSaver:
     def _write(self, step: int, pieces: Pieces, state: dict[str, Any], meeting: Meeting, spare: int | None) -> None:
         began, facts = time.perf_counter(), self.facts
         try:
-            self.last = save(
+            saved = save(
                 self._folder, step, pieces, state, self._keep, meeting=meeting, still_ours=self._still_ours,
                 spare=spare, held=True,
             )  # fmt: skip
             facts.write_seconds = time.perf_counter() - began
-            self.is_saving = False
+            self.last, self.is_saving = saved, False
         except StorageError as error:
             error.step = step
             self._refused, self.is_saving = error, False
