@@ -10,6 +10,7 @@ first change to a plan also makes its functions; that is shown by itself, with t
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,20 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.observe.format import bytes_text
 from phalanx.plan.complete import complete
 
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
 WIDTHS, LAYERS, WORLD = (128, 512, 1024), 6, 4
 CHANGES = (("pp=4,mb=4", "dp=4,zero=1"), ("tp=4", "pp=2,dp=2,mb=2"), ("pp=4,mb=4", "pp=4,mb=2,schedule=gpipe"))
 ALLOWED = 0.15  # seconds beside the bytes, of four CPU ranks
 HEADERS = ["from", "to", "state", "moved", "pause s", "prepare", "connect", "move", "plain bytes s",
            "pause - plain", "through files s", "first change and step s"]  # fmt: skip
+
+INTRO = f"""# The pause of a change of plan
+
+How long training stands still when its plan changes, on four CPU ranks, for plans that were used before. *Plain bytes*
+is what as many bytes between the same ranks take all at once, measured in turn with the pauses; {ALLOWED} s more is
+what was asked for. *Through files* is a checkpoint saved under one plan and loaded under the other in the same
+processes; to stop and start them again would come on top. The last column is the first change to a plan with its first
+step, which makes its functions; where the options foresee a change, a thread makes them before."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,6 +88,20 @@ def row(result: Mapping[str, Any]) -> list[str]:
     sizes = [bytes_text(result[name]) for name in ("state_bytes", "bytes")]
     pause = f"{result['pauses']['median']:.3f}"
     return [result["old"], result["new"], *sizes, pause, *parts, *medians, f"{result['first']:.2f}"]
+
+
+def page(folder: Path = RESULTS) -> str:
+    data = json.loads((folder / "migrate.json").read_text(encoding="utf-8"))
+    machine, setting = data["machine"], data["setting"]
+    lines = [
+        INTRO,
+        "",
+        f"`python benchmarks/migrate.py` (torch {machine['torch']}), {machine['date']}, {setting['layers']} layers, "
+        f"medians of {setting['repeats']}. {report.busy(machine)} Data: [migrate.json](migrate.json).",
+        "",
+        report.markdown(HEADERS, [row(result) for result in data["results"]]),
+    ]
+    return "\n".join([*lines, ""])
 
 
 def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:

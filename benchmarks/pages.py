@@ -13,11 +13,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import attention
+import checkpoints
 import compare_page
 import faults
 import hf_trainer
 import largest
 import memory_page
+import migrate
 import overlap_page
 import own_runs_page
 import peers_page
@@ -35,6 +37,7 @@ import tp_shares_page
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 PAGES: Mapping[str, Callable[[], str]] = {
     "attention": attention.page,
+    "checkpoints": checkpoints.page,
     "single_gpu": single_gpu_page.page,
     "schedules": schedules_page.page,
     "scaling": scaling_page.page,
@@ -50,6 +53,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "memory": memory_page.page,
     "largest": largest.page,
     "hf_trainer": hf_trainer.page,
+    "migrate": migrate.page,
     "tp_dispatch": tp_dispatch.page,
     "step_api": step_api.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},

@@ -144,6 +144,9 @@ class AdaptedWeights(Weights):
     def buffer_names(self) -> tuple[str, ...]:
         return self._base.buffer_names()
 
+    def expect(self, names: Sequence[str]) -> None:
+        self._base.expect([name for name in names if name not in self._own])
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._own[name] if name in self._own else self._base.shape(name)
 

@@ -16,14 +16,27 @@ class Phases:
 
     def __init__(self, began: float) -> None:
         self.seconds: dict[str, float] = {"start": max(0.0, time.time() - began)}
+        self._inside: list[float] = []  # of every phase under way, what phases within it took
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Within another one its seconds are not the other's."""
         begin = time.perf_counter()
+        self._inside.append(0.0)
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+            passed = time.perf_counter() - begin
+            self.seconds[name] = self.seconds.get(name, 0.0) + passed - self._inside.pop()
+            if self._inside:
+                self._inside[-1] += passed
+
+    def since(self, name: str, begin: float) -> None:
+        """What passed since `begin`, as `time.perf_counter()` says it, was another phase within this one."""
+        passed = time.perf_counter() - begin
+        self.seconds[name] = self.seconds.get(name, 0.0) + passed
+        if self._inside:
+            self._inside[-1] += passed
 
     def describe(self) -> str:
         """`start 4.1s, prepare 2.0s, first step 11.3s`; what took no time to speak of is left out."""

@@ -177,6 +177,18 @@ def load_parameters(
     return Parameters(found)
 
 
+def read_order(state: StateLayout, rank: int) -> list[str]:
+    """The parameters that `load_parameters` reads, in its order."""
+    found: dict[str, None] = {}
+    is_whole, index = state.sharding(rank).whole, state.sharding(rank).index
+    for layout in state.buckets(rank).values():
+        found |= dict.fromkeys(piece.name for piece in layout.unsharded if piece.local.numel)
+        for flat in filter(None, (layout.trained, layout.frozen)):
+            places = [place.name for place in flat.places if place.start < place.stop]
+            found |= dict.fromkeys(places if is_whole else [piece.name for piece, _ in flat.pieces(index)])
+    return list(found)
+
+
 def keeps_masters(dtype: torch.dtype, master_weights: bool) -> bool:
     """Whether trained parameters are kept in float32 besides. master_weights: whether the user wants that."""
     return master_weights and dtype in (torch.bfloat16, torch.float16)

@@ -125,27 +125,40 @@ def mark_complete(partial: Path, files: Iterable[WrittenFile], record: dict[str,
     sync_folder(partial)
 
 
-def put_in_place(partial: Path, final: Path, keep: int, spare: int | None = None) -> None:
-    """Renames a finished folder to its name and prunes to it, the `keep` - 1 that were written last before it, and the
-    one of the step `spare`.
-
-    One already there steps aside first and is found there if we die.
-    """
+def put_in_place(partial: Path, final: Path) -> None:
+    """Renames a finished folder to its name. One already there steps aside first and is found there if we die."""
     from phalanx.state.tensor_files import sync_folder
 
-    aside = final.parent / f".{final.name}{_REPLACED}"
     if os.path.lexists(final):
-        os.rename(final, aside)
+        os.rename(final, _aside(final))
     os.rename(partial, final)
     sync_folder(final.parent)
+
+
+def surplus(final: Path, keep: int, spare: int | None = None) -> list[Path]:
+    """What is kept no longer, now that `final` is there: all but it, the `keep` - 1 that were written last before it,
+    and the one of the step `spare`; and what stood in its place."""
+    others = [path for path in find(final.parent) if path != final and _step(path) != spare]
+    aside = _aside(final)
+    return [*([aside] if os.path.lexists(aside) else []), *(path for path in others[keep - 1 :] if path != aside)]
+
+
+def prune(final: Path, keep: int, spare: int | None = None) -> None:
     # What cannot be removed now is in nobody's way: the checkpoint is there.
-    for path in [aside, *_others(final, spare)[keep - 1 :]]:
+    for path in surplus(final, keep, spare):
         with contextlib.suppress(OSError):
             _remove(path)
 
 
-def _others(final: Path, spare: int | None) -> list[Path]:
-    return [path for path in find(final.parent) if path != final and _step(path) != spare]
+def step_back(final: Path) -> None:
+    """A checkpoint that turned out bad goes; one that it replaced returns."""
+    _remove(final)
+    if os.path.lexists(_aside(final)):
+        os.rename(_aside(final), final)
+
+
+def _aside(final: Path) -> Path:
+    return final.parent / f".{final.name}{_REPLACED}"
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,15 +1,15 @@
 """Writes a checkpoint: every rank the boxes it owns into files of its own, one rank the last act that makes it whole.
 
-`save` does it while the caller waits; `AsyncSaver` behind training's back: a snapshot now, the writing in a thread. The
-ranks must share the file system of the checkpoint folder, which is checked. The order of renames is `folders`' work.
+`save` does it while the caller waits; `background` does it behind training's back. The ranks must share the file system
+of the checkpoint folder, which is checked. The order of renames is `folders`' work.
 """
 
 from __future__ import annotations
 
-import copy
+import errno
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from phalanx.records import read_record
 from phalanx.state import folders
 from phalanx.state.index import FORMAT, RankRecord, StoredPiece, StoredTensor, piece_key
 from phalanx.state.layout import StateShard, check_tiles, whole
-from phalanx.state.rendezvous import TIMEOUT, LocalRendezvous, Meeting, Rendezvous, is_storage
+from phalanx.state.rendezvous import Meeting, is_storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from phalanx.state.tensor_files import ShardWriter, WrittenFile
 
 SHARD_BYTES = 2 << 30
-PHASES = ("begin", "write", "finish")
+_READERS = 4
+PHASES = ("begin", "write", "finish", "verify", "prune")
 _SHARE = "the checkpoint folder must be on a file system that all ranks share"
 
 Pieces = Iterable[tuple["StateShard | str", "Tensor"]]
@@ -50,23 +51,36 @@ def save(
     meeting: Meeting | None = None,
     still_ours: Callable[[], None] = lambda: None,
     spare: int | None = None,
+    held: bool = False,
 ) -> Path:
     """Writes checkpoint `step` into `folder` piece by piece and prunes to it and those written last before it; the one
-    of the step `spare` stays.
+    of the step `spare` stays. Nothing is deleted before what was written has been read back as it was.
 
     `state` must be JSON; rank 0's is written, and where it holds a mapping, what the other ranks' have beside it.
     Whatever happens, checkpoints that were complete before stay complete until this one is. With several ranks each
-    calls this, with a seat in one meeting. `still_ours` raises if the folder is another run's by now.
+    calls this, with a seat in one meeting. `still_ours` raises if the folder is another run's by now. held:
+    whether tensors stay as they are until this returns, and need not be copied.
     """
     assert keep >= 1, "pruning must leave a checkpoint"
     meeting = meeting or Meeting()
-    final, partial = folders.final_folder(folder, step), None
-    begin, write, finish = PHASES
+    final, partial, written = folders.final_folder(folder, step), None, list["WrittenFile"]()
+    begin, write, finish, verify, prune = PHASES
+
+    def write_own() -> None:
+        written.extend(_write_own(own, pieces, state, meeting, held))
+
+    def finished() -> str:
+        _finish(own, final, step, meeting.world, still_ours)
+        return "more than are kept" if folders.surplus(final, keep, spare) else ""
+
     try:
         (name,) = meeting.agree(begin, 1, lambda: folders.begin(folder, step).name)
         partial = own = folder / name
-        meeting.agree(write, meeting.world, lambda: _write_own(own, pieces, state, meeting))
-        meeting.agree(finish, 1, lambda: _finish(own, final, step, keep, meeting.world, still_ours, spare))
+        meeting.agree(write, meeting.world, write_own)
+        (surplus,) = meeting.agree(finish, 1, finished)
+        if surplus:
+            _verified(meeting, verify, final, written)
+            meeting.agree(prune, 1, lambda: folders.prune(final, keep, spare))
     except (OSError, RuntimeError) as error:
         kind = StorageError if is_storage(error) else CheckpointError
         raise kind(
@@ -79,6 +93,26 @@ def save(
     return final
 
 
+def _verified(meeting: Meeting, phase: str, final: Path, written: Sequence[WrittenFile]) -> None:
+    """Every rank reads back what it wrote. A checkpoint that is not what was written steps back from its place."""
+    from phalanx.state.tensor_files import checksum
+
+    def check(file: WrittenFile) -> None:
+        if checksum(final / file.name, file.start) != file.sha256:
+            raise OSError(errno.EIO, "what is on the disk is not what was written", str(final / file.name))
+
+    def read_back() -> None:
+        with ThreadPoolExecutor(_READERS) as readers:
+            list(readers.map(check, written))
+
+    try:
+        meeting.agree(phase, meeting.world, read_back)
+    except (OSError, RuntimeError) as error:
+        if meeting.rank == 0 and is_storage(error):
+            folders.step_back(final)
+        raise
+
+
 def owned_pieces(pieces: Pieces) -> Iterable[tuple[StateShard, Tensor]]:
     """What is this rank's to write; replicas are left to their owners."""
     for item, tensor in pieces:
@@ -88,14 +122,14 @@ def owned_pieces(pieces: Pieces) -> Iterable[tuple[StateShard, Tensor]]:
             yield shard, data
 
 
-def _write_own(partial: Path, pieces: Pieces, state: dict[str, Any], meeting: Meeting) -> None:
+def _write_own(partial: Path, pieces: Pieces, state: dict[str, Any], meeting: Meeting, held: bool) -> list[WrittenFile]:
     from phalanx.state.tensor_files import ShardWriter, sync_folder
 
     if not partial.is_dir():
         raise FileNotFoundError(f"rank {meeting.rank} does not see the folder that rank 0 made; {_SHARE}")
     prefix = "tensors" if meeting.world == 1 else f"rank-{meeting.rank:05}"
     index: dict[str, StoredTensor] = {}
-    with ShardWriter(partial, SHARD_BYTES, prefix=prefix) as writer:
+    with ShardWriter(partial, SHARD_BYTES, prefix=prefix, copies=not held) as writer:
         for shard, data in owned_pieces(pieces):
             assert shard.name not in index, f"{shard.name} is saved twice"
             index[shard.name] = _write_shard(writer, shard, data)
@@ -107,6 +141,7 @@ def _write_own(partial: Path, pieces: Pieces, state: dict[str, Any], meeting: Me
     }
     folders.write_json(_index_file(partial, meeting.rank), record)
     sync_folder(partial)
+    return files
 
 
 def _write_shard(writer: ShardWriter, shard: StateShard, data: Tensor) -> StoredTensor:
@@ -119,17 +154,15 @@ def _write_shard(writer: ShardWriter, shard: StateShard, data: Tensor) -> Stored
     return StoredTensor(shard.shape, shard.dtype, tuple(stored))
 
 
-def _finish(
-    partial: Path, final: Path, step: int, keep: int, world: int, still_ours: Callable[[], None], spare: int | None
-) -> None:  # fmt: skip
-    """The last act: one index of all ranks' pieces, the marker, the rename, the pruning."""
+def _finish(partial: Path, final: Path, step: int, world: int, still_ours: Callable[[], None]) -> None:
+    """The last act: one index of all ranks' pieces, the marker, the rename."""
     records = [_read_index(partial, rank) for rank in range(world)]
     tensors, files = _merge_indices(records)
     state = _merge_states([record.state for record in records])
     entries = {name: entry.to_json() for name, entry in tensors.items()}
     folders.mark_complete(partial, files, {"format": FORMAT, "step": step, "state": state, "tensors": entries})
     still_ours()
-    folders.put_in_place(partial, final, keep, spare)
+    folders.put_in_place(partial, final)
 
 
 def _read_index(partial: Path, rank: int) -> RankRecord:
@@ -174,121 +207,3 @@ def _joined(name: str, one: StoredTensor, other: StoredTensor) -> StoredTensor:
 
 def _index_file(partial: Path, rank: int) -> Path:
     return partial / f"index-{rank:05}.json"
-
-
-class AsyncSaver:
-    """Saves into one folder, keeping the `keep` newest checkpoints. `last` is the newest one this saver completed.
-
-    With several ranks each has a saver, all save the same steps in the same order, and `rendezvous` joins them.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        *,
-        rank: int = 0,
-        world: int = 1,
-        rendezvous: Rendezvous | None = None,
-        timeout: float = TIMEOUT,
-        still_ours: Callable[[], None] = lambda: None,
-    ) -> None:
-        assert world == 1 or rendezvous is not None, "several ranks need a rendezvous"
-        self._folder, self._keep = folder, keep
-        self._rank, self._world = rank, world
-        self._rendezvous = rendezvous or LocalRendezvous(rank)
-        self._timeout, self._still_ours = timeout, still_ours
-        self._meetings: list[Meeting] = []
-        self._num_saves = 0
-        self._given_up = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._refused: StorageError | None = None
-        self.last: Path | None = None
-        self.is_saving = False  # whether a checkpoint was begun that is neither complete nor refused by the disk
-
-    def save(self, step: int, pieces: Pieces, state: dict[str, Any], spare: int | None = None) -> None:
-        """Copies what this rank owns to the CPU, after which the caller may change it, and starts writing.
-
-        Waits for the save before, whose error it raises, except for a refusal of the disk.
-        """
-        self.wait()
-        meeting, self.is_saving = self._next_meeting(), True
-        try:
-            snapshot = _snapshot(pieces)
-            kept = copy.deepcopy(state)
-        except BaseException as error:
-            for phase in PHASES:
-                meeting.fail(phase, error)
-            raise
-        # Not a daemon: a program that ends normally finishes its last checkpoint.
-        self._thread = threading.Thread(
-            target=self._write, args=(step, snapshot, kept, meeting, spare), name=f"checkpoint-{step}"
-        )
-        self._thread.start()
-
-    def take_refusal(self) -> StorageError | None:
-        """Why the disk refused a save since this was last asked: no reason to end a run whose values are in memory."""
-        refused, self._refused = self._refused, None
-        return refused
-
-    def wait(self) -> Path | None:
-        """Returns the newest completed checkpoint once nothing is being written; raises what went wrong since, except
-        what `take_refusal` tells."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return self.last
-
-    def give_up(self) -> None:
-        """Stops waiting for other ranks, because they are known to be gone; `wait` then raises soon."""
-        self._given_up.set()
-
-    def _next_meeting(self) -> Meeting:
-        key = f"checkpoint/{self._num_saves}"
-        self._num_saves += 1
-        meeting = Meeting(self._rank, self._world, self._rendezvous, self._timeout, key, self._given_up)
-        self._meetings.append(meeting)
-        # Whoever takes part in the save before this one has ended those before it.
-        for old in self._meetings[:-2]:
-            for phase in PHASES:
-                old.forget(phase)
-        del self._meetings[:-2]
-        return meeting
-
-    def _write(
-        self, step: int, snapshot: list[tuple[StateShard, Tensor]], state: dict[str, Any], meeting: Meeting,
-        spare: int | None,
-    ) -> None:  # fmt: skip
-        try:
-            self.last = save(
-                self._folder, step, snapshot, state, self._keep, meeting=meeting, still_ours=self._still_ours,
-                spare=spare,
-            )  # fmt: skip
-            self.is_saving = False
-        except StorageError as error:
-            error.step = step
-            self._refused, self.is_saving = error, False
-        except BaseException as error:
-            self._error = error
-
-
-def _snapshot(pieces: Pieces) -> list[tuple[StateShard, Tensor]]:
-    """Copies in memory of their own; from a GPU through pinned memory, all copies in flight together."""
-    import torch
-
-    copies: list[tuple[StateShard, Tensor]] = []
-    devices: set[torch.device] = set()
-    for shard, data in owned_pieces(pieces):
-        if data.is_cuda:
-            devices.add(data.device)
-            target = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-            copies.append((shard, target.copy_(data.detach(), non_blocking=True)))
-        else:
-            copies.append((shard, data.detach().to("cpu", copy=True)))
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-    return copies

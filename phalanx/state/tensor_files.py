@@ -15,12 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from phalanx.state.disk_stream import ALIGNED, DiskStream
 from phalanx.state.layout import Box
 
 HEADER_BYTES = 256 * 1024
@@ -64,6 +65,7 @@ def header_room(shapes: dict[str, tuple[int, ...]]) -> int:
 
 _SPREAD_BYTES = 64 << 20  # a file has at least so much before another is written beside it
 _WRITERS = 4
+_CHUNK_BYTES = 1 << 20
 _QUEUED_BYTES = 1 << 30  # tensors that wait to be written
 
 
@@ -71,7 +73,8 @@ class ShardWriter:
     """Writes tensors into `<prefix>-00000.safetensors`, `<prefix>-00001…`, each of about `shard_bytes`.
 
     Large ones go into several files at once, each written and its checksum computed by a thread of its own: neither
-    alone keeps up with a disk. Which tensor goes into which file depends on sizes alone.
+    alone keeps up with a disk. Which tensor goes into which file depends on sizes alone. A tensor may change once it
+    was taken; without `copies` only after `close`.
     """
 
     def __init__(
@@ -83,17 +86,18 @@ class ShardWriter:
         metadata: dict[str, str] | None = None,
         header_bytes: int = HEADER_BYTES,
         writers: int = _WRITERS,
+        copies: bool = True,
     ) -> None:
         self._folder, self._shard_bytes, self._prefix = folder, shard_bytes, prefix
-        self._metadata = metadata or {}
-        self._header_bytes = -(-header_bytes // 8) * 8
+        self._metadata, self._copies = metadata or {}, copies
+        self._header_bytes = -(-(8 + header_bytes) // ALIGNED) * ALIGNED - 8
         self._lanes = [_Lane() for _ in range(writers)]
         self._queued: deque[tuple[Future[None], int]] = deque()
         self._num_files = 0
 
     def add(self, key: str, tensor: Tensor) -> str:
-        """Takes one tensor to be written and returns the name of its file. The tensor may change afterwards."""
-        tensor = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        """Takes one tensor to be written and returns the name of its file."""
+        tensor = tensor.detach().to("cpu", copy=self._copies, memory_format=torch.contiguous_format)
         lane = self._lane()
         if lane.shard is not None and not lane.shard.has_room(key, tensor, self._shard_bytes):
             lane.finish()
@@ -158,7 +162,7 @@ class _Lane:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         if self.shard is not None:
-            self.shard.file.close()
+            self.shard.stream.close()
 
     def _executor(self) -> ThreadPoolExecutor:
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="tensor-file")
@@ -170,13 +174,12 @@ class _OpenShard:
 
     def __init__(self, path: Path, metadata: dict[str, str], header_bytes: int) -> None:
         self.path = path
-        self.file: BinaryIO = path.open("wb")
+        self.stream = DiskStream(path, 8 + header_bytes)
         self._entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         self._header_bytes = header_bytes
         self._entries_bytes = len(json.dumps(self._entries))
         self._data_bytes = 0
         self._digest = hashlib.sha256()
-        self.file.seek(8 + header_bytes)
 
     def has_room(self, key: str, tensor: Tensor, shard_bytes: int) -> bool:
         fits_header = self._entries_bytes + len(json.dumps(self._entry(key, tensor))) + 2 <= self._header_bytes
@@ -192,19 +195,17 @@ class _OpenShard:
 
     def write(self, tensor: Tensor) -> None:
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
-        self._digest.update(data)
-        self.file.write(data)
+        for begin in range(0, len(data), _CHUNK_BYTES):
+            part = data[begin : begin + _CHUNK_BYTES]  # small enough to be in the processor's cache the second time
+            self._digest.update(part)
+            self.stream.write(part)
 
     def finish(self) -> WrittenFile:
         text = json.dumps(self._entries).encode()
         assert len(text) <= self._header_bytes, f"the header of {self.path} outgrew its room"
         header = struct.pack("<Q", self._header_bytes) + text.ljust(self._header_bytes)
         self._digest.update(header)
-        with self.file:
-            self.file.seek(0)
-            self.file.write(header)
-            self.file.flush()
-            os.fsync(self.file.fileno())
+        self.stream.finish(header)
         start = len(header)
         keys = tuple(key for key in self._entries if key != "__metadata__")
         return WrittenFile(self.path.name, keys, start + self._data_bytes, start, self._digest.hexdigest())

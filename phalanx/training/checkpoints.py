@@ -50,14 +50,21 @@ class Checkpoints:
         self._context, self._saver = context, self._folder.saver()
         self._saver.last = last
 
+    def prepare(self, member: Member) -> None:
+        """Makes memory for copies while training goes on. Only for GPUs: beside them the host has memory to spare."""
+        if self._context.device != "cpu":
+            self._saver.prepare(member.state.shards())
+
     def save(self, snapshot: Snapshot, member: Member, spare: int | None = None) -> None:
         """spare: the step of a checkpoint that is kept besides the newest."""
         self._reporter.flush()
         with self._reporter.paused(), self._phases.phase("checkpoint"), self._context.slot.within("save"):
+            began = time.perf_counter()
             self._saver.wait()
             self.tell()
             snapshot.optimizer, snapshot.loss_scale = member.state.scalars()
             self._saver.save(snapshot.step, member.state.shards(), snapshot.to_json(), spare)
+            self._saver.facts.stall_seconds = time.perf_counter() - began  # the one before may have been on its way
 
     def save_at_last(self, snapshot: Snapshot, member: Member, stop: StopRequest, spare: int | None = None) -> None:
         """Waits for the last checkpoint; while the disk refuses it, tries again: the values are in memory only.
@@ -82,7 +89,7 @@ class Checkpoints:
     def tell(self, last: bool = False) -> StorageError | None:
         """Reports what became of saves since it was last asked; the refusal, if the newest was refused."""
         saver, mirror = self._saver, self._folder.mirror
-        if self._reporter.saved(saver.last) and mirror is not None and saver.last is not None:
+        if self._reporter.saved(saver.last, saver.facts) and mirror is not None and saver.last is not None:
             mirror.checkpoint(saver.last)
         refused = saver.take_refusal()
         if refused is not None:

@@ -35,7 +35,7 @@ def export_model(
 ) -> Path:  # fmt: skip
     """Rank 0 writes; the others hand it what they hold, one tensor at a time. Of a model with adapters these alone,
     unless they are to be merged into it."""
-    tensors = whole_parameters(session, context, name)
+    tensors = whole = whole_parameters(session, context, name)
     if context.rank > 0:
         for _ in tensors:
             raise AssertionError("only rank 0 gets tensors")
@@ -52,6 +52,7 @@ def export_model(
             folder, model=plain, tensors=tensors, config=spec.config, tokenizer=tokenizer, base_folder=spec.folder
         )
     except OSError as error:
+        _exhaust(whole)
         raise CheckpointError(
             f"the trained model could not be exported to {folder}: {error}",
             "the last checkpoint holds all of it: make room, then run the same command with --resume auto",
@@ -60,7 +61,7 @@ def export_model(
 
 def export_dcp(session: Member, context: RankContext, spec: ModelSpec, folder: Path) -> Path:
     """The same as a torch.distributed.checkpoint folder, adapters merged."""
-    tensors = whole_parameters(session, context, "whole-dcp")
+    tensors = whole = whole_parameters(session, context, "whole-dcp")
     if context.rank > 0:
         for _ in tensors:
             raise AssertionError("only rank 0 gets tensors")
@@ -70,10 +71,17 @@ def export_dcp(session: Member, context: RankContext, spec: ModelSpec, folder: P
     try:
         return write_dcp(folder, tensors, spec.config)
     except OSError as error:
+        _exhaust(whole)
         raise CheckpointError(
             f"the trained model could not be written to {folder}: {error}",
             "the last checkpoint holds all of it: make room, then run the same command with --resume auto",
         ) from error
+
+
+def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """The others would wait to be rid of what is left."""
+    for _ in tensors:
+        pass
 
 
 def _write_adapters(folder: Path, tensors: Iterator[tuple[str, Tensor]], spec: ModelSpec, lora: Lora) -> Path:

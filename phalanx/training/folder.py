@@ -14,6 +14,7 @@ from phalanx.errors import ConfigError, LinkError
 from phalanx.launch.context import RankContext
 from phalanx.launch.store import forget_secrets
 from phalanx.plan.plan import Plan
+from phalanx.state.background import AsyncSaver
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.folders import replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
@@ -21,10 +22,11 @@ from phalanx.state.huggingface import tidy as tidy_export
 from phalanx.state.lock import RunLock
 from phalanx.state.remote import Mirror, fetch_folder, fetch_newest, is_remote, refuse_used_mirror
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
-from phalanx.state.saving import AsyncSaver
 from phalanx.state.snapshot import checkpoint_to_resume
+from phalanx.training.budget import free_main_memory
 from phalanx.training.job import stop_file
 
+_FOR_COPIES = 0.9  # of what is free on the host
 Say = Callable[[str], None]
 
 
@@ -106,10 +108,15 @@ class RunFolder:
         meeting = StoreRendezvous(context.store, context.rank) if context.world > 1 else None
         saver = AsyncSaver(
             self.checkpoints, self.config.keep_checkpoints, rank=context.rank, world=context.world, rendezvous=meeting,
-            still_ours=self._still_ours,
+            still_ours=self._still_ours, room=self._room,
         )  # fmt: skip
         context.abort.listen(saver.give_up)
         return saver
+
+    def _room(self) -> int | None:
+        """For copies of state, on a host that ranks share."""
+        free = free_main_memory()
+        return None if free is None else int(_FOR_COPIES * free) // len(self.context.board.slots)
 
     def _open_mirror(self, stack: contextlib.ExitStack, say: Say) -> None:
         """At the end of the run what is to be copied has been, or somebody was told."""

@@ -20,7 +20,7 @@ from phalanx.adapt.migrate import ChangeRefused
 from phalanx.engine.inputs import split
 from phalanx.engine.measured import writing
 from phalanx.engine.step import Outcome, training_flops
-from phalanx.errors import PhalanxError, PlanError
+from phalanx.errors import CheckpointError, PhalanxError, PlanError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
 from phalanx.launch.context import RankContext
@@ -86,6 +86,7 @@ class Loop(SurvivingRank):
             reporter = Reporter(self.snapshot, meter, log, progress, self._emit, self.run.device)
             checkpoints = Checkpoints(self.folder, self.context, reporter, self.phases, self.resumed)
             stack.callback(checkpoints.settle)
+            stack.callback(self.settle_foreseen)
             if is_new:
                 self._announce(reporter, log, rows)
             else:
@@ -130,6 +131,7 @@ class Loop(SurvivingRank):
                 if not self.is_survivable(error):
                     raise
                 was = self.context.rank
+                self.settle_foreseen()
                 record = self.survive(error, reporter, checkpoints)
                 progress = self._speak(reporter) if self.context.rank != was else None
                 self._went_on(record, reporter, checkpoints, progress)
@@ -169,12 +171,12 @@ class Loop(SurvivingRank):
             step, outcome = self.unreported
             self.unreported = None
             if self._deal_with(step, outcome, reporter, checkpoints, stop):
-                return self._save_at_last(checkpoints, stop)
+                return
         elif self.lost_save and config.checkpoint_every != "never":
             self._save(checkpoints)
         self.lost_save = False
         if reporter.stops or reporter.ends:
-            return self._save_at_last(checkpoints, stop)
+            return
         if os.environ.get(TIMED) and isinstance(self.session, Session):
             session = self.session
             rehearse(session.step, session.evaluation, session.connected.world, *self._batch(session, 1))
@@ -184,7 +186,7 @@ class Loop(SurvivingRank):
             for step in range(first_step, self.run.total_steps + 1):
                 self.at = step
                 slot.at_step(step)
-                if self._change_plan(step, reporter):
+                if changed := self._change_plan(step, reporter):
                     predictor = self._predictor(f" from step {step} on")
                 name = "first step" if step == first_step else "steps"
                 at = self.folder.path / f"memory-step-{step}-rank{self.context.rank}.pickle"
@@ -197,7 +199,10 @@ class Loop(SurvivingRank):
                 slot.enter("step")  # the first of them also compiled
                 if self._deal_with(step, outcome, reporter, checkpoints, stop, predictor):
                     break
-            self._save_at_last(checkpoints, stop)
+                if step == first_step or changed:
+                    self.foresee(step)
+                if step == first_step and config.checkpoint_every not in (0, "never"):
+                    checkpoints.prepare(self.session)
         if self._is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
 
@@ -234,7 +239,6 @@ class Loop(SurvivingRank):
         return False
 
     def _save_at_last(self, checkpoints: Checkpoints, stop: StopRequest) -> None:
-        self.context.slot.enter("save")
         with self.phases.phase("checkpoint"):
             checkpoints.save_at_last(self.snapshot, self.session, stop, self._spared)
 
@@ -272,6 +276,7 @@ class Loop(SurvivingRank):
                 refused = error
                 continue
             record |= {"plan": done.new.shown, "bytes": done.bytes, "parts": done.seconds}
+            record["was_foreseen"] = done.was_foreseen
             for name in ("batch_size", "seq_len"):
                 if getattr(wanted.period, name) != getattr(before, name):
                     record[name] = getattr(wanted.period, name)
@@ -380,18 +385,22 @@ class Loop(SurvivingRank):
         return StepFacts(step, samples, self.lr(step), unit, eval_loss, eval_values, self._most_loss(step))
 
     def _end(self, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest) -> Summary:
-        """Exports and sums up; or, if the run was stopped, says how to go on."""
+        """Exports and sums up, while the last checkpoint is on its way; or, if the run was stopped, says how to go
+        on."""
+        self.context.slot.enter("save")
         asked = reporter.stops or stop.signal is not None
         if asked and self.snapshot.step < self.run.total_steps:
+            self._save_at_last(checkpoints, stop)
             reporter.stopped(stop.signal, checkpoints.last)
             self.session.close()
             raise (
                 KeyboardInterrupt if stop.signal is signal.SIGINT else SystemExit(128 + (stop.signal or signal.SIGTERM))
             )
         with self.phases.phase("export"):
-            exported = self._export() if self.config.export else None
-            if self.config.export_dcp:
-                export_dcp(self.session, self.context, self.run.spec, self.folder.path / "export-dcp")
+            exported, failed = self._export()
+        self._save_at_last(checkpoints, stop)
+        if failed is not None:
+            raise failed
         reporter.finish(self.folder.path, exported, self.phases)
         self.session.close()
         snapshot, saved = self.snapshot, checkpoints.newest()
@@ -402,9 +411,24 @@ class Loop(SurvivingRank):
             None if best is None else final_folder(folder.checkpoints, best),
         )  # fmt: skip
 
-    def _export(self) -> Path:
-        run, folder, merges = self.run, self.folder.path / "export", self.config.merge_lora
-        return export_model(self.session, self.context, run.spec, folder, run.tokenizer, merges=merges)
+    def _export(self) -> tuple[Path | None, CheckpointError | None]:
+        """The exported model, or why the disk refused it: that is said once the last checkpoint is there."""
+        run, folder, exported = self.run, self.folder.path, None
+        try:
+            if self.config.export:
+                exported = export_model(
+                    self.session,
+                    self.context,
+                    run.spec,
+                    folder / "export",
+                    run.tokenizer,
+                    merges=self.config.merge_lora,
+                )
+            if self.config.export_dcp:
+                export_dcp(self.session, self.context, run.spec, folder / "export-dcp")
+        except CheckpointError as error:
+            return None, error
+        return exported, None
 
 
 @contextlib.contextmanager

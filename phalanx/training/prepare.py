@@ -36,7 +36,7 @@ from phalanx.tasks.custom import Custom, infer_inputs
 from phalanx.tasks.vocabulary import vocab_size
 from phalanx.training.auto import Choice, Subject
 from phalanx.training.initial_weights import require_no_weights
-from phalanx.training.read_model import find_model, read_model, require_fit, require_may_cut
+from phalanx.training.read_model import Phase, find_model, read_model, require_fit, require_may_cut, untimed
 from phalanx.written import parse_steps
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
@@ -89,7 +89,7 @@ def _first_sample(batches: Batches) -> Mapping[str, Tensor]:
 def prepare(
     model: Model, data: Any, eval_data: Any, config: RunConfig, context: RankContext, *,
     collate: Collate | None = None, groups: Sequence[ParameterGroup] = (), step: int = 1,
-    optimizer_class: type[Any] | None = None, plan: str | None = None,
+    optimizer_class: type[Any] | None = None, plan: str | None = None, phase: Phase = untimed,
 ) -> Prepared:  # fmt: skip
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan.
     step: the first that will be made. plan: the one that the run has by now, instead of what its options say."""
@@ -103,22 +103,23 @@ def prepare(
         )
     spec = find_model(model, config)
     task = _task(spec, data, collate)
-    spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
     periods = config.periods
 
     def opened(source: Any, shuffle: bool, collate: Collate | None, seq_len: int | None) -> Batches:
         return _opened(source, spec, task, tokenizer, config, shuffle, collate, seq_len)
 
-    lengths = {seq_len: opened(data, config.shuffle, collate, seq_len) for seq_len in _seq_lens(config, data, task)}
-    batches = lengths[periods.at(step).seq_len]
-    eval_collate = collate if is_own_dataset(eval_data) else None
-    eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate, config.seq_len)
-    if eval_batches is not None:
-        for own in lengths.values():
-            eval_batches.mask_like(own)
-            own.mask_like(eval_batches)
+    with phase("data"):
+        spec, tokenizer = _tokenizer(spec, task, data, eval_data, config)
+        lengths = {seq_len: opened(data, config.shuffle, collate, seq_len) for seq_len in _seq_lens(config, data, task)}
+        batches = lengths[periods.at(step).seq_len]
+        eval_collate = collate if is_own_dataset(eval_data) else None
+        eval_batches = None if eval_data is None else opened(eval_data, False, eval_collate, config.seq_len)
+        if eval_batches is not None:
+            for own in lengths.values():
+                eval_batches.mask_like(own)
+                own.mask_like(eval_batches)
     total_steps, length_reason = run_length(config, batches)
-    read = read_model(spec, task, batches, config, context, groups, step, optimizer_class, plan)
+    read = read_model(spec, task, batches, config, context, groups, step, optimizer_class, plan, phase)
     if config.export and context.rank == 0:
         _warn_of_changed_layers(model)
     if eval_batches is not None:

@@ -5,7 +5,8 @@ Nothing is trained here, and of data only the first samples are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,13 @@ from phalanx.plan.complete import Completed, complete, needed_ranks, usable_rank
 from phalanx.plan.plan import Plan
 from phalanx.tasks.base import Task
 from phalanx.training.auto import Choice, Subject, choose
+
+Phase = Callable[[str], contextlib.AbstractContextManager[None]]  # around a part whose seconds are shown by its name
+
+
+def untimed(name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
 
 MOST_STAGES = 16  # on one rank: for what can be said about a plan before the model is known
 
@@ -57,14 +65,16 @@ class ReadModel:
 def read_model(
     spec: ModelSpec, task: Task, batches: Batches, config: RunConfig, context: RankContext,
     groups: Sequence[ParameterGroup] = (), step: int = 1, optimizer_class: type[Any] | None = None,
-    given: str | None = None,
+    given: str | None = None, phase: Phase = untimed,
 ) -> ReadModel:  # fmt: skip
     """Captured, proven on samples of these batches, and with a plan that suits it. step: whose plan it is; given: the
     one that is taken instead."""
     dtype, period = getattr(torch, config.dtype), config.periods.at(step)
     inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
-    captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout, check=False)
-    checked = _proof(spec, task, captured, batches, period.batch_size, dtype) if context.rank == 0 else ""
+    with phase("graph"):
+        captured = capture(spec, inputs, dtype=dtype, dropout=config.dropout, check=False)
+    with phase("check of the graph"):
+        checked = _proof(spec, task, captured, batches, period.batch_size, dtype) if context.rank == 0 else ""
     wanted = [*groups, *map(ParameterGroup.read, config.groups)]
     found = group_parameters(wanted, captured.shapes, captured.aliases, dtype)
     frozen = {*found.frozen, *(name for name in captured.shapes if spec.lora is not None and not is_adapter(name))}
@@ -78,7 +88,8 @@ def read_model(
         current = config.override(batch_size=period.batch_size)
         subject = Subject(spec, captured, trainable, batches, current, plan, optimizer_class)
     if subject is not None and context.world > 1:
-        choice = choose(subject, context)
+        with phase("plan"):
+            choice = choose(subject, context)
         plan, reasons = choice.plan, {} if choice.plan != plan else reasons
     later = [
         plan_for(config, each.plan, context.world, each.batch_size, costs).plan

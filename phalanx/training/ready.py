@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from phalanx.data.batches import Batches
 from phalanx.engine.compiled import Compiled
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError, PhalanxError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.launch.status_board import BoardWatch
 from phalanx.model.weights.weights import Weights
@@ -26,6 +27,7 @@ from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
 from phalanx.params.lr_functions import checked_rate
 from phalanx.params.lr_schedule import change_text, learning_rate
+from phalanx.params.parameters import read_order
 from phalanx.plan.complete import complete, usable_ranks
 from phalanx.plan.periods import Period
 from phalanx.plan.plan import Plan
@@ -38,6 +40,7 @@ from phalanx.training.change import Change, Member, open_member
 from phalanx.training.change import change as change_plan
 from phalanx.training.changing import Changes
 from phalanx.training.folder import RunFolder
+from phalanx.training.foreseen import Foreseen
 from phalanx.training.generating import Generator
 from phalanx.training.header import header
 from phalanx.training.here import announce
@@ -45,7 +48,7 @@ from phalanx.training.initial_weights import load_buffers, open_weights
 from phalanx.training.job import Job
 from phalanx.training.metrics import Metrics
 from phalanx.training.prepare import Prepared, prepare, require_change
-from phalanx.training.session import Look, Opening
+from phalanx.training.session import Look, Opening, Session
 from phalanx.training.spare import Spare
 
 _has_run = False  # in this process
@@ -68,6 +71,7 @@ class ReadyRank:
         self.folder = RunFolder(job.folder, job.config, context)
         self.phases = Phases(job.began)
         self.resumed: Path | None = None  # the checkpoint that the run went on from
+        self.foreseen: Foreseen | None = None  # what is made for the next plan
 
     def set_up(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Prepares the run and puts its state in place, fresh or as a checkpoint holds it; returns the header."""
@@ -105,7 +109,7 @@ class ReadyRank:
         with self.phases.phase("prepare"), self._rank_0_first() if plan is None else contextlib.nullcontext():
             run = self.run = prepare(
                 job.model, job.data, job.eval_data, config, context, collate=job.collate, groups=job.groups,
-                step=first_step, optimizer_class=job.optimizer_class, plan=plan,
+                step=first_step, optimizer_class=job.optimizer_class, plan=plan, phase=self.phases.phase,
             )  # fmt: skip
         self.changes = Changes(config, context, self.folder.path, first_step)
         context.slot.enter("compile")
@@ -125,7 +129,8 @@ class ReadyRank:
         self.memory = self._memory_guard(period.batch_size, run.batches, searches=True)
         with self.phases.phase("weights"), self.memory.explained("the model's state"):
             self.opening, weights, origin = self._new_opening()
-            self.session = open_member(self.opening, run.plan, reader(found, weights), self._look(self.memory))
+            look = self._expecting(self._look(self.memory), weights if found is None else None)
+            self.session = open_member(self.opening, run.plan, reader(found, weights), look)
             if found is None or isinstance(self.session, Spare):
                 return origin
             self.session.state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
@@ -144,14 +149,34 @@ class ReadyRank:
         )  # fmt: skip
         return opening, weights, origin
 
+    def foresee(self, step: int) -> None:
+        """Begins to make what the next change that is scheduled after a step will need."""
+        period, opening = self.changes.next_after(step), self.session.opening
+        if period is None or opening is None or not isinstance(self.session, Session):
+            return
+        text = period.plan if period.plan != self.changes.period.plan else self.changes.plan
+        with contextlib.suppress(PlanError):  # said when its time comes
+            plan = self.completed(period, text, self.context.world)
+            config = self.config.override(batch_size=period.batch_size)
+            later = dataclasses.replace(opening, config=config)
+            batch = self.run.lengths[period.seq_len].batch(0, period.batch_size)
+            self.foreseen = Foreseen(later, self.session.state.layout, plan, batch)
+
+    def settle_foreseen(self) -> Plan | None:
+        """Waits for the thread, before anything else makes parts of sessions; the plan that it made all of."""
+        foreseen, self.foreseen = self.foreseen, None
+        return foreseen.wait() if foreseen is not None else None
+
     def change(self, period: Period, text: str) -> Change:
         """Another plan, batch size or sample length from now on. Raises `ChangeRefused` or a `PlanError`."""
+        foreseen = self.settle_foreseen()
         batches = self.run.lengths[period.seq_len]
         plan = self.completed(period, text, self.context.world)
         memory = self._memory_guard(period.batch_size, batches)
         memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
         config = self.config.override(batch_size=period.batch_size)
         self.session, done = change_plan(self.session, plan, config, self._look(memory))
+        done.was_foreseen = foreseen == plan
         self.run = dataclasses.replace(self.run, plan=plan, batches=batches)
         self.memory, self.changes.period = memory, period
         return done
@@ -166,6 +191,19 @@ class ReadyRank:
             return chosen
 
         return look
+
+    def _expecting(self, look: Look, weights: Weights | None) -> Look:
+        """The same; and of weights that are computed it is known then which will be asked for."""
+        began = time.perf_counter()
+
+        def seen(compiled: Compiled, compile: Callable[[Plan], Compiled]) -> Compiled:
+            chosen = look(compiled, compile)
+            self.phases.since("functions", began)
+            if weights is not None:
+                weights.expect(read_order(chosen.formation.state, chosen.rank))
+            return chosen
+
+        return seen
 
     def completed(self, period: Period, text: str, world: int) -> Plan:
         """A plan that the run can go on with, with nothing left open."""

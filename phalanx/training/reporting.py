@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ import torch
 
 from phalanx.engine.step import Outcome
 from phalanx.errors import PhalanxError
+from phalanx.observe.format import seconds_text
 from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.story import change_words, loss_words
+from phalanx.state.background import SaveFacts
 from phalanx.state.saving import StorageError
 from phalanx.state.snapshot import Snapshot
 from phalanx.training.callbacks import Emit
@@ -155,12 +157,17 @@ class Reporter:
         self._progress.message(change_words(record))
         self._emit("on_change", record)
 
-    def saved(self, path: Path | None) -> bool:
+    def saved(self, path: Path | None, facts: SaveFacts) -> bool:
         """Takes note of the newest complete checkpoint; each is told of once. Whether it is a new one."""
         if path is None or path == self._saved:
             return False
         self._saved = path
-        self._log.write("checkpoint", path=str(path))
+        self._log.write("checkpoint", path=str(path), **asdict(facts))
+        if not facts.in_background:
+            self._progress.message(
+                f"{path.name}: the host has no memory free for a copy of the state, so training waited "
+                f"{seconds_text(facts.stall_seconds)} until it was written"
+            )
         self._emit("on_checkpoint", path)
         return True
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.launch.store import JobStore
+from phalanx.state.background import AsyncSaver
 from phalanx.state.layout import Box, Layout, StateShard, boxes_of_range
 from phalanx.state.rendezvous import StoreRendezvous
 from phalanx.state.reshard import reshard
-from phalanx.state.saving import AsyncSaver
 
 DTYPES = ("float32", "bfloat16", "int64")
 Kinds = dict[str, tuple[tuple[int, ...], str]]

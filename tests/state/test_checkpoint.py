@@ -14,8 +14,8 @@ from torch import Tensor
 
 from phalanx.errors import CheckpointError
 from phalanx.state import checkpoint, saving
+from phalanx.state.background import AsyncSaver
 from phalanx.state.layout import Box
-from phalanx.state.saving import AsyncSaver
 from phalanx.state.tensor_files import checksum
 
 STATE = {"samples": 640, "config": {"model": "gpt2"}, "data": {"epoch": 1}}

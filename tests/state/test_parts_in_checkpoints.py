@@ -21,12 +21,12 @@ from phalanx.params.optimizer import Optimizer, make_optimizer
 from phalanx.params.parameters import Parameters, load_parameters
 from phalanx.plan.plan import Plan
 from phalanx.state import checkpoint
+from phalanx.state.background import AsyncSaver
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.layout import Box
 from phalanx.state.local import Local
 from phalanx.state.rendezvous import LocalRendezvous
 from phalanx.state.reshard import gather_tensors
-from phalanx.state.saving import AsyncSaver
 from tests.params.sharded_cases import CPU, Model, Split
 from tests.state.state_workers import Mail, on_threads
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from phalanx.errors import CheckpointError
 from phalanx.launch.store import JobStore
-from phalanx.state import checkpoint, folders, saving
+from phalanx.state import checkpoint, folders, saving, tensor_files
+from phalanx.state.background import AsyncSaver
 from phalanx.state.layout import Box, StateShard
 from phalanx.state.rendezvous import LocalRendezvous, MissingRanks, Rendezvous, StoreRendezvous
-from phalanx.state.saving import AsyncSaver
 from tests.state import state_workers
 from tests.state.state_workers import SHAPE, data_of, on_threads, pieces_of, random_case, same_bits, state_of
 
@@ -128,10 +128,10 @@ def test_the_failure_of_one_rank_is_told_to_all_at_once(
         saver.wait()
     write = saving._write_own
 
-    def fail_on_one(partial: Path, pieces: object, state: object, meeting: object) -> None:
+    def fail_on_one(partial: Path, pieces: object, state: object, meeting: object, held: bool) -> object:
         if meeting.rank == broken:  # type: ignore[attr-defined]
             raise OSError(28, "No space left on device")
-        write(partial, pieces, state, meeting)  # type: ignore[arg-type]
+        return write(partial, pieces, state, meeting, held)  # type: ignore[arg-type]
 
     began = time.monotonic()
     if phase == "writing":
@@ -223,6 +223,44 @@ def test_files_that_rank_0_does_not_see_are_said(tmp_path: Path, monkeypatch: py
     for saver in ranks:
         with pytest.raises(CheckpointError, match="rank 0 does not see the files that rank 1 wrote"):
             saver.wait()
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_older_ones_stay_until_what_was_written_was_read_back(
+    tmp_path: Path, damaged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = savers(tmp_path, 2, keep=1)
+    read_back = tensor_files.checksum
+
+    def damaged_disk(path: Path, start: int = 0) -> str:
+        is_bad = path.parent.name == "step-00000002" and path.name.startswith(f"rank-0000{damaged}")
+        return "other bytes" if is_bad else read_back(path, start)
+
+    monkeypatch.setattr(tensor_files, "checksum", damaged_disk)
+    for step in (1, 2):
+        for rank, saver in enumerate(ranks):
+            saver.save(step, pieces_of(rank, 2, step), {"step": step})
+    for saver in ranks:
+        assert saver.wait() == tmp_path / "step-00000001"
+        refused = saver.take_refusal()
+        assert refused is not None and refused.step == 2
+        assert "what is on the disk is not what was written" in refused.message
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert_good(tmp_path / "step-00000001", 1)
+
+
+@pytest.mark.parametrize("room", [0, 100, None])
+def test_without_room_for_copies_the_caller_waits_until_it_is_written(tmp_path: Path, room: int | None) -> None:
+    board: dict[str, str] = {}
+    saver = AsyncSaver(tmp_path, 1, rendezvous=LocalRendezvous(0, board), room=lambda: room)
+    values = {name: torch.arange(20.0) for name in ("a", "b", "c")}
+    saver.save(1, list(values.items()), {})
+    for tensor in values.values():
+        tensor.zero_()
+    path = saver.wait()
+    assert path is not None and saver.facts.in_background == (room is None)
+    opened = checkpoint.open(path)
+    assert all(torch.equal(opened.read(name), torch.arange(20.0)) for name in values)
 
 
 SECRET = b"known to these ranks"

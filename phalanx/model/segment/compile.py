@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from phalanx.config import cache_folder
+
 MODES = ("off", "aot_eager", "inductor")
 
 
@@ -50,6 +52,8 @@ class Compiler:
         has_work = any(node.op == "call_function" for node in graph.nodes)
         if self.mode == "off" or not has_work:
             return module.forward
+        # What was compiled is found again by later runs, also after the machine was started anew.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
         from torch._dynamo.backends.registry import lookup_backend
 
         examples = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]

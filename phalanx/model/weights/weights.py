@@ -6,6 +6,7 @@ Names are the model's own; a parameter that has several names (tied weights) goe
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
+from phalanx.model.weights.ahead import Ahead
 from phalanx.model.weights.init_recipe import Recipe
 from phalanx.model.weights.key_map import Assembly, Source, match
 from phalanx.records import Malformed, read_record
@@ -56,6 +58,10 @@ class Weights(ABC):
         """Persistent buffers that this source has values for; `read` takes these names too."""
         return ()
 
+    def expect(self, names: Sequence[str]) -> None:
+        """What will be read, in this order: a source that computes values may begin to."""
+        return
+
     def read(
         self,
         name: str,
@@ -86,6 +92,11 @@ class SeededWeights(Weights):
     def __init__(self, recipe: Recipe, seed: int) -> None:
         self._recipe = recipe
         self._seed = seed
+        self._ahead: Ahead | None = None
+
+    def expect(self, names: Sequence[str]) -> None:
+        sizes = [(name, 4 * math.prod(self.shape(name))) for name in names]
+        self._ahead = Ahead(self._made, sizes, torch.get_num_threads())
 
     def names(self) -> tuple[str, ...]:
         return self._recipe.names()
@@ -94,8 +105,11 @@ class SeededWeights(Weights):
         return self._recipe.shape(name)
 
     def _values(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
-        values = self._recipe.values(name, self._seed)
+        values = self._made(name) if self._ahead is None else self._ahead.take(name)
         return [values if box.shape == values.shape else values[box.slices()].clone() for box in boxes]
+
+    def _made(self, name: str) -> Tensor:
+        return self._recipe.values(name, self._seed)
 
 
 class ModuleWeights(Weights):
