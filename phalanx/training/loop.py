@@ -34,6 +34,7 @@ from phalanx.observe.requests import Answer
 from phalanx.observe.runlog import RunLog, newest_steps, read_log
 from phalanx.observe.trace import StepProfiler
 from phalanx.observe.trackers import with_trackers
+from phalanx.plan.plan import Plan
 from phalanx.state.folders import final_folder, replace_text
 from phalanx.tasks.base import Batch
 from phalanx.training.callbacks import Emit
@@ -48,6 +49,7 @@ from phalanx.training.reporting import Reporter, StepFacts
 from phalanx.training.session import Session
 from phalanx.training.spare import Spare
 from phalanx.training.spikes import RollBack, spike_limit
+from phalanx.training.standby import made_ahead
 from phalanx.training.surviving import SurvivingRank
 
 
@@ -178,14 +180,14 @@ class Loop(SurvivingRank):
         if os.environ.get(TIMED) and isinstance(self.session, Session):
             session = self.session
             rehearse(session.step, session.evaluation, session.connected.world, *self._batch(session, 1))
-        predictor = self._predictor()
+        predictor, ahead = self._predictor(), self._ahead()
         with contextlib.closing(StepProfiler(profiled, self.folder.path)) as profiler:
             first_step = self.at = self.snapshot.step + 1
             for step in range(first_step, self.run.total_steps + 1):
                 self.at = step
                 slot.at_step(step)
                 if self._change_plan(step, reporter):
-                    predictor = self._predictor(f" from step {step} on")
+                    predictor, ahead = self._predictor(f" from step {step} on"), self._ahead()
                 name = "first step" if step == first_step else "steps"
                 at = self.folder.path / f"memory-step-{step}-rank{self.context.rank}.pickle"
                 predicting = predictor.step(reporter.paused_seconds) if predictor else contextlib.nullcontext()
@@ -197,9 +199,16 @@ class Loop(SurvivingRank):
                 slot.enter("step")  # the first of them also compiled
                 if self._deal_with(step, outcome, reporter, checkpoints, stop, predictor):
                     break
+                if predictor is None or predictor.was_due:  # steps before were measured
+                    with reporter.paused(), slot.within("compile"):
+                        next(ahead, None)
             self._save_at_last(checkpoints, stop)
         if self._is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
+
+    def _ahead(self) -> Iterator[Plan]:
+        """What is made for the loss of a rank, where fewer are then to go on."""
+        return made_ahead(self, self.session.plan) if self.survives and self.config.on_loss == "shrink" else iter(())
 
     def _deal_with(
         self, step: int, outcome: Outcome, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest,

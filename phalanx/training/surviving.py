@@ -12,7 +12,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from phalanx.launch.membership import Generation
 from phalanx.params.layout_of import StateLayout
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
-from phalanx.plan.shrink import shrunk
 from phalanx.records import read_record
 from phalanx.state import checkpoint
 from phalanx.state.snapshot import Snapshot, restore
@@ -41,9 +39,9 @@ from phalanx.training.ready import ReadyRank, reader
 from phalanx.training.reporting import Reporter
 from phalanx.training.restoring import Place, Restoring, together
 from phalanx.training.session import Opening, Session
+from phalanx.training.standby import plans_for
 
 _GENERATION_SECONDS = 30.0  # for the supervisor to notice a loss and publish the next generation
-_MOST_PLANS = 64  # that are tried for the ranks that are left
 
 
 class SurvivingRank(ReadyRank):
@@ -162,11 +160,7 @@ class SurvivingRank(ReadyRank):
             said["snapshot"], said["records"] = self.snapshot.to_json(), list(reporter.newest)
             said["asked"] = [reporter.stops, reporter.ends, reporter.changes]
         if survived:
-            plan = self.session.plan
-            fits = plan.world <= context.world
-            said["plans"] = [plan.full_text] if fits else list(
-                islice(dict.fromkeys(shrunk(plan, context.world)), _MOST_PLANS)
-            )  # fmt: skip
+            said["plans"] = plans_for(self.session.plan, context.world)
         return said
 
     def _planned(
@@ -176,8 +170,7 @@ class SurvivingRank(ReadyRank):
         """The first plan for these ranks that none of them refuses, with everything but its state."""
         first = next(rank for rank, word in enumerate(words) if word.survived)
         opening = (self.session.opening if words[context.rank].survived else None) or self.opening
-        changes_place = context.rank != opening.context.rank
-        opening = dataclasses.replace(opening, context=context, compiled={} if changes_place else opening.compiled)
+        opening = dataclasses.replace(opening, context=context)
         refused: PhalanxError = PlanError("none was found")
         for text in told[first]["plans"]:
             try:
