@@ -122,6 +122,10 @@ class RunConfig(BaseModel):
         "Training", "stop",
         "when a rank is lost: stop; shrink: the others go on with a plan for them; replace: with a new rank",
     )  # fmt: skip
+    mirror_every: Annotated[int, Field(ge=1)] | Literal["auto", "never"] = _option(
+        "Training", "never",
+        "steps between copies of the state in other ranks' memory, for on_loss (auto: at most 1 % of the time)",
+    )  # fmt: skip
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
     deterministic: bool = _option(
         "Training", False,
@@ -434,6 +438,11 @@ def _check_together(config: RunConfig) -> None:
         raise ConfigError(
             "option on_spike = 'rollback' needs to know what a spike is, and checkpoints on the way",
             "set spike_factor and checkpoint_every as well",
+        )
+    if config.mirror_every != "never" and config.on_loss == "stop":
+        raise ConfigError(
+            f"option mirror_every = {config.mirror_every!r} does nothing where a lost rank ends the run",
+            "set on_loss to shrink or replace as well, or leave mirror_every out",
         )
     if config.mirror is not None and "://" not in config.mirror:
         raise ConfigError(

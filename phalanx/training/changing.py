@@ -34,11 +34,11 @@ class Wanted:
 
 
 class Changes:
-    """`plan` is the text of the plan in force, `period` the period."""
+    """`plan` is the text of the plan in force, `period` the period, `since` a step of it."""
 
     def __init__(self, config: RunConfig, context: RankContext, folder: Path, step: int) -> None:
         self._periods, self._context = config.periods, context
-        self.period = self._periods.at(step)
+        self.period, self.since = self._periods.at(step), step
         self.plan = self.period.plan
         self._inbox = Inbox(folder)
         if context.rank == 0:
@@ -48,6 +48,10 @@ class Changes:
         """From now on as this rank."""
         self._context = context
 
+    def stay_in(self, since: int) -> None:
+        """After a loss ranks are in the period in which those that are left were; what comes next is changed to."""
+        self.period, self.since = self._periods.at(since), since
+
     def is_asked(self) -> bool:
         """Whether this rank has a request."""
         return self._context.rank == 0 and self._inbox.has_request()
@@ -55,7 +59,9 @@ class Changes:
     def at(self, step: int, member: Member, asked: bool) -> Iterator[Wanted]:
         """What is wanted before a step. asked: whether rank 0 had a request by the end of the last."""
         period = self._periods.at(step)
-        if period != self.period:
+        if period == self.period:
+            self.since = step
+        else:
             changes = period.plan != self.period.plan
             must = (period.batch_size, period.seq_len) != (self.period.batch_size, self.period.seq_len)
             plans = [*([period.plan] if changes else []), *([self.plan, period.plan] if must else [])]

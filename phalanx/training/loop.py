@@ -177,6 +177,7 @@ class Loop(SurvivingRank):
         self.lost_save = False
         if reporter.stops or reporter.ends:
             return self._save_at_last(checkpoints, stop)
+        self._mirror(self.snapshot.step, reporter)
         if os.environ.get(TIMED) and isinstance(self.session, Session):
             session = self.session
             rehearse(session.step, session.evaluation, session.connected.world, *self._batch(session, 1))
@@ -188,6 +189,7 @@ class Loop(SurvivingRank):
                 slot.at_step(step)
                 if self._change_plan(step, reporter):
                     predictor, ahead = self._predictor(f" from step {step} on"), self._ahead()
+                    self.mirror.renew()
                 name = "first step" if step == first_step else "steps"
                 at = self.folder.path / f"memory-step-{step}-rank{self.context.rank}.pickle"
                 predicting = predictor.step(reporter.paused_seconds) if predictor else contextlib.nullcontext()
@@ -199,12 +201,21 @@ class Loop(SurvivingRank):
                 slot.enter("step")  # the first of them also compiled
                 if self._deal_with(step, outcome, reporter, checkpoints, stop, predictor):
                     break
+                self._mirror(step, reporter)
                 if predictor is None or predictor.was_due:  # steps before were measured
                     with reporter.paused(), slot.within("compile"):
                         next(ahead, None)
             self._save_at_last(checkpoints, stop)
         if self._is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
+
+    def _mirror(self, step: int, reporter: Reporter) -> None:
+        """After a step: what one rank alone holds is copied into the memory of others, where that is due."""
+        if not self.survives or self.config.mirror_every == "never" or not self.mirror.is_due(step):
+            return
+        reporter.flush()
+        with reporter.paused(), self.context.slot.within("save"):
+            reporter.mirrored(self.mirror.take(self.session, self.snapshot))
 
     def _ahead(self) -> Iterator[Plan]:
         """What is made for the loss of a rank, where fewer are then to go on."""
@@ -287,14 +298,14 @@ class Loop(SurvivingRank):
             if self.config.deterministic and (fields := changes_bits(old, done.new)):
                 record["bits"] = list(fields)
             record["seconds"] = time.perf_counter() - began
-            self.changes.plan = text
+            self.changes.plan, self.changes.since = text, step
             self.changes.answer(wanted, Answer(done.new.shown, step, seconds=record["seconds"], bytes=done.bytes))
             if self._is_rank0:
                 replace_text(self.folder.path / "plan.json", done.new.to_json() + "\n")
             return record
         if wanted.must:
             raise refused
-        self.changes.period = wanted.period
+        self.changes.period, self.changes.since = wanted.period, step
         self.changes.answer(wanted, Answer(wanted.plans[0], refused=refused.message, hint=refused.hint))
         return record | {"plan": wanted.plans[0], "refused": refusal(refused)}
 

@@ -24,7 +24,7 @@ from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
-from phalanx.observe.story import change_words, loss_words
+from phalanx.observe.story import change_words, loss_words, mirror_words
 from phalanx.state.saving import StorageError
 from phalanx.state.snapshot import Snapshot
 from phalanx.training.callbacks import Emit
@@ -67,6 +67,7 @@ class Reporter:
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
         self._emit = emit
         self._saved: Path | None = None
+        self._mirrored = ""
         self._device, self._unit = device, "tokens"
         self._waiting: tuple[StepFacts, Outcome] | None = None
         self._mark = time.perf_counter()
@@ -154,6 +155,13 @@ class Reporter:
             self._snapshot.plans.append({name: record[name] for name in ("step", "plan", "how")})
         self._progress.message(change_words(record))
         self._emit("on_change", record)
+
+    def mirrored(self, record: dict[str, Any]) -> None:
+        """State was copied into the memory of other ranks, or need not be. Said where it is new."""
+        self._log.write("mirror", **record)
+        if (words := mirror_words(record)) != self._mirrored:
+            self._mirrored = words
+            self._progress.message(words)
 
     def saved(self, path: Path | None) -> bool:
         """Takes note of the newest complete checkpoint; each is told of once. Whether it is a new one."""

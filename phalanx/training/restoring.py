@@ -18,12 +18,13 @@ from phalanx.adapt.survivors import missing
 from phalanx.comm.links import Group, Links
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.layout import ProcessGroups
-from phalanx.params.layout_of import StateLayout
+from phalanx.params.layout_of import SlotsOf, StateLayout
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
 from phalanx.state.layout import Layout
 from phalanx.training.change import Member, homes, made, same_place
 from phalanx.training.held import Held
+from phalanx.training.mirror import Copy, layout_of_copies
 from phalanx.training.session import Opening, Session
 from phalanx.training.spare import Spare
 
@@ -67,14 +68,31 @@ class Restoring:
         own = layouts[held.plan] if held is not None else self.layout
         slots = slots_now(own, held.rank if held else None, [shard for shard, _ in filled], self._group)
         before: Layout = {rank: layouts[place.plan].state(place.rank, slots) for rank, place in places.items()}
+        return self._from(before, {shard.name: data for shard, data in filled}, slots, held, scalars)
+
+    def from_copies(
+        self, places: Mapping[int, Place], copy: Copy | None, plan: Plan, scalars: Scalars
+    ) -> State | list[str] | None:  # fmt: skip
+        """The same, of what ranks of a plan copied after a step. copy: this rank's."""
+        layout = self._layout_of(plan)
+        own, rank = (copy.own, copy.rank) if copy is not None and copy.own else ((), None)
+        slots = slots_now(layout, rank, own, self._group)
+        copied = layout_of_copies(layout, {place.rank for place in places.values()}, slots)
+        before: Layout = {rank: copied[place.rank] for rank, place in places.items()}
+        data = {name: tensor.clone() for name, tensor in copy.data.items()} if copy is not None else {}
+        return self._from(before, data, slots, None, scalars)
+
+    def _from(
+        self, before: Layout, data: dict[str, Tensor], slots: SlotsOf, held: Held | None, scalars: Scalars
+    ) -> State | list[str] | None:  # fmt: skip
         after = self.layout.all_state(slots)
         if lost := missing(before, after):
             return lost
         migration = plan_migration(self.layout, self.layout, before, after)
         self.bytes = migration.bytes_sent
         arrived = gather(
-            migration, {shard.name: data for shard, data in filled}, rank=self._rank, group=self._group,
-            device=self.opening.device, home=homes(self.opening, self.compiled),
+            migration, data, rank=self._rank, group=self._group, device=self.opening.device,
+            home=homes(self.opening, self.compiled),
         )  # fmt: skip
         return self._state_of(arrived, after, held, scalars)
 

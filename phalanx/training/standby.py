@@ -71,7 +71,8 @@ def _make(ready: ReadyRank, plan: Plan, number: int) -> None:
 
 
 def _cut(compiled: Compiled, segment: Segment) -> None:
-    """The functions that the program will call."""
+    """The functions that the program will call, and the memory that they need."""
+    assert segment.working
     if not any(segment.joint.differentiable):
         return
     for op in {it.op for it in compiled.program} & _FUNCTIONS.keys():

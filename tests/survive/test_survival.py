@@ -200,3 +200,21 @@ def test_a_rank_that_is_lost_before_training_ends_the_job(pool: WorkerPool, tmp_
     with pytest.raises(RankError) as ended:
         fit(pool, tmp_path, 2, "replace", plan="dp=2", strikes=[Strike(1, in_phase("capture"))])
     assert "the others did not go on without it: the ranks were not training yet, or not any more" in str(ended.value)
+
+
+COPIES = "copies of step"
+
+
+def test_what_nobody_else_held_comes_from_copies_in_other_ranks_memory(
+    pool: WorkerPool, tmp_path: Path, alone: Path
+) -> None:
+    """A stage without a replica: its state was copied after the last step, and at most that step is made again."""
+    strike = Strike(1, in_step(5, "F"))
+    fit(pool, tmp_path, 2, "replace", plan="pp=2,mb=2", strikes=[strike], mirror_every=1)
+    require_same_run(tmp_path, alone)
+    (loss,) = losses_of_ranks(tmp_path)
+    assert strike.view is not None
+    assert loss["source"].startswith(f"{COPIES} {strike.view.step - 1} in the memory of") and loss["repeated"] == 0
+    assert loss["why"].startswith("nobody else held ")
+    first = records(tmp_path, "mirror")[0]
+    assert (first["step"], first["every"]) == (1, 1) and first["moved"] > 0
