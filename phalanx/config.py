@@ -118,10 +118,12 @@ class RunConfig(BaseModel):
     silence: float = _option(
         "Training", 15.0, "seconds without a sign of life in a step after which a rank counts as lost", gt=0
     )
-    on_loss: Literal["stop", "shrink", "replace"] = _option(
+    on_loss: Literal["stop", "shrink", "replace", "regrow"] = _option(
         "Training", "stop",
-        "when a rank is lost: stop; shrink: the others go on with a plan for them; replace: with a new rank",
+        "when a rank is lost: stop; shrink: the others go on with a plan for them; replace: with a new rank; regrow: "
+        "shrink, and take a new rank in when it is ready",
     )  # fmt: skip
+    min_ranks: int = _option("Training", 1, "with fewer ranks left, shrink and regrow wait for new ones", ge=1)
     mirror_every: Annotated[int, Field(ge=1)] | Literal["auto", "never"] = _option(
         "Training", "never",
         "steps between copies of the state in other ranks' memory, for on_loss (auto: at most 1 % of the time)",
@@ -438,6 +440,11 @@ def _check_together(config: RunConfig) -> None:
         raise ConfigError(
             "option on_spike = 'rollback' needs to know what a spike is, and checkpoints on the way",
             "set spike_factor and checkpoint_every as well",
+        )
+    if config.min_ranks > 1 and config.on_loss not in ("shrink", "regrow"):
+        raise ConfigError(
+            f"option min_ranks = {config.min_ranks} does nothing with on_loss = {config.on_loss!r}",
+            "set on_loss to shrink or regrow as well, or leave min_ranks out",
         )
     if config.mirror_every != "never" and config.on_loss == "stop":
         raise ConfigError(

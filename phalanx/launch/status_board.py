@@ -34,6 +34,7 @@ _RECENT_AT, NUM_RECENT, _TEXT = 200, 25, 32  # the newest of them, in a ring
 _GUARDED_AT = 1000  # whether the rank goes on when another is lost
 _AWAITED_AT = 1008  # the generation that the rank waits for
 _GENERATION_AT = 8  # of the board: the newest that was published
+_INVITED_AT = 16  # of the board: whether processes wait to be taken in
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,17 @@ class StatusBoard:
         """Tell every rank that the ranks of the job are others from now on."""
         _BEGUN.pack_into(self._memory, _GENERATION_AT, generation)
 
+    @property
+    def invited(self) -> bool:
+        """Whether processes that were added wait for the ranks to meet them between two steps."""
+        return self._memory[_INVITED_AT] != 0
+
+    def invite(self, waits: bool) -> None:
+        self._memory[_INVITED_AT] = int(waits)
+
     def reset(self) -> None:
         self._memory[0] = 0
+        self.invite(False)
         self.publish(0)
         for slot in self.slots:
             slot.clear()

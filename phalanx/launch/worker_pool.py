@@ -83,9 +83,11 @@ class WorkerPool:
         world: int | None = None,
         on_event: Callable[[str, Any], None] | None = None,
         on_loss: OnLoss = "stop",
+        least: int = 1,
     ) -> list[Any]:
         """`target(context, *arguments)` on the first `world` ranks; what each returned, by rank. on_loss: what becomes
-        of a job that loses a rank once all ranks have said that they would go on (`StatusSlot.guard`).
+        of a job that loses a rank once all ranks have said that they would go on (`StatusSlot.guard`); least: with
+        fewer ranks it does not.
 
         Ctrl-C, SIGTERM and SIGHUP are passed on to the ranks once; if they leave because of it, so does this function,
         with KeyboardInterrupt or SystemExit. A second one ends them at once.
@@ -108,9 +110,12 @@ class WorkerPool:
                 self._processes.start(world)
                 job = self._post(world)
                 hand_over(range(world), job)
-                watch = Watch(self._processes, self._board, job, self._renewal(job, on_loss, hand_over))
+                renewal = self._renewal(job, on_loss, hand_over, least)
+                watch = Watch(self._processes, self._board, job, renewal)
                 with stop_signal() as stop:
                     self._follow(watch, on_event, stop)
+                if renewal is not None:
+                    renewal.newcomers.dismiss()
                 return [_read(results[number]) for number in watch.members]
             except BaseException:
                 # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
@@ -144,16 +149,17 @@ class WorkerPool:
                 self._processes.alive[number].wire.send(own, (file.fileno(), result.fileno()))
         path.unlink()
 
-    def _renewal(self, job: Job, on_loss: OnLoss, hand_over: Callable[[Iterable[int], Job], None]) -> Renewal | None:
+    def _renewal(
+        self, job: Job, on_loss: OnLoss, hand_over: Callable[[Iterable[int], Job], None], least: int
+    ) -> Renewal | None:  # fmt: skip
         if on_loss == "stop":
             return None
         store = JobStore(self._store, job.secret, f"job{job.generation}")
 
-        def start(number: int, job: Job) -> None:
-            hand_over([number], dataclasses.replace(job, members=renewal.generation))
+        def start(number: int, members: Generation) -> None:
+            hand_over([number], dataclasses.replace(job, members=members))
 
-        renewal = Renewal(self._processes, self._board, job, store, on_loss, start)
-        return renewal
+        return Renewal(self._processes, self._board, job, store, on_loss, start, least)
 
     def _follow(self, watch: Watch, on_event: Callable[[str, Any], None] | None, stop: StopSignal) -> None:
         """Returns when every rank is done, raises when the job is over in another way."""

@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.config import RunConfig
-from phalanx.errors import PhalanxError
+from phalanx.errors import LinkError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.observe.requests import Answer, Inbox, Request
 from phalanx.plan.periods import Period
 from phalanx.training.change import Member, everyone
 
 SCHEDULED, ASKED = "as the options say", "asked for while it ran"
+_MEET = "meet"
+
+
+class OthersWait(LinkError):
+    """Ranks leave each other to meet again in another generation, with those that came."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,13 @@ class Wanted:
 
 
 class Changes:
-    """`plan` is the text of the plan in force, `period` the period, `since` a step of it."""
+    """`plan` is the text of the plan in force, `whole` of that which all ranks had, `period` the period, `since` a step
+    of it."""
 
     def __init__(self, config: RunConfig, context: RankContext, folder: Path, step: int) -> None:
         self._periods, self._context = config.periods, context
         self.period, self.since = self._periods.at(step), step
-        self.plan = self.period.plan
+        self.plan = self.whole = self.period.plan
         self._inbox = Inbox(folder)
         if context.rank == 0:
             self._inbox.clear()
@@ -53,8 +59,12 @@ class Changes:
         self.period, self.since = self._periods.at(since), since
 
     def is_asked(self) -> bool:
-        """Whether this rank has a request."""
-        return self._context.rank == 0 and self._inbox.has_request()
+        """Whether this rank has a request, or others wait to be taken in."""
+        return self._context.rank == 0 and (self._inbox.has_request() or self._is_invited)
+
+    @property
+    def _is_invited(self) -> bool:
+        return self._context.membership is not None and self._context.membership.is_invited
 
     def at(self, step: int, member: Member, asked: bool) -> Iterator[Wanted]:
         """What is wanted before a step. asked: whether rank 0 had a request by the end of the last."""
@@ -74,9 +84,12 @@ class Changes:
             self._inbox.answer(wanted.request, answer)
 
     def _request(self, member: Member) -> Request | None:
-        """What rank 0 finds, on all ranks."""
+        """What rank 0 finds, on all ranks. Raises `OthersWait` on all of them where it finds newcomers."""
         found = self._inbox.take() if self._context.rank == 0 else None
-        said = everyone(member).texts(json.dumps([found.name, found.plan]) if found is not None else "")[0]
+        own = json.dumps([found.name, found.plan]) if found is not None else _MEET if self._is_invited else ""
+        said = everyone(member).texts(own)[0]
+        if said == _MEET:
+            raise OthersWait("new ranks are ready to take part")
         return Request(*json.loads(said)) if said else None
 
 

@@ -91,7 +91,9 @@ class Loop(SurvivingRank):
             if is_new:
                 self._announce(reporter, log, rows)
             else:
-                self._went_on(self.join(reporter), reporter, checkpoints, progress)
+                was, record = self.context.rank, self.join(reporter)
+                progress = progress if self.context.rank == was else self._speak(reporter)
+                self._went_on(record, reporter, checkpoints, progress)
             with stop_request(speaks=self._is_rank0) as stop:
                 return self._live(reporter, checkpoints, stop)
 
@@ -219,7 +221,8 @@ class Loop(SurvivingRank):
 
     def _ahead(self) -> Iterator[Plan]:
         """What is made for the loss of a rank, where fewer are then to go on."""
-        return made_ahead(self, self.session.plan) if self.survives and self.config.on_loss == "shrink" else iter(())
+        shrinks = self.survives and self.config.on_loss in ("shrink", "regrow")
+        return made_ahead(self, self.whole_plan) if shrinks else iter(())
 
     def _deal_with(
         self, step: int, outcome: Outcome, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest,
@@ -298,7 +301,7 @@ class Loop(SurvivingRank):
             if self.config.deterministic and (fields := changes_bits(old, done.new)):
                 record["bits"] = list(fields)
             record["seconds"] = time.perf_counter() - began
-            self.changes.plan, self.changes.since = text, step
+            self.changes.plan, self.changes.whole, self.changes.since = text, done.new.full_text, step
             self.changes.answer(wanted, Answer(done.new.shown, step, seconds=record["seconds"], bytes=done.bytes))
             if self._is_rank0:
                 replace_text(self.folder.path / "plan.json", done.new.to_json() + "\n")

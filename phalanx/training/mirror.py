@@ -84,7 +84,7 @@ class Mirror:
         said = [json.loads(text) for text in everyone(member).texts(json.dumps([seconds, snapshot.seconds]))]
         slowest, trained = max(own for own, _ in said), said[0][1]
         self.copies.append(copy)
-        every = self._every or _seldom_enough(slowest, trained, snapshot.step)
+        every = self._every or seldom_enough(slowest, trained, snapshot.step)
         self._next = snapshot.step + every
         return {"step": snapshot.step, "every": every, "bytes": copy.bytes, "moved": sent, "seconds": slowest}
 
@@ -138,7 +138,7 @@ class Mirror:
         return next((copy for copy in reversed(self.copies) if (copy.step, copy.plan.full_text) == (step, plan)), None)
 
 
-def _seldom_enough(seconds: float, trained: float, steps: int) -> int:
+def seldom_enough(seconds: float, trained: float, steps: int) -> int:
     """After how many steps copies that take so long cost no more than their share. trained: seconds of all steps."""
     return max(1, math.ceil(seconds * steps / (_MOST_SHARE * trained))) if trained else 1
 

@@ -38,6 +38,7 @@ from phalanx.training.restoring import Place, Restoring, together
 from phalanx.training.session import Opening, Session
 from phalanx.training.standby import plans_for
 
+_JOIN_SECONDS = 3600.0  # for the others to come to the end of a step
 _GENERATION_SECONDS = 30.0  # for the supervisor to notice a loss and publish the next generation
 
 
@@ -54,6 +55,11 @@ class SurvivingRank(RankGoingBack):
     def survives(self) -> bool:
         """Whether this rank goes on when another is lost."""
         return self.config.on_loss != "stop" and self.context.membership is not None
+
+    @property
+    def whole_plan(self) -> Plan:
+        """That of all ranks, of which those for fewer are made."""
+        return Plan(**fields.read(self.changes.whole))
 
     def is_survivable(self, error: PhalanxError) -> bool:
         """Whether it comes from other ranks, and not from this one."""
@@ -87,8 +93,16 @@ class SurvivingRank(RankGoingBack):
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - begin
 
     def join(self, reporter: Reporter) -> dict[str, Any]:
-        """The part of a rank that was just started in the place of another."""
-        return self._meet(self.context, None, False, reporter)
+        """The part of a rank that was just started in the place of another, or that comes to the others."""
+        context, membership = self.context, self.context.membership
+        assert membership is not None
+        if membership.generation.is_ahead:
+            self.context.slot.enter("recover")
+            waited = context.renewed(_JOIN_SECONDS)
+            if waited is None:
+                raise LinkError("the run did not take this rank in")
+            context = waited
+        return self._meet(context, None, False, reporter)
 
     def wait_for_others(self) -> tuple[int, str]:
         """Before a rank that was just started prepares anything: a step of the period that the others are in, and their
@@ -157,7 +171,8 @@ class SurvivingRank(RankGoingBack):
             said["snapshot"], said["records"] = self.snapshot.to_json(), list(reporter.newest)
             said["asked"] = [reporter.stops, reporter.ends, reporter.changes]
         if survived:
-            said["plans"], said["since"] = plans_for(self.session.plan, context.world), self.changes.since
+            said["plans"], said["since"] = plans_for(self.whole_plan, context.world), self.changes.since
+            said["whole"] = self.changes.whole
             said["copies"], said["saved"] = self.mirror.told(), self._saved_step()
         return said
 
@@ -169,6 +184,7 @@ class SurvivingRank(RankGoingBack):
         first = next(rank for rank, word in enumerate(words) if word.survived)
         opening = (self.session.opening if words[context.rank].survived else None) or self.opening
         self.changes.stay_in(told[first]["since"])
+        self.changes.whole = told[first]["whole"]
         period = self.changes.period
         self.run = dataclasses.replace(self.run, batches=self.run.lengths[period.seq_len])
         config = opening.config.override(batch_size=period.batch_size)

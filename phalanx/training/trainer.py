@@ -210,7 +210,8 @@ class Trainer:
 
 def _run(pool: WorkerPool, job: Job, on_event: Callable[[str, Any], None] | None = None) -> Summary:
     with pack(job) as payload:
-        return pool.run(fit_on_rank, payload, on_event=on_event, on_loss=job.config.on_loss)[0]
+        how, least = job.config.on_loss, job.config.min_ranks
+        return pool.run(fit_on_rank, payload, on_event=on_event, on_loss=how, least=least)[0]
 
 
 def fit_on_rank(context: RankContext, payload: JobPayload) -> Summary:

@@ -87,6 +87,11 @@ def in_step(number: int, instruction: str = "") -> Wanted:
     return wanted
 
 
+def changing(step: int) -> Wanted:
+    """In the middle of a change of plan before a step: the phase is that of the first step, too."""
+    return lambda view: view.phase == "compile" and view.step >= step
+
+
 def in_phase(phase: str) -> Wanted:
     return lambda view: view.phase == phase
 
