@@ -9,8 +9,10 @@ import json
 import math
 import os
 import random
+import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -33,15 +35,15 @@ from phalanx.training.job import pack
 from phalanx.training.mirror import Copy
 from phalanx.training.trainer import Trainer, fit_on_rank
 
-WORLD, STEPS, BATCH, TOKENS = 4, 8, 8, 8
+WORLD, STEPS, BATCH, TOKENS = 4, 10, 8, 8
 _BITS, _STEP = 1e-7, 1e-9  # how far parameters and losses may differ: other plans add in another order
 _MOST_FILES = 40  # that a run may leave open on a rank besides those that it began with, per loss
 
 # What may happen. Signals come from outside; the others happen within a rank that asks for a certain sample.
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
-WITHIN = ("raise", "exit", "interpreter lock", "slow", "corrupt copy")
+WITHIN = ("raise", "exit", "interpreter lock", "slow", "corrupt copy", "disk full")
 KINDS = (*SIGNALS, "two at once", "a replica", "second in recovery", "while saving", "while changing", "first step",
-         "last step", "stop and go on", *WITHIN)  # fmt: skip
+         "last step", "stop and go on", "again and again", "supervisor", *WITHIN)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,18 @@ class Setting:
         draw = random.Random(number)
         kind = kinds[number % len(kinds)]
         world, plan = draw.choice(_PLANS)
-        on_loss = "replace" if kind in ("a replica",) else draw.choice(["replace", "shrink"])
+        on_loss = "regrow" if kind == "again and again" else draw.choice(["replace", "shrink", "regrow"])
         options: dict[str, Any] = {}
         if draw.random() < 0.5 or kind == "corrupt copy":
             options["mirror_every"] = draw.choice([1, 1, 2, 3, "auto"])
-        if draw.random() < 0.6 or kind == "while saving":
-            options["checkpoint_every"] = draw.choice([1, 2, 3])
+        if draw.random() < 0.6 or kind in ("while saving", "disk full"):
+            options["checkpoint_every"] = 1 if kind == "disk full" else draw.choice([1, 2, 3])
         if kind == "while changing":
             options["plan_at"] = f"{draw.randrange(2, STEPS)}:{draw.choice([p for w, p in _PLANS if w == world])}"
         step = {"first step": 1, "last step": STEPS}.get(kind, draw.randrange(1, STEPS + 1))
         many = 2 if kind == "two at once" else world // 2 if kind == "a replica" else 1
         victims = tuple(draw.sample(range(world), min(many, world)))
-        return cls(number, kind, world, plan, on_loss, step, draw.random() * 0.3, victims, options)
+        return cls(number, kind, world, plan, on_loss, step, draw.random() * 0.06, victims, options)
 
 
 _PLANS = (
@@ -120,9 +122,16 @@ def _flip() -> None:
             tensor.view(torch.uint8)[:1] ^= 1
 
 
+def _fill_disk() -> None:
+    """No file may get large for a second."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+    threading.Timer(1.0, resource.setrlimit, (resource.RLIMIT_FSIZE, (most, most))).start()
+
+
 _HAPPENS: dict[str, Callable[[], None]] = {
     "raise": _raise, "exit": _exit, "interpreter lock": _hold_interpreter, "slow": lambda: time.sleep(1.0),
-    "corrupt copy": _flip,
+    "corrupt copy": _flip, "disk full": _fill_disk,
 }  # fmt: skip
 
 
@@ -182,8 +191,11 @@ def run(pool: WorkerPool, setting: Setting, folder: Path, expected: Path) -> dic
     began, problems, outcome = time.time(), list[str](), "went on"
     shared = _shared_memory()
     try:
-        with _striking(pool, setting):
-            _fit(pool, setting, out)
+        if setting.kind == "supervisor":
+            problems += _without_supervisor(setting, out)
+        else:
+            with _striking(pool, setting):
+                _fit(pool, setting, out)
     except PhalanxError as error:
         outcome = "resumed"
         try:
@@ -235,6 +247,39 @@ def _striking(pool: WorkerPool, setting: Setting) -> Iterator[None]:
             thread.join(10.0)
 
 
+def _without_supervisor(setting: Setting, out: Path) -> list[str]:
+    """A run whose supervisor, the process that started it, is killed: everybody else ends, and the run is resumed."""
+    asked = [sys.executable, __file__, json.dumps(asdict(setting)), str(out)]
+    supervisor = subprocess.Popen(asked, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log, deadline = out / "log-rank0.jsonl", time.time() + 120.0
+    while supervisor.poll() is None and time.time() < deadline:
+        steps = [record["step"] for record in read_log(log) if record["kind"] == "step"] if log.exists() else []
+        if max(steps, default=0) >= setting.step:
+            break
+        time.sleep(0.005)
+    others = _descendants(supervisor.pid)
+    supervisor.kill()
+    supervisor.wait()
+    deadline = time.time() + 30.0
+    while (left := [pid for pid in others if _runs(pid)]) and time.time() < deadline:
+        time.sleep(0.05)
+    if left:
+        return [f"{len(left)} processes run on without the one that started them"]
+    raise PhalanxError("the supervisor was killed")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _descendants(pid: int) -> list[int]:
+    own = _children(pid)
+    return [*own, *(each for child in own for each in _descendants(child))]
+
+
 def _strike(pool: WorkerPool, setting: Setting, ended: threading.Event) -> None:
     phases = {"while saving": ("save",), "while changing": ("compile",)}.get(setting.kind, ("step", "compile"))
     least = 1 if setting.kind == "while changing" else setting.step
@@ -247,6 +292,10 @@ def _strike(pool: WorkerPool, setting: Setting, ended: threading.Event) -> None:
     if setting.kind == "stop and go on":
         ended.wait(1.0)
         _send(pool, setting.victims, signal.SIGCONT)
+    if setting.kind == "again and again":  # the same place, each time a little after it was taken again
+        for _ in range(3):
+            ended.wait(1.5)
+            _send(pool, setting.victims, signal.SIGKILL)
     if setting.kind == "second in recovery":
         second = next((n for n in range(setting.world) if n not in setting.victims), 0)
         if _seen(pool, second, ("recover",), -1, ended):
@@ -326,10 +375,9 @@ def _shared_memory() -> set[str]:
 
 def end_with_children(pid: int) -> None:
     """A process of ours, and those that it started."""
-    for child in _children(pid):
-        end_with_children(child)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    for each in (*_descendants(pid), pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def _children(pid: int) -> list[int]:
@@ -339,3 +387,14 @@ def _children(pid: int) -> list[int]:
             if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
                 found.append(int(path.parent.name))
     return found
+
+
+def main() -> None:
+    """One run, whose supervisor this process is."""
+    setting = Setting(**json.loads(sys.argv[1]))
+    with WorkerPool(setting.world, threads_per_rank=1, device="cpu", silence=3.0) as pool:
+        _fit(pool, setting, Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -63,6 +63,13 @@ class Membership:
         """Whether others are ready to take part, from the next step on."""
         return self._board.invited
 
+    def gets(self, num_ranks: int) -> bool:
+        """Asks for so many ranks; whether they can come."""
+        if num_ranks > self._board.room:
+            return False
+        self._board.want(num_ranks)
+        return True
+
     def look(self) -> None:
         if self._board.aborted:
             self.abort.set("another rank failed")

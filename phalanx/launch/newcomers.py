@@ -34,6 +34,12 @@ class Newcomers:
             wait = min(_LONGEST_WAIT, max(_FIRST_WAIT, 2 * waited)) if now - before < _SOON_SECONDS + waited else 0.0
             self._lost[process], self._due[process] = (now, wait), now + wait
 
+    def fill(self, wanted: int, now: Generation) -> None:
+        """Until there are so many ranks."""
+        known = {*now.members, *self._coming, *self._due}
+        free = [process for process in range(len(self._board.slots)) if process not in known]
+        self.expect(free[: max(0, wanted - len(known))])
+
     def start_due(self, now: Generation) -> list[int]:
         """Those that were started. now: what the job is like."""
         for process in [each for each in self._coming if self._processes.alive[each].gone]:

@@ -34,6 +34,7 @@ class Renewal:
         self.on_loss, self._start, self.generation = on_loss, start, job.members
         self.newcomers = Newcomers(processes, board, self._ahead)
         self._step, self._in_a_row = -1, 0
+        board.let_grow(True)
 
     def renew(self, lost: Sequence[int], words: Sequence[str]) -> str | None:
         """Publishes a generation without these processes, or with others in their places; or why there is none. words:
@@ -58,6 +59,7 @@ class Renewal:
         said = (*words, *(f"a process came to be rank {members.index(process)}" for process in came))
         self.generation = Generation(before.number + 1, members, fresh, said, noticed)
         self._store.set(self.generation.key, self.generation.to_json())
+        self._board.invite(False)
         self._board.publish(self.generation.number)
         for process in new:
             if process not in came:
@@ -67,6 +69,10 @@ class Renewal:
 
     def tend(self) -> list[int]:
         """Starts processes that are expected, and asks ranks to meet those that are ready; those that were started."""
+        if self._board.wanted > len(self.generation.members):
+            self.newcomers.fill(self._board.wanted, self.generation)
+        else:
+            self._board.want(0)
         started = self.newcomers.start_due(self.generation)
         self._board.invite(bool(self.newcomers.ready()))
         return started
@@ -94,7 +100,7 @@ class Renewal:
             return "no rank is left that could go on"
         if not all(self._board.slots[process].guarded for process in survivors):
             return "the ranks were not training yet, or not any more"
-        if not lost:
+        if not lost and self._board.invited:
             return None
         step = max(self._board.slots[process].read().step for process in self.generation.members)
         self._in_a_row = self._in_a_row + 1 if step == self._step else 1

@@ -32,6 +32,7 @@ from phalanx.launch.watch import Watch
 
 _TICK_SECONDS = 0.2
 _STORE_SECONDS = 300.0  # as long as torch's stores wait where nothing is said
+_ROOM = 64  # for ranks that come to a job beside those that it began with
 PRELOAD = ("torch", "phalanx.comm.links", "phalanx.training.trainer")
 
 
@@ -61,7 +62,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         refuse_while_loading("WorkerPool")
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-pool-"))
-        self._board = StatusBoard.create(self._folder / "board", self.size)
+        self._board = StatusBoard.create(self._folder / "board", self.size + _ROOM)
         self._processes = Processes(self._folder, self._preload)
         self._store = host_store("127.0.0.1", 0, timedelta(seconds=_STORE_SECONDS))
         return self
@@ -98,12 +99,15 @@ class WorkerPool:
             self._processes.close()
             self._processes = Processes(self._folder, self._preload)
         with contextlib.ExitStack() as opened:
-            results = [opened.enter_context(tempfile.TemporaryFile(dir=self._folder)) for _ in range(world)]
+            results: dict[int, IO[bytes]] = {}
             task = opened.enter_context(tempfile.TemporaryFile(dir=self._folder))
             with explained_pickling():
                 pickle.dump((target, arguments), task)
 
             def hand_over(numbers: Iterable[int], job: Job) -> None:
+                for number in numbers:
+                    if number not in results:
+                        results[number] = opened.enter_context(tempfile.TemporaryFile(dir=self._folder))
                 self._hand_over({number: results[number] for number in numbers}, job, task)
 
             try:
@@ -116,7 +120,10 @@ class WorkerPool:
                     self._follow(watch, on_event, stop)
                 if renewal is not None:
                     renewal.newcomers.dismiss()
-                return [_read(results[number]) for number in watch.members]
+                found = [_read(results[number]) for number in watch.members]
+                for number in [number for number in self._processes.alive if number >= self.size]:
+                    self._processes.bury(number)
+                return found
             except BaseException:
                 # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
                 self._processes.end()
@@ -128,8 +135,9 @@ class WorkerPool:
         for process in self._processes.alive.values():
             if process.log is not None and process.log.exists():
                 os.truncate(process.log, 0)
+        num_slots = len(self._board.slots)
         return Job(
-            self._generation, world, self._device, self._folder, self.size, self._store.port, self._threads,
+            self._generation, world, self._device, self._folder, num_slots, self._store.port, self._threads,
             dict(os.environ), os.getcwd(), tuple(sys.path), MainScript.of_this_process(), new_secret(), self._silence,
             Generation(0, tuple(range(world))),
         )  # fmt: skip

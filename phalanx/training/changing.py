@@ -6,15 +6,17 @@ asked travels in the reduction of every step. How a plan is changed is `change.p
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.config import RunConfig
-from phalanx.errors import LinkError, PhalanxError
+from phalanx.errors import LinkError, PhalanxError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.observe.requests import Answer, Inbox, Request
+from phalanx.plan.complete import least_ranks
 from phalanx.plan.periods import Period
 from phalanx.training.change import Member, everyone
 
@@ -85,12 +87,26 @@ class Changes:
 
     def _request(self, member: Member) -> Request | None:
         """What rank 0 finds, on all ranks. Raises `OthersWait` on all of them where it finds newcomers."""
-        found = self._inbox.take() if self._context.rank == 0 else None
-        own = json.dumps([found.name, found.plan]) if found is not None else _MEET if self._is_invited else ""
-        said = everyone(member).texts(own)[0]
+        said = everyone(member).texts(self._found() if self._context.rank == 0 else "")[0]
         if said == _MEET:
             raise OthersWait("new ranks are ready to take part")
         return Request(*json.loads(said)) if said else None
+
+    def _found(self) -> str:
+        """On rank 0. A plan for more ranks waits until there are so many."""
+        request = self._inbox.peek()
+        if request is None or not self._gets_ranks(request.plan):
+            request = self._inbox.take()
+            if request is not None:
+                return json.dumps([request.name, request.plan])
+        return _MEET if self._is_invited else ""
+
+    def _gets_ranks(self, plan: str) -> bool:
+        """Whether others will come, for a plan that needs them."""
+        with contextlib.suppress(PlanError):  # whoever tries the plan will say what is wrong with it
+            needed, membership = least_ranks(plan), self._context.membership
+            return needed > self._context.world and membership is not None and membership.gets(needed)
+        return False
 
 
 def refusal(error: PhalanxError) -> str:

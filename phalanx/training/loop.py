@@ -125,6 +125,8 @@ class Loop(SurvivingRank):
 
     def _live(self, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest) -> Summary:
         """To the end of the run, whoever is lost on the way if that is to be survived."""
+        if self.survives and self._is_rank0:
+            self.tell_others()
         self.context.slot.guard(self.survives)
         while True:
             try:
@@ -205,8 +207,7 @@ class Loop(SurvivingRank):
                     break
                 self._mirror(step, reporter)
                 if predictor is None or predictor.was_due:  # steps before were measured
-                    with reporter.paused(), slot.within("compile"):
-                        next(ahead, None)
+                    self._make_ahead(step, ahead, reporter)
             self._save_at_last(checkpoints, stop)
         if self._is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
@@ -218,6 +219,13 @@ class Loop(SurvivingRank):
         reporter.flush()
         with reporter.paused(), self.context.slot.within("save"):
             reporter.mirrored(self.mirror.take(self.session, self.snapshot))
+
+    def _make_ahead(self, step: int, ahead: Iterator[Plan], reporter: Reporter) -> None:
+        began = time.perf_counter()
+        with reporter.paused(), self.context.slot.within("compile"):
+            plan = next(ahead, None)
+        if plan is not None:
+            reporter.made_ahead(step, plan, time.perf_counter() - began)
 
     def _ahead(self) -> Iterator[Plan]:
         """What is made for the loss of a rank, where fewer are then to go on."""

@@ -25,6 +25,7 @@ from phalanx.observe.phases import Phases
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
 from phalanx.observe.story import change_words, loss_words, mirror_words
+from phalanx.plan.plan import Plan
 from phalanx.state.saving import StorageError
 from phalanx.state.snapshot import Snapshot
 from phalanx.training.callbacks import Emit
@@ -155,6 +156,10 @@ class Reporter:
             self._snapshot.plans.append({name: record[name] for name in ("step", "plan", "how")})
         self._progress.message(change_words(record))
         self._emit("on_change", record)
+
+    def made_ahead(self, step: int, plan: Plan, seconds: float) -> None:
+        """A plan for fewer ranks, for when one is lost."""
+        self._log.write("ahead", step=step, plan=plan.shown, seconds=seconds)
 
     def mirrored(self, record: dict[str, Any]) -> None:
         """State was copied into the memory of other ranks, or need not be. Said where it is new."""

@@ -63,6 +63,8 @@ class Restoring:
     def from_ranks(self, places: Mapping[int, Place], held: Held | None, scalars: Scalars) -> State | list[str] | None:
         """The state of this rank (None if it has no place), or the tensors of which something is lost. places: by rank
         of this generation, those that hold what is to be gone on from; held: where this rank is one of them."""
+        if not places:
+            return [each.name for each in self.layout.facts.parameters]
         layouts = {place.plan: self._layout_of(place.plan) for place in places.values()}
         filled = list(held.state.shards()) if held is not None else []
         own = layouts[held.plan] if held is not None else self.layout

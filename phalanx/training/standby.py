@@ -14,7 +14,6 @@ from itertools import islice
 
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.step import micro_batches
-from phalanx.errors import LinkError, PhalanxError
 from phalanx.model.segment.segments import Segment
 from phalanx.plan.plan import Plan
 from phalanx.plan.shrink import shrunk
@@ -51,10 +50,8 @@ def _made_for(ready: ReadyRank, plans: Iterable[str], left: int, numbers: range)
                     _make(ready, plan, number)
                     yield plan
             return
-        except LinkError:
-            raise
-        except PhalanxError:
-            continue  # it would be refused after a loss as well
+        except Exception:  # it would not do after a loss either; and nothing made ahead may end a run that is sound
+            continue
 
 
 def _make(ready: ReadyRank, plan: Plan, number: int) -> None:

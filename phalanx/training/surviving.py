@@ -104,6 +104,11 @@ class SurvivingRank(RankGoingBack):
             context = waited
         return self._meet(context, None, False, reporter)
 
+    def tell_others(self, context: RankContext | None = None) -> None:
+        """What ranks that come to this generation prepare themselves for."""
+        told = json.dumps([self.changes.since, self.session.plan.full_text])
+        (context or self.context).store.set("plan", told)
+
     def wait_for_others(self) -> tuple[int, str]:
         """Before a rank that was just started prepares anything: a step of the period that the others are in, and their
         plan."""
@@ -118,7 +123,7 @@ class SurvivingRank(RankGoingBack):
         generation = context.membership.generation
         survived = context.rank not in generation.fresh
         if survived and context.rank == min(set(range(context.world)) - set(generation.fresh)):
-            context.store.set("plan", json.dumps([self.changes.since, self.session.plan.full_text]))
+            self.tell_others(context)
         links = Links(context, timeout=self.config.timeout)
         try:
             with self._timed("meet"):

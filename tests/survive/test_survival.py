@@ -18,6 +18,7 @@ from phalanx.cli.main import app
 from phalanx.errors import ConfigError, RankError
 from phalanx.launch.renewal import OnLoss
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.observe.requests import Request, ask, wait_for
 from phalanx.training.mirror import Copy
 from phalanx.training.trainer import Trainer
 from tests.run_helpers import records, short_config, short_run
@@ -263,13 +264,37 @@ def test_ranks_go_on_with_fewer_and_take_a_new_one_in_when_it_is_ready(pool: Wor
     assert came["step"] > lost["step"]
 
 
+def test_a_plan_for_more_ranks_than_there_are_gets_them(pool: WorkerPool, tmp_path: Path) -> None:
+    """They are started beside the run, taken in between two steps, and then the plan is changed."""
+    out, options, asked = tmp_path / "grown", {**OPTIONS, "steps": 14}, list[Request]()
+    Trainer("gpt2", DATA, short_config(tmp_path / "whole", **options), optimizer_class=torch.optim.SGD).fit()
+
+    def on_event(name: str, given: Any) -> None:
+        if name == "on_step" and given[0]["step"] == 2:
+            asked.append(ask(out, "dp=3"))
+
+    config = short_config(out, **options, plan="dp=2", on_loss="shrink")
+    fit(pool, out, 2, "shrink", trainer=Trainer("gpt2", DATA, config, optimizer_class=Slow), on_event=on_event)
+    require_same_run(out, tmp_path / "whole")
+    (came,) = losses_of_ranks(out)
+    assert came["ranks"] == 3 and came["plan"] == "dp=2" and came["lost"] == ["a process came to be rank 2"]
+    (changed,) = records(out, "change")
+    answer = wait_for(out, asked[0], 0.0)
+    assert answer is not None and (changed["plan"], changed["step"]) == ("dp=3", answer.step) == (
+        answer.plan,
+        came["step"],
+    )
+
+
 class Damages(Fails):
-    """A dataset that turns a bit in every copy that a rank has, when a sample is asked for; once."""
+    """A dataset that turns a bit in every copy that a rank has, when it first asks for a sample of step 6."""
+
+    done = False
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if index >= 24 and not self._mark.exists():
-            self._mark.touch()
-            for copy in [each for each in gc.get_objects() if isinstance(each, Copy)]:
+        if index >= 40 and not self.done:
+            self.done = True
+            for copy in [each for each in gc.get_objects() if type(each) is Copy]:
                 next(iter(copy.data.values())).view(torch.uint8)[:1] ^= 1
         ids = (torch.arange(8) + index) % 64
         return {"input_ids": ids, "labels": ids}
@@ -277,15 +302,15 @@ class Damages(Fails):
 
 @pytest.mark.long
 def test_a_damaged_copy_is_not_used_and_that_is_said(pool: WorkerPool, tmp_path: Path) -> None:
-    """Both stages read the samples of step 4; whoever is first damages what it has."""
     options = {**OPTIONS, "shuffle": False, "checkpoint_every": 2}
-    whole = Damages(tmp_path / "whole-mark")
-    Trainer("gpt2", whole, short_config(tmp_path / "whole", **options)).fit()
+    Trainer("gpt2", Damages(tmp_path), short_config(tmp_path / "whole", **options)).fit()
     config = short_config(tmp_path / "struck", **options, plan="pp=2,mb=2", on_loss="replace", mirror_every=4)
-    trainer, strikes = Trainer("gpt2", Damages(tmp_path / "mark"), config), [Strike(1, in_step(6, "F"))]
+    trainer, strikes = Trainer("gpt2", Damages(tmp_path), config), [Strike(1, in_step(6, "F"))]
     fit(pool, tmp_path / "struck", 2, "replace", strikes=strikes, trainer=trainer)
     require_same_run(tmp_path / "struck", tmp_path / "whole")
-    assert "checkpoints/step-00000004" in losses_of_ranks(tmp_path / "struck")[0]["source"]
+    (loss,) = losses_of_ranks(tmp_path / "struck")
+    assert "checkpoints/step-0000000" in loss["source"]
+    assert "the copy of step 5 in the memory of rank 0 was damaged" in loss["why"]
 
 
 @pytest.mark.long
