@@ -6,6 +6,7 @@ Ranks stand in a ring, and each keeps what the one before it holds alone.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.adapt.survivors import left_of
@@ -58,7 +59,7 @@ def mirrored(layout: Layout) -> dict[int, tuple[StateShard, ...]]:
     return {rank: alone[ring[place - 1]] for place, rank in enumerate(ring)}
 
 
-def beside(own: tuple[StateShard, ...], kept: tuple[StateShard, ...]) -> tuple[StateShard, ...]:
+def beside(own: Sequence[StateShard], kept: Sequence[StateShard]) -> tuple[StateShard, ...]:
     """A rank's own state and what it keeps for another, as one: of a tensor in both, its own boxes come first."""
     others = {shard.name: shard for shard in kept}
     joined = [
