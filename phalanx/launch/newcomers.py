@@ -48,7 +48,8 @@ class Newcomers:
         for process in due:
             del self._due[process]
             self._board.slots[process].clear()
-            self._processes.start_one(process)
+            if process not in self._processes.alive:  # else one that an earlier job left idle
+                self._processes.start_one(process)
             self._coming[process] = now.number
             self._start(process, now)
         return due

@@ -65,7 +65,7 @@ class Restoring:
         of this generation, those that hold what is to be gone on from; held: where this rank is one of them."""
         if not places:
             return [each.name for each in self.layout.facts.parameters]
-        layouts = {place.plan: self._layout_of(place.plan) for place in places.values()}
+        layouts = {place.plan: self._layout_of(place.plan, held) for place in places.values()}
         filled = list(held.state.shards()) if held is not None else []
         own = layouts[held.plan] if held is not None else self.layout
         slots = slots_now(own, held.rank if held else None, [shard for shard, _ in filled], self._group)
@@ -130,7 +130,9 @@ class Restoring:
         same_homes = hosted == set(compiled.hosted()) and held.plan.offload == self.plan.offload
         return same_homes and same_place(held.state.layout, held.rank, self.layout, self._rank)
 
-    def _layout_of(self, plan: Plan) -> StateLayout:
+    def _layout_of(self, plan: Plan, held: Held | None = None) -> StateLayout:
+        if held is not None and plan == held.plan:
+            return held.state.layout
         return self.layout if plan == self.plan else self.opening.layout(plan)
 
 
