@@ -1,6 +1,6 @@
 """Random faults, one run each, with an oracle: the run must be the one that lost nobody.
 
-    python benchmarks/soak.py [--count 1000] [--jobs 4] [--folder soak] [--kinds kill,stop] [--page soak.md]
+    python benchmarks/soak.py [--count 1000] [--jobs 4] [--folder soak] [--kinds kill,stop] [--out soak.json]
 
 Every run trains a tiny GPT-2 on a few CPU ranks under a random plan, and something happens to it at a random moment.
 Held against a run of one process that nothing happened to: parameters, loss and samples of every step, how many steps
@@ -14,10 +14,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import soak_page
 import soak_runs
 
-HEADERS = ["what happened", "runs", "went on", "resumed", "untouched", "failed", "losses", "back to work s (median)",
-           "worst", "run s (worst)"]  # fmt: skip
 _SILENT_SECONDS = 240.0  # of one run, after which it counts as hanging
 
 
@@ -41,7 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--folder", default="soak", metavar="DIR", help="results so far, and what failed")
     parser.add_argument("--kinds", default=",".join(soak_runs.KINDS), metavar="A,B", help="what may happen")
-    parser.add_argument("--page", metavar="FILE", help="write the table as a page")
     options = parser.parse_args(arguments)
     kinds, folder = _kinds(parser, options.kinds), Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,12 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _run_all(wanted, options.jobs, folder, kinds)
     numbers = range(options.first, options.first + options.count)
     found = [record for record in results(folder) if record["number"] in numbers]
-    print(report.table(HEADERS, rows(found)))
+    print(report.table(soak_page.HEADERS, soak_page.rows(found)))
     for record in found:
         if record["outcome"] == "failed":
             print(f"{record['number']} ({record['kind']}, {record['plan']}): {record['problem']}", file=sys.stderr)
-    if options.page:
-        Path(options.page).write_text(page(found, options.out))
     report.publish(options, "soak", {"count": options.count, "kinds": kinds}, found, [])
     sys.exit(any(record["outcome"] == "failed" for record in found))
 
@@ -101,42 +95,6 @@ def _run_all(numbers: list[int], jobs: int, folder: Path, kinds: list[str]) -> N
         if (now := len(results(folder))) != done:
             done = now
             print(f"{done} runs", file=sys.stderr)
-
-
-def rows(found: Sequence[dict[str, Any]]) -> list[list[str]]:
-    by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for record in found:
-        by_kind[record["kind"]].append(record)
-    return [_row(kind, own) for kind, own in sorted(by_kind.items())] + ([_row("all", found)] if found else [])
-
-
-def _row(kind: str, own: Sequence[dict[str, Any]]) -> list[str]:
-    outcomes = [record["outcome"] for record in own]
-    seconds = sorted(each for record in own for each in record["recoveries"])
-    times = [f"{statistics.median(seconds):.2f}", f"{seconds[-1]:.2f}"] if seconds else ["", ""]
-    counts = [str(outcomes.count(name)) for name in ("went on", "resumed", "untouched", "failed")]
-    return [kind, str(len(own)), *counts, str(len(seconds)), *times, f"{max(r['seconds'] for r in own):.0f}"]
-
-
-def page(found: Sequence[dict[str, Any]], data: str | None) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in [HEADERS, ["---"] * len(HEADERS), *rows(found)]]
-    at = report.machine()
-    failures = [
-        f"- {r['number']} ({r['kind']}, `{r['plan']}`): {r['problem']}" for r in found if r["outcome"] == "failed"
-    ]
-    link = f" Data: [{Path(data).name}]({Path(data).name})." if data else ""
-    return "\n".join([
-        "# Soak: random faults, and the run that lost nobody", "",
-        "Each run trains a tiny GPT-2 in float64 on two to four CPU ranks while something happens to it at a random "
-        "moment. *Went on*: the ranks that were left, or new ones, ended the run. *Resumed*: what happened cannot be "
-        "survived in place (before training, or nobody was left), the run ended with an error and was resumed. "
-        "*Untouched*: nobody was lost. Every result was compared with a run of one process: parameters (1e-7), losses "
-        "(1e-9) and samples of every step, how many steps were made again, processes, shared memory and open files "
-        "left behind. *Back to work*: from when a loss was noticed until ranks train again.", "",
-        f"`python benchmarks/soak.py --count {len(found)}` (torch {at['torch']}, {at['cores']} cores), {at['date']}."
-        f"{link}", "",
-        *lines, "", *(["Failures:", "", *failures, ""] if failures else []),
-    ])  # fmt: skip
 
 
 if __name__ == "__main__":
