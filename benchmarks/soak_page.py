@@ -18,10 +18,10 @@ INTRO = """# Soak: random faults, and the run that lost nobody
 
 Each run trains a tiny GPT-2 in float64 on two to four CPU ranks while something happens to it at a random moment. *Went
 on*: the ranks that were left, or new ones, ended the run. *Resumed*: what happened cannot be survived in place (before
-training, nobody was left, the supervisor was killed); the run ended and was resumed. *Untouched*: nobody was lost. Every
-result was compared with a run of one process: parameters (1e-7), losses (1e-9) and samples of every step, how many steps
-were made again, processes, shared memory and open files left behind. *Back to work*: from when a loss was noticed until
-ranks train again.
+training, nobody was left, the supervisor was killed); the run ended and was resumed. *Untouched*: nobody was lost.
+Every result was compared with a run of one process: parameters (1e-7), losses (1e-9) and samples of every step, how
+many steps were made again, processes, shared memory and open files left behind. *Back to work*: from when a loss was
+noticed until ranks train again.
 """
 
 
