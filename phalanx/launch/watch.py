@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,8 @@ class Watch:
                 self._left[rank] = message
             elif isinstance(message, Failed) and self._is_coming(rank):
                 assert self._renewal is not None
+                said = f"a process that was to take part failed ({message.text}); it is started again later"
+                print(said, file=sys.stderr, flush=True)
                 self._renewal.newcomers.give_up(rank)
             elif isinstance(message, Failed):
                 self._add(Trouble(rank, self._view(rank), failed=message, output=self._output(rank)))
