@@ -42,7 +42,8 @@ def fit(
     strikers.start()
     try:
         with pack(trainer.job) as payload:
-            found = pool.run(fit_on_rank, payload, world=world, on_event=on_event, on_loss=on_loss)[0]
+            least = trainer.job.config.min_ranks
+            found = pool.run(fit_on_rank, payload, world=world, on_event=on_event, on_loss=on_loss, least=least)[0]
     finally:
         ended.set()
         strikers.join(5.0)

@@ -186,6 +186,14 @@ class Fails:
 
 
 @pytest.mark.long
+def test_with_fewer_than_the_least_number_of_ranks_lost_ones_are_replaced(pool: WorkerPool, tmp_path: Path) -> None:
+    strikes = [Strike(1, in_step(3, "BW"))]
+    fit(pool, tmp_path, 2, "shrink", plan="dp=2", strikes=strikes, min_ranks=2)
+    (loss,) = losses_of_ranks(tmp_path)
+    assert (loss["ranks"], loss["plan"]) == (2, "dp=2")
+
+
+@pytest.mark.long
 def test_a_rank_that_crashes_by_itself_is_replaced(pool: WorkerPool, tmp_path: Path) -> None:
     config = short_config(tmp_path / "run", **{**OPTIONS, "plan": "dp=2", "on_loss": "replace", "shuffle": False})
     trainer = Trainer("gpt2", Fails(tmp_path / "mark"), config)
