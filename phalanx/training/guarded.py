@@ -45,7 +45,7 @@ def fit_guarded(context: RankContext, job: Job, device: str, run: Callable[[Work
             context.world, device=device, silence=job.config.silence, environment=environment
         ) as pool:  # fmt: skip
             found = run(pool)
-        ended = _told(found)
+        ended = told(found)
         return found
     except KeyboardInterrupt:
         ended = {"left": None}
@@ -74,7 +74,8 @@ def _waited(context: RankContext, job: Job) -> Summary:
 _PATHS = ("folder", "checkpoint", "export", "best")
 
 
-def _told(found: Summary) -> dict[str, Any]:
+def told(found: Summary) -> dict[str, Any]:
+    """Of a summary, for the other guards."""
     told = vars(replace(found, spec=None)).copy()
     told.pop("spec")
     return told | {name: told[name] and str(told[name]) for name in _PATHS}
