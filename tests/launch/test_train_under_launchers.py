@@ -217,10 +217,9 @@ def test_a_rank_is_lost_and_replaced_under_torchrun(pool: WorkerPool, tmp_path: 
     process = torchrun(tmp_path / "run", plan="dp=2", on_loss="replace", steps=60)
     wait_for_step(tmp_path / "run", 0, 3, process)
     os.kill(sorted(ranks_of(process.pid))[-1], signal.SIGKILL)
-    output, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     (loss,) = records(tmp_path / "run", "loss")
     assert "was killed by signal SIGKILL" in loss["lost"][0] and loss["source"] == "the ranks that were left"
     fit(pool, tmp_path / "own", "gpt2", DATA, **{**OPTIONS, "plan": "dp=2", "steps": 60})
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "own"), rel=1e-6)
-    assert "rank 1" in output or "rank 0" in output
