@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BOTH := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check light test test-all lint clean
+.PHONY: help demo check light test test-all soak lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test: lint $(VENV)/triton ## lint, types and every test that is not marked long
 
 test-all: lint $(VENV)/triton ## the same with the long tests
 	$(PYTEST) $(BOTH)
+
+soak: $(STAMP) ## a thousand runs that something happens to, each held against one that nothing happened to; goes on where it was
+	$(BIN)/python benchmarks/soak.py --folder runs/soak $(SOAK)
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check

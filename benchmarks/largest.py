@@ -173,9 +173,9 @@ def page() -> str:
     return "\n".join([
         "# The largest model within so much memory", "",
         f"`python benchmarks/largest.py` on one {machine['gpus'][0]} (torch {machine['torch']}, {machine['cores']} "
-        f"cores), {machine['date']}. Data: [largest.json](largest.json). Llama-3-8B with more or fewer layers, bfloat16 "
-        "with float32 masters and AdamW, 16 × 4096 tokens a step. A cap is the share of the card that the process may "
-        "use; without one it may use all. MFU counts no recomputed FLOPs.", "",
+        f"cores), {machine['date']}. Data: [largest.json](largest.json). Llama-3-8B with more or fewer layers, "
+        "bfloat16 with float32 masters and AdamW, 16 × 4096 tokens a step. A cap is the share of the card that the "
+        "process may use; without one it may use all. MFU counts no recomputed FLOPs.", "",
         report.markdown(HEADERS, [row(result) for result in results]), "", *_prices(results), "",
     ])  # fmt: skip
 

@@ -29,6 +29,7 @@ import scaling_page
 import schedules_page
 import single_gpu_page
 import slices_page
+import soak_page
 import step_api
 import terapipe_published_page
 import tp_dispatch
@@ -44,6 +45,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "slices": slices_page.page,
     "peers": peers_page.page,
     "sabotage": sabotage.page,
+    "soak": soak_page.page,
     "terapipe_published": terapipe_published_page.page,
     "tp_shares": tp_shares_page.page,
     "overlap": overlap_page.page,

@@ -113,9 +113,15 @@ class RunConfig(BaseModel):
     silence: float = _option(
         "Training", 15.0, "seconds without a sign of life in a step after which a rank counts as lost", gt=0
     )
-    on_loss: Literal["stop", "shrink", "replace"] = _option(
+    on_loss: Literal["stop", "shrink", "replace", "regrow"] = _option(
         "Training", "stop",
-        "when a rank is lost: stop; shrink: the others go on with a plan for them; replace: with a new rank",
+        "when a rank is lost: stop; shrink: the others go on with a plan for them; replace: with a new rank; regrow: "
+        "shrink, and take a new rank in when it is ready",
+    )  # fmt: skip
+    min_ranks: int = _option("Training", 1, "with fewer ranks left, shrink and regrow wait for new ones", ge=1)
+    mirror_every: Annotated[int, Field(ge=1)] | Literal["auto", "never"] = _option(
+        "Training", "never",
+        "steps between copies of the state in other ranks' memory, for on_loss (auto: at most 1 % of the time)",
     )  # fmt: skip
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
     deterministic: bool = _option(

@@ -100,6 +100,16 @@ def require_together(config: RunConfig) -> None:
             "option on_spike = 'rollback' needs to know what a spike is, and checkpoints on the way",
             "set spike_factor and checkpoint_every as well",
         )
+    if config.min_ranks > 1 and config.on_loss not in ("shrink", "regrow"):
+        raise ConfigError(
+            f"option min_ranks = {config.min_ranks} does nothing with on_loss = {config.on_loss!r}",
+            "set on_loss to shrink or regrow as well, or leave min_ranks out",
+        )
+    if config.mirror_every != "never" and config.on_loss == "stop":
+        raise ConfigError(
+            f"option mirror_every = {config.mirror_every!r} does nothing where a lost rank ends the run",
+            "set on_loss to shrink or replace as well, or leave mirror_every out",
+        )
     if config.mirror is not None and "://" not in config.mirror:
         raise ConfigError(
             f"option mirror = {config.mirror!r} is no URL", "write e.g. s3://bucket/run or file:///backup/run"

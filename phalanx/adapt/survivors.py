@@ -16,10 +16,10 @@ def missing(before: Layout, after: Layout) -> list[str]:
     wanted: dict[str, dict[Box, None]] = defaultdict(dict)
     for shard in (shard for shards in after.values() for shard in shards):
         wanted[shard.name].update(dict.fromkeys(box for box in shard.boxes if box not in sources[shard.name]))
-    return [name for name, boxes in wanted.items() if any(_left(box, sources[name]) for box in boxes)]
+    return [name for name, boxes in wanted.items() if any(left_of(box, sources[name]) for box in boxes)]
 
 
-def _left(box: Box, sources: Iterable[Box]) -> list[Box]:
+def left_of(box: Box, sources: Iterable[Box]) -> list[Box]:
     """What of a box is in none of these."""
     left = [box] if box.numel else []
     for source in sources:

@@ -128,11 +128,16 @@ class Links:
         self.deadline.close()
         self._let_go()
         time.sleep(0.05)  # operations that now fail still touch their group
+        busy = {id(pending.backend) for pending in self._pending}
         for backend in self._backends():
-            # Destroying a group waits for its unfinished operations, for ever: it is never destroyed.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+            # Destroying a group waits for its unfinished operations, for ever: such a one is never destroyed, and its
+            # sockets and threads stay. The others go with whoever holds them.
+            if id(backend) in busy or self.device.type == "cuda":
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
         for pending in self._pending:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
+        self._groups.clear()
+        self._channels.clear()
 
     def __enter__(self) -> Links:
         return self
@@ -145,9 +150,9 @@ class Links:
 
     def start(
         self, kind: str, call: Callable[[], Any], tensors: tuple[Tensor, ...], partners: str,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None, backend: Any = None,
     ) -> Pending:  # fmt: skip
-        """Start an operation and count it; `tensors[0]` is the one whose bytes count."""
+        """Start an operation of a backend and count it; `tensors[0]` is the one whose bytes count."""
         assert all(tensor.is_contiguous() for tensor in tensors), f"{kind} of a tensor that is not contiguous"
         try:
             work = call()
@@ -160,7 +165,7 @@ class Links:
         traffic.bytes += tensors[0].nbytes
         pending = Pending(
             self.context, work, tensors, deadline=self.deadline, subject=kind, partners=partners, finish=finish,
-            ended=self._pending.discard,
+            ended=self._pending.discard, backend=backend,
         )  # fmt: skip
         self._pending.add(pending)
         return pending
@@ -318,7 +323,7 @@ class Group:
     def _start(
         self, kind: str, call: Callable[[], Any], tensors: tuple[Tensor, ...], finish: Callable[[], None] | None = None
     ) -> Pending:
-        return self._links.start(kind, call, tensors, self._partners, finish)
+        return self._links.start(kind, call, tensors, self._partners, finish, self.backend)
 
     def _nothing(self) -> Pending:
         links = self._links
@@ -333,11 +338,13 @@ class Channel:
 
     def send(self, tensor: Tensor) -> Pending:
         assert self.way == "out"
-        return self._links.start("send", lambda: self.backend.send([tensor], 1, 0), (tensor,), f"to rank {self.peer}")
+        call = lambda: self.backend.send([tensor], 1, 0)  # noqa: E731
+        return self._links.start("send", call, (tensor,), f"to rank {self.peer}", backend=self.backend)
 
     def recv(self, tensor: Tensor) -> Pending:
         assert self.way == "in"
-        return self._links.start("recv", lambda: self.backend.recv([tensor], 0, 0), (tensor,), f"from rank {self.peer}")
+        call = lambda: self.backend.recv([tensor], 0, 0)  # noqa: E731
+        return self._links.start("recv", call, (tensor,), f"from rank {self.peer}", backend=self.backend)
 
 
 def _named(ranks: Iterable[int]) -> str:

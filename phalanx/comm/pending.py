@@ -75,8 +75,9 @@ class Pending:
         partners: str,
         finish: Callable[[], None] | None = None,
         ended: Callable[[Pending], None] | None = None,
+        backend: Any = None,
     ) -> None:
-        self._context, self._work, self._deadline = context, work, deadline
+        self._context, self._work, self._deadline, self.backend = context, work, deadline, backend
         self._tensors, self._on_cuda = tensors, any(tensor.is_cuda for tensor in tensors)
         self._subject, self._partners, self._finish, self._ended = subject, partners, finish, ended
 

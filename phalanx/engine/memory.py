@@ -159,7 +159,7 @@ def bucket_costs(compiled: Compiled) -> list[BucketCosts]:
 
 def _footprint(segment: Segment) -> dict[Op, int]:
     """At most, beside the values of the table."""
-    found = segment.working()
+    found = segment.working
     needs = {Op.F: found.forward, Op.A: found.forward, Op.B: found.backward, Op.W: found.weight, Op.BW: found.together}
     return {op: max(sizes, default=0) for op, sizes in needs.items()}
 

@@ -85,7 +85,7 @@ def _crossing(shape: ModelShape, cut: int) -> float:
 
 
 def _working(segment: Segment) -> int:
-    found = segment.working()
+    found = segment.working
     return max((*found.forward, *found.backward, *found.weight, *found.together), default=0)
 
 

@@ -22,13 +22,15 @@ _LOOK_SECONDS = 0.002
 @dataclass(frozen=True)
 class Generation:
     """members: the process that is each rank. fresh: the ranks that were just started and hold nothing. lost: what
-    happened, in words. noticed: when, as `time.time` counts."""
+    happened, in words. noticed: when, as `time.time` counts. is_ahead: it was not published, and is what a process that
+    comes to a job that runs is told; it goes on in one that was."""
 
     number: int
     members: tuple[int, ...]
     fresh: tuple[int, ...] = ()
     lost: tuple[str, ...] = ()
     noticed: float = 0.0
+    is_ahead: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -56,23 +58,37 @@ class Membership:
     def rank(self) -> int:
         return self.generation.members.index(self.process)
 
+    @property
+    def is_invited(self) -> bool:
+        """Whether others are ready to take part, from the next step on."""
+        return self._board.invited
+
+    def gets(self, num_ranks: int) -> bool:
+        """Asks for so many ranks; whether they can come."""
+        if num_ranks > self._board.room:
+            return False
+        self._board.want(num_ranks)
+        return True
+
     def look(self) -> None:
         if self._board.aborted:
             self.abort.set("another rank failed")
-        elif self._board.generation > self.generation.number:
+        elif self._board.generation > self.generation.number and not self.generation.is_ahead:
             self.abort.set("a rank was lost")
 
     def follow(self, store: Any, seconds: float) -> bool:
-        """Waits for the next generation and enters it; False when the job is over, or none came in so many seconds."""
-        self._slot.await_generation(self.generation.number + 1)
-        deadline = time.monotonic() + seconds
-        while self._board.generation <= self.generation.number:
-            if self._board.aborted or time.monotonic() > deadline:
-                return False
-            time.sleep(_LOOK_SECONDS)
-        if self._board.aborted:
-            return False
-        found = store.get(Generation(self._board.generation, ()).key)
-        self.abort, self.generation = AbortEvent(), read_record(Generation, found)
-        self._slot.await_generation(0)
-        return True
+        """Waits for the next generation that this process is in, and enters it; False when the job is over, or none
+        came in so many seconds."""
+        seen, deadline = self.generation.number, time.monotonic() + seconds
+        while not self._board.aborted and time.monotonic() < deadline:
+            self._slot.await_generation(seen + 1)
+            if self._board.generation <= seen:
+                time.sleep(_LOOK_SECONDS)
+                continue
+            seen = self._board.generation
+            found = read_record(Generation, store.get(Generation(seen, ()).key))
+            if self.process in found.members:
+                self.abort, self.generation = AbortEvent(), found
+                self._slot.await_generation(0)
+                return True
+        return False

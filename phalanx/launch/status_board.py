@@ -34,6 +34,8 @@ _RECENT_AT, NUM_RECENT, _TEXT = 200, 25, 32  # the newest of them, in a ring
 _GUARDED_AT = 1000  # whether the rank goes on when another is lost
 _AWAITED_AT = 1008  # the generation that the rank waits for
 _GENERATION_AT = 8  # of the board: the newest that was published
+_INVITED_AT, _GROWS_AT = 16, 17  # of the board: whether processes wait to be taken in; whether more can be had
+_WANTED_AT = 24  # of the board: how many ranks are asked for
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,35 @@ class StatusBoard:
         """Tell every rank that the ranks of the job are others from now on."""
         _BEGUN.pack_into(self._memory, _GENERATION_AT, generation)
 
+    @property
+    def invited(self) -> bool:
+        """Whether processes that were added wait for the ranks to meet them between two steps."""
+        return self._memory[_INVITED_AT] != 0
+
+    def invite(self, waits: bool) -> None:
+        self._memory[_INVITED_AT] = int(waits)
+
+    @property
+    def room(self) -> int:
+        """How many ranks the job may have; 0 where it cannot get others."""
+        return len(self.slots) if self._memory[_GROWS_AT] else 0
+
+    def let_grow(self, grows: bool) -> None:
+        self._memory[_GROWS_AT] = int(grows)
+
+    @property
+    def wanted(self) -> int:
+        """How many ranks the job asks for; 0 if it does not."""
+        return _BEGUN.unpack_from(self._memory, _WANTED_AT)[0]
+
+    def want(self, num_ranks: int) -> None:
+        _BEGUN.pack_into(self._memory, _WANTED_AT, num_ranks)
+
     def reset(self) -> None:
         self._memory[0] = 0
+        self.invite(False)
+        self.let_grow(False)
+        self.want(0)
         self.publish(0)
         for slot in self.slots:
             slot.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,11 @@ class Watch:
                 self._done.add(rank)
             elif isinstance(message, Left):
                 self._left[rank] = message
+            elif isinstance(message, Failed) and self._is_coming(rank):
+                assert self._renewal is not None
+                said = f"a process that was to take part failed ({message.text}); it is started again later"
+                print(said, file=sys.stderr, flush=True)
+                self._renewal.newcomers.give_up(rank)
             elif isinstance(message, Failed):
                 self._add(Trouble(rank, self._view(rank), failed=message, output=self._output(rank)))
         return wire.closed
@@ -99,6 +105,7 @@ class Watch:
             if trouble is not None and self._add(trouble):
                 return  # the ranks are others now
         self._look_for_broken_links()
+        self._tend()
 
     def _trouble_of(self, rank: int) -> Trouble | None:
         process, view = self._processes.alive[rank], self._view(rank)
@@ -109,11 +116,24 @@ class Watch:
             return None
         return _stalled(process, view, seconds, self._output(rank), read_stack(self._job.stack_file(rank)))
 
+    def _is_coming(self, rank: int) -> bool:
+        return self._renewal is not None and self._renewal.newcomers.is_coming(rank)
+
+    def _tend(self) -> None:
+        """Processes come to the job, and are taken in once all ranks wait for them."""
+        if self._renewal is None or self._troubles or self._left or self._done:
+            return
+        self._fresh += self._renewal.tend()
+        if self._renewal.all_wait():
+            self._renewed([])
+
     def _look_for_broken_links(self) -> None:
         """Ranks that lost each other, and of which none is lost, meet again."""
         if self._renewal is None or self._troubles:
             return
         now, newest = self._clock.read(), self._board.generation
+        if self._board.invited:
+            return  # they wait for newcomers, who are taken in when all of them do
         waiting = [rank for rank in self._expected() if self._board.slots[rank].awaited > newest]
         self._waiting = {rank: self._waiting.get(rank, now) for rank in waiting}
         if waiting and now - min(self._waiting.values()) > _PATIENCE_SECONDS:
@@ -162,15 +182,17 @@ class Watch:
             return False
         return self._renewed([trouble.rank], _loss_words(trouble, self.members.index(trouble.rank)))
 
-    def _renewed(self, lost: Sequence[int], words: str) -> bool:
+    def _renewed(self, lost: Sequence[int], *words: str) -> bool:
         assert self._renewal is not None
-        self._not_renewed = self._renewal.renew(lost, [words]) or ""
+        came = set(self._renewal.newcomers.ready())
+        self._not_renewed = self._renewal.renew(lost, words) or ""
         if self._not_renewed:
             return False
         now = self._renewal.generation
-        self._fresh += [now.members[rank] for rank in now.fresh]
+        fresh = [now.members[rank] for rank in now.fresh]
+        self._fresh += [number for number in fresh if number not in came]  # newcomers are heard already
         self._silence = {
-            number: SilenceWatch(self._clock, self._job.silence) if number in self._fresh else self._silence[number]
+            number: SilenceWatch(self._clock, self._job.silence) if number in fresh else self._silence[number]
             for number in now.members
         }
         return True

@@ -32,6 +32,7 @@ from phalanx.launch.watch import Watch
 
 _TICK_SECONDS = 0.2
 _STORE_SECONDS = 300.0  # as long as torch's stores wait where nothing is said
+_ROOM = 64  # for ranks that come to a job beside those that it began with
 PRELOAD = ("torch", "phalanx.comm.links", "phalanx.training.trainer")
 
 
@@ -61,7 +62,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         refuse_while_loading("WorkerPool")
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-pool-"))
-        self._board = StatusBoard.create(self._folder / "board", self.size)
+        self._board = StatusBoard.create(self._folder / "board", self.size + _ROOM)
         self._processes = Processes(self._folder, self._preload)
         self._store = host_store("127.0.0.1", 0, timedelta(seconds=_STORE_SECONDS))
         return self
@@ -83,9 +84,11 @@ class WorkerPool:
         world: int | None = None,
         on_event: Callable[[str, Any], None] | None = None,
         on_loss: OnLoss = "stop",
+        least: int = 1,
     ) -> list[Any]:
         """`target(context, *arguments)` on the first `world` ranks; what each returned, by rank. on_loss: what becomes
-        of a job that loses a rank once all ranks have said that they would go on (`StatusSlot.guard`).
+        of a job that loses a rank once all ranks have said that they would go on (`StatusSlot.guard`); least: with
+        fewer ranks it does not.
 
         Ctrl-C, SIGTERM and SIGHUP are passed on to the ranks once; if they leave because of it, so does this function,
         with KeyboardInterrupt or SystemExit. A second one ends them at once.
@@ -96,22 +99,31 @@ class WorkerPool:
             self._processes.close()
             self._processes = Processes(self._folder, self._preload)
         with contextlib.ExitStack() as opened:
-            results = [opened.enter_context(tempfile.TemporaryFile(dir=self._folder)) for _ in range(world)]
+            results: dict[int, IO[bytes]] = {}
             task = opened.enter_context(tempfile.TemporaryFile(dir=self._folder))
             with explained_pickling():
                 pickle.dump((target, arguments), task)
 
             def hand_over(numbers: Iterable[int], job: Job) -> None:
+                for number in numbers:
+                    if number not in results:
+                        results[number] = opened.enter_context(tempfile.TemporaryFile(dir=self._folder))
                 self._hand_over({number: results[number] for number in numbers}, job, task)
 
             try:
                 self._processes.start(world)
                 job = self._post(world)
                 hand_over(range(world), job)
-                watch = Watch(self._processes, self._board, job, self._renewal(job, on_loss, hand_over))
+                renewal = self._renewal(job, on_loss, hand_over, least)
+                watch = Watch(self._processes, self._board, job, renewal)
                 with stop_signal() as stop:
                     self._follow(watch, on_event, stop)
-                return [_read(results[number]) for number in watch.members]
+                if renewal is not None:
+                    renewal.newcomers.dismiss()
+                found = [_read(results[number]) for number in watch.members]
+                for number in [number for number in self._processes.alive if number >= self.size]:
+                    self._processes.bury(number)
+                return found
             except BaseException:
                 # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
                 self._processes.end()
@@ -123,8 +135,9 @@ class WorkerPool:
         for process in self._processes.alive.values():
             if process.log is not None and process.log.exists():
                 os.truncate(process.log, 0)
+        num_slots = len(self._board.slots)
         return Job(
-            self._generation, world, self._device, self._folder, self.size, self._store.port, self._threads,
+            self._generation, world, self._device, self._folder, num_slots, self._store.port, self._threads,
             dict(os.environ), os.getcwd(), tuple(sys.path), MainScript.of_this_process(), new_secret(), self._silence,
             Generation(0, tuple(range(world))),
         )  # fmt: skip
@@ -144,16 +157,17 @@ class WorkerPool:
                 self._processes.alive[number].wire.send(own, (file.fileno(), result.fileno()))
         path.unlink()
 
-    def _renewal(self, job: Job, on_loss: OnLoss, hand_over: Callable[[Iterable[int], Job], None]) -> Renewal | None:
+    def _renewal(
+        self, job: Job, on_loss: OnLoss, hand_over: Callable[[Iterable[int], Job], None], least: int
+    ) -> Renewal | None:  # fmt: skip
         if on_loss == "stop":
             return None
         store = JobStore(self._store, job.secret, f"job{job.generation}")
 
-        def start(number: int, job: Job) -> None:
-            hand_over([number], dataclasses.replace(job, members=renewal.generation))
+        def start(number: int, members: Generation) -> None:
+            hand_over([number], dataclasses.replace(job, members=members))
 
-        renewal = Renewal(self._processes, self._board, job, store, on_loss, start)
-        return renewal
+        return Renewal(self._processes, self._board, job, store, on_loss, start, least)
 
     def _follow(self, watch: Watch, on_event: Callable[[str, Any], None] | None, stop: StopSignal) -> None:
         """Returns when every rank is done, raises when the job is over in another way."""

@@ -86,6 +86,10 @@ class Inbox:
     def has_request(self) -> bool:
         return self._path.exists()
 
+    def peek(self) -> Request | None:
+        """The request, which stays; None where there is none."""
+        return _read(self._path)
+
     def take(self) -> Request | None:
         """The request, which is gone then; None where what lies there is none."""
         request = _read(self._path)

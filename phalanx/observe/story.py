@@ -80,6 +80,15 @@ def loss_words(record: Record) -> str:
     )
 
 
+def mirror_words(record: Record) -> str:
+    """`what one rank alone holds is copied into other ranks' memory every 20 steps …`."""
+    if "none" in record:
+        return f"no copies in other ranks' memory: {record['none']}"
+    every = "every step" if record["every"] == 1 else f"every {record['every']} steps"
+    size = bytes_text(record["bytes"])
+    return f"what one rank alone holds is copied into other ranks' memory {every} ({size} on rank 0)"
+
+
 _WORDS = {
     "start": _began,
     "loss": loss_words,

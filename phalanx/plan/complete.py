@@ -59,9 +59,7 @@ def needed_ranks(given: str | Plan) -> int | None:
 def usable_ranks(given: str | Plan, world: int) -> int:
     """How many of the ranks there are a plan can use: all of them where it leaves pp or dp open and the rest divides
     them, else as many as it asks for, or a multiple of that."""
-    known = _known(given)
-    check_counts(known)
-    asked = math.prod(known.get(axis, 1) for axis in AXES)
+    known, asked = _known(given), least_ranks(given)
     if asked > world:
         raise PlanError(
             f"plan: {fields.write({axis: known[axis] for axis in AXES if axis in known})} needs {asked} ranks, and "
@@ -69,6 +67,13 @@ def usable_ranks(given: str | Plan, world: int) -> int:
             f"use {world} or fewer",
         )
     return asked if {"pp", "dp"} <= known.keys() else world - world % asked
+
+
+def least_ranks(given: str | Plan) -> int:
+    """How many ranks a plan asks for at least."""
+    known = _known(given)
+    check_counts(known)
+    return math.prod(known.get(axis, 1) for axis in AXES)
 
 
 def _known(given: str | Plan) -> Fields:

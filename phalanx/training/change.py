@@ -188,7 +188,7 @@ def _moved(
 ) -> State | None:  # fmt: skip
     """The state of this rank under the new plan; the old one is gone."""
     rank, was, old = opening.context.rank, member if isinstance(member, Session) else None, member.state.layout
-    optimizer, loss_scale = _everyones(group, *member.state.scalars())
+    optimizer, loss_scale = everyones(group, *member.state.scalars())
     given = was.give_up_state() if was is not None else []
     slots = slots_now(old, rank if was is not None else None, [shard for shard, _ in given], group)
     held = {shard.name: data for shard, data in given}
@@ -228,7 +228,7 @@ def _named(compiled: Compiled, buckets: Iterable[int]) -> set[str]:
     return {each.name for bucket in buckets for each in facts.buckets.get(bucket, ())}
 
 
-def _everyones(
+def everyones(
     group: Group, optimizer: dict[str, Any], loss_scale: dict[str, float] | None
 ) -> tuple[dict[str, Any], dict[str, float] | None]:
     """What the ranks' optimizers keep besides tensors, together; rank 0 always has a place."""

@@ -6,19 +6,26 @@ asked travels in the reduction of every step. How a plan is changed is `change.p
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.config import RunConfig
-from phalanx.errors import PhalanxError
+from phalanx.errors import LinkError, PhalanxError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.observe.requests import Answer, Inbox, Request
+from phalanx.plan.complete import least_ranks
 from phalanx.plan.periods import Period
 from phalanx.training.change import Member, everyone
 
 SCHEDULED, ASKED = "as the options say", "asked for while it ran"
+_MEET = "meet"
+
+
+class OthersWait(LinkError):
+    """Ranks leave each other to meet again in another generation, with those that came."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,13 @@ class Wanted:
 
 
 class Changes:
-    """`plan` is the text of the plan in force, `period` the period."""
+    """`plan` is the text of the plan in force, `whole` of that which all ranks had, `period` the period, `since` a step
+    of it."""
 
     def __init__(self, config: RunConfig, context: RankContext, folder: Path, step: int) -> None:
         self._periods, self._context = config.periods, context
-        self.period = self._periods.at(step)
-        self.plan = self.period.plan
+        self.period, self.since = self._periods.at(step), step
+        self.plan = self.whole = self.period.plan
         self._inbox = Inbox(folder)
         if context.rank == 0:
             self._inbox.clear()
@@ -48,14 +56,24 @@ class Changes:
         """From now on as this rank."""
         self._context = context
 
+    def stay_in(self, since: int) -> None:
+        """After a loss ranks are in the period in which those that are left were; what comes next is changed to."""
+        self.period, self.since = self._periods.at(since), since
+
     def is_asked(self) -> bool:
-        """Whether this rank has a request."""
-        return self._context.rank == 0 and self._inbox.has_request()
+        """Whether this rank has a request, or others wait to be taken in."""
+        return self._context.rank == 0 and (self._inbox.has_request() or self._is_invited)
+
+    @property
+    def _is_invited(self) -> bool:
+        return self._context.membership is not None and self._context.membership.is_invited
 
     def at(self, step: int, member: Member, asked: bool) -> Iterator[Wanted]:
         """What is wanted before a step. asked: whether rank 0 had a request by the end of the last."""
         period = self._periods.at(step)
-        if period != self.period:
+        if period == self.period:
+            self.since = step
+        else:
             changes = period.plan != self.period.plan
             must = (period.batch_size, period.seq_len) != (self.period.batch_size, self.period.seq_len)
             plans = [*([period.plan] if changes else []), *([self.plan, period.plan] if must else [])]
@@ -72,10 +90,27 @@ class Changes:
             self._inbox.answer(wanted.request, answer)
 
     def _request(self, member: Member) -> Request | None:
-        """What rank 0 finds, on all ranks."""
-        found = self._inbox.take() if self._context.rank == 0 else None
-        said = everyone(member).texts(json.dumps([found.name, found.plan]) if found is not None else "")[0]
+        """What rank 0 finds, on all ranks. Raises `OthersWait` on all of them where it finds newcomers."""
+        said = everyone(member).texts(self._found() if self._context.rank == 0 else "")[0]
+        if said == _MEET:
+            raise OthersWait("new ranks are ready to take part")
         return Request(*json.loads(said)) if said else None
+
+    def _found(self) -> str:
+        """On rank 0. A plan for more ranks waits until there are so many."""
+        request = self._inbox.peek()
+        if request is None or not self._gets_ranks(request.plan):
+            request = self._inbox.take()
+            if request is not None:
+                return json.dumps([request.name, request.plan])
+        return _MEET if self._is_invited else ""
+
+    def _gets_ranks(self, plan: str) -> bool:
+        """Whether others will come, for a plan that needs them."""
+        with contextlib.suppress(PlanError):  # whoever tries the plan will say what is wrong with it
+            needed, membership = least_ranks(plan), self._context.membership
+            return needed > self._context.world and membership is not None and membership.gets(needed)
+        return False
 
 
 def refusal(error: PhalanxError) -> str:

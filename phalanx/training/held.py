@@ -7,7 +7,7 @@ then and can end the step alone, with the numbers of the one that knows them. Ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx.engine.step import Outcome, Step
 from phalanx.errors import LinkError
@@ -47,7 +47,8 @@ class Held:
 class Word:
     """What a rank says of itself when a generation begins. plan, rank: of the state that it holds, after `step` steps;
     "" if it holds none. completes: it can end the step after those, once it knows `sums` of a rank that did. reported:
-    the newest step that it has told of. saving: a checkpoint was on its way."""
+    the newest step that it has told of. saving: a checkpoint was on its way. copies: step, plan and rank of those that
+    it has; damaged: what is said of others."""
 
     survived: bool
     plan: str = ""
@@ -57,6 +58,8 @@ class Word:
     sums: list[float] | None = None
     reported: int = -1
     saving: bool = False
+    copies: list[tuple[int, str, int]] = field(default_factory=list[tuple[int, str, int]])
+    damaged: list[str] = field(default_factory=list[str])
 
 
 def hold(member: Member, at: int) -> Held | None:

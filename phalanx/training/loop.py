@@ -34,6 +34,7 @@ from phalanx.observe.requests import Answer
 from phalanx.observe.runlog import RunLog, newest_steps, read_log
 from phalanx.observe.trace import StepProfiler
 from phalanx.observe.trackers import with_trackers
+from phalanx.plan.plan import Plan
 from phalanx.state.folders import final_folder, replace_text
 from phalanx.tasks.base import Batch
 from phalanx.training.callbacks import Emit
@@ -48,6 +49,7 @@ from phalanx.training.reporting import Reporter, StepFacts
 from phalanx.training.session import Session
 from phalanx.training.spare import Spare
 from phalanx.training.spikes import RollBack, spike_limit
+from phalanx.training.standby import made_ahead
 from phalanx.training.surviving import SurvivingRank
 
 
@@ -90,7 +92,9 @@ class Loop(SurvivingRank):
             if is_new:
                 self._announce(reporter, log, rows)
             else:
-                self._went_on(self.join(reporter), reporter, checkpoints, progress)
+                was, record = self.context.rank, self.join(reporter)
+                progress = progress if self.context.rank == was else self._speak(reporter)
+                self._went_on(record, reporter, checkpoints, progress)
             with stop_request(speaks=self._is_rank0) as stop:
                 return self._live(reporter, checkpoints, stop)
 
@@ -122,6 +126,8 @@ class Loop(SurvivingRank):
 
     def _live(self, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest) -> Summary:
         """To the end of the run, whoever is lost on the way if that is to be survived."""
+        if self.survives and self._is_rank0:
+            self.tell_others()
         self.context.slot.guard(self.survives)
         while True:
             try:
@@ -177,17 +183,19 @@ class Loop(SurvivingRank):
         self.lost_save = False
         if reporter.stops or reporter.ends:
             return
+        self._mirror(self.snapshot.step, reporter)
         if os.environ.get(TIMED) and isinstance(self.session, Session):
             session = self.session
             rehearse(session.step, session.evaluation, session.connected.world, *self._batch(session, 1))
-        predictor = self._predictor()
+        predictor, ahead = self._predictor(), self._ahead()
         with contextlib.closing(StepProfiler(profiled, self.folder.path)) as profiler:
             first_step = self.at = self.snapshot.step + 1
             for step in range(first_step, self.run.total_steps + 1):
                 self.at = step
                 slot.at_step(step)
                 if changed := self._change_plan(step, reporter):
-                    predictor = self._predictor(f" from step {step} on")
+                    predictor, ahead = self._predictor(f" from step {step} on"), self._ahead()
+                    self.mirror.renew()
                 name = "first step" if step == first_step else "steps"
                 at = self.folder.path / f"memory-step-{step}-rank{self.context.rank}.pickle"
                 predicting = predictor.step(reporter.paused_seconds) if predictor else contextlib.nullcontext()
@@ -203,8 +211,31 @@ class Loop(SurvivingRank):
                     self.foresee(step)
                 if step == first_step and config.checkpoint_every not in (0, "never"):
                     checkpoints.prepare(self.session)
+                self._mirror(step, reporter)
+                if predictor is None or predictor.was_due:  # steps before were measured
+                    self._make_ahead(step, ahead, reporter)
         if self._is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
+
+    def _mirror(self, step: int, reporter: Reporter) -> None:
+        """After a step: what one rank alone holds is copied into the memory of others, where that is due."""
+        if not self.survives or self.config.mirror_every == "never" or not self.mirror.is_due(step):
+            return
+        reporter.flush()
+        with reporter.paused(), self.context.slot.within("save"):
+            reporter.mirrored(self.mirror.take(self.session, self.snapshot))
+
+    def _make_ahead(self, step: int, ahead: Iterator[Plan], reporter: Reporter) -> None:
+        began = time.perf_counter()
+        with reporter.paused(), self.context.slot.within("compile"):
+            plan = next(ahead, None)
+        if plan is not None:
+            reporter.made_ahead(step, plan, time.perf_counter() - began)
+
+    def _ahead(self) -> Iterator[Plan]:
+        """What is made for the loss of a rank, where fewer are then to go on."""
+        shrinks = self.survives and self.config.on_loss in ("shrink", "regrow")
+        return made_ahead(self, self.whole_plan) if shrinks else iter(())
 
     def _deal_with(
         self, step: int, outcome: Outcome, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest,
@@ -283,14 +314,14 @@ class Loop(SurvivingRank):
             if self.config.deterministic and (fields := changes_bits(old, done.new)):
                 record["bits"] = list(fields)
             record["seconds"] = time.perf_counter() - began
-            self.changes.plan = text
+            self.changes.plan, self.changes.whole, self.changes.since = text, done.new.full_text, step
             self.changes.answer(wanted, Answer(done.new.shown, step, seconds=record["seconds"], bytes=done.bytes))
             if self._is_rank0:
                 replace_text(self.folder.path / "plan.json", done.new.to_json() + "\n")
             return record
         if wanted.must:
             raise refused
-        self.changes.period = wanted.period
+        self.changes.period, self.changes.since = wanted.period, step
         self.changes.answer(wanted, Answer(wanted.plans[0], refused=refused.message, hint=refused.hint))
         return record | {"plan": wanted.plans[0], "refused": refusal(refused)}
 

@@ -94,7 +94,8 @@ def prepare(
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan.
     step: the first that will be made. plan: the one that the run has by now, instead of what its options say."""
     device, dtype = torch.device(context.device), getattr(torch, config.dtype)
-    require_fit(config, context.world)
+    if plan is None:
+        require_fit(config, context.world)
     if config.deterministic and collate is not None:
         raise ConfigError(
             "option deterministic does not go with collate: it is given the samples of one rank, and what it makes of "

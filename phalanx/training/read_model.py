@@ -82,7 +82,9 @@ def read_model(
     if not set(trainable) & set(captured.blocks.parameters()):
         raise ConfigError("no trainable parameter takes part in the loss", "unfreeze one that does")
     costs = captured.blocks.flops(captured.dims(batches.batch(0, 1)))
-    plan, reasons = plan_for(config, given or period.plan, context.world, period.batch_size, costs)
+    # Ranks that come to a run that has a plan may be more or fewer than its options speak of.
+    world = context.world if given is None else _most_ranks(config, given, context.world)
+    plan, reasons = plan_for(config, given or period.plan, world, period.batch_size, costs, whole=given is None)
     subject, choice = None, None
     if config.searches_plan and period.plan == config.given_plan and given is None:
         current = config.override(batch_size=period.batch_size)
@@ -92,7 +94,7 @@ def read_model(
             choice = choose(subject, context)
         plan, reasons = choice.plan, {} if choice.plan != plan else reasons
     later = [
-        plan_for(config, each.plan, context.world, each.batch_size, costs).plan
+        plan_for(config, each.plan, world, each.batch_size, costs, whole=given is None).plan
         for each in config.periods
         if each.step > step
     ]
@@ -102,11 +104,18 @@ def read_model(
     return ReadModel(captured, trainable, found, plan, {**reasons, "check": checked}, may_cut, choice, subject)
 
 
-def plan_for(config: RunConfig, given: str, world: int, batch_size: int, costs: Sequence[float]) -> Completed:
+def plan_for(
+    config: RunConfig, given: str, world: int, batch_size: int, costs: Sequence[float], whole: bool = True
+) -> Completed:  # fmt: skip
     """A plan of the run with nothing left open. Where the plan changes while it runs, one may leave ranks without a
-    place."""
-    usable = usable_ranks(given, world) if config.plan_at else world
+    place; else it has to use them all, unless that is not asked for."""
+    usable = world if whole and not config.plan_at else usable_ranks(given, world)
     return complete(given, world=usable, batch_size=batch_size, costs=costs, slot=config.slot)
+
+
+def _most_ranks(config: RunConfig, given: str, world: int) -> int:
+    """That a plan of the run needs, or that there are."""
+    return max(world, *(needed_ranks(plan) or 0 for plan in (given, *(period.plan for period in config.periods))))
 
 
 def choose_num_ranks(config: RunConfig) -> int:

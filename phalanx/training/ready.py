@@ -82,7 +82,7 @@ class ReadyRank:
         self._prepare(found, first_step=1 if found is None else found.step + 1)
         origin = self._open(found)
         run = self.run = dataclasses.replace(self.run, plan=self.session.plan, choice=job.choice or self.run.choice)
-        self.snapshot.plans[-1]["plan"] = run.plan.shown
+        self.snapshot.plans[-1]["plan"], self.changes.whole = run.plan.shown, run.plan.full_text
         if run.choice is not None:
             self.changes.plan = run.plan.full_text
         if isinstance(self.session, Spare):

@@ -25,7 +25,8 @@ from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.phases import Phases
 from phalanx.observe.progress import Progress
 from phalanx.observe.runlog import RunLog
-from phalanx.observe.story import change_words, loss_words
+from phalanx.observe.story import change_words, loss_words, mirror_words
+from phalanx.plan.plan import Plan
 from phalanx.state.background import SaveFacts
 from phalanx.state.saving import StorageError
 from phalanx.state.snapshot import Snapshot
@@ -69,6 +70,7 @@ class Reporter:
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
         self._emit = emit
         self._saved: Path | None = None
+        self._mirrored = ""
         self._device, self._unit = device, "tokens"
         self._waiting: tuple[StepFacts, Outcome] | None = None
         self._mark = time.perf_counter()
@@ -156,6 +158,17 @@ class Reporter:
             self._snapshot.plans.append({name: record[name] for name in ("step", "plan", "how")})
         self._progress.message(change_words(record))
         self._emit("on_change", record)
+
+    def made_ahead(self, step: int, plan: Plan, seconds: float) -> None:
+        """A plan for fewer ranks, for when one is lost."""
+        self._log.write("ahead", step=step, plan=plan.shown, seconds=seconds)
+
+    def mirrored(self, record: dict[str, Any]) -> None:
+        """State was copied into the memory of other ranks, or need not be. Said where it is new."""
+        self._log.write("mirror", **record)
+        if (words := mirror_words(record)) != self._mirrored:
+            self._mirrored = words
+            self._progress.message(words)
 
     def saved(self, path: Path | None, facts: SaveFacts) -> bool:
         """Takes note of the newest complete checkpoint; each is told of once. Whether it is a new one."""

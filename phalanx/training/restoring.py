@@ -18,12 +18,13 @@ from phalanx.adapt.survivors import missing
 from phalanx.comm.links import Group, Links
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.layout import ProcessGroups
-from phalanx.params.layout_of import StateLayout
+from phalanx.params.layout_of import SlotsOf, StateLayout
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
 from phalanx.state.layout import Layout
 from phalanx.training.change import Member, homes, made, same_place
 from phalanx.training.held import Held
+from phalanx.training.mirror import Copy, layout_of_copies
 from phalanx.training.session import Opening, Session
 from phalanx.training.spare import Spare
 
@@ -62,19 +63,38 @@ class Restoring:
     def from_ranks(self, places: Mapping[int, Place], held: Held | None, scalars: Scalars) -> State | list[str] | None:
         """The state of this rank (None if it has no place), or the tensors of which something is lost. places: by rank
         of this generation, those that hold what is to be gone on from; held: where this rank is one of them."""
-        layouts = {place.plan: self._layout_of(place.plan) for place in places.values()}
+        if not places:
+            return [each.name for each in self.layout.facts.parameters]
+        layouts = {place.plan: self._layout_of(place.plan, held) for place in places.values()}
         filled = list(held.state.shards()) if held is not None else []
         own = layouts[held.plan] if held is not None else self.layout
         slots = slots_now(own, held.rank if held else None, [shard for shard, _ in filled], self._group)
         before: Layout = {rank: layouts[place.plan].state(place.rank, slots) for rank, place in places.items()}
+        return self._from(before, {shard.name: data for shard, data in filled}, slots, held, scalars)
+
+    def from_copies(
+        self, places: Mapping[int, Place], copy: Copy | None, plan: Plan, scalars: Scalars
+    ) -> State | list[str] | None:  # fmt: skip
+        """The same, of what ranks of a plan copied after a step. copy: this rank's."""
+        layout = self._layout_of(plan)
+        own, rank = (copy.own, copy.rank) if copy is not None and copy.own else ((), None)
+        slots = slots_now(layout, rank, own, self._group)
+        copied = layout_of_copies(layout, {place.rank for place in places.values()}, slots)
+        before: Layout = {rank: copied[place.rank] for rank, place in places.items()}
+        data = {name: tensor.clone() for name, tensor in copy.data.items()} if copy is not None else {}
+        return self._from(before, data, slots, None, scalars)
+
+    def _from(
+        self, before: Layout, data: dict[str, Tensor], slots: SlotsOf, held: Held | None, scalars: Scalars
+    ) -> State | list[str] | None:  # fmt: skip
         after = self.layout.all_state(slots)
         if lost := missing(before, after):
             return lost
         migration = plan_migration(self.layout, self.layout, before, after)
         self.bytes = migration.bytes_sent
         arrived = gather(
-            migration, {shard.name: data for shard, data in filled}, rank=self._rank, group=self._group,
-            device=self.opening.device, home=homes(self.opening, self.compiled),
+            migration, data, rank=self._rank, group=self._group, device=self.opening.device,
+            home=homes(self.opening, self.compiled),
         )  # fmt: skip
         return self._state_of(arrived, after, held, scalars)
 
@@ -110,7 +130,9 @@ class Restoring:
         same_homes = hosted == set(compiled.hosted()) and held.plan.offload == self.plan.offload
         return same_homes and same_place(held.state.layout, held.rank, self.layout, self._rank)
 
-    def _layout_of(self, plan: Plan) -> StateLayout:
+    def _layout_of(self, plan: Plan, held: Held | None = None) -> StateLayout:
+        if held is not None and plan == held.plan:
+            return held.state.layout
         return self.layout if plan == self.plan else self.opening.layout(plan)
 
 

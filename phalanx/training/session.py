@@ -56,7 +56,7 @@ class Opening:
     groups: Groups | None = None
     watches: tuple[Watch, ...] = ()
     migrations: dict[tuple[Plan, Plan], Migration] = field(default_factory=dict[tuple[Plan, Plan], Migration])
-    compiled: dict[tuple[Plan, int], Compiled] = field(default_factory=dict[tuple[Plan, int], Compiled])
+    compiled: dict[tuple[Plan, int, int], Compiled] = field(default_factory=dict[tuple[Plan, int, int], Compiled])
 
     @property
     def device(self) -> torch.device:
@@ -66,19 +66,20 @@ class Opening:
         """Whether this rank takes part in a plan; one for fewer ranks than there are leaves out the last."""
         return self.context.rank < plan.world
 
-    def remembered(self, plan: Plan) -> Compiled:
-        """What `compile` gives, once for each of the last few plans."""
-        key = (plan, self.config.batch_size)
-        found = self.compiled.pop(key, None) or self.compile(plan)
+    def remembered(self, plan: Plan, rank: int | None = None) -> Compiled:
+        """What `compile` gives, once for each of the last few plans. rank: a number that this one may come to have."""
+        rank = self.context.rank if rank is None else rank
+        key = (plan, self.config.batch_size, rank)
+        found = self.compiled.pop(key, None) or self.compile(plan, rank)
         while len(self.compiled) >= _MAX_COMPILED:
             self.compiled.pop(next(iter(self.compiled)))
         self.compiled[key] = found
         return found
 
-    def compile(self, plan: Plan) -> Compiled:
+    def compile(self, plan: Plan, rank: int | None = None) -> Compiled:
         return Compiled(
-            self.captured, self.config, plan, rank=self.context.rank, device=self.device, trainable=self.trainable,
-            buffers=self.buffers, optimizer_class=self.optimizer_class,
+            self.captured, self.config, plan, rank=self.context.rank if rank is None else rank, device=self.device,
+            trainable=self.trainable, buffers=self.buffers, optimizer_class=self.optimizer_class,
         )  # fmt: skip
 
     def layout(self, plan: Plan) -> StateLayout:

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -27,33 +26,26 @@ from phalanx.launch.membership import Generation
 from phalanx.params.layout_of import StateLayout
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
-from phalanx.plan.shrink import shrunk
 from phalanx.records import read_record
-from phalanx.state import checkpoint
-from phalanx.state.snapshot import Snapshot, restore
+from phalanx.state.snapshot import Snapshot
 from phalanx.training.change import prepared
 from phalanx.training.checkpoints import Checkpoints
-from phalanx.training.folder import blaming_others
+from phalanx.training.going_back import RankGoingBack
 from phalanx.training.held import Held, Word, hold, newest_step, sums_of
-from phalanx.training.initial_weights import open_weights
 from phalanx.training.job import Job
-from phalanx.training.ready import ReadyRank, reader
 from phalanx.training.reporting import Reporter
 from phalanx.training.restoring import Place, Restoring, together
 from phalanx.training.session import Opening, Session
+from phalanx.training.standby import plans_for
 
+_JOIN_SECONDS = 3600.0  # for the others to come to the end of a step
 _GENERATION_SECONDS = 30.0  # for the supervisor to notice a loss and publish the next generation
-_MOST_PLANS = 64  # that are tried for the ranks that are left
 
 
-class SurvivingRank(ReadyRank):
-    """`at` is the step that this rank makes, or whose results it deals with; `unreported` one that counts, and that
-    nobody was told of yet; `lost_save`: whether a checkpoint was lost with a rank."""
+class SurvivingRank(RankGoingBack):
+    """lost_save: whether a checkpoint was lost with a rank."""
 
-    at = 1
-    unreported: tuple[int, Outcome] | None = None
     lost_save = False
-    missed: Sequence[dict[str, Any]] = ()  # records of the newest steps, as another rank has them
 
     def __init__(self, job: Job, context: RankContext) -> None:
         super().__init__(job, context)
@@ -63,6 +55,11 @@ class SurvivingRank(ReadyRank):
     def survives(self) -> bool:
         """Whether this rank goes on when another is lost."""
         return self.config.on_loss != "stop" and self.context.membership is not None
+
+    @property
+    def whole_plan(self) -> Plan:
+        """That of all ranks, of which those for fewer are made."""
+        return Plan(**fields.read(self.changes.whole))
 
     def is_survivable(self, error: PhalanxError) -> bool:
         """Whether it comes from other ranks, and not from this one."""
@@ -96,11 +93,25 @@ class SurvivingRank(ReadyRank):
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - begin
 
     def join(self, reporter: Reporter) -> dict[str, Any]:
-        """The part of a rank that was just started in the place of another."""
-        return self._meet(self.context, None, False, reporter)
+        """The part of a rank that was just started in the place of another, or that comes to the others."""
+        context, membership = self.context, self.context.membership
+        assert membership is not None
+        if membership.generation.is_ahead:
+            self.context.slot.enter("recover")
+            waited = context.renewed(_JOIN_SECONDS)
+            if waited is None:
+                raise LinkError("the run did not take this rank in")
+            context = waited
+        return self._meet(context, None, False, reporter)
+
+    def tell_others(self, context: RankContext | None = None) -> None:
+        """What ranks that come to this generation prepare themselves for."""
+        told = json.dumps([self.changes.since, self.session.plan.full_text])
+        (context or self.context).store.set("plan", told)
 
     def wait_for_others(self) -> tuple[int, str]:
-        """Before a rank that was just started prepares anything: the step that the others are at, and their plan."""
+        """Before a rank that was just started prepares anything: a step of the period that the others are in, and their
+        plan."""
         while not self.context.store.check(["plan"]):
             time.sleep(0.005)
         at, plan = json.loads(self.context.store.get("plan"))
@@ -112,12 +123,12 @@ class SurvivingRank(ReadyRank):
         generation = context.membership.generation
         survived = context.rank not in generation.fresh
         if survived and context.rank == min(set(range(context.world)) - set(generation.fresh)):
-            context.store.set("plan", json.dumps([self.at, self.session.plan.full_text]))
+            self.tell_others(context)
         links = Links(context, timeout=self.config.timeout)
         try:
             with self._timed("meet"):
                 group = links.group(tuple(range(context.world)), "world")
-                words = _said(group, self._word(survived, held, saving, reporter))
+                words = _said(group, self._word(survived, held, saving))
                 self._end_step(held, words)
                 told = _exchange(group, self._tell(survived, held, words, reporter, context))
             with self._timed("plan"):
@@ -140,12 +151,15 @@ class SurvivingRank(ReadyRank):
             if sums is not None and not held.complete(sums):
                 held.step = -1  # half an update is no state
 
-    def _word(self, survived: bool, held: Held | None, saving: bool, reporter: Reporter) -> Word:
+    def _word(self, survived: bool, held: Held | None, saving: bool) -> Word:
+        damaged = self.mirror.let_go_of_damaged()
+        copies = [(copy.step, copy.plan.full_text, copy.rank) for copy in self.mirror.copies]
         if held is None:
-            return Word(survived, reported=self.snapshot.step if survived else -1, saving=saving)
+            reported = self.snapshot.step if survived else -1
+            return Word(survived, reported=reported, saving=saving, copies=copies, damaged=damaged)
         return Word(
             survived, held.plan.full_text, held.rank, held.step, held.stepping is not None, held.sums,
-            self.snapshot.step, saving,
+            self.snapshot.step, saving, copies, damaged,
         )  # fmt: skip
 
     def _tell(
@@ -162,11 +176,9 @@ class SurvivingRank(ReadyRank):
             said["snapshot"], said["records"] = self.snapshot.to_json(), list(reporter.newest)
             said["asked"] = [reporter.stops, reporter.ends, reporter.changes]
         if survived:
-            plan = self.session.plan
-            fits = plan.world <= context.world
-            said["plans"] = [plan.full_text] if fits else list(
-                islice(dict.fromkeys(shrunk(plan, context.world)), _MOST_PLANS)
-            )  # fmt: skip
+            said["plans"], said["since"] = plans_for(self.whole_plan, context.world), self.changes.since
+            said["whole"] = self.changes.whole
+            said["copies"], said["saved"] = self.mirror.told(), self._saved_step()
         return said
 
     def _planned(
@@ -176,12 +188,16 @@ class SurvivingRank(ReadyRank):
         """The first plan for these ranks that none of them refuses, with everything but its state."""
         first = next(rank for rank, word in enumerate(words) if word.survived)
         opening = (self.session.opening if words[context.rank].survived else None) or self.opening
-        changes_place = context.rank != opening.context.rank
-        opening = dataclasses.replace(opening, context=context, compiled={} if changes_place else opening.compiled)
+        self.changes.stay_in(told[first]["since"])
+        self.changes.whole = told[first]["whole"]
+        period = self.changes.period
+        self.run = dataclasses.replace(self.run, batches=self.run.lengths[period.seq_len])
+        config = opening.config.override(batch_size=period.batch_size)
+        opening = dataclasses.replace(opening, context=context, config=config)
         refused: PhalanxError = PlanError("none was found")
         for text in told[first]["plans"]:
             try:
-                plan = self.completed(self.changes.period, text, context.world)
+                plan = self.completed(period, text, context.world)
                 had = words[context.rank].survived and isinstance(self.session, Session) and plan == self.session.plan
                 compiled, layout = self._compiled(opening, plan, group, had)
             except (ChangeRefused, PlanError) as error:
@@ -216,7 +232,7 @@ class SurvivingRank(ReadyRank):
             together([own for own in told if own["holds"]]),
         )  # fmt: skip
         if isinstance(found, list):
-            return self._from_checkpoint(restoring, found, max(newest, before))
+            return self._went_back(restoring, words, told, max(newest, before), found)
         self.session = restoring.member(found)
         best = told[_best(words)]
         self._take(Snapshot.from_json(best["snapshot"]))
@@ -227,37 +243,13 @@ class SurvivingRank(ReadyRank):
             self.unreported = newest, Outcome(torch.tensor(values, dtype=torch.float64), None)
         return {"step": newest + 1, "source": "the ranks that were left", "repeated": 0}
 
-    def _from_checkpoint(self, restoring: Restoring, lost: list[str], newest: int) -> dict[str, Any]:
-        """Where a part of the state is gone: everything as the newest checkpoint has it, or as it began."""
-        meeting, said = self.folder.meeting(restoring.opening.context), list[str]()
-        with blaming_others():
-            found = checkpoint.open_newest(self.folder.checkpoints, meeting, said.append)
-        fresh = Snapshot(
-            self.config.model_dump(mode="json"), self.run.model_mark, self.run.data_mark, self.run.total_steps
-        )  # fmt: skip
-        self._take(fresh if found is None else restore(found, fresh))
-        weights, _ = open_weights(self.job.model, self.run.spec, self.config.seed, self.config.init)
-        state = restoring.from_reader(reader(found, weights))
-        if state is not None and found is not None:
-            state.restore(found, self.snapshot.optimizer, self.snapshot.loss_scale)
-        self.session = restoring.member(state)
-        self.missed, self.unreported, self.at = [], None, self.snapshot.step + 1
-        source = f"the checkpoint {found.path}" if found is not None else "the beginning: there was no checkpoint"
-        why = f"nobody else held {lost[0]}" + (f" and {len(lost) - 1} other tensors" if len(lost) > 1 else "")
-        repeated = newest - self.snapshot.step
-        why = "; ".join([why, *said])
-        return {"step": self.at, "source": source, "why": why, "repeated": repeated}
-
-    def _take(self, snapshot: Snapshot) -> None:
-        """In place: others know it as well."""
-        self.snapshot.__dict__.update(vars(snapshot))
-
     def _enter(self, context: RankContext, plan: Plan) -> None:
         """From now on as a rank of this generation."""
         self.context, self.opening = context, self.session.opening or self.opening
         self.run = dataclasses.replace(self.run, plan=plan)
         self.changes.enter(context)
-        self.changes.period, self.changes.plan = self.config.periods.at(self.at), plan.full_text
+        self.changes.plan = plan.full_text
+        self.mirror.renew()
         self.folder.enter(context)
         if self.config.generate_every:
             self._open_generator()

@@ -6,6 +6,7 @@ started them and this process is one. What a rank does is in `loop.py`.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from phalanx.config import RunConfig
 from phalanx.contradictions import require_eval_data
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext, local_device
-from phalanx.launch.join import join, run_joined
+from phalanx.launch.join import find_place, join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
@@ -33,6 +34,7 @@ from phalanx.state.lock import refuse_second_run
 from phalanx.state.remote import is_remote, local_copy
 from phalanx.training.callbacks import Callbacks
 from phalanx.training.early import require_usable
+from phalanx.training.guarded import fit_guarded
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, stop_file, unpack
 from phalanx.training.loop import Loop
 from phalanx.training.metrics import Metric, require_metrics
@@ -55,6 +57,7 @@ class Trainer:
     """
 
     loop: Loop | None = None
+    _speaks = True  # whether callbacks are called in this process, where its ranks are others
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class Trainer:
         result = Result(**vars(summary), model=self.job.model, config=self.config)
         if result.checkpoint is not None:
             self._fill(result.checkpoint)
-        if self.loop is None or self.loop.context.rank == 0:
+        if self._speaks if self.loop is None else self.loop.context.rank == 0:
             self._callbacks.call("on_end", result)
         return result
 
@@ -154,18 +157,15 @@ class Trainer:
 
     def _fit(self) -> Summary:
         """On the ranks that there are, or that are started for it."""
-        device = self.config.device
+        device, place = self.config.device, find_place(os.environ)
+        if place is not None and place.one_machine and place.world > 1 and self.config.on_loss != "stop":
+            return self._fit_guarded()
         context = join(device, folder=self.folder)
         if context is not None:
-            if self.config.on_spike == "rollback":
-                raise ConfigError(
-                    "option on_spike = 'rollback' begins anew from a checkpoint, which ranks of a launcher cannot",
-                    "use on_spike=skip, or let phalanx start the ranks",
-                )
-            self._refuse_trials()
+            self._refuse_several_jobs()
             self._refuse_survival(
-                "ranks of a launcher end with the first that is lost",
-                "use on_loss=stop, or let phalanx start the ranks",
+                "ranks of a launcher on several machines end with the first that is lost",
+                "use on_loss=stop, or ranks of one machine",
             )
             return run_joined(context, self._fit_here, silence=self.config.silence)
         refuse_second_run(self.folder)
@@ -179,13 +179,32 @@ class Trainer:
             self._try_out(lambda job: _run(pool, job))
             return _run(pool, self.job, lambda hook, given: self._on_event(hook, *given))
 
+    def _fit_guarded(self) -> Summary:
+        """Ranks that may be lost, where a launcher would end the job with them."""
+        self._refuse_several_jobs()
+        guard = join("cpu", folder=self.folder)
+        assert guard is not None
+        self._speaks = guard.rank == 0
+        if self._speaks:
+            refuse_second_run(self.folder)
+
+        def run(pool: WorkerPool) -> Summary:
+            return _run(pool, self.job, lambda hook, given: self._on_event(hook, *given))
+
+        return run_joined(guard, fit_guarded, self.job, self.config.device, run, silence=self.config.silence)
+
     def _try_out(self, run: Callable[[Job], Summary]) -> None:
         """From now on the job has the fastest of its best plans, where that was asked for."""
         if self.config.measure_top is not None:
             self.job = with_fastest(self.job, run)
             self.config = self.job.config
 
-    def _refuse_trials(self) -> None:
+    def _refuse_several_jobs(self) -> None:
+        if self.config.on_spike == "rollback":
+            raise ConfigError(
+                "option on_spike = 'rollback' begins anew from a checkpoint, which ranks of a launcher cannot",
+                "use on_spike=skip, or let phalanx start the ranks",
+            )
         if self.config.measure_top is not None:
             raise ConfigError(
                 f"option measure_top = {self.config.measure_top}: ranks that a launcher started run one job",
@@ -212,7 +231,8 @@ class Trainer:
 
 def _run(pool: WorkerPool, job: Job, on_event: Callable[[str, Any], None] | None = None) -> Summary:
     with pack(job) as payload:
-        return pool.run(fit_on_rank, payload, on_event=on_event, on_loss=job.config.on_loss)[0]
+        how, least = job.config.on_loss, job.config.min_ranks
+        return pool.run(fit_on_rank, payload, on_event=on_event, on_loss=how, least=least)[0]
 
 
 def fit_on_rank(context: RankContext, payload: JobPayload) -> Summary:

@@ -195,3 +195,31 @@ def test_what_only_the_model_can_refuse_comes_from_a_rank_in_the_same_words(pool
     with pytest.raises(PlanError) as caught:
         fit(pool, tmp_path, "gpt2", DATA, **{**OPTIONS, "plan": "pp=2,stages=3-4"})
     assert caught.value.message == "plan: stages=3-4 holds 7 blocks, and the model has 6"
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes that a fork server started, of those that come from a process."""
+    children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if parent(path) == pid]
+    is_server = b"phalanx.launch.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return children if is_server else [rank for child in children for rank in ranks_of(child)]
+
+
+def parent(path: Path) -> int:
+    try:
+        return int(path.read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+@pytest.mark.long
+def test_a_rank_is_lost_and_replaced_under_torchrun(pool: WorkerPool, tmp_path: Path) -> None:
+    """No process of the launcher is a rank, so it does not see that one is lost."""
+    process = torchrun(tmp_path / "run", plan="dp=2", on_loss="replace", steps=60)
+    wait_for_step(tmp_path / "run", 0, 3, process)
+    os.kill(sorted(ranks_of(process.pid))[-1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    (loss,) = records(tmp_path / "run", "loss")
+    assert "was killed by signal SIGKILL" in loss["lost"][0] and loss["source"] == "the ranks that were left"
+    fit(pool, tmp_path / "own", "gpt2", DATA, **{**OPTIONS, "plan": "dp=2", "steps": 60})
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "own"), rel=1e-6)

@@ -45,7 +45,7 @@ def watched(work: Callable[[], Any], given: list[Tensor]) -> int:
 def test_functions_need_what_their_footprint_says(name: str, block: str) -> None:
     about = call(name, block)
     segment = about.build()
-    found = segment.working()
+    found = segment.working
     run = Run(segment, about.tensors)
     run.forward()
     d_outputs = d_outputs_for(segment)

@@ -42,7 +42,8 @@ def fit(
     strikers.start()
     try:
         with pack(trainer.job) as payload:
-            found = pool.run(fit_on_rank, payload, world=world, on_event=on_event, on_loss=on_loss)[0]
+            least = trainer.job.config.min_ranks
+            found = pool.run(fit_on_rank, payload, world=world, on_event=on_event, on_loss=on_loss, least=least)[0]
     finally:
         ended.set()
         strikers.join(5.0)
@@ -85,6 +86,11 @@ def in_step(number: int, instruction: str = "") -> Wanted:
         return is_step and bool(view.instruction) and view.instruction.startswith(instruction)
 
     return wanted
+
+
+def changing(step: int) -> Wanted:
+    """In the middle of a change of plan before a step: the phase is that of the first step, too."""
+    return lambda view: view.phase == "compile" and view.step >= step
 
 
 def in_phase(phase: str) -> Wanted:

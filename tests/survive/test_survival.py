@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -17,9 +18,23 @@ from phalanx.cli.main import app
 from phalanx.errors import ConfigError, RankError
 from phalanx.launch.renewal import OnLoss
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.observe.requests import Request, ask, wait_for
+from phalanx.training.mirror import Copy
 from phalanx.training.trainer import Trainer
 from tests.run_helpers import records, short_config, short_run
-from tests.survive.runs import DATA, OPTIONS, Strike, fit, in_phase, in_step, losses_of_ranks, require_same_run
+from tests.survive.runs import (
+    DATA,
+    OPTIONS,
+    Strike,
+    changing,
+    fit,
+    in_phase,
+    in_step,
+    ledger,
+    losses_of_ranks,
+    require_same_run,
+    stored,
+)
 
 LEFT = "the ranks that were left"
 
@@ -126,6 +141,21 @@ CASES: dict[str, tuple[int, OnLoss, str, list[Strike], dict[str, Any]]] = {
     "twice": (4, "shrink", "dp=4", [Strike(0, in_step(2, "BW")), Strike(2, in_step(4))], {}),
     "of a pipeline": (4, "shrink", "pp=2,dp=2,mb=2", [Strike(2, in_step(3, "BW"))], {}),
     "before any checkpoint": (2, "replace", "pp=2,mb=2", [Strike(0, in_step(3, "F"))], {}),
+    "stage with copies": (3, "shrink", "pp=3,mb=2", [Strike(1, in_step(5, "F"))], {"mirror_every": 2}),
+    "shards with copies": (4, "replace", "dp=4,zero=3", [Strike(2, in_step(4, "BW"))], {"mirror_every": 1}),
+    "twice with copies": (
+        3, "shrink", "pp=3,mb=2", [Strike(0, in_step(3, "F")), Strike(1, in_step(5))], {"mirror_every": 1},
+    ),
+    "two neighbours with copies": (
+        4, "replace", "pp=4,mb=4", [Strike(2, in_step(5, "BW"), beside=[1])],
+        {"mirror_every": 1, "checkpoint_every": 2},
+    ),
+    "while copying": (2, "replace", "pp=2,mb=2", [Strike(1, in_phase("save"))], {"mirror_every": 1}),
+    "while the plan changes": (2, "replace", "dp=2", [Strike(1, changing(4))], {"plan_at": "4:pp=2,mb=2"}),
+    "while a plan of shards changes": (
+        2, "replace", "dp=2,zero=1", [Strike(0, changing(4))], {"plan_at": "4:pp=2,mb=2", "mirror_every": 1},
+    ),
+    "before the plan changes": (2, "replace", "dp=2", [Strike(1, in_step(3, "STEP"))], {"plan_at": "4:pp=2,mb=2"}),
 }  # fmt: skip
 
 
@@ -153,6 +183,14 @@ class Fails:
             os.abort()
         ids = torch.arange(16) + index
         return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.long
+def test_with_fewer_than_the_least_number_of_ranks_lost_ones_are_replaced(pool: WorkerPool, tmp_path: Path) -> None:
+    strikes = [Strike(1, in_step(3, "BW"))]
+    fit(pool, tmp_path, 2, "shrink", plan="dp=2", strikes=strikes, min_ranks=2)
+    (loss,) = losses_of_ranks(tmp_path)
+    assert (loss["ranks"], loss["plan"]) == (2, "dp=2")
 
 
 @pytest.mark.long
@@ -192,11 +230,107 @@ def test_where_nobody_can_be_survived_that_is_said(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("phalanx.training.trainer.join", lambda device, folder: object())
     with pytest.raises(ConfigError) as refused:
         short_run("gpt2", DATA, tmp_path, **OPTIONS, on_loss="shrink")
-    assert "ranks of a launcher end with the first that is lost" in str(refused.value)
-    assert "use on_loss=stop, or let phalanx start the ranks" in str(refused.value)
+    assert "ranks of a launcher on several machines end with the first that is lost" in str(refused.value)
+    assert "use on_loss=stop, or ranks of one machine" in str(refused.value)
 
 
 def test_a_rank_that_is_lost_before_training_ends_the_job(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(RankError) as ended:
         fit(pool, tmp_path, 2, "replace", plan="dp=2", strikes=[Strike(1, in_phase("capture"))])
     assert "the others did not go on without it: the ranks were not training yet, or not any more" in str(ended.value)
+
+
+COPIES = "copies of step"
+
+
+def test_what_nobody_else_held_comes_from_copies_in_other_ranks_memory(
+    pool: WorkerPool, tmp_path: Path, alone: Path
+) -> None:
+    """A stage without a replica: its state was copied after the last step, and at most that step is made again."""
+    strike = Strike(1, in_step(5, "F"))
+    fit(pool, tmp_path, 2, "replace", plan="pp=2,mb=2", strikes=[strike], mirror_every=1)
+    require_same_run(tmp_path, alone)
+    (loss,) = losses_of_ranks(tmp_path)
+    assert strike.view is not None
+    assert loss["source"].startswith(f"{COPIES} {strike.view.step - 1} in the memory of") and loss["repeated"] == 0
+    assert loss["why"].startswith("nobody else held ")
+    first = records(tmp_path, "mirror")[0]
+    assert (first["step"], first["every"]) == (1, 1) and first["moved"] > 0
+
+
+def test_ranks_go_on_with_fewer_and_take_a_new_one_in_when_it_is_ready(pool: WorkerPool, tmp_path: Path) -> None:
+    """Nobody waits for it: it prepares itself beside the run, and comes in between two steps."""
+    options = {**OPTIONS, "steps": 14}
+    Trainer("gpt2", DATA, short_config(tmp_path / "whole", **options), optimizer_class=torch.optim.SGD).fit()
+    config = short_config(tmp_path / "struck", **options, plan="dp=2", on_loss="regrow")
+    trainer = Trainer("gpt2", DATA, config, optimizer_class=Slow)
+    fit(pool, tmp_path / "struck", 2, "regrow", strikes=[Strike(1, in_step(2, "BW"))], trainer=trainer)
+    require_same_run(tmp_path / "struck", tmp_path / "whole")
+    lost, came = losses_of_ranks(tmp_path / "struck")
+    assert (lost["ranks"], lost["plan"], came["ranks"], came["plan"]) == (1, "mb=2", 2, "dp=2")
+    assert came["lost"] == ["a process came to be rank 1"] and came["source"] == LEFT and came["repeated"] == 0
+    assert came["step"] > lost["step"]
+
+
+@pytest.mark.long
+def test_a_plan_for_more_ranks_than_there_are_gets_them(pool: WorkerPool, tmp_path: Path) -> None:
+    """They are started beside the run, taken in between two steps, and then the plan is changed."""
+    out, options, asked = tmp_path / "grown", {**OPTIONS, "steps": 40}, list[Request]()
+    Trainer("gpt2", DATA, short_config(tmp_path / "whole", **options), optimizer_class=torch.optim.SGD).fit()
+
+    def on_event(name: str, given: Any) -> None:
+        if name == "on_step" and given[0]["step"] == 2:
+            asked.append(ask(out, "dp=3"))
+
+    config = short_config(out, **options, plan="dp=2", on_loss="shrink")
+    fit(pool, out, 2, "shrink", trainer=Trainer("gpt2", DATA, config, optimizer_class=Slow), on_event=on_event)
+    require_same_run(out, tmp_path / "whole")
+    (came,) = losses_of_ranks(out)
+    assert came["ranks"] == 3 and came["plan"] == "dp=2" and came["lost"] == ["a process came to be rank 2"]
+    (changed,) = records(out, "change")
+    answer = wait_for(out, asked[0], 0.0)
+    assert answer is not None and (changed["plan"], changed["step"]) == ("dp=3", answer.step) == (
+        answer.plan,
+        came["step"],
+    )
+
+
+class Damages(Fails):
+    """A dataset that turns a bit in every copy that a rank has, when it first asks for a sample of step 6."""
+
+    done = False
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= 40 and not self.done:
+            self.done = True
+            for copy in [each for each in gc.get_objects() if type(each) is Copy]:
+                next(iter(copy.data.values())).view(torch.uint8)[:1] ^= 1
+        ids = (torch.arange(8) + index) % 64
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.long
+def test_a_damaged_copy_is_not_used_and_that_is_said(pool: WorkerPool, tmp_path: Path) -> None:
+    options = {**OPTIONS, "shuffle": False, "checkpoint_every": 2}
+    Trainer("gpt2", Damages(tmp_path), short_config(tmp_path / "whole", **options)).fit()
+    config = short_config(tmp_path / "struck", **options, plan="pp=2,mb=2", on_loss="replace", mirror_every=4)
+    trainer, strikes = Trainer("gpt2", Damages(tmp_path), config), [Strike(1, in_step(6, "F"))]
+    fit(pool, tmp_path / "struck", 2, "replace", strikes=strikes, trainer=trainer)
+    require_same_run(tmp_path / "struck", tmp_path / "whole")
+    (loss,) = losses_of_ranks(tmp_path / "struck")
+    assert "checkpoints/step-0000000" in loss["source"]
+    assert "the copy of step 5 in the memory of rank 0 was damaged" in loss["why"]
+
+
+@pytest.mark.long
+def test_an_optimizer_of_whole_matrices_goes_on_from_the_newest_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    options = {**OPTIONS, "optimizer": "muon", "dtype": "float32", "plan": "dp=2"}
+    fit(pool, tmp_path / "whole", 2, "replace", **options)
+    strikes = [Strike(1, in_step(5, "F"))]
+    fit(pool, tmp_path / "struck", 2, "replace", strikes=strikes, checkpoint_every=2, mirror_every=1, **options)
+    (loss,) = losses_of_ranks(tmp_path / "struck")
+    assert "checkpoints/step-0000000" in loss["source"]
+    (said,) = records(tmp_path / "struck", "mirror")[:1]
+    assert said["none"] == "the optimizer updates matrices whole: what is lost comes from the newest checkpoint"
+    assert [each[:2] for each in ledger(tmp_path / "struck")] == [each[:2] for each in ledger(tmp_path / "whole")]
+    torch.testing.assert_close(stored(tmp_path / "struck"), stored(tmp_path / "whole"))

@@ -152,6 +152,7 @@ class Segment:
             self._looks = {place: node.meta["val"] for node, place in self._sources.items()}
         return self._looks[source]
 
+    @cached_property
     def working(self) -> Working:
         graph, own = self.joint.graph, [*self.joint.outputs, *self.saved_b, *self.saved_bw]
         left = [*(node for node in self._d_inputs if node is not None), *self.saved_w]

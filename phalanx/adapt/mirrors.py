@@ -1,0 +1,69 @@
+"""Which state only one rank holds, and who keeps a second copy of it: pure, and the same on every rank.
+
+Ranks stand in a ring, and each keeps what the one before it holds alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phalanx.adapt.survivors import left_of
+from phalanx.state.layout import Box, Layout, StateShard
+
+Boxes = tuple[Box, ...]
+
+
+def lone(layout: Layout) -> dict[int, tuple[StateShard, ...]]:
+    """Of every rank the elements that no other rank holds; names of which there are none are left out."""
+    holders: dict[str, list[tuple[int, StateShard]]] = defaultdict(list)
+    for rank, shards in layout.items():
+        for shard in shards:
+            holders[shard.name].append((rank, shard))
+    known: dict[
+        tuple[tuple[int, int], ...], dict[int, Boxes]
+    ] = {}  # a parameter and its averages lie in the same boxes
+    found: dict[int, list[StateShard]] = {rank: [] for rank in layout}
+    for own in holders.values():
+        key = tuple((rank, id(shard.boxes)) for rank, shard in own)
+        if key not in known:
+            known[key] = _lone_boxes({rank: shard.boxes for rank, shard in own})
+        for rank, shard in own:
+            if boxes := known[key][rank]:
+                found[rank].append(replace(shard, boxes=boxes, owned=False))
+    return {rank: tuple(shards) for rank, shards in found.items()}
+
+
+def _lone_boxes(held: dict[int, Boxes]) -> dict[int, Boxes]:
+    times: dict[Boxes, int] = defaultdict(int)
+    for boxes in held.values():
+        times[boxes] += 1
+    return {
+        rank: ()
+        if times[boxes] > 1
+        else tuple(
+            part
+            for box in boxes
+            for part in left_of(box, [other for r, others in held.items() if r != rank for other in others])
+        )
+        for rank, boxes in held.items()
+    }
+
+
+def mirrored(layout: Layout) -> dict[int, tuple[StateShard, ...]]:
+    """What every rank keeps for the one before it."""
+    ring, alone = sorted(layout), lone(layout)
+    if len(ring) < 2:
+        return {rank: () for rank in ring}
+    return {rank: alone[ring[place - 1]] for place, rank in enumerate(ring)}
+
+
+def beside(own: Sequence[StateShard], kept: Sequence[StateShard]) -> tuple[StateShard, ...]:
+    """A rank's own state and what it keeps for another, as one: of a tensor in both, its own boxes come first."""
+    others = {shard.name: shard for shard in kept}
+    joined = [
+        replace(shard, boxes=(*shard.boxes, *others.pop(shard.name).boxes)) if shard.name in others else shard
+        for shard in own
+    ]
+    return (*joined, *others.values())

@@ -1,0 +1,103 @@
+"""A rank that goes back to an earlier step, because what a lost rank held alone is gone: to the newest that ranks have
+copies of in their memory, else to the newest checkpoint, else to the beginning. All ranks go there together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.engine.step import Outcome
+from phalanx.launch.context import RankContext
+from phalanx.plan import fields
+from phalanx.plan.plan import Plan
+from phalanx.state import checkpoint
+from phalanx.state.snapshot import Snapshot, restore
+from phalanx.training.folder import blaming_others
+from phalanx.training.held import Word
+from phalanx.training.initial_weights import open_weights
+from phalanx.training.job import Job
+from phalanx.training.mirror import Mirror
+from phalanx.training.ready import ReadyRank, reader
+from phalanx.training.restoring import Place, Restoring, Scalars
+
+
+class RankGoingBack(ReadyRank):
+    """`at` is the step that this rank makes, or whose results it deals with; `unreported` one that counts, and that
+    nobody was told of yet."""
+
+    at = 1
+    unreported: tuple[int, Outcome] | None = None
+    missed: Sequence[dict[str, Any]] = ()  # records of the newest steps, as another rank has them
+
+    def __init__(self, job: Job, context: RankContext) -> None:
+        super().__init__(job, context)
+        every = self.config.mirror_every
+        self.mirror = Mirror(every if isinstance(every, int) else None)
+
+    def _went_back(
+        self, restoring: Restoring, words: Sequence[Word], told: Sequence[Mapping[str, Any]], newest: int,
+        lost: list[str],
+    ) -> dict[str, Any]:  # fmt: skip
+        """What is said of it. lost: tensors of which nobody has all that is needed of the newest step."""
+        why = [f"nobody else held {lost[0]}" + (f" and {len(lost) - 1} other tensors" if len(lost) > 1 else "")]
+        why += [text for word in words for text in word.damaged]
+        copies = next((own["copies"] for own in told if own.get("copies")), [])
+        saved = max((own["saved"] for own in told if "saved" in own), default=-1)
+        for step, plan, snapshot, optimizer, loss_scale in copies:
+            if step < saved:
+                why.append(f"copies in memory are of step {step}")
+                break
+            places = _places(words, step, plan)
+            own, scalars = self.mirror.of(step, plan), Scalars(optimizer, loss_scale)
+            found = restoring.from_copies(places, own, Plan(**fields.read(plan)), scalars)
+            if isinstance(found, list):
+                why.append(f"of the copies of step {step} those of {found[0]} were lost as well")
+                continue
+            self.session = restoring.member(found)
+            self._go_on_from(Snapshot.from_json(snapshot))
+            source = f"copies of step {step} in the memory of the ranks that were left"
+            return {"step": self.at, "source": source, "why": "; ".join(why), "repeated": newest - step}
+        return self._from_checkpoint(restoring, why, newest)
+
+    def _from_checkpoint(self, restoring: Restoring, why: list[str], newest: int) -> dict[str, Any]:
+        """Everything as the newest checkpoint has it, or as it began."""
+        meeting = self.folder.meeting(restoring.opening.context)
+        with blaming_others():
+            found = checkpoint.open_newest(self.folder.checkpoints, meeting, why.append)
+        fresh = Snapshot(
+            self.config.model_dump(mode="json"), self.run.model_mark, self.run.data_mark, self.run.total_steps
+        )  # fmt: skip
+        snapshot = fresh if found is None else restore(found, fresh)
+        weights, _ = open_weights(self.job.model, self.run.spec, self.config.seed, self.config.init)
+        state = restoring.from_reader(reader(found, weights))
+        if state is not None and found is not None:
+            state.restore(found, snapshot.optimizer, snapshot.loss_scale)
+        self.session = restoring.member(state)
+        self._go_on_from(snapshot)
+        source = f"the checkpoint {found.path}" if found is not None else "the beginning: there was no checkpoint"
+        return {"step": self.at, "source": source, "why": "; ".join(why), "repeated": newest - snapshot.step}
+
+    def _go_on_from(self, snapshot: Snapshot) -> None:
+        self._take(snapshot)
+        self.missed, self.unreported, self.at = [], None, snapshot.step + 1
+
+    def _take(self, snapshot: Snapshot) -> None:
+        """In place: others know it as well."""
+        self.snapshot.__dict__.update(vars(snapshot))
+
+    def _saved_step(self) -> int:
+        """Of the newest checkpoint that seems complete."""
+        newest = checkpoint.latest(self.folder.checkpoints)
+        return -1 if newest is None else int(newest.name.removeprefix("step-"))
+
+
+def _places(words: Sequence[Word], step: int, plan: str) -> dict[int, Place]:
+    """Who has a copy, by rank of this generation."""
+    held = Plan(**fields.read(plan))
+    return {
+        rank: Place(held, own)
+        for rank, word in enumerate(words)
+        for copied, text, own in word.copies
+        if (copied, text) == (step, plan)
+    }
