@@ -96,7 +96,7 @@ def trainer(model: str, case: Mapping[str, Any], steps: int, device: str) -> dic
 
     clock = Clock()
     with tempfile.TemporaryDirectory(prefix="phalanx-step-") as folder:
-        config = phalanx.RunConfig(
+        config = phalanx.RunConfig.create(
             plan=case["plan"], steps=steps, batch_size=case["batch_size"], seq_len=case["tokens"], clip=1.0, lr=1e-4,
             tiny=True, device=device, dropout=0.0, export=False, progress="off", out=f"{folder}/run",
         )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,11 +53,12 @@ def _updated(make: Make, steps: list[list[Tensor]]) -> Tensor:
     """steps: the tensors, and their gradients in each step."""
     weights = [torch.nn.Parameter(tensor.clone()) for tensor in steps[0]]
     optimizer = make([*weights])
+    closure: Any = lambda: torch.zeros((), dtype=weights[0].dtype)  # noqa: E731
     for gradients in steps[1:]:
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient.clone()
         if needs_closure(type(optimizer)):
-            optimizer.step(lambda: torch.zeros((), dtype=weights[0].dtype))
+            optimizer.step(closure)
         else:
             optimizer.step()
     return torch.cat([weight.detach().flatten() for weight in weights])

@@ -73,11 +73,12 @@ class InWeights:
     def _spread(self, norm: Tensor) -> None:
         """What is not finite on one rank is so on all, in one gradient at least: whoever looks at this rank's gradients
         alone (torch's GradScaler) then decides as on the others."""
+        there = list(self._there().values())
         if self._stand_in is not None:
-            self._stand_in.grad = torch.zeros_like(self._stand_in)
-        there = [*self._there().values(), *([] if self._stand_in is None else [self._stand_in.grad])]
+            there = [torch.zeros_like(self._stand_in) if self._stand_in.grad is None else self._stand_in.grad]
+            self._stand_in.grad = there[0]
         if there:
-            min(there, key=Tensor.numel).add_(norm * 0.0)
+            min(there, key=Tensor.numel).mul_(norm * 0.0 + 1.0)
 
     @torch.no_grad()
     def clip(self, session: Session, max_norm: float) -> Tensor:

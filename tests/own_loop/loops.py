@@ -329,9 +329,8 @@ def looked_at_on_the_way(make: Make) -> Trained:
         losses.append(session.forward_backward(numbers(step)))
         losses.append(session.evaluate(numbers(100)))
         x, target = numbers(101)
-        losses.append(
-            (session.outputs({"x": x} if not isinstance(session, Plain) else x)[0].argmax(-1) == target).double().mean()
-        )
+        right = session.outputs({"x": x})[0].argmax(-1) == target
+        losses.append(right.double().mean())
         optimizer.step()
     return finished(session, losses)
 
