@@ -268,5 +268,5 @@ def _options() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main()
-    except PhalanxError as error:
-        raise SystemExit(str(error)) from None
+    except PhalanxError as failure:
+        raise SystemExit(str(failure)) from None

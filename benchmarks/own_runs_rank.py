@@ -134,7 +134,9 @@ class _Profile:
                 if found.name not in known:
                     known[found.name] = time_segment(segments, found, self._ranks.device, self._ranks.most, EFFORT)
                 for place in found.places:
-                    seen.segments.setdefault(kind, {}).setdefault(tuple(place), []).append(known[found.name])
+                    seen.segments.setdefault(kind, {}).setdefault((place.block, place.op_index), []).append(
+                        known[found.name]
+                    )
         forward, backward = self._layer.forward, self._layer.part("together") or self._layer.forward
         with torch.no_grad():
             seen.others.append(
@@ -191,7 +193,7 @@ def _time_references(
     seen.update.append(ranks.most(sum(e.seconds for e in events if e.instruction.op in (Op.NORM, Op.STEP))))
 
 
-def _seconds(session: Session, batch: Mapping[str, Tensor], ranks: beside.Together) -> float:
+def _seconds(session: Session, batch: dict[str, Tensor], ranks: beside.Together) -> float:
     """Of a step, of a few that follow each other: the slowest rank's."""
     ranks.most(0.0)
     begin = time.perf_counter()

@@ -48,7 +48,7 @@ def profile(
     ] = None,
     task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")] = False,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="tokens per sample")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="tokens per sample (default: as in training)")] = None,
     degrees: Annotated[
         str | None, typer.Option(help="tensor-parallel degrees that blocks are measured at (default: 1)")
     ] = None,
@@ -141,13 +141,16 @@ def _measure_model(
 ) -> None:  # fmt: skip
     from rich.progress import Progress
 
-    from phalanx.cli.models import capture_model, choose_dims, find_facts
+    from phalanx import tasks
+    from phalanx.cli.models import capture_model
+    from phalanx.data.batches import check_length, sample_length
     from phalanx.profile import model as blocks
 
     here, precision, number = _here(device, dtype, ranks)
-    facts = find_facts(model, task, precision, tiny, live=False)
-    tokens = choose_dims(facts, 1, seq_len).get("tokens", 1)
     spec, captured = capture_model(model, task, precision, tiny)
+    learned = tasks.get(spec.task)
+    tokens = sample_length(seq_len, learned, spec.config)
+    check_length(learned, spec.config, tokens)
     subject, sizes = blocks.Subject(spec, captured, precision, here, number, tokens), [blocks.Size(*a) for a in asked]
     if fresh:
         blocks.forget(store, subject, sizes)
