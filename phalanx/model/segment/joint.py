@@ -117,8 +117,8 @@ def trace(
     mode, function = _fake_mode(arguments), _as_function(graph, arguments)
     gradients = _Gradients(wants_gradient, is_parameter)
     try:
-        if decompositions or not wants_gradient:  # decompositions look at the device, which must be the real one
-            raise NotPlain("decompositions, or no tensors")
+        if decompositions:
+            raise NotPlain("decompositions")
         with unset_fake_temporarily(), torch.enable_grad():
             found, differentiable = _recorded(function, gradients, arguments, mode)
     except NotPlain:
@@ -143,8 +143,9 @@ def _recorded(
     tensors = _placeholders(recorder, arguments, gradients.wants)
     with recorder:
         outputs = function(tensors)
-    last = recorder.node(tensors[-1])
-    with recorder.graph.inserting_after(last):
+    if not tensors:
+        raise NotPlain("no tensors")
+    with recorder.graph.inserting_after(recorder.node(tensors[-1])):
         tangents = [
             recorder.placeholder(f"tangent_{i}", torch.empty(out.shape, dtype=out.dtype, device="meta"))
             for i, out in reversed(list(enumerate(out for out in outputs if out.requires_grad)))
