@@ -1,6 +1,7 @@
-"""The joint graph of a segment: its forward and its gradients in one graph, traced once per shape on fake tensors.
+"""The joint graph of a segment: its forward and its gradients in one graph, made once per shape without contents.
 
-Tracing computes nothing and allocates nothing; it takes well under a second for a layer. What computes nothing is taken
+That computes nothing and allocates nothing; it takes well under a second for a layer. On a CPU it is recorded
+(`record.py`), elsewhere and where something is not plain it is traced by torch. What computes nothing is taken
 out (detached copies, double transposes, first powers, the same view twice): each costs a call per step when a segment
 runs as it is. What is kept from forward to backward is decided on this graph (`policies.py`), and the functions are cut
 out of it (`segments.py`).
