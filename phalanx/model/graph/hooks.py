@@ -104,7 +104,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     else:
         mask = masking_utils.eager_mask(*args, **kwargs)
     if mask is not None and meaning is not None:
-        mask._meaning = meaning
+        mask._meaning = meaning  # pyright: ignore[reportAttributeAccessIssue]
     return mask
 
 
