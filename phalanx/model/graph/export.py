@@ -62,9 +62,15 @@ class _WithLoss(nn.Module):
 def export(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> FlatGraph:
     """The flat, normalised graph of `model` called with `inputs`. Parameters and buffers keep their names."""
     _require_arguments(model, [spec.name for spec in inputs])
-    with hooks.unmade_masks():
-        flat = _exported(model, inputs, dtype)
-    return _exported(model, inputs, dtype) if hooks.uses_unmade_mask(flat.graph) else flat
+    with hooks.unmade_masks() as unmade:
+        try:
+            flat = _exported(model, inputs, dtype)
+            if not hooks.uses_unmade_mask(flat.graph):
+                return flat
+        except CaptureError:
+            if not unmade:
+                raise
+    return _exported(model, inputs, dtype)
 
 
 def _exported(model: nn.Module, inputs: Sequence[Input], dtype: torch.dtype) -> FlatGraph:

@@ -58,7 +58,7 @@ class _Unknown(Exception):
     """A mask that our operator has no words for."""
 
 
-_unmade: contextvars.ContextVar[bool] = contextvars.ContextVar("unmade", default=False)
+_unmade: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar("unmade", default=None)
 
 
 @torch.library.custom_op("phalanx::unmade_mask", mutates_args=(), schema="(Tensor like, SymInt q, SymInt k) -> Tensor")
@@ -72,15 +72,17 @@ def _(like: Tensor, q: int, k: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def unmade_masks() -> Iterator[None]:
+def unmade_masks() -> Iterator[list[Tensor]]:
     """Within, masks whose meaning our operator has words for are not made: that takes a third of the time of reading a
-    model, for nothing where attention alone reads them. `uses_unmade_mask` tells whether anything else did."""
+    model, for nothing where attention alone reads them. What stands for them; `uses_unmade_mask` tells whether anything
+    else reads it."""
     original = masking_utils.find_packed_sequence_indices
     # Positions that the model is not given are its own, and begin once in a sample.
     masking_utils.find_packed_sequence_indices = lambda ids: original(ids) if _own_positions.get() else None
-    token = _unmade.set(True)
+    unmade: list[Tensor] = []
+    token = _unmade.set(unmade)
     try:
-        yield
+        yield unmade
     finally:
         _unmade.reset(token)
         masking_utils.find_packed_sequence_indices = original
@@ -93,16 +95,17 @@ def uses_unmade_mask(graph: fx.Graph) -> bool:
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The model's own mask, [batch, 1, queries, keys], and what it says."""
-    meaning = None
+    meaning, unmade = None, _unmade.get()
     with contextlib.suppress(_Unknown):
         meaning = _meaning(kwargs)
-    if _unmade.get() and not args and meaning is not None and meaning.causal:  # others may be None instead
+    if unmade is not None and not args and meaning is not None and meaning.causal:  # others may be None instead
         like = torch.empty(kwargs["batch_size"], dtype=kwargs.get("dtype", torch.float32), device=kwargs.get("device"))
         mask = torch.ops.phalanx.unmade_mask(like, kwargs["q_length"], kwargs["kv_length"])
+        unmade.append(mask)
     else:
         mask = masking_utils.eager_mask(*args, **kwargs)
     if mask is not None and meaning is not None:
-        mask._meaning = meaning
+        mask._meaning = meaning  # pyright: ignore[reportAttributeAccessIssue]
     return mask
 
 

@@ -1,6 +1,7 @@
-"""The joint graph of a segment: its forward and its gradients in one graph, traced once per shape on fake tensors.
+"""The joint graph of a segment: its forward and its gradients in one graph, made once per shape without contents.
 
-Tracing computes nothing and allocates nothing; it takes well under a second for a layer. What computes nothing is taken
+That computes nothing and allocates nothing; it takes well under a second for a layer. On a CPU it is recorded
+(`record.py`), elsewhere and where something is not plain it is traced by torch. What computes nothing is taken
 out (detached copies, double transposes, first powers, the same view twice): each costs a call per step when a segment
 runs as it is. What is kept from forward to backward is decided on this graph (`policies.py`), and the functions are cut
 out of it (`segments.py`).
@@ -117,8 +118,8 @@ def trace(
     mode, function = _fake_mode(arguments), _as_function(graph, arguments)
     gradients = _Gradients(wants_gradient, is_parameter)
     try:
-        if decompositions or not wants_gradient:  # decompositions look at the device, which must be the real one
-            raise NotPlain("decompositions, or no tensors")
+        if decompositions:
+            raise NotPlain("decompositions")
         with unset_fake_temporarily(), torch.enable_grad():
             found, differentiable = _recorded(function, gradients, arguments, mode)
     except NotPlain:
@@ -143,8 +144,9 @@ def _recorded(
     tensors = _placeholders(recorder, arguments, gradients.wants)
     with recorder:
         outputs = function(tensors)
-    last = recorder.node(tensors[-1])
-    with recorder.graph.inserting_after(last):
+    if not tensors:
+        raise NotPlain("no tensors")
+    with recorder.graph.inserting_after(recorder.node(tensors[-1])):
         tangents = [
             recorder.placeholder(f"tangent_{i}", torch.empty(out.shape, dtype=out.dtype, device="meta"))
             for i, out in reversed(list(enumerate(out for out in outputs if out.requires_grad)))

@@ -71,7 +71,10 @@ class Recorder(TorchDispatchMode):
             if torch.device(device).type not in ("cpu", "meta"):
                 raise NotPlain(f"{func} on {device}")
             given, named["device"] = {**given, "device": _META}, _CPU
-        out = func(*args, **given)
+        try:
+            out = func(*args, **given)
+        except Exception as error:  # a kernel that the meta device has not, for example
+            raise NotPlain(f"{func}: {error}") from error
         name = func.overloadpacket.__name__
         self._put(self.graph.create_node("call_function", func, taken, named, name=name), out)
         return out
