@@ -60,7 +60,7 @@ kbit/s, so that one message takes longer than a rank may be silent (*link*, whic
 run must end by itself, with the losses of an undisturbed one.
 
 The first runs on a slow link ended in a false alarm; since then ranks show life beside their looks at others. Later
-joined runs in which the rank was stopped that hosts the store took a minute to end and named nobody (2 of 4); since then
+joined runs whose rank with the store was stopped took more than a minute to end and named nobody (2 of 4); since then
 a store that stands still is told from a slow link. The first way to tell them apart gave a false alarm on the slow link
 (1 of 2). What stands here of joined ranks under *stop*, *suspend*, *busy*, *slow* and *link* is from after all that.
 """
