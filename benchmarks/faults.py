@@ -59,8 +59,10 @@ processors busy (*busy*), one rank gets a tenth of its time (*slow*), or the ran
 kbit/s, so that one message takes longer than a rank may be silent (*link*, which only joined ranks can have). Such a
 run must end by itself, with the losses of an undisturbed one.
 
-The first runs on a slow link ended in a false alarm; since then ranks show life beside their looks at others, and
-what stands here of *link* is from after that.
+The first runs on a slow link ended in a false alarm; since then ranks show life beside their looks at others. Later
+joined runs whose rank with the store was stopped took more than a minute to end and named nobody (2 of 4); since then
+a store that stands still is told from a slow link. The first way to tell them apart gave a false alarm on the slow link
+(1 of 2). What stands here of joined ranks under *stop*, *suspend*, *busy*, *slow* and *link* is from after all that.
 """
 
 

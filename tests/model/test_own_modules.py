@@ -552,12 +552,28 @@ class Shared(nn.Module):
         return (losses * mask).sum() / mask.sum()
 
 
+class MadeAhead(nn.Module):
+    """Its layers compute with weights that were made of others before the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        halves = [{name: 0.5 * p for name, p in layer.named_parameters()} for layer in self.layers]
+        hidden = self.first(x)
+        for layer, values in zip(self.layers, halves, strict=True):
+            hidden = torch.func.functional_call(layer, values, (hidden,))
+        return functional.mse_loss(hidden[:, :CLASSES], y)
+
+
 SPLIT: dict[str, Callable[[], nn.Module]] = {
     "regularised": Regularised,
     "embedding looked up in the middle": lambda: Shared("looked up"),
     "embedding attended to in the middle": lambda: Shared("attended to"),
     "torch's own encoder with a mask": Attending,
     "containers in containers": Towers,
+    "weights made ahead": MadeAhead,
 }
 
 

@@ -133,7 +133,8 @@ class Walk:
     # Weights.
 
     def is_weight(self, value: Any) -> bool:
-        """A parameter, or one that is only transposed, cast or has a number added: computed wherever it is used."""
+        """A parameter, or one that is only transposed, cast or has a number added: computed wherever it is used, unless
+        other blocks use it."""
         return isinstance(value, fx.Node) and self._root(value) is not None
 
     def _root(self, value: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
@@ -142,6 +143,8 @@ class Walk:
             is_parameter = value.name.startswith("parameter")
             return (value, tuple(range(len(shape(value))))) if is_parameter else None
         if value.target not in _VIEWS + _BY_ELEMENT or len(value.all_input_nodes) != 1:
+            return None
+        if any(user.op == "output" for user in value.users):
             return None
         found = self._root(value.all_input_nodes[0])
         if found is None:
