@@ -150,8 +150,8 @@ def _in_order(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any])
 def _computed_again(problem: Problem, base: Base, fields: Mapping[str, Any], room: float) -> float:
     """About the seconds of a step, for the layers of an average place in the pipeline."""
     plan, layers = base.plan, len(problem.model.layers) / base.plan.pp
-    if not layers or OVERLAPS[plan.overlap].recompute:
-        return 0.0
+    if not layers or OVERLAPS[plan.overlap].recompute or len(problem.model.blocks) <= FEW_BLOCKS:
+        return 0.0  # of few blocks everything is looked at that is not too slow whatever it computes again
     parts = max(map(len, fields.get("slices", ())), default=1)
     shape = fields.get("schedule", "1f1b"), plan.pp, plan.mb, fields.get("v", 1), parts
     held = (held_by(*shape, 0) + held_by(*shape, plan.pp - 1)) / 2
@@ -173,14 +173,15 @@ class _Looked:
         self._problem, self._keep = problem, keep
         self._best: dict[tuple[int, ...], float] = {}
         self._worst = math.inf  # of what would be shown
-        self._most = MOST_LOOKED if len(problem.model.blocks) > FEW_BLOCKS else math.inf
+        is_large = len(problem.model.blocks) > FEW_BLOCKS
+        self._most, self._close = (MOST_LOOKED, CLOSE) if is_large else (math.inf, UNEVEN)
         self._counts: Counter[tuple[object, ...]] = Counter()  # of each mesh, without and with something on the host
         self.quick: list[tuple[float, Plan]] = []
         self.tight: list[_Tight] = []
         self.known = 0
 
     def may_be_shown(self, mesh: tuple[int, ...], mb: int, least: float, offloads: bool = False) -> bool:
-        is_better = least < self._worst and least < CLOSE * self._best.get(mesh, math.inf)
+        is_better = least < self._worst and least < self._close * self._best.get(mesh, math.inf)
         return is_better and self._counts[mesh, mb, offloads] < self._most
 
     def at(self, plan: Plan, least: float) -> bool:
@@ -191,7 +192,7 @@ class _Looked:
         if room <= 0 and (plan.offload or room + sharded.optimizer <= 0):
             return False
         self._counts[mesh, plan.mb, bool(plan.offload)] += 1
-        limit = min(self._worst, CLOSE * self._best.get(mesh, math.inf))
+        limit = min(self._worst, self._close * self._best.get(mesh, math.inf))
         seconds, free = StageTimes(self._problem, plan).quick(limit)
         if free >= limit:
             return False
