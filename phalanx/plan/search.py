@@ -37,9 +37,10 @@ MOST_STAGES = 128
 SLICES, FEWEST_TOKENS, GRAINS = (2, 4, 8, 16, 32, 64), 64, 16  # numbers of slices; tokens and grains of one
 HOSTED = (0.25, 0.5, 0.75, 1.0)  # of the optimizer's state, shares that may lie on the host
 FEWEST_MOVED = 4  # layers of a stage of which what they keep may lie on the host
+MOST_OFFLOADS = 3  # times as many of them with something on the host
 MOST_LOOKED = 3  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
 CLOSE = 1.02  # times what a mesh takes by a quick estimate: no plan of it is looked at that cannot take less
-MOST_OF_MESH = 3  # plans of one mesh of a model of many blocks that are worked out
+MOST_OF_MESH = 5  # plans of one mesh of a model of many blocks that are worked out
 NEAR, FAR = 1.05, 1.3  # times what is found of a mesh: others of it that look slower are not worked out
 
 
@@ -182,7 +183,7 @@ class _Looked:
 
     def may_be_shown(self, mesh: tuple[int, ...], mb: int, least: float, offloads: bool = False) -> bool:
         is_better = least < self._worst and least < self._close * self._best.get(mesh, math.inf)
-        return is_better and self._counts[mesh, mb, offloads] < self._most
+        return is_better and self._counts[mesh, mb, offloads] < (MOST_OFFLOADS if offloads else 1) * self._most
 
     def at(self, plan: Plan, least: float) -> bool:
         """Looks at a plan. Whether it keeps everything."""
