@@ -40,7 +40,8 @@ FEWEST_MOVED = 4  # layers of a stage of which what they keep may lie on the hos
 MOST_OFFLOADS = 3  # times as many of them with something on the host
 MOST_LOOKED = 3  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
 CLOSE = 1.02  # times what a mesh takes by a quick estimate: no plan of it is looked at that cannot take less
-MOST_OF_MESH = 5  # plans of one mesh of a model of many blocks that are worked out
+MOST_OF_MESH = 5  # plans of one mesh of a model of many blocks that are worked out,
+FIRST_OF_MESH = 2  # of which so many before those of slower meshes
 NEAR, FAR = 1.05, 1.3  # times what is found of a mesh: others of it that look slower are not worked out
 
 
@@ -70,10 +71,12 @@ def search(
     is_large = len(model.blocks) > FEW_BLOCKS  # of few blocks one more or less matters
     near, most_of_mesh = (NEAR, MOST_OF_MESH) if is_large else (FAR, math.inf)
     tried, worked = 0, Counter[tuple[int, ...]]()
-    for seconds, plan in promising:
+    for seconds, plan in _varied(promising) if is_large else promising:
         key = _mesh_key(plan)
-        if tried >= most and best and (seconds > _worst(best.values(), keep) or tried >= 2 * most):
+        if best and tried >= 2 * most:
             break
+        if best and tried >= most and seconds > _worst(best.values(), keep):
+            continue
         if (key in best and seconds > near * best[key].step_seconds) or worked[key] >= most_of_mesh:
             continue
         tried += 1
@@ -88,6 +91,20 @@ def search(
     first, *others = sorted(best.values(), key=_seconds)[:keep]
     # Of many blocks one is little: only the best plan is polished.
     return Found((polished(problem, first), *others), tried, known)
+
+
+def _varied(promising: Sequence[tuple[float, Plan]]) -> list[tuple[float, Plan]]:
+    """The first plans of every mesh that is not much slower, then all others: a quick estimate is better at comparing
+    plans of one mesh than meshes."""
+    first: list[tuple[float, Plan]] = []
+    others: list[tuple[float, Plan]] = []
+    seen = Counter[tuple[int, ...]]()
+    for seconds, plan in promising:
+        key = _mesh_key(plan)
+        is_first = seen[key] < FIRST_OF_MESH and seconds < UNEVEN * promising[0][0]
+        (first if is_first else others).append((seconds, plan))
+        seen[key] += 1
+    return [*first, *others]
 
 
 def _require_possible(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any]) -> None:

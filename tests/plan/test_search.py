@@ -156,7 +156,7 @@ def test_looking_at_every_plan_of_a_large_model_finds_nothing_much_better(
     found = search(work, cluster, Software(), batch).plans[0].step_seconds
     monkeypatch.setattr("phalanx.plan.search.MOST_LOOKED", math.inf)
     monkeypatch.setattr("phalanx.plan.search.MOST_OF_MESH", 12)
-    assert found <= 1.005 * search(work, cluster, Software(), batch, most=96).plans[0].step_seconds
+    assert found <= 1.02 * search(work, cluster, Software(), batch, most=96).plans[0].step_seconds
 
 
 @pytest.mark.parametrize("seed", range(40))
