@@ -49,7 +49,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 }
 PREDICTED: Mapping[str, Callable[[], str]] = {
     "oases_published": oases_published.page
-}  # from no results but by planning
+}  # without results
 
 
 def measured() -> dict[str, str]:
