@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--page", type=Path, help="write the table to this page")
     options = parser.parse_args(arguments)
-    text = page([row(links, width) for links in CLUSTERS for width in WIDTHS])
+    text = page()
     print(text)
     if options.page is not None:
         options.page.write_text(text, encoding="utf-8")
@@ -85,7 +85,8 @@ def _estimate(model: ModelWork, plan: Plan, cluster: Cluster, mode: str) -> Esti
     return estimate(model, whole, cluster, Software(), SAMPLES * plan.dp)
 
 
-def page(rows: list[Row]) -> str:
+def page() -> str:
+    rows = [row(links, width) for links in CLUSTERS for width in WIDTHS]
     lines = [
         "# Oases' experiment, predicted",
         "",

@@ -20,6 +20,7 @@ import hf_trainer
 import largest
 import memory_page
 import migrate
+import oases_published
 import overlap_page
 import own_runs_page
 import peers_page
@@ -60,11 +61,15 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "step_api": step_api.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }
+PREDICTED: Mapping[str, Callable[[], str]] = {
+    "oases_published": oases_published.page
+}  # without results
 
 
 def measured() -> dict[str, str]:
-    """The pages for which there are results, by name."""
-    return {name: page() for name, page in PAGES.items() if any(RESULTS.glob(f"{name}*.json"))}
+    """The pages for which there are results, by name, and those that need none."""
+    found = {name: page() for name, page in PAGES.items() if any(RESULTS.glob(f"{name}*.json"))}
+    return found | {name: page() for name, page in PREDICTED.items()}
 
 
 if __name__ == "__main__":

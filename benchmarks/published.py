@@ -4,9 +4,9 @@
 
 Runs are grouped by who published them and whether they took one node or several. The models of a group are halved: what
 software reaches of a device is fitted to one half (of few runs, starting from a fit to that half of all groups on the
-device) and judged on the other, both ways, so that no shape is on both sides. Of every group: the mean error of step times, the
-rank correlation within sweeps (runs of one model, batch and cluster), how much slower the plan predicted best (and the
-best of three) is than the best measured, and how often running out of memory was told rightly.
+device) and judged on the other, both ways, so that no shape is on both sides. Of every group: the mean error of step
+times, the rank correlation within sweeps (runs of one model, batch and cluster), how much slower the plan predicted
+best (and the best of three) is than the best measured, and how often running out of memory was told rightly.
 """
 
 from __future__ import annotations

@@ -207,6 +207,20 @@ def test_what_cannot_be_judged_gets_the_simple_plan_with_the_reason(monkeypatch:
     assert found.plan == subject().simple and found.record["unsearched"] == "KeyError: 'no such thing'"
 
 
+def test_a_language_model_may_be_cut_into_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def spied(*arguments: Any, **named: Any) -> Any:
+        seen.append(arguments[0].causal)
+        return search(*arguments, **named)
+
+    monkeypatch.setattr("phalanx.training.auto.search", spied)
+    choose(subject(), context(Store()))
+    other = SimpleNamespace(name=MODEL, task="masked-lm", factory=None, config=SimpleNamespace(num_attention_heads=2))
+    choose(subject(spec=other), context(Store()))
+    assert set(seen[:1]) == {True} and seen[-1] is False
+
+
 def test_an_optimizer_that_looks_at_whole_tensors_leaves_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 

@@ -67,6 +67,6 @@ def _ring(links: Links, group: Group, size: float) -> float:
 
 
 def _latency(links: Links, group: Group) -> float:
-    """Rings inside a node, trees between nodes."""
+    """Trees inside a node and between nodes."""
     inside = math.ceil(math.log2(min(group.on_node, group.size))) * links.link_latency
     return inside + math.ceil(math.log2(group.num_nodes)) * links.network_latency

@@ -6,6 +6,7 @@ the same few figures and shares that planning uses for any device. Pure; `profil
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,7 +91,8 @@ def saturation(products: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _link(rates: Rates) -> tuple[float | None, float | None]:
-    """bytes/s and seconds of a hop, from sums over all ranks of a node: 2 (n - 1) hops, each of 1 / n of the bytes."""
+    """bytes/s and seconds of a hop, from sums over all ranks of a node: 2 (n - 1) / n of the bytes, and as many hops as
+    a tree has there and back."""
     points = rates.collectives.get("all_reduce", ())
     if len(points) < 2 or rates.ranks < 2:
         return None, None
@@ -99,7 +101,7 @@ def _link(rates: Rates) -> tuple[float | None, float | None]:
     hops = 2 * (rates.ranks - 1)
     if slope <= 0:
         return hops / rates.ranks * largest / slowest, None
-    return hops / rates.ranks / slope, max(0.0, offset) / hops
+    return hops / rates.ranks / slope, max(0.0, offset) / (2 * math.ceil(math.log2(rates.ranks)))
 
 
 def _contention(rates: Rates, software: Software) -> float:

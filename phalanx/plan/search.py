@@ -37,9 +37,11 @@ MOST_STAGES = 128
 SLICES, FEWEST_TOKENS, GRAINS = (2, 4, 8, 16, 32, 64), 64, 16  # numbers of slices; tokens and grains of one
 HOSTED = (0.25, 0.5, 0.75, 1.0)  # of the optimizer's state, shares that may lie on the host
 FEWEST_MOVED = 4  # layers of a stage of which what they keep may lie on the host
+MOST_OFFLOADS = 3  # times as many of them with something on the host
 MOST_LOOKED = 3  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
 CLOSE = 1.02  # times what a mesh takes by a quick estimate: no plan of it is looked at that cannot take less
-MOST_OF_MESH = 3  # plans of one mesh of a model of many blocks that are worked out
+MOST_OF_MESH = 5  # plans of one mesh of a model of many blocks that are worked out,
+FIRST_OF_MESH = 2  # of which so many before those of slower meshes
 NEAR, FAR = 1.05, 1.3  # times what is found of a mesh: others of it that look slower are not worked out
 
 
@@ -69,10 +71,12 @@ def search(
     is_large = len(model.blocks) > FEW_BLOCKS  # of few blocks one more or less matters
     near, most_of_mesh = (NEAR, MOST_OF_MESH) if is_large else (FAR, math.inf)
     tried, worked = 0, Counter[tuple[int, ...]]()
-    for seconds, plan in promising:
+    for seconds, plan in _varied(promising) if is_large else promising:
         key = _mesh_key(plan)
-        if tried >= most and best and (seconds > _worst(best.values(), keep) or tried >= 2 * most):
+        if best and tried >= 2 * most:
             break
+        if best and tried >= most and seconds > _worst(best.values(), keep):
+            continue
         if (key in best and seconds > near * best[key].step_seconds) or worked[key] >= most_of_mesh:
             continue
         tried += 1
@@ -87,6 +91,20 @@ def search(
     first, *others = sorted(best.values(), key=_seconds)[:keep]
     # Of many blocks one is little: only the best plan is polished.
     return Found((polished(problem, first), *others), tried, known)
+
+
+def _varied(promising: Sequence[tuple[float, Plan]]) -> list[tuple[float, Plan]]:
+    """The first plans of every mesh that is not much slower, then all others: a quick estimate is better at comparing
+    plans of one mesh than meshes."""
+    first: list[tuple[float, Plan]] = []
+    others: list[tuple[float, Plan]] = []
+    seen = Counter[tuple[int, ...]]()
+    for seconds, plan in promising:
+        key = _mesh_key(plan)
+        is_first = seen[key] < FIRST_OF_MESH and seconds < UNEVEN * promising[0][0]
+        (first if is_first else others).append((seconds, plan))
+        seen[key] += 1
+    return [*first, *others]
 
 
 def _require_possible(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any]) -> None:
@@ -150,8 +168,8 @@ def _in_order(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any])
 def _computed_again(problem: Problem, base: Base, fields: Mapping[str, Any], room: float) -> float:
     """About the seconds of a step, for the layers of an average place in the pipeline."""
     plan, layers = base.plan, len(problem.model.layers) / base.plan.pp
-    if not layers or OVERLAPS[plan.overlap].recompute:
-        return 0.0
+    if not layers or OVERLAPS[plan.overlap].recompute or len(problem.model.blocks) <= FEW_BLOCKS:
+        return 0.0  # of few blocks everything is looked at that is not too slow whatever it computes again
     parts = max(map(len, fields.get("slices", ())), default=1)
     shape = fields.get("schedule", "1f1b"), plan.pp, plan.mb, fields.get("v", 1), parts
     held = (held_by(*shape, 0) + held_by(*shape, plan.pp - 1)) / 2
@@ -173,15 +191,16 @@ class _Looked:
         self._problem, self._keep = problem, keep
         self._best: dict[tuple[int, ...], float] = {}
         self._worst = math.inf  # of what would be shown
-        self._most = MOST_LOOKED if len(problem.model.blocks) > FEW_BLOCKS else math.inf
+        is_large = len(problem.model.blocks) > FEW_BLOCKS
+        self._most, self._close = (MOST_LOOKED, CLOSE) if is_large else (math.inf, UNEVEN)
         self._counts: Counter[tuple[object, ...]] = Counter()  # of each mesh, without and with something on the host
         self.quick: list[tuple[float, Plan]] = []
         self.tight: list[_Tight] = []
         self.known = 0
 
     def may_be_shown(self, mesh: tuple[int, ...], mb: int, least: float, offloads: bool = False) -> bool:
-        is_better = least < self._worst and least < CLOSE * self._best.get(mesh, math.inf)
-        return is_better and self._counts[mesh, mb, offloads] < self._most
+        is_better = least < self._worst and least < self._close * self._best.get(mesh, math.inf)
+        return is_better and self._counts[mesh, mb, offloads] < (MOST_OFFLOADS if offloads else 1) * self._most
 
     def at(self, plan: Plan, least: float) -> bool:
         """Looks at a plan. Whether it keeps everything."""
@@ -191,7 +210,7 @@ class _Looked:
         if room <= 0 and (plan.offload or room + sharded.optimizer <= 0):
             return False
         self._counts[mesh, plan.mb, bool(plan.offload)] += 1
-        limit = min(self._worst, CLOSE * self._best.get(mesh, math.inf))
+        limit = min(self._worst, self._close * self._best.get(mesh, math.inf))
         seconds, free = StageTimes(self._problem, plan).quick(limit)
         if free >= limit:
             return False

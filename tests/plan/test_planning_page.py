@@ -39,7 +39,7 @@ def test_the_worked_example_is_what_is_computed() -> None:
         "attention": [0.1374e12 / 4 / (989.4e12 * 0.45)],
         "element-wise work": [571.0e6 / 4 / (3350e9 * 0.8)],
         "reading weights": [2 * 218.1e6 / 4 / (3350e9 * 0.8)],
-        "one sum of 33.55 MB over 4 ranks": [2 * (3 / 4 * 33.55e6 / (450e9 * 0.75) + 3 * 4e-6)],
+        "one sum of 33.55 MB over 4 ranks": [2 * (3 / 4 * 33.55e6 / (450e9 * 0.75) + 2 * 4e-6)],
         "started by the host": [2 * 60e-6 + 2 * 20e-6],
         "forward of a layer": [own.forward],
         "its input gradients": [own.backward],

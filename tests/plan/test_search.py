@@ -143,6 +143,22 @@ def test_what_is_found_is_the_best_of_all_plans_of_many_small_instances() -> Non
     check(range(14, 260))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("model, text, batch", [
+    (Shape(80, 8192, 64, 8, 28672, 128256, 4096, gated=True), "8x8 H100", 512),
+    (Shape(32, 4096, 32, 8, 14336, 128256, 8192, gated=True), "2x4 A100-40, network 100Gb/s", 64),
+    (Shape(48, 6144, 48, 48, 24576, 50304, 2048), "4x8 V100", 256),
+])  # fmt: skip
+def test_looking_at_every_plan_of_a_large_model_finds_nothing_much_better(
+    model: Shape, text: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, cluster = transformer("large", model), Cluster.read(text)
+    found = search(work, cluster, Software(), batch).plans[0].step_seconds
+    monkeypatch.setattr("phalanx.plan.search.MOST_LOOKED", math.inf)
+    monkeypatch.setattr("phalanx.plan.search.MOST_OF_MESH", 12)
+    assert found <= 1.02 * search(work, cluster, Software(), batch, most=96).plans[0].step_seconds
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_layers_are_mixed_as_trying_every_assignment_would(seed: int) -> None:
     generator = random.Random(seed)
