@@ -41,7 +41,7 @@ How long training stands still when its plan changes, on four CPU ranks, for pla
 is what as many bytes between the same ranks take all at once, measured in turn with the pauses; {ALLOWED} s more is
 what was asked for. *Through files* is a checkpoint saved under one plan and loaded under the other in the same
 processes; to stop and start them again would come on top. The last column is the first change to a plan with its first
-step, which makes its functions; where the options foresee a change, a thread makes them before."""
+step, which makes its functions."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -40,14 +40,12 @@ Member = Session | Spare  # what a rank is in a job
 
 @dataclass
 class Change:
-    """What a change was, and what it took. bytes: that went from rank to rank. seconds: of its parts. was_foreseen:
-    whether what it needs besides state had been made before."""
+    """What a change was, and what it took. bytes: that went from rank to rank. seconds: of its parts."""
 
     old: Plan
     new: Plan
     bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict[str, float])
-    was_foreseen: bool = False
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -193,7 +191,7 @@ def _moved(
     slots = slots_now(old, rank if was is not None else None, [shard for shard, _ in given], group)
     held = {shard.name: data for shard, data in given}
     given.clear()  # so that nothing but `held` knows the tensors
-    migration = migration_between(opening, old, layout, slots)
+    migration = _migration(opening, old, layout, slots)
     done.bytes = migration.bytes_sent
     if opening.device.type == "cuda":
         gc.collect()  # what holds a session together refers to each other
@@ -239,7 +237,7 @@ def everyones(
     return merged, said[0][1]
 
 
-def migration_between(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf) -> Migration:
+def _migration(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf) -> Migration:
     """Remembered where the optimizer keeps what was foreseen."""
     pair = (old.plan, new.plan)
     foreseen = slots == old.expected_slots

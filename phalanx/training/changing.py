@@ -81,10 +81,6 @@ class Changes:
         if asked and (request := self._request(member)) is not None:
             yield Wanted(period, (request.plan,), ASKED, request=request)
 
-    def next_after(self, step: int) -> Period | None:
-        """The next period that has another plan, or other batches, as the options say."""
-        return next((period for period in self._periods if period.step > step), None)
-
     def answer(self, wanted: Wanted, answer: Answer) -> None:
         if self._context.rank == 0 and wanted.request is not None:
             self._inbox.answer(wanted.request, answer)

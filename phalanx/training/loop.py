@@ -88,7 +88,6 @@ class Loop(SurvivingRank):
             reporter = Reporter(self.snapshot, meter, log, progress, self._emit, self.run.device)
             checkpoints = Checkpoints(self.folder, self.context, reporter, self.phases, self.resumed)
             stack.callback(checkpoints.settle)
-            stack.callback(self.settle_foreseen)
             if is_new:
                 self._announce(reporter, log, rows)
             else:
@@ -137,7 +136,6 @@ class Loop(SurvivingRank):
                 if not self.is_survivable(error):
                     raise
                 was = self.context.rank
-                self.settle_foreseen()
                 record = self.survive(error, reporter, checkpoints)
                 progress = self._speak(reporter) if self.context.rank != was else None
                 self._went_on(record, reporter, checkpoints, progress)
@@ -193,7 +191,7 @@ class Loop(SurvivingRank):
             for step in range(first_step, self.run.total_steps + 1):
                 self.at = step
                 slot.at_step(step)
-                if changed := self._change_plan(step, reporter):
+                if self._change_plan(step, reporter):
                     predictor, ahead = self._predictor(f" from step {step} on"), self._ahead()
                     self.mirror.renew()
                 name = "first step" if step == first_step else "steps"
@@ -207,8 +205,6 @@ class Loop(SurvivingRank):
                 slot.enter("step")  # the first of them also compiled
                 if self._deal_with(step, outcome, reporter, checkpoints, stop, predictor):
                     break
-                if step == first_step or changed:
-                    self.foresee(step)
                 if step == first_step and config.checkpoint_every not in (0, "never"):
                     checkpoints.prepare(self.session)
                 self._mirror(step, reporter)
@@ -307,7 +303,6 @@ class Loop(SurvivingRank):
                 refused = error
                 continue
             record |= {"plan": done.new.shown, "bytes": done.bytes, "parts": done.seconds}
-            record["was_foreseen"] = done.was_foreseen
             for name in ("batch_size", "seq_len"):
                 if getattr(wanted.period, name) != getattr(before, name):
                     record[name] = getattr(wanted.period, name)

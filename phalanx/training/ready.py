@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.data.batches import Batches
 from phalanx.engine.compiled import Compiled
-from phalanx.errors import ConfigError, PhalanxError, PlanError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.launch.status_board import BoardWatch
 from phalanx.model.weights.weights import Weights
@@ -40,7 +40,6 @@ from phalanx.training.change import Change, Member, open_member
 from phalanx.training.change import change as change_plan
 from phalanx.training.changing import Changes
 from phalanx.training.folder import RunFolder
-from phalanx.training.foreseen import Foreseen
 from phalanx.training.generating import Generator
 from phalanx.training.header import header
 from phalanx.training.here import announce
@@ -48,7 +47,7 @@ from phalanx.training.initial_weights import load_buffers, open_weights
 from phalanx.training.job import Job
 from phalanx.training.metrics import Metrics
 from phalanx.training.prepare import Prepared, prepare, require_change
-from phalanx.training.session import Look, Opening, Session
+from phalanx.training.session import Look, Opening
 from phalanx.training.spare import Spare
 
 _has_run = False  # in this process
@@ -71,7 +70,6 @@ class ReadyRank:
         self.folder = RunFolder(job.folder, job.config, context)
         self.phases = Phases(job.began)
         self.resumed: Path | None = None  # the checkpoint that the run went on from
-        self.foreseen: Foreseen | None = None  # what is made for the next plan
 
     def set_up(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Prepares the run and puts its state in place, fresh or as a checkpoint holds it; returns the header."""
@@ -149,34 +147,14 @@ class ReadyRank:
         )  # fmt: skip
         return opening, weights, origin
 
-    def foresee(self, step: int) -> None:
-        """Begins to make what the next change that is scheduled after a step will need."""
-        period, opening = self.changes.next_after(step), self.session.opening
-        if period is None or opening is None or not isinstance(self.session, Session):
-            return
-        text = period.plan if period.plan != self.changes.period.plan else self.changes.plan
-        with contextlib.suppress(PlanError):  # said when its time comes
-            plan = self.completed(period, text, self.context.world)
-            config = self.config.override(batch_size=period.batch_size)
-            later = dataclasses.replace(opening, config=config)
-            batch = self.run.lengths[period.seq_len].batch(0, period.batch_size)
-            self.foreseen = Foreseen(later, self.session.state.layout, plan, batch)
-
-    def settle_foreseen(self) -> Plan | None:
-        """Waits for the thread, before anything else makes parts of sessions; the plan that it made all of."""
-        foreseen, self.foreseen = self.foreseen, None
-        return foreseen.wait() if foreseen is not None else None
-
     def change(self, period: Period, text: str) -> Change:
         """Another plan, batch size or sample length from now on. Raises `ChangeRefused` or a `PlanError`."""
-        foreseen = self.settle_foreseen()
         batches = self.run.lengths[period.seq_len]
         plan = self.completed(period, text, self.context.world)
         memory = self._memory_guard(period.batch_size, batches)
         memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
         config = self.config.override(batch_size=period.batch_size)
         self.session, done = change_plan(self.session, plan, config, self._look(memory))
-        done.was_foreseen = foreseen == plan
         self.run = dataclasses.replace(self.run, plan=plan, batches=batches)
         self.memory, self.changes.period = memory, period
         return done
