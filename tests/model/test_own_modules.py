@@ -505,9 +505,6 @@ CASES: dict[str, Case] = {
     "changed in place": Case(regression(in_place)),
     "torch's own encoder with a mask": Case(Attending),
     "sorted": Case(net(lambda m, x, y: functional.mse_loss(m.second(x).sort(-1).values, y))),
-    "attention of torch's with dropout": Case(
-        lambda: Attending(dropout=0.1), refused="scaled_dot_product_attention draws random numbers"
-    ),
     "random numbers of Python's": Case(
         regression(lambda m, x: x * random.random()), refused="between calls outside of the module, or draws random"
     ),

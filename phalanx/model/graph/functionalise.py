@@ -150,11 +150,6 @@ def refuse_coupling(flat: FlatGraph) -> None:
             )
         if not isinstance(node.target, torch._ops.OpOverload) or _is_recurrent_without_dropout(node):
             continue
-        if node.target is aten.scaled_dot_product_attention.default and _dropout_of(node):
-            raise CaptureError(
-                f"scaled_dot_product_attention draws random numbers that no plan could repeat ({where(node)})",
-                "set the dropout of the attention to 0; or write it out, as softmax, dropout and a product",
-            )
         if torch.Tag.nondeterministic_seeded in node.target.tags and node.target not in _KEYED:
             raise CaptureError(
                 f"{node.target._schema.name} draws random numbers that no plan could repeat ({where(node)})",
@@ -179,11 +174,6 @@ def refuse_coupling(flat: FlatGraph) -> None:
                 "use a normalisation that keeps samples apart, such as GroupNorm or LayerNorm, or put it in eval mode, "
                 "where it uses the statistics as they are",
             )
-
-
-def _dropout_of(node: fx.Node) -> Any:
-    """Of an attention of torch's; after query, key, value and mask."""
-    return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
 
 
 def _is_recurrent_without_dropout(node: fx.Node) -> bool:
