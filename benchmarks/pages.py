@@ -61,9 +61,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "step_api": step_api.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }
-PREDICTED: Mapping[str, Callable[[], str]] = {
-    "oases_published": oases_published.page
-}  # without results
+PREDICTED: Mapping[str, Callable[[], str]] = {"oases_published": oases_published.page}  # without results
 
 
 def measured() -> dict[str, str]:

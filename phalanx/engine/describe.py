@@ -29,7 +29,7 @@ from phalanx.model.facts.facts import shipped_path, to_json
 from phalanx.model.measure import measure
 from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment.compile import Compiler
-from phalanx.model.segment.segments import Segment, Working
+from phalanx.model.segment.segments import Working
 from phalanx.model.slicing import TOKENS, WHOLE_TOKENS
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.zoo import resolve
@@ -104,7 +104,6 @@ class _Walk:
             composed.integers(),
         )  # fmt: skip
         probes = [self._probe(compute, tracer, dims) for dims in self._fit.points]
-        working = cache(Segment.working)
         ops: list[tuple[BlockOp, ...]] = []
         for block, parts in enumerate(self._graph.parts):
             name, chain = composed.captured.blocks.blocks[block].name, list[BlockOp]()
@@ -113,7 +112,7 @@ class _Walk:
                 op = self._fitted(name, seen)
                 if part.segment is not None:
                     segments = [probe.traced.segments[part.segment] for probe in probes]
-                    needs = self._working(name, [working(segment) for segment in segments])
+                    needs = self._working(name, [segment.working for segment in segments])
                     past = self._expression(name, [int(own.past_bytes) for own in seen])
                     op = replace(op, working=needs, past_bytes=past)
                 chain.append(op)

@@ -42,7 +42,6 @@ _EXAMPLE_SIZES = {"batch": 5, "tokens": 37, "source": 43}
 
 
 _NOT_THE_MODEL = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, phalanx.__file__)) + ("<",)
-_READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -321,7 +320,7 @@ def _by_values(error: BaseException) -> str:
     for each in _chain(error):
         if isinstance(each, GuardOnDataDependentSymNode):
             return "a branch or a size in it depends on the values of a tensor"
-        if isinstance(each, _READS_VALUES):
+        if isinstance(each, DataDependentOutputException | DynamicOutputShapeException):
             return f"{each.func} needs the values of a tensor"
     return ""
 
