@@ -104,7 +104,7 @@ def add(parts: Sequence[Seconds]) -> Seconds:
 def _launched(busy: float, launch: float) -> float:
     """Seconds of a device that is busy so long with kernels that a host starts in so long: the longer of both, and some
     more where they are alike, since not every kernel is as long as its start."""
-    return (busy**3 + launch**3) ** (1 / 3)
+    return (busy**3 + launch**3) ** (1 / 3) if launch else busy
 
 
 class Machine:
@@ -174,7 +174,7 @@ class Machine:
 
     def _computed(self, work: BlockWork) -> tuple[float, float, float]:
         """Forward, gradients of inputs and those of weights: as they were measured, or by what the device offers."""
-        if work.times and not self.plan.slices:
+        if self._is_measured(work):
             return at_degree(work.times, self.plan.tp, self.samples / self.parts)
         products, moved, weights = self._products(work), self._moved(work), self._weights(work)
         attention = self._attention(work)
@@ -183,8 +183,13 @@ class Machine:
         backward = products + 2.5 * attention + 2 * moved + weights
         return products + attention + moved + weights, backward, products + weights
 
+    def _is_measured(self, work: BlockWork) -> bool:
+        return bool(work.times) and not self.plan.slices
+
     def _launch(self, work: BlockWork) -> float:
-        """Seconds that a host takes to start the kernels of a forward."""
+        """Seconds that a host takes to start the kernels of a forward; what was measured has them already."""
+        if self._is_measured(work):
+            return 0.0
         calls = work.exchanges * self.software.call if self.plan.tp > 1 else 0.0
         return self.software.launch * max(1, work.units) + calls
 

@@ -130,7 +130,8 @@ def test_the_cut_is_what_crosses_and_goes_over_the_devices_link(gpt2: SplitFacts
     timeline = simulate(compile_plan(PLAN, gpt2.eager), costs)
     sent = [event.seconds for event in timeline.events if event.instruction.op in (Op.SEND_F, Op.SEND_B)]
     assert sent == pytest.approx([0.5 + CUT / 1000] * 2)
-    assert costs.message(0, 1) == costs.group((0, 1)) == link
+    assert costs.message(0, 1, CUT) == link.send(CUT)
+    assert costs.collective("all_reduce", (0, 1), CUT) == link.reduce(CUT, 2)
 
 
 def test_adamw_in_bfloat16_holds_master_weights_and_two_moments_and_moves_all_of_it(gpt2: SplitFacts):
