@@ -99,7 +99,8 @@ def require_as_if_nothing_happened(pool: WorkerPool, out: Path, plan: str, undis
 
 long = pytest.mark.long
 MOMENTS = [
-    (PIPELINE, "STEP", signal.SIGKILL), (REPLICAS, "B", signal.SIGSTOP), (SPLIT, "F", signal.SIGKILL),
+    (PIPELINE, "STEP", signal.SIGKILL), (REPLICAS, "B", signal.SIGSTOP),
+    pytest.param(SPLIT, "F", signal.SIGKILL, marks=long),
     pytest.param(SPLIT, "B", signal.SIGSTOP, marks=long),
     pytest.param(PIPELINE, "F", signal.SIGKILL, marks=long),
     pytest.param(PIPELINE, "B", signal.SIGSTOP, marks=long),

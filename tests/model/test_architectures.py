@@ -24,7 +24,7 @@ import robustness
 long = pytest.mark.long
 # What each of them has that others do not.
 EXACT = [
-    "gpt_oss",  # a sink beside the keys
+    pytest.param("gpt_oss", marks=long),  # a sink beside the keys
     pytest.param("llama4_text", marks=long),  # attention within chunks
     "deepseek_v3",  # values smaller than keys, and writes into parts of tensors
     pytest.param("modernbert", marks=long),  # windows in both directions

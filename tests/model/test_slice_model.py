@@ -53,7 +53,9 @@ def test_an_encoder_runs_once_per_micro_batch_and_what_it_hands_on_is_whole(
     }
 
 
-@pytest.mark.parametrize("name", [pytest.param(GPT2, marks=long), pytest.param(GEMMA3, marks=long), WHISPER, T5])
+@pytest.mark.parametrize(
+    "name", [pytest.param(GPT2, marks=long), pytest.param(GEMMA3, marks=long), WHISPER, pytest.param(T5, marks=long)]
+)
 def test_layers_still_share_their_templates_and_each_has_a_past_of_its_own(name: str) -> None:
     before, after = captured.named(name).blocks, sliced(name).captured.blocks
     assert len(after.templates) == len(before.templates)
