@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=inf, help="begin no injection after that; call again to go on")
     parser.add_argument("--folder", type=Path, help="where the runs lie (default: a temporary folder)")
     chosen = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # in either mode, since threads change the order in which numbers are added
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs under way are cleared
     results = read(Path(chosen.out)) if chosen.out else []
     numbers = sorted({*range(chosen.injections)} - {result["number"] for result in results})
