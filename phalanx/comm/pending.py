@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from phalanx.errors import LateError, LinkError
+from phalanx.launch.abort import background_thread
 from phalanx.launch.status_board import RunningClock
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Deadline:
         self.seconds, self.missed_by, self._let_go = seconds, None, let_go
         self._waiting: Pending | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="phalanx-deadline", daemon=True)
+        self._thread = background_thread(self._run, "phalanx-deadline")
         self._thread.start()
 
     def begin(self, pending: Pending | None) -> None:
@@ -103,7 +104,7 @@ class Pending:
             self._finish()
         if self._ended is not None:
             self._ended(self)
-        self._work, self._tensors, self._finish, self._ended = None, (), None, None
+        self._work, self._tensors, self._finish, self._ended, self.backend = None, (), None, None, None
 
     def done(self) -> bool:
         """Whether `wait` would return at once. Messages between CPU ranks say so only after they were awaited."""

@@ -2,14 +2,18 @@
 
 A rank's heartbeat shows the supervisor that it lives and sets the event when the board says that the job is over. While
 the heart does not beat, where the rank's threads stand is written to a file (`StackFile`).
-Calls that nothing can make let go are made on a thread of their own (`within`), which is abandoned.
+Calls that nothing can make let go are made on a thread of their own (`within`), which is abandoned. Threads that call
+into torch are made by `background_thread`, so that the interpreter does not end in the middle of such a call.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +23,7 @@ from phalanx.launch.status_board import StatusSlot
 
 BEAT_SECONDS = 0.25
 _LOOK_SECONDS = 0.05
+_END_SECONDS = 5.0  # that calls of threads in the background have to return in when the interpreter ends
 T = TypeVar("T")
 
 
@@ -86,6 +91,28 @@ def read_stack(path: Path, num_lines: int = 12) -> list[str]:
     return [line.strip() for line in text.rpartition("hread 0x")[2].splitlines()[1:] if line.strip()][:num_lines]
 
 
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def background_thread(run: Callable[[], None], name: str) -> threading.Thread:
+    """A thread, not yet started, that does not keep the process alive.
+
+    Python ends such a thread when it comes back from a call after the interpreter began to end; where the call is one
+    of torch's, that aborts the whole process (SIGABRT). So the end waits for calls that are about to return.
+    """
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _threads.add(thread)
+    return thread
+
+
+@atexit.register
+def _let_calls_return() -> None:
+    deadline = time.monotonic() + _END_SECONDS
+    for thread in list(_threads):
+        if thread.is_alive():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
 @contextmanager
 def heartbeat(slot: StatusSlot, look: Callable[[], None], stack: StackFile) -> Iterator[None]:
     """Within it a thread shows signs of life, and looks whether the job is over or its ranks are others."""
@@ -100,7 +127,7 @@ def heartbeat(slot: StatusSlot, look: Callable[[], None], stack: StackFile) -> I
                 stack.beat()
             look()
 
-    thread = threading.Thread(target=beat, name="phalanx-heartbeat", daemon=True)
+    thread = background_thread(beat, "phalanx-heartbeat")
     stack.beat()
     thread.start()
     try:
@@ -130,7 +157,7 @@ def within(seconds: float, call: Callable[[], T], *, unless: Callable[[], bool] 
             outcome["error"] = error
         ended.set()
 
-    threading.Thread(target=run, name="phalanx-deadline", daemon=True).start()
+    background_thread(run, "phalanx-call").start()
     slices = max(1, round(seconds / 0.1))
     for _ in range(slices):
         if ended.wait(seconds / slices) or (unless is not None and unless()):

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.errors import LinkError, PhalanxError
-from phalanx.launch.abort import Late, StackFile, read_stack, within
+from phalanx.launch.abort import Late, StackFile, background_thread, read_stack, within
 from phalanx.launch.context import RankContext
 from phalanx.launch.status_board import LONG_SILENCE, SILENCE, RunningClock, SilenceWatch, StatusView
 from phalanx.launch.store import ForgedValue, JobStore
@@ -121,8 +121,8 @@ class Monitor:
         self._notice: Notice | None = None
         self._finished = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="phalanx-monitor", daemon=True)
-        self._heart = threading.Thread(target=self._beat, name="phalanx-heart", daemon=True)
+        self._thread = background_thread(self._run, "phalanx-monitor")
+        self._heart = background_thread(self._beat, "phalanx-heart")
 
     def __enter__(self) -> Monitor:
         self._safely(self._show_life)
