@@ -96,7 +96,8 @@ def page() -> str:
         f"`python benchmarks/hf_trainer.py` on one {where} (torch {machine['torch']}, transformers "
         f"{machine['transformers']}), {machine['date']}. Data: [hf_trainer.json](hf_trainer.json). {setting['model']}, "
         f"{setting['batch_size']} × {setting['tokens']} tokens a step, bfloat16 over float32 weights, "
-        "`torch_compile=True` for both, one changed import; the median of the steps after the first ten.", "",
+        "`torch_compile=True` for both, one changed import; the median of the steps after the first ten, "
+        f"{setting['rounds']} round{'s' if setting['rounds'] > 1 else ''} of each.", "",
         report.markdown(HEADERS, rows(results)), "", f"**{verdict(results)}.**", "",
     ])  # fmt: skip
 
@@ -132,7 +133,9 @@ def main(arguments: list[str]) -> None:
         results.append({"side": side, "losses": found[side][0]["losses"], "step_seconds": report.summary(seconds)})
     print(report.table(HEADERS, rows(results)))
     print(verdict(results))
-    setting = {name: getattr(chosen, name) for name in ("model", "tiny", "cpu", "steps", "batch_size", "tokens")}
+    setting = {
+        name: getattr(chosen, name) for name in ("model", "tiny", "cpu", "steps", "batch_size", "tokens", "rounds")
+    }
     report.publish(chosen, "hf_trainer", setting, results, [])
 
 

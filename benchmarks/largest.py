@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 
+from phalanx.observe.metrics import peak_flops
+
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 MODEL = "meta-llama/Meta-Llama-3-8B"
 ALL_ON_HOST = "mb=16,schedule=block-major,recompute=block,offload=activations+parameters+optimizer-step"
@@ -56,14 +58,15 @@ def main() -> None:
         print(json.dumps(_one(options)))
         return
     results: list[dict[str, Any]] = []
+    gpu = "".join(report.machine()["gpus"][:1])
     free = [(plan, False) for plan in options.free_plans]
     for candidate, capped in [(plan, True) for plan in (*options.plans, *options.peers)] + free:
         found = _in_own_process(candidate, options.cap if capped else None)
         results.append(
             {"candidate": candidate, "cap": options.cap if capped else None, "layers": options.layers} | found
         )
-        print(row(results[-1]), file=sys.stderr, flush=True)
-    print(report.table(HEADERS, [row(result) for result in results]))
+        print(row(results[-1], gpu), file=sys.stderr, flush=True)
+    print(report.table(HEADERS, [row(result, gpu) for result in results]))
     setting = {name: getattr(options, name) for name in ("cap", "layers", "batch", "tokens", "steps")}
     report.publish(options, "largest", setting | {"model": MODEL}, results, [])
 
@@ -147,7 +150,7 @@ def _timed(step: Any, steps: int, started: float, device: str) -> dict[str, Any]
     return {"seconds": seconds[2:], "ready": ready, "peak": peak, "reserved": reserved, "first": seconds[:2]}
 
 
-def row(r: dict[str, Any]) -> list[str]:
+def row(r: dict[str, Any], gpu: str) -> list[str]:
     cap = f"{r['cap']:.0f} GiB" if r["cap"] else "–"
     if "error" in r:
         return [cap, f"{r['layers']} layers", r["candidate"], r["error"], *[""] * 6]
@@ -159,8 +162,13 @@ def row(r: dict[str, Any]) -> list[str]:
     ]
     return [
         cap, f"{r['parameters'] / 1e9:.2f}B", r["candidate"], f"{seconds:.2f}", f"{r['tokens'] / seconds:,.0f}",
-        f"{r['flops'] / seconds / 989e12:.1%}", *predicted, f"{r['ready']:.0f}",
+        _mfu(r["flops"] / seconds, gpu), *predicted, f"{r['ready']:.0f}",
     ]  # fmt: skip
+
+
+def _mfu(rate: float, gpu: str) -> str:
+    peak = peak_flops(gpu, "bfloat16")
+    return f"{rate / peak:.1%}" if peak else "–"
 
 
 def _gib(size: float) -> str:
@@ -176,7 +184,8 @@ def page() -> str:
         f"cores), {machine['date']}. Data: [largest.json](largest.json). Llama-3-8B with more or fewer layers, "
         "bfloat16 with float32 masters and AdamW, 16 × 4096 tokens a step. A cap is the share of the card that the "
         "process may use; without one it may use all. MFU counts no recomputed FLOPs.", "",
-        report.markdown(HEADERS, [row(result) for result in results]), "", *_prices(results), "",
+        report.markdown(HEADERS, [row(result, machine["gpus"][0]) for result in results]), "", *_prices(results), "",
+        *data.get("notes", []), "",
     ])  # fmt: skip
 
 

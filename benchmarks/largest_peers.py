@@ -42,7 +42,10 @@ def fsdp2(spec: Any, batch: dict[str, Any], device: str) -> Callable[[], float]:
     with torch.no_grad():
         for own in model.parameters():
             local = own.to_local()
-            local.uniform_(-0.03, 0.03) if local.dim() > 1 else local.fill_(1.0)
+            if local.dim() > 1:
+                local.uniform_(-0.03, 0.03)
+            else:
+                local.fill_(1.0)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=spec.config).to(device)
     return _step(model, batch, device, None)
 

@@ -13,9 +13,7 @@ turn: a step, the same step with nothing sent (compute), the same collectives on
 from __future__ import annotations
 
 import argparse
-import pickle
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,16 +21,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import in_lab
 import overlap_rank
 import report
 from compare_setting import Setting
 from overlap_cases import AIM, CALIBRATED, CPU, GPU, MODES, Case, Kind
 from overlap_figures import figures
 from overlap_page import HEADERS, panels, rows, sentence
-from overlap_rank import Seen, Task
+from overlap_rank import Task
 
 from phalanx.errors import PhalanxError
-from phalanx.lab.run import Lab
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
@@ -60,14 +58,17 @@ def measure(kind: Kind, case: Case, rounds: int, compiled: str) -> dict[str, Any
     task = Task(setting, _plans(setting, captured), kind.accepted, rounds, kind.steps, kind.device, compiled)
     amount, tried = case.start, list[dict[str, Any]]()
     for _ in range(ATTEMPTS):
-        seen = _session(kind, kind.lab(amount), task, captured)
+        seen = in_lab.run(
+            kind.lab(amount), overlap_rank.measure, task, captured, device=kind.device, variables=kind.variables
+        )
         compute, communication = seen[0].calibration
         tried.append({"lab": kind.lab(amount), "compute": compute, "communication": communication})
-        _say(f"{case.name}, {kind.lab(amount)}: {CALIBRATED} has compute : communication {compute / communication:.2f}")
+        ratio = compute / communication
+        in_lab.say(f"{case.name}, {kind.lab(amount)}: {CALIBRATED} has compute : communication {ratio:.2f}")
         if seen[0].seconds:
             return {"case": case.name, "size": asdict(case.size), "calibration": tried,
                     "modes": figures(seen, kind.dtype)}  # fmt: skip
-        amount = kind.next_amount(amount, compute / communication)
+        amount = kind.next_amount(amount, ratio)
     low, high = kind.accepted
     return {"case": case.name, "size": asdict(case.size), "calibration": tried, "modes": {},
             "error": f"compute : communication did not come between {low} and {high}"}  # fmt: skip
@@ -79,23 +80,6 @@ def _plans(setting: Setting, captured: Captured) -> dict[str, Plan]:
     return {
         mode: complete(f"tp=2,{text}", world=2, batch_size=samples, costs=costs).plan for mode, text in MODES.items()
     }
-
-
-def _session(kind: Kind, lab: str, task: Task, captured: Captured) -> list[Seen]:
-    """Both ranks in a lab, from their start to their end; what each saw."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-overlap-") as name, Lab(lab, say=_say) as opened:
-        if opened.effective != opened.spec:
-            raise SystemExit(f"overlap needs links of a known rate: {'; '.join(opened.notes)}")
-        folder = Path(name)
-        (folder / overlap_rank.TASK).write_bytes(pickle.dumps((task, captured)))
-        code = opened.run(["env", *kind.variables, sys.executable, overlap_rank.__file__, name])
-        if code:
-            raise SystemExit(f"a rank failed with exit code {code}")
-        return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(opened.spec.ranks)]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

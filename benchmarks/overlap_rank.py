@@ -1,12 +1,11 @@
-"""The rank's side of `overlap.py`: a process that a lab starts. Not for users.
+"""The rank's side of `overlap.py`. Not for users.
 
 It builds every mode on the same weights, checks that they compute the same loss, and times them in turn: a step, then
-its computation alone, then its communication alone. Argument: the folder with the task, where it leaves what it saw.
+its computation alone, then its communication alone.
 """
 
 from __future__ import annotations
 
-import pickle
 import statistics
 import sys
 import time
@@ -25,13 +24,11 @@ from torch import Tensor
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.launch.context import RankContext
-from phalanx.launch.join import join, run_joined
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.training.session import Session
 
-TASK = "task"
 KINDS = ("step", "compute", "communication")
 _STILL = 0.0  # the learning rate: steps with nothing sent would spoil the weights
 _WARM_UP, _TRIED = 2, 3
@@ -156,17 +153,3 @@ def _build(links: Links, task: Task, name: str, captured: Captured) -> Session:
         captured, config, task.plans[name], context=context, links=links, trainable=captured.trainable, read=read,
         buffers={n: value.to(device) for n, value in captured.buffers.items()},
     )  # fmt: skip
-
-
-def main(folder: Path) -> None:
-    task, captured = pickle.loads((folder / TASK).read_bytes())
-    context = join(task.device)
-    assert context is not None, "a lab starts this"
-    seen = run_joined(context, measure, task, captured)
-    (folder / f"rank-{context.rank}").write_bytes(pickle.dumps(seen))
-
-
-if __name__ == "__main__":
-    from overlap_rank import main as run  # what it leaves must name its classes as those who read it know them
-
-    run(Path(sys.argv[1]))

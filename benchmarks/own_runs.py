@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -26,16 +24,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import own_runs_rank
+import in_lab
 import plot
 import report
 from compare_setting import Setting, Size
-from own_runs_rank import Seen, Task, kinds_of, measure, usual
+from own_runs_rank import REFERENCES, Seen, Task, kinds_of, measure, usual
 from shared_gpu import rank_environment, shared_gpu
 
 from phalanx.engine.describe import describe
 from phalanx.errors import PhalanxError
-from phalanx.lab.run import Lab
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
@@ -111,24 +108,13 @@ def _pool(kind: Kind):
 
 def _in_pool(kind: Kind, task: Task, captured: Captured) -> list[Seen]:
     with _pool(kind) as pool:
-        return pool.run(measure, task, captured, on_event=lambda event, about: _say(f"{event}: {about}"))
+        return pool.run(measure, task, captured, on_event=lambda event, about: in_lab.say(f"{event}: {about}"))
 
 
 def _in_lab(link: str, task: Task, captured: Captured) -> list[Seen]:
     """Every rank a node of its own."""
     spec = f"nodes={WORLD},ranks_per_node=1,link={link},device=cpu:1thread"
-    with tempfile.TemporaryDirectory(prefix="phalanx-own-runs-") as name, Lab(spec, say=_say) as opened:
-        if opened.effective != opened.spec:
-            raise SystemExit(f"links of a known rate are needed: {'; '.join(opened.notes)}")
-        (Path(name) / own_runs_rank.TASK).write_bytes(pickle.dumps((task, captured)))
-        code = opened.run([sys.executable, own_runs_rank.__file__, name])
-        if code:
-            raise SystemExit(f"a rank failed with exit code {code}")
-        return [pickle.loads((Path(name) / f"rank-{rank}").read_bytes()) for rank in range(WORLD)]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return in_lab.run(spec, measure, task, captured, device=task.device)
 
 
 # What is predicted.
@@ -162,7 +148,7 @@ class _Known:
             statistics.median(seen.update) / elements, issue=others.issue, transfers=others.transfers,
             beside=others.beside,
         )  # fmt: skip
-        per_micro_batch, per_step = overheads([self._reference(mb) for mb in own_runs_rank.REFERENCES])
+        per_micro_batch, per_step = overheads([self._reference(mb) for mb in REFERENCES])
         self._profile = replace(self._profile, input=per_micro_batch, step=per_step)
 
     def step(self, text: str, plan: Plan) -> float:

@@ -1,13 +1,11 @@
 """The rank's side of `own_runs.py`: profiles what ranks do, and times steps of every plan in turn. Not for users.
 
 Every pass has a profile and a step of each plan, so that a machine that becomes slower does so for both. Nothing of a
-plan's own steps enters its profile. Argument, where a lab starts it: the folder with the task, where it leaves what it
-saw.
+plan's own steps enters its profile.
 """
 
 from __future__ import annotations
 
-import pickle
 import sys
 import time
 from collections.abc import Mapping
@@ -27,7 +25,6 @@ from phalanx.engine.compiled import Compiled
 from phalanx.engine.inputs import split
 from phalanx.engine.measured import recording
 from phalanx.launch.context import RankContext
-from phalanx.launch.join import join, run_joined
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
@@ -37,7 +34,6 @@ from phalanx.program.instructions import Op
 from phalanx.training.session import Session
 
 LR = 1e-3
-TASK = "task"
 REFERENCES = (1, 2, 4)  # micro-batches of one rank that does everything
 WARM_UP, STEPS = 2, 2
 EFFORT = Effort(rounds=2, seconds=0.01)  # of every pass
@@ -224,17 +220,3 @@ def _open(context: RankContext, task: Task, plan: Plan, captured: Captured, batc
 def usual(times: list[SegmentTimes]) -> SegmentTimes:
     """The median of all passes."""
     return SegmentTimes(*(median(column) for column in zip(*times, strict=True)))
-
-
-def main(folder: Path) -> None:
-    task, captured = pickle.loads((folder / TASK).read_bytes())
-    context = join(task.device)
-    assert context is not None, "a lab starts this"
-    seen = run_joined(context, measure, task, captured)
-    (folder / f"rank-{context.rank}").write_bytes(pickle.dumps(seen))
-
-
-if __name__ == "__main__":
-    from own_runs_rank import main as run  # what it leaves must name its classes as those who read it know them
-
-    run(Path(sys.argv[1]))

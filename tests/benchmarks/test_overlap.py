@@ -133,31 +133,15 @@ def test_the_next_share_of_a_gpu_shortens_what_is_too_long_and_keeps_to_shares_t
 def test_a_case_that_cannot_be_calibrated_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     labs: list[str] = []
 
-    def session(kind: object, lab: str, task: object, captured: object) -> list[Seen]:
+    def run(lab: str, *given: object, **named: object) -> list[Seen]:
         labs.append(lab)
         return [Seen((1.0, 2.0))]
 
-    monkeypatch.setattr(overlap, "_session", session)
+    monkeypatch.setattr(overlap.in_lab, "run", run)
     found = overlap.measure(CPU, replace(CPU.cases[0], size=TINY), 2, "off")
     assert found["error"] == "compute : communication did not come between 0.8 and 0.9"
     assert len(labs) == len(found["calibration"]) == overlap.ATTEMPTS and len(set(labs)) == len(labs)
     assert overlap_page.sentence(found).startswith("H 512: compute : communication did not come")
-
-
-def test_links_that_cannot_be_limited_end_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unlimited:
-        spec, effective, notes = "link=1gbit", "", ["no network namespaces"]
-
-        def __init__(self, spec: str, say: object) -> None: ...
-
-        def __enter__(self) -> Unlimited:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-    monkeypatch.setattr(overlap, "Lab", Unlimited)
-    with pytest.raises(SystemExit, match="overlap needs links of a known rate: no network namespaces"):
-        overlap._session(CPU, "nodes=2,link=1gbit", cast(Task, None), cast(Any, None))
 
 
 def test_labs_of_cases_can_be_read() -> None:

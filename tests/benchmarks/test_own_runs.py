@@ -68,7 +68,7 @@ def test_the_page_says_how_it_was_measured(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_plans_are_predicted_and_measured(pool: WorkerPool) -> None:
-    setting = Setting("llama", Size(4, 64, 128, samples=8, tokens=16), "float32", masters=True)
+    setting = Setting("llama", Size(4, 64, 128, samples=16, tokens=16), "float32", masters=True)
     captured = setting.capture()
     plans = {text: Plan.parse(text) for text in ("tp=2,dp=2,stages=6", "pp=4,mb=4,stages=2-1-1-2,schedule=zb-h1")}
     task = Task(setting, plans, 2, "cpu", (1024, 65536))
