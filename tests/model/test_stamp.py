@@ -70,6 +70,17 @@ def test_a_deep_model_is_captured_shallow(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(blocks.blocks) == 50
 
 
+@pytest.mark.long
+def test_layers_that_all_read_what_the_first_one_gives_are_captured_shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths: list[int] = []
+    cut = capture.cut
+    monkeypatch.setattr(
+        capture, "cut", lambda flat, lists: depths.extend(each.count for each in lists) or cut(flat, lists)
+    )
+    blocks = as_captured(specification(captured.T5, num_layers=24, num_decoder_layers=24))
+    assert depths == [3, 3] and len(blocks.blocks) > 48
+
+
 def test_a_constant_that_depends_on_the_layer_is_captured_at_full_depth() -> None:
     spec = specification(captured.GPT2, scale_attn_by_inverse_layer_idx=True)
     blocks = as_captured(spec)

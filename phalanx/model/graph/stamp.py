@@ -80,8 +80,17 @@ def _stamp_list(by_name: dict[str, Block], path: str, kinds: list[str]) -> list[
     added: list[Block] = []
     for index in range(captured, len(kinds)):
         source = max(i for i in range(captured) if kinds[i] == kinds[index])
+        _require_same_before(by_name, path, kinds, source, index)
         added.append(_move(by_name[f"{path}.{source}"], path, source, index))
     return added
+
+
+def _require_same_before(by_name: dict[str, Block], path: str, kinds: Sequence[str], source: int, target: int) -> None:
+    """The layer before gives as many outputs there as here: they are known by their number."""
+    captured = prefix_length(kinds)
+    before = max(i for i in range(captured) if kinds[i] == kinds[target - 1])
+    if source > 0 and len(by_name[f"{path}.{before}"].outputs) != len(by_name[f"{path}.{source - 1}"].outputs):
+        raise NotRepeating(f"{path}.{target} follows another layer than {path}.{source}")
 
 
 def _move(block: Block, path: str, source: int, target: int) -> Block:
@@ -101,6 +110,22 @@ def _move(block: Block, path: str, source: int, target: int) -> Block:
     return replace(block, name=there, ports=tuple(move(port) for port in block.ports), outputs=outputs)
 
 
+def _wired_alike(first: Block, second: Block, path: str, places: Sequence[int], kinds: Sequence[str]) -> bool:
+    """Whether two layers read the same things. Which output of the layer before it is may differ where those layers are
+    of different kinds: T5's first layer gives a bias, too, that all others read."""
+    here, there = places
+    if here == 0:
+        return True  # what comes before the first layer is no layer
+    moved, may_differ = _move(second, path, there, here), kinds[here - 1] != kinds[there - 1]
+
+    def alike(own: Port, other: Port, original: Port) -> bool:
+        both_before = own.name.startswith(f"{path}.{here - 1}:") and original.name.startswith(f"{path}.{there - 1}:")
+        return own == other or (may_differ and own.kind == "activation" and both_before)
+
+    ports = zip(first.ports, moved.ports, second.ports, strict=True)
+    return replace(moved, ports=first.ports) == first and all(alike(*each) for each in ports)
+
+
 def _rename_activations(block: Block, names: dict[str, str]) -> Block:
     ports = tuple(replace(p, name=names.get(p.name, p.name)) if p.kind == "activation" else p for p in block.ports)
     return replace(block, ports=ports)
@@ -117,7 +142,7 @@ def _require_repetition(by_name: dict[str, Block], path: str, kinds: Sequence[st
         first, second = (by_name.get(f"{path}.{i}") for i in places[-2:])
         if first is None or second is None or first.template != second.template:
             raise NotRepeating(f"{path}.{places[-2]} and {path}.{places[-1]} differ")
-        if _move(second, path, places[-1], places[-2]) != first and places[-2] > 0:
+        if not _wired_alike(first, second, path, places[-2:], kinds):
             raise NotRepeating(f"{path}.{places[-2]} and {path}.{places[-1]} are wired differently")
     inner = {f"{path}.{i}" for i in range(1, len(kinds) - 1)}
     for block in by_name.values():
