@@ -126,7 +126,8 @@ def _ways(num_blocks: int, num_stages: int, time: Time, limit: float) -> list[Wa
     assert latest is not None
     ways: dict[int, list[Way]] = {0: [Way(0.0, 0.0, (0,))]}
     for stage in range(num_stages):
-        low = earliest[stage + 1] if stage + 1 < num_stages else num_blocks
+        # The greedy way is always among them: bytes may make one block more take a little less than one fewer.
+        low = min(earliest[stage + 1], latest[stage + 1]) if stage + 1 < num_stages else num_blocks
         following: dict[int, list[Way]] = {}
         for end in range(max(low, stage + 1), latest[stage + 1] + 1):
             found: list[Way] = []
