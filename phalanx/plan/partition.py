@@ -58,17 +58,13 @@ def evenly(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 def _smallest_limit(num_blocks: int, num_stages: int, time: Time, start: float) -> float | None:
     """Of the longest stage, to a ten-thousandth."""
-    low, high = start, start
-    while _greedy(num_blocks, num_stages, time, high) is None:
+    ends = _greedy(num_blocks, num_stages, time, _ANY)
+    if ends is None:
+        return None
+    low, high, most = start, start, max(time(stage, ends[stage], ends[stage + 1]) for stage in range(num_stages))
+    while high < most and _greedy(num_blocks, num_stages, time, high) is None:
         low, high = high, high * 1.25 + 1e-12
-        if high > 50 * start:
-            high = _ANY
-            break
-    if high == _ANY:
-        ends = _greedy(num_blocks, num_stages, time, _ANY)
-        if ends is None:
-            return None
-        high = max(time(stage, ends[stage], ends[stage + 1]) for stage in range(num_stages))
+    high = min(high, most)
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
         if _greedy(num_blocks, num_stages, time, middle) is None:

@@ -73,14 +73,15 @@ def search(
             or worked[key] >= most_of_mesh
         ):
             continue
-        tried += 1
         worked[key] += 1
         found = worked_out(problem, candidate.plan)
-        if found is not None and not is_large:
-            found = polished(problem, found)
-        if found is not None and (key not in best or found.step_seconds < best[key].step_seconds):
-            best[key] = found
-            least = min(least, found.step_seconds)
+        if found is None:  # which shows soon
+            continue
+        tried += 1
+        own = found if is_large else polished(problem, found)
+        if key not in best or own.step_seconds < best[key].step_seconds:
+            best[key] = own
+            least = min(least, own.step_seconds)
     if not best:
         raise nothing_fits(problem, fixed or {})
     first, *others = sorted(best.values(), key=_seconds)[:keep]
@@ -126,22 +127,23 @@ def _promising(
     that cannot keep everything are looked at again with something on the host, which makes nothing else faster."""
     looked = _Looked(problem, keep)
     settled: set[tuple[object, ...]] = set()
-    for least, fields in _in_order(problem, bases, fixed):
+    for promise, least, fields in _in_order(problem, bases, fixed):
         looked.known += 1
-        zero, key = fields.get("zero", 0), tuple(fields.get(name) for name in _BESIDE_ZERO)
-        mesh = (fields["pp"], fields["tp"], zero)
-        if not looked.may_be_shown(mesh, fields["mb"], least) or (_shards_more(fields) and key in settled):
+        zero = fields.get("zero", 0)
+        if not looked.may_be_shown((fields["pp"], fields["tp"], zero), fields["mb"], least, promise):
+            continue
+        key = tuple([fields.get(name) for name in _BESIDE_ZERO])
+        if _shards_more(fields) and key in settled:
             continue
         plan = _plan(fields, fixed)
         if plan is not None and looked.at(plan, least) and zero == 1:
-            settled.add(key)  # sharding more only takes longer
+            settled.add(key)
     if "offload" not in fixed:
         for own in sorted(looked.tight, key=lambda own: own.free):
             for offload, extra in offloads(problem, own.plan):
                 looked.known += 1
-                if own.free + extra < own.seconds and looked.may_be_shown(
-                    _mesh_key(own.plan), own.plan.mb, own.free + extra, offloads=True
-                ):
+                least = own.free + extra
+                if least < own.seconds and looked.may_be_shown(_mesh_key(own.plan), own.plan.mb, least, offloads=True):
                     looked.at(replace(own.plan, offload=offload), own.least + extra)
     return sorted(looked.quick, key=lambda own: own.seconds), looked.known
 
@@ -154,9 +156,11 @@ def _shards_more(fields: Mapping[str, Any]) -> bool:
 _BESIDE_ZERO = ("pp", "tp", "mb", "overlap", "pairs", "schedule", "v", "slices", "zero_degree")
 
 
-def _in_order(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any]) -> list[tuple[float, dict[str, Any]]]:
-    """All variants with seconds that no step of them is below, the most promising first: with about what they compute
-    again so that they fit."""
+def _in_order(
+    problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any]
+) -> list[tuple[float, float, dict[str, Any]]]:
+    """All variants, the most promising first: with about what they compute again so that they fit. Each with that, and
+    with seconds that no step of it is below."""
     found: list[tuple[float, float, dict[str, Any]]] = []
     known: dict[tuple[object, ...], Sharded] = {}
     for base in bases:
@@ -170,7 +174,7 @@ def _in_order(problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any])
             update = known[key].update if "offload" not in fixed else 0.0
             least += update + plan.mb * max(0.0, base.whole / plan.pp + known[key].waits - base.longest)
             found.append((least + _computed_again(problem, base, fields, known[key].room), least, fields))
-    return [(least, fields) for _, least, fields in sorted(found, key=lambda own: own[0])]
+    return sorted(found, key=lambda own: own[0])
 
 
 def _computed_again(problem: Problem, base: Base, fields: Mapping[str, Any], room: float) -> float:
@@ -199,16 +203,22 @@ class _Looked:
     def __init__(self, problem: Problem, keep: int) -> None:
         self._problem, self._keep = problem, keep
         self._best: dict[tuple[int, ...], float] = {}
-        self._worst = math.inf  # of what would be shown
+        self._worst, self._least = math.inf, math.inf  # of what would be shown
         self._is_large = len(problem.model.blocks) > FEW_BLOCKS
         self._counts: Counter[tuple[object, ...]] = Counter()  # of each mesh, without and with something on the host
         self.quick: list[Candidate] = []
         self.tight: list[_Tight] = []
         self.known = 0
 
-    def may_be_shown(self, mesh: tuple[int, ...], mb: int, least: float, offloads: bool = False) -> bool:
+    def may_be_shown(
+        self, mesh: tuple[int, ...], mb: int, least: float, promise: float = 0.0, offloads: bool = False
+    ) -> bool:
+        """promise: about the seconds of a step. With something on the host, what is not much slower than the best."""
+        if not self._is_large:
+            return True
         most = (MOST_OFFLOADS if offloads else 1) * MOST_LOOKED
-        return least < self._limit(mesh) and (not self._is_large or self._counts[mesh, mb, offloads] < most)
+        slow = UNEVEN * (self._least if offloads else self._worst)
+        return least < min(slow, self._limit(mesh)) and promise < slow and self._counts[mesh, mb, offloads] < most
 
     def _limit(self, mesh: tuple[int, ...]) -> float:
         """Seconds above which nothing is of interest. Quick estimates may be below what a plan takes in the end: of few
@@ -234,6 +244,7 @@ class _Looked:
             self.quick.append(Candidate(seconds if math.isfinite(seconds) else UNEVEN * free, least, plan))
         if seconds < self._best.get(mesh, math.inf):
             self._best[mesh] = seconds
+            self._least = min(self._least, seconds)
             self._worst = sorted(self._best.values())[self._keep - 1] if len(self._best) >= self._keep else math.inf
         return seconds <= free * (1 + 1e-6)
 
