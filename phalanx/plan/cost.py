@@ -249,14 +249,14 @@ class Machine:
         moved, software, tp = work.moved, self.software, self.plan.tp
         inside = (software.passes * moved.split + software.scores * work.scores) / tp
         between = software.between * (moved.entries + moved.rest) / (tp if self.plan.sequence else 1)
-        return (inside + between) * self.samples / self.parts / self._bandwidth
+        return (inside + between) * self.samples / self.parts / self.bandwidth
 
     def _weights(self, work: BlockWork) -> float:
         """Products also read their weights, which few samples do not make up for."""
-        return 2 * work.parameters / self.plan.tp / self._bandwidth if work.products else 0.0
+        return 2 * work.parameters / self.plan.tp / self.bandwidth if work.products else 0.0
 
     @property
-    def _bandwidth(self) -> float:
+    def bandwidth(self) -> float:
         return self.nodes.device.bandwidth.value * self.software.memory
 
     def sum_seconds(self, work: BlockWork) -> float:
@@ -293,7 +293,7 @@ class Machine:
         of which those on the host come to the device and leave again at the same time, or are updated there."""
         plan, own = self.plan, parameters / self.plan.tp
         hosted = plan.hosted_share * own / plan.shards
-        moved = STEP_MOVES * (own / plan.shards - (hosted if plan.steps_on_host else 0.0)) / self._bandwidth
+        moved = STEP_MOVES * (own / plan.shards - (hosted if plan.steps_on_host else 0.0)) / self.bandwidth
         if hosted:
             here = plan.device_updates if plan.steps_on_host else 1.0
             sent = hosted * ((4 + width) if plan.steps_on_host else 0.0) + here * hosted * state

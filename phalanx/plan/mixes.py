@@ -1,7 +1,8 @@
 """What each layer of a stage computes again: of all ways that fit into memory the one that takes least time.
 
 Layers of a stage are taken to be alike (as they are on average), so that only counts matter: how many of them have
-which row of a small table of options. Those that compute most again come first, where they need least.
+which row of a small table of options. Those that need most while they are at work come first, where least is kept:
+no other order needs less.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Ends(NamedTuple):
 
 
 def undominated(options: Sequence[Option]) -> list[Option]:
-    """Without those that another one beats in time and in bytes; those that compute most again first."""
+    """Without those that another one beats in time and in bytes; those that need most at work first."""
     left: list[Option] = []
     for option in sorted(options, key=lambda o: (o.seconds, o.kept, o.working)):
         if not any(other.kept <= option.kept and other.working <= option.working for other in left):
             left.append(option)
-    return left[::-1]
+    return sorted(left, key=lambda option: -option.working)
 
 
 @lru_cache(maxsize=4096)
@@ -81,11 +82,8 @@ class Mixer:
         self._seconds, self._kept, self._working = (
             np.array([getattr(option, name) for option in self._options]) for name in ("seconds", "kept", "working")
         )
+        self.fastest = min(self._options, key=lambda option: option.seconds)
         self._rows: dict[tuple[int, Ends], tuple[NDArray[np.int64], Numbers, Numbers]] = {}
-
-    @property
-    def fastest(self) -> Option:
-        return self._options[-1]
 
     def best(self, num_layers: int, held: float, room: float, ends: Ends) -> Mix | None:
         """held: micro-batches whose activations are there at once. room: bytes for activations and what is at work.

@@ -58,17 +58,13 @@ def evenly(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 def _smallest_limit(num_blocks: int, num_stages: int, time: Time, start: float) -> float | None:
     """Of the longest stage, to a ten-thousandth."""
-    low, high = start, start
-    while _greedy(num_blocks, num_stages, time, high) is None:
+    ends = _greedy(num_blocks, num_stages, time, _ANY)
+    if ends is None:
+        return None
+    low, high, most = start, start, max(time(stage, ends[stage], ends[stage + 1]) for stage in range(num_stages))
+    while high < most and _greedy(num_blocks, num_stages, time, high) is None:
         low, high = high, high * 1.25 + 1e-12
-        if high > 50 * start:
-            high = _ANY
-            break
-    if high == _ANY:
-        ends = _greedy(num_blocks, num_stages, time, _ANY)
-        if ends is None:
-            return None
-        high = max(time(stage, ends[stage], ends[stage + 1]) for stage in range(num_stages))
+    high = min(high, most)
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
         if _greedy(num_blocks, num_stages, time, middle) is None:
@@ -126,7 +122,8 @@ def _ways(num_blocks: int, num_stages: int, time: Time, limit: float) -> list[Wa
     assert latest is not None
     ways: dict[int, list[Way]] = {0: [Way(0.0, 0.0, (0,))]}
     for stage in range(num_stages):
-        low = earliest[stage + 1] if stage + 1 < num_stages else num_blocks
+        # The greedy way is always among them: bytes may make one block more take a little less than one fewer.
+        low = min(earliest[stage + 1], latest[stage + 1]) if stage + 1 < num_stages else num_blocks
         following: dict[int, list[Way]] = {}
         for end in range(max(low, stage + 1), latest[stage + 1] + 1):
             found: list[Way] = []

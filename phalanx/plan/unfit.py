@@ -1,0 +1,81 @@
+"""Why there is no plan: what the leanest one lacks, and what would mend it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from phalanx.errors import PlanError
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.devices import GIB
+from phalanx.plan.estimate import Estimate, estimate
+from phalanx.plan.partition import evenly
+from phalanx.plan.plan import Plan
+from phalanx.plan.rules import OVERLAPS, listed
+from phalanx.plan.space import MOST_STAGES, SHARDING, meshes
+from phalanx.plan.stage_times import Problem
+from phalanx.plan.work import ModelWork
+
+
+def no_candidates(model: ModelWork, cluster: Cluster, batch: int, fixed: Mapping[str, Any]) -> PlanError:
+    given = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    if given:
+        message = f"plan: no plan with {given} divides {cluster.world} devices and a batch of {batch} samples"
+        hint = (
+            f"leave some of them open, or give numbers whose product divides the devices; pp × v ≤ {len(model.blocks)}"
+        )
+        return PlanError(message, hint)
+    largest = 2 * cluster.per_node * min(len(model.blocks), MOST_STAGES)
+    message = f"plan: a batch of {batch} samples is too small for {cluster.world} devices: every replica needs a sample"
+    return PlanError(message, f"use a batch of {-(-cluster.world // largest)} samples or more, or fewer devices")
+
+
+def nothing_fits(problem: Problem, fixed: Mapping[str, Any]) -> PlanError:
+    """What the leanest plan lacks, and what would mend it."""
+    model, cluster = problem.model, problem.cluster
+    leanest = min(_lean(problem, fixed), key=_lacking)
+    lacks, place = _lacking(leanest), leanest.fullest
+    held = leanest.memory[place]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in held.items() if size > 0.01 * sum(held.values()))
+    nodes = next((n for n in (2, 4, 8, 16, 32, 64) if _fits_on(problem, cluster.scaled(n), fixed)), None)
+    hints = [f"{nodes} times the nodes"] if nodes else []
+    needed = sum(held.values()) / (1 - problem.software.slack) + problem.software.reserved
+    hints += [f"devices with {math.ceil(needed / GIB)} GiB or more", "shorter samples"]
+    given = f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}" if fixed else ""
+    message = (
+        f"plan: {model.name} does not fit on {cluster}{given}: the leanest plan ({leanest.plan.shown}) lacks "
+        f"{lacks / GIB:.1f} GiB on each device of place {place} of the pipeline, which would hold {parts} GiB of "
+        f"{leanest.budget[place] / GIB:.1f}"
+    )
+    return PlanError(message, f"use {listed(hints)}")
+
+
+def _lean(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Estimate]:
+    """Of every mesh the plan that needs least: all state sharded, all layers computed again, smallest micro-batches."""
+    smallest: dict[tuple[int, int], Plan] = {}
+    for base in meshes(problem, fixed):
+        key = base.plan.pp, base.plan.tp
+        if key not in smallest or (base.plan.mb, not base.plan.pairs) > (smallest[key].mb, not smallest[key].pairs):
+            smallest[key] = base.plan
+    for plan in smallest.values():
+        sharded = {"zero": 3} if plan.dp > 1 else {}
+        counts = evenly([1.0] * len(problem.model.blocks), plan.pp)
+        again = () if OVERLAPS[plan.overlap].recompute else ("block",)
+        lean = replace(plan, **{**sharded, **_sharding(fixed)}, stages=counts, recompute=again)
+        yield estimate(problem.model, lean, problem.cluster, problem.software, problem.batch)
+
+
+def _sharding(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fixed[name] for name in (*SHARDING, "offload") if name in fixed}
+
+
+def _lacking(own: Estimate) -> float:
+    return own.peak_bytes - own.budget[own.fullest]
+
+
+def _fits_on(problem: Problem, cluster: Cluster, fixed: Mapping[str, Any]) -> bool:
+    larger = Problem(problem.model, cluster, problem.software, problem.batch)
+    open_fields = {name: value for name, value in fixed.items() if name not in ("pp", "dp", "tp")}
+    return any(own.fits for own in _lean(larger, open_fields))
