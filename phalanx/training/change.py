@@ -10,14 +10,25 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.adapt.migrate import Arrived, ChangeRefused, Home, MovedBack, agree, migrate, slots_now
+from phalanx.adapt.migrate import (
+    Arrived,
+    ChangeRefused,
+    Home,
+    MovedBack,
+    agree,
+    migrate,
+    problem_text,
+    require_none,
+    slots_told,
+    slots_word,
+)
 from phalanx.adapt.portions import Migration, parameter_of, plan_migration
 from phalanx.comm.links import Group, Links
 from phalanx.config import RunConfig
@@ -32,6 +43,7 @@ from phalanx.params.optimizer import make_optimizer
 from phalanx.params.parameters import Weight
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
+from phalanx.records import read_record
 from phalanx.training.session import Look, Opening, Session
 from phalanx.training.spare import Spare
 
@@ -67,19 +79,21 @@ def change(
     done = Change(member.plan, plan)
     links, group = _links(member), everyone(member)
     with done.timed("prepare"):
-        compiled, layout = prepared(opening, plan, group, look, member)
-    with done.timed("connect"):
+        compiled, layout, problem = locally_prepared(opening, plan, look, member)
         if isinstance(member, Session):
             member.step.engine.settle()
+        words = _said(group, _word(member, compiled, problem, opening))
+    assert layout is not None
+    with done.timed("connect"):
         connected = ProcessGroups(compiled.formation, links, _owns(member)) if compiled is not None else None
         told = opening.told(links, plan)
     state = member.state if isinstance(member, Session) else None
-    if all(said == "same" for said in group.texts("same" if _stays(member, compiled) else "other")):
+    if all(word.stays for word in words):
         if state is not None:
             state.layout = layout
     else:
         with done.timed("move"):
-            state = _moved(member, compiled, layout, connected, group, opening, done)
+            state = _moved(member, compiled, layout, connected, group, opening, done, words)
     with done.timed("connect"):
         links.drop_others([*(connected.ends() if connected else ()), group, *([told] if told else [])])
     if compiled is None or connected is None or state is None:
@@ -88,6 +102,33 @@ def change(
     if opening.context.world > 1:
         opening.context.slot.set_place(compiled.formation.place)
     return Session(compiled, connected, state, opening.watches, opening), done
+
+
+@dataclass(frozen=True)
+class _Word:
+    """What a rank tells all others before a change, at once: a problem, or what they need to know of its state. slots:
+    as `slots_word` writes them. optimizer, loss_scale: what there is of its state besides tensors."""
+
+    problem: str
+    stays: bool = False
+    slots: str = ""
+    optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
+    loss_scale: dict[str, float] | None = None
+
+
+def _word(member: Member, compiled: Compiled | None, problem: PhalanxError | None, opening: Opening) -> _Word:
+    if problem is not None:
+        return _Word(problem_text(problem))
+    rank = opening.context.rank if isinstance(member, Session) else None
+    slots = slots_word(member.state.layout, rank, member.state.kept_slots())
+    return _Word("", _stays(member, compiled), slots, *member.state.scalars())
+
+
+def _said(group: Group, word: _Word) -> list[_Word]:
+    """What all ranks say; raises on all of them where one has a problem."""
+    words = [read_record(_Word, text) for text in group.texts(json.dumps(asdict(word)))]
+    require_none(group, [own.problem for own in words])
+    return words
 
 
 def everyone(member: Member) -> Group:
@@ -112,14 +153,21 @@ def _owns(member: Member) -> bool:
     return isinstance(member, Spare) or member.connected.owns_links
 
 
-def prepared(
-    opening: Opening, plan: Plan, group: Group, look: Look | None, was: Member | None = None
-) -> tuple[Compiled | None, StateLayout]:
-    """Functions and programs of the new plan, and that it fits: all that can be known before anything is touched.
-    was: whose state is to move."""
+def prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> tuple[Compiled | None, StateLayout]:
+    """Functions and programs of a plan on all ranks of a group; raises on all of them where one refuses it."""
+    compiled, layout, problem = locally_prepared(opening, plan, look)
+    agree(group, problem)
+    assert layout is not None
+    return compiled, layout
+
+
+def locally_prepared(
+    opening: Opening, plan: Plan, look: Look | None, was: Member | None = None
+) -> tuple[Compiled | None, StateLayout | None, PhalanxError | None]:
+    """Functions and programs of the new plan, and that it fits: all that can be known before anything is touched; or
+    what is wrong with it. was: whose state is to move."""
     compiled: Compiled | None = None
     layout: StateLayout | None = None
-    problem: PhalanxError | None = None
     try:
         if opening.has_place(plan):
             compiled = opening.remembered(plan)
@@ -132,10 +180,8 @@ def prepared(
     except LinkError:
         raise
     except PhalanxError as error:
-        problem = error
-    agree(group, problem)
-    assert layout is not None
-    return compiled, layout
+        return compiled, layout, error
+    return compiled, layout, None
 
 
 def _require_optimizer(opening: Opening, layout: StateLayout, was: Member | None) -> None:
@@ -182,15 +228,13 @@ def same_place(old: StateLayout, was: int, new: StateLayout, now: int) -> bool:
 
 def _moved(
     member: Member, compiled: Compiled | None, layout: StateLayout, connected: ProcessGroups | None, group: Group,
-    opening: Opening, done: Change,
+    opening: Opening, done: Change, words: Sequence[_Word],
 ) -> State | None:  # fmt: skip
     """The state of this rank under the new plan; the old one is gone."""
     rank, was, old = opening.context.rank, member if isinstance(member, Session) else None, member.state.layout
-    optimizer, loss_scale = everyones(group, *member.state.scalars())
-    given = was.give_up_state() if was is not None else []
-    slots = slots_now(old, rank if was is not None else None, [shard for shard, _ in given], group)
-    held = {shard.name: data for shard, data in given}
-    given.clear()  # so that nothing but `held` knows the tensors
+    optimizer, loss_scale = _merged([word.optimizer for word in words]), words[0].loss_scale
+    slots = slots_told(old, [word.slots for word in words])
+    held = {shard.name: data for shard, data in was.give_up_state()} if was is not None else {}
     migration = _migration(opening, old, layout, slots)
     done.bytes = migration.bytes_sent
     if opening.device.type == "cuda":
@@ -231,10 +275,15 @@ def everyones(
 ) -> tuple[dict[str, Any], dict[str, float] | None]:
     """What the ranks' optimizers keep besides tensors, together; rank 0 always has a place."""
     said = [json.loads(text) for text in group.texts(json.dumps([optimizer, loss_scale]))]
+    return _merged([own for own, _ in said]), said[0][1]
+
+
+def _merged(said: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Where ranks say different things, the first is right."""
     merged: dict[str, Any] = {}
-    for own, _ in reversed(said):
+    for own in reversed(said):
         merged |= own
-    return merged, said[0][1]
+    return merged
 
 
 def _migration(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf) -> Migration:
