@@ -1,9 +1,9 @@
 """A change of layout in portions that can be carried out one after the other: pure, and the same on every rank.
 
-A portion is all state of the parameters of a bucket, or of a few. It is closed: no bucket of either plan has a parameter
-in two portions, so that once a portion has moved, the memory of its old buckets is free. Buckets of a portion are such
-that different ranks give or get most of each, where there are: all links are in use then. Its moves between ranks go in
-rounds, none of which needs much memory besides.
+A portion is all state of the parameters of a bucket, or of a few. It is closed: no bucket of either plan has a
+parameter in two portions, so that once a portion has moved, the memory of its old buckets is free. Its buckets are, as
+far as there are such, of different ranks that give or get most of each, so that all links are in use. Its moves between
+ranks go in rounds, none of which needs much memory besides.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from phalanx.adapt.migrate import (
     slots_word,
 )
 from phalanx.adapt.portions import Migration, parameter_of, plan_migration
-from phalanx.comm.links import Group, Links
+from phalanx.comm.links import Channel, Group, Links
 from phalanx.config import RunConfig
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.layout import ProcessGroups
@@ -52,11 +52,13 @@ Member = Session | Spare  # what a rank is in a job
 
 @dataclass
 class Change:
-    """What a change was, and what it took. bytes: that went from rank to rank. seconds: of its parts."""
+    """What a change was, and what it took. bytes: that went from rank to rank. ready: whether it was made ready for
+    while the old plan trained. seconds: of its parts."""
 
     old: Plan
     new: Plan
     bytes: int = 0
+    ready: bool = False
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     @contextlib.contextmanager
@@ -66,62 +68,100 @@ class Change:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
 
 
+@dataclass
+class Connected:
+    """How a rank is connected under a plan. groups: None where it has no place. told: see `Opening.told`."""
+
+    groups: ProcessGroups | None
+    told: Group | None
+
+    def ends(self) -> Iterator[Group | Channel]:
+        yield from self.groups.ends() if self.groups is not None else ()
+        yield from (self.told,) if self.told is not None else ()
+
+
+def connect(opening: Opening, plan: Plan, compiled: Compiled | None, links: Links) -> Connected:
+    """All ranks of a job at once."""
+    groups = ProcessGroups(compiled.formation, links) if compiled is not None else None
+    return Connected(groups, opening.told(links, plan))
+
+
+class MadeAhead(Protocol):
+    """What was made for a change while the old plan trained (`ahead.py`)."""
+
+    @property
+    def has_groups(self) -> bool: ...
+
+    def take_groups(self) -> Connected: ...
+
+
 def change(
-    member: Member, plan: Plan, config: RunConfig | None = None, look: Look | None = None
-) -> tuple[Member, Change]:
-    """What this rank is from now on. config: with another size of batches. look: as in `Session.open`.
+    member: Member, plan: Plan, config: RunConfig | None = None, look: Look | None = None,
+    ahead: MadeAhead | None = None,
+) -> tuple[Member, Change]:  # fmt: skip
+    """What this rank is from now on. config: with another size of batches. look: as in `Session.open`. ahead: for this
+    change, on all ranks or on none.
 
     Raises `ChangeRefused` on all ranks where one of them cannot: then all is as it was, and `member` goes on.
     """
     opening = member.opening
     assert opening is not None, "a session that was put together by hand stays as it is"
     opening = replace(opening, config=config or opening.config)
-    done = Change(member.plan, plan)
-    links, group = _links(member), everyone(member)
+    done = Change(member.plan, plan, ready=ahead is not None)
+    links, group = links_of(member), everyone(member)
     with done.timed("prepare"):
         compiled, layout, problem = locally_prepared(opening, plan, look, member)
         if isinstance(member, Session):
             member.step.engine.settle()
-        words = _said(group, _word(member, compiled, problem, opening))
+        words = _said(group, _word(member, compiled, problem, opening, ahead is not None and ahead.has_groups))
     assert layout is not None
     with done.timed("connect"):
-        connected = ProcessGroups(compiled.formation, links, _owns(member)) if compiled is not None else None
-        told = opening.told(links, plan)
+        if ahead is not None and all(word.connected for word in words):
+            connected = ahead.take_groups()
+        else:
+            connected = connect(opening, plan, compiled, links)
+        groups = connected.groups
+        if groups is not None:
+            groups.owns_links = _owns(member)
     state = member.state if isinstance(member, Session) else None
     if all(word.stays for word in words):
         if state is not None:
             state.layout = layout
     else:
         with done.timed("move"):
-            state = _moved(member, compiled, layout, connected, group, opening, done, words)
+            state = _moved(member, compiled, layout, groups, group, opening, done, words)
     with done.timed("connect"):
-        links.drop_others([*(connected.ends() if connected else ()), group, *([told] if told else [])])
-    if compiled is None or connected is None or state is None:
+        links.drop_others([*connected.ends(), group])
+    if compiled is None or groups is None or state is None:
         opening.context.slot.set_place("spare")
         return Spare(plan, opening, links), done
     if opening.context.world > 1:
         opening.context.slot.set_place(compiled.formation.place)
-    return Session(compiled, connected, state, opening.watches, opening), done
+    return Session(compiled, groups, state, opening.watches, opening), done
 
 
 @dataclass(frozen=True)
 class _Word:
     """What a rank tells all others before a change, at once: a problem, or what they need to know of its state. slots:
-    as `slots_word` writes them. optimizer, loss_scale: what there is of its state besides tensors."""
+    as `slots_word` writes them. optimizer, loss_scale: what there is of its state besides tensors. connected: whether
+    it has the groups of the new plan by now."""
 
     problem: str
+    connected: bool = False
     stays: bool = False
     slots: str = ""
     optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
     loss_scale: dict[str, float] | None = None
 
 
-def _word(member: Member, compiled: Compiled | None, problem: PhalanxError | None, opening: Opening) -> _Word:
+def _word(
+    member: Member, compiled: Compiled | None, problem: PhalanxError | None, opening: Opening, connected: bool
+) -> _Word:
     if problem is not None:
         return _Word(problem_text(problem))
     rank = opening.context.rank if isinstance(member, Session) else None
     slots = slots_word(member.state.layout, rank, member.state.kept_slots())
-    return _Word("", _stays(member, compiled), slots, *member.state.scalars())
+    return _Word("", connected, _stays(member, compiled), slots, *member.state.scalars())
 
 
 def _said(group: Group, word: _Word) -> list[_Word]:
@@ -134,10 +174,10 @@ def _said(group: Group, word: _Word) -> list[_Word]:
 def everyone(member: Member) -> Group:
     """All ranks of the job, those without a place included."""
     assert member.opening is not None
-    return _links(member).group(tuple(range(member.opening.context.world)), "world")
+    return links_of(member).group(tuple(range(member.opening.context.world)), "world")
 
 
-def _links(member: Member) -> Links:
+def links_of(member: Member) -> Links:
     return member.links if isinstance(member, Spare) else member.connected.links
 
 
@@ -235,7 +275,7 @@ def _moved(
     optimizer, loss_scale = _merged([word.optimizer for word in words]), words[0].loss_scale
     slots = slots_told(old, [word.slots for word in words])
     held = {shard.name: data for shard, data in was.give_up_state()} if was is not None else {}
-    migration = _migration(opening, old, layout, slots)
+    migration = migration_of(opening, old, layout, slots)
     done.bytes = migration.bytes_sent
     if opening.device.type == "cuda":
         gc.collect()  # what holds a session together refers to each other
@@ -286,7 +326,7 @@ def _merged(said: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _migration(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf) -> Migration:
+def migration_of(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf) -> Migration:
     """Remembered where the optimizer keeps what was foreseen."""
     pair = (old.plan, new.plan)
     foreseen = slots == old.expected_slots
