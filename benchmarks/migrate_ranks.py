@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.adapt.portions import move_bytes
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
+from phalanx.engine.compiled import Compiled
 from phalanx.engine.layout import ProcessGroups
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
@@ -23,6 +24,7 @@ from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.state import checkpoint
 from phalanx.state.rendezvous import Meeting, StoreRendezvous
+from phalanx.training.ahead import Ahead
 from phalanx.training.change import Member, change, everyone, open_member
 from phalanx.training.session import Opening, Session
 
@@ -40,6 +42,10 @@ class Case:
     new: Plan
     repeats: int
     folder: Path
+
+    @property
+    def samples(self) -> int:
+        return next(iter(self.batch.values())).shape[0]
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def measure(context: RankContext, case: Case) -> Measured:
     for number in range(case.repeats):
         seconds, _ = _timed(member, _plainly, member, case)
         plain.append(seconds)
-        seconds, member = _timed(member, _changed, member, case.new, parts)
+        seconds, member = _timed(member, _changed, member, case.new, parts, _ahead(member, case, number))
         pauses.append(seconds)
         _step(member, case)
         member, _ = change(member, case.old)
@@ -85,8 +91,24 @@ def measure(context: RankContext, case: Case) -> Measured:
     return Measured(first, pauses, parts, plain, through_files, done.bytes, state_bytes)
 
 
-def _changed(member: Member, plan: Plan, parts: dict[str, list[float]]) -> Member:
-    member, done = change(member, plan)
+def _ahead(member: Member, case: Case, number: int) -> Ahead:
+    """What a run makes while it still trains under the old plan."""
+    assert member.opening is not None
+
+    def first_batch(of: Compiled) -> tuple[Mapping[str, Tensor], int]:
+        first, count = of.part(0, case.samples)
+        return {name: tensor[first : first + count] for name, tensor in case.batch.items()}, first
+
+    found = Ahead(member, case.new, member.opening.config, f"ahead{number}", first_batch)
+    while not found.is_ready:
+        found.go_on(1.0)
+        time.sleep(0.01)
+    _step(member, case)
+    return found
+
+
+def _changed(member: Member, plan: Plan, parts: dict[str, list[float]], ahead: Ahead) -> Member:
+    member, done = change(member, plan, ahead=ahead)
     for name, seconds in done.seconds.items():
         parts.setdefault(name, []).append(seconds)
     return member
@@ -138,13 +160,12 @@ def _timed(member: Member, action: Callable[..., T], *arguments: Any) -> tuple[f
 
 def _step(member: Member, case: Case) -> None:
     assert isinstance(member, Session)
-    samples = next(iter(case.batch.values())).shape[0]
-    first, count = member.part(0, samples)
+    first, count = member.part(0, case.samples)
     member.step({name: tensor[first : first + count] for name, tensor in case.batch.items()}, first, LR).read()
 
 
 def _opening(context: RankContext, case: Case) -> Opening:
-    config = RunConfig.create(lr=LR, batch_size=next(iter(case.batch.values())).shape[0], compile="off", device="cpu")
+    config = RunConfig.create(lr=LR, batch_size=case.samples, compile="off", device="cpu")
     captured = case.captured
     return Opening(captured, config, context, tuple(captured.trainable), dict(captured.buffers))
 

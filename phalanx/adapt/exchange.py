@@ -7,13 +7,14 @@ Nothing is negotiated: both ends know all moves and lay out messages alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from phalanx.adapt.portions import move_bytes
 from phalanx.comm.links import Group
-from phalanx.state.moves import Move
+from phalanx.state.moves import Move, Place
 
 _ALIGNED = 16  # bytes: every tensor of a message begins where any dtype may
 Held = Mapping[str, Tensor]  # flat data of state shards by name
@@ -23,20 +24,20 @@ class Message:
     """What one rank gives to another in a round: checksums, then the elements of every move."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
-        self.moves, self.starts = moves, list[int]()
-        end = _round_up(8 * len(moves))
-        for move in moves:
-            self.starts.append(end)
-            end = _round_up(end + move_bytes(move))
-        self.size = end if moves else 0
+        self.moves = moves
+        filled = [move_bytes(move) for move in moves]
+        self._head, self._sizes = _round_up(8 * len(moves)), [_round_up(size) for size in filled]
+        self.size = self._head + sum(self._sizes)
+        dtypes: list[torch.dtype] = [getattr(torch, move.dtype) for move in moves]
+        self._taken, self._put = (
+            [_Elements(move, place(move), size, dtype) for move, size, dtype in zip(moves, filled, dtypes, strict=True)]
+            for place in (lambda move: move.taken_from, lambda move: move.put_to)
+        )
 
     def pack(self, buffer: Tensor, held: Held) -> None:
         """buffer: as many bytes as the message has."""
-        for move, start in zip(self.moves, self.starts, strict=True):
-            stop = start + move_bytes(move)
-            buffer[stop : _round_up(stop)] = 0
-            part = buffer[start:stop].view(getattr(torch, move.dtype)).view(move.box.shape)
-            part.copy_(move.taken_from.view(held[move.name], move.box))
+        for elements, part in zip(self._taken, self._parts(buffer), strict=True):
+            elements.to_message(part, held)
         if self.moves:
             self._stored(buffer).copy_(self._sums(buffer))
 
@@ -45,17 +46,60 @@ class Message:
         return self._stored(buffer) != self._sums(buffer)
 
     def unpack(self, buffer: Tensor, held: Held) -> None:
-        for move, start in zip(self.moves, self.starts, strict=True):
-            part = buffer[start : start + move_bytes(move)].view(getattr(torch, move.dtype)).view(move.box.shape)
-            move.put_to.view(held[move.name], move.box).copy_(part)
+        for elements, part in zip(self._put, self._parts(buffer), strict=True):
+            elements.from_message(part, held)
+
+    def _parts(self, buffer: Tensor) -> Sequence[Tensor]:
+        return buffer[self._head :].split(self._sizes) if self.moves else ()
 
     def _stored(self, buffer: Tensor) -> Tensor:
         return buffer[: 8 * len(self.moves)].view(torch.int64)
 
     def _sums(self, buffer: Tensor) -> Tensor:
-        stops = (_round_up(start + move_bytes(move)) for move, start in zip(self.moves, self.starts, strict=True))
-        spans = zip(self.starts, stops, strict=True)
-        return torch.stack([buffer[start:stop].view(torch.int64).sum() for start, stop in spans])
+        numbers = buffer[self._head :].view(torch.int64).split([size // 8 for size in self._sizes])
+        return torch.stack([own.sum() for own in numbers])
+
+
+class _Elements:
+    """Of one move, on one of its two sides. Where they lie one after the other, which is known beforehand, they are
+    copied as a row: of many small tensors, finding the elements would take longer than copying them."""
+
+    def __init__(self, move: Move, place: Place, size: int, dtype: torch.dtype) -> None:
+        self._move, self._place, self._size, self._dtype = move, place, size, dtype
+        self._span = place.span(move.box)
+
+    def to_message(self, part: Tensor, held: Held) -> None:
+        if len(part) > self._size:
+            part[self._size :] = 0
+        message, data = self._both(part, held)
+        message.copy_(data)
+
+    def from_message(self, part: Tensor, held: Held) -> None:
+        message, data = self._both(part, held)
+        data.copy_(message)
+
+    def _both(self, part: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+        message = (part if len(part) == self._size else part[: self._size]).view(self._dtype)
+        data, box = held[self._move.name], self._move.box
+        if self._span is not None:
+            return message, data[self._span[0] : self._span[1]]
+        return message.view(box.shape), self._place.view(data, box)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Moves between ranks at once, as one rank sees them: a message to and from every rank of the group, most of them
+    empty."""
+
+    outgoing: list[Message]
+    incoming: list[Message]
+
+    @classmethod
+    def of(cls, moves: Sequence[Move], rank: int, ranks: Sequence[int]) -> Round:
+        return cls(
+            _messages((move for move in moves if move.source == rank), ranks, lambda move: move.destination),
+            _messages((move for move in moves if move.destination == rank), ranks, lambda move: move.source),
+        )
 
 
 class Staging:
@@ -73,10 +117,9 @@ class Staging:
         return self._buffers[name][:size]
 
 
-def exchange(moves: Sequence[Move], old: Held, new: Held, rank: int, group: Group, staging: Staging) -> list[str]:
+def exchange(own: Round, old: Held, new: Held, group: Group, staging: Staging) -> list[str]:
     """One round of a group of all ranks; what is wrong with what came, in words."""
-    outgoing = _messages((move for move in moves if move.source == rank), group, lambda move: move.destination)
-    incoming = _messages((move for move in moves if move.destination == rank), group, lambda move: move.source)
+    outgoing, incoming = own.outgoing, own.incoming
     sent, received = ([message.size for message in messages] for messages in (outgoing, incoming))
     packed, arrived = staging.take("packed", sum(sent)), staging.take("arrived", sum(received))
     for message, part in zip(outgoing, packed.split(sent), strict=True):
@@ -93,9 +136,8 @@ def exchange(moves: Sequence[Move], old: Held, new: Held, rank: int, group: Grou
     return problems
 
 
-def _messages(moves: Iterable[Move], group: Group, peer: Callable[[Move], int]) -> list[Message]:
-    """One for every rank of the group, most of them empty."""
-    found: dict[int, list[Move]] = {rank: [] for rank in group.ranks}
+def _messages(moves: Iterable[Move], ranks: Sequence[int], peer: Callable[[Move], int]) -> list[Message]:
+    found: dict[int, list[Move]] = {rank: [] for rank in ranks}
     for move in moves:
         found[peer(move)].append(move)
     return [Message(own) for own in found.values()]

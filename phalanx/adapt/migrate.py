@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.adapt.exchange import Staging, exchange
+from phalanx.adapt.exchange import Round, Staging, exchange
 from phalanx.adapt.portions import Migration, Portion, parameter_of
 from phalanx.comm.links import Group
 from phalanx.errors import PhalanxError
@@ -29,11 +29,18 @@ class ChangeRefused(PhalanxError):
 
 def agree(group: Group, problem: PhalanxError | str | None) -> None:
     """Returns on all ranks, or, where one of them has a problem, raises on all of them."""
+    require_none(group, group.texts(problem_text(problem)))
+
+
+def problem_text(problem: PhalanxError | str | None) -> str:
+    """Nothing where there is none."""
     if isinstance(problem, PhalanxError):
-        text = json.dumps([problem.message, problem.hint])
-    else:
-        text = json.dumps([problem, ""]) if problem else ""
-    said = group.texts(text)
+        return json.dumps([problem.message, problem.hint])
+    return json.dumps([problem, ""]) if problem else ""
+
+
+def require_none(group: Group, said: Sequence[str]) -> None:
+    """said: the problems of all ranks as `problem_text` writes them."""
     found = [(rank, *json.loads(own)) for rank, own in zip(group.ranks, said, strict=True) if own]
     if found:
         rank, message, hint = found[0]
@@ -64,18 +71,30 @@ class Arrived:
 def slots_now(layout: StateLayout, rank: int | None, held: Iterable[StateShard], group: Group) -> SlotsOf:
     """What the optimizer keeps by now of each parameter, on whatever rank. Before a first update that is nothing; and
     some optimizers are not known well enough to be foreseen. Only then do ranks tell each other."""
-    found: dict[str, list[KeptSlot]] = (
-        {kept.facts.name: [] for kept in layout.updated(rank)} if rank is not None else {}
-    )
     shapes = {each.name: each.shape for each in layout.facts.parameters}
+    found: list[tuple[str, KeptSlot]] = []
     for shard in held:
         kind, slot, *_ = shard.name.split("/", 2)
         if kind == "optimizer":
             name = parameter_of(shard.name)
-            found[name].append((slot, shard.dtype, None if shard.shape == shapes[name] else shard.shape))
+            found.append((name, (slot, shard.dtype, None if shard.shape == shapes[name] else shard.shape)))
+    return slots_told(layout, group.texts(slots_word(layout, rank, found)))
+
+
+def slots_word(layout: StateLayout, rank: int | None, held: Iterable[tuple[str, KeptSlot]]) -> str:
+    """What this rank says of its optimizer's slots: nothing where it keeps what is foreseen."""
+    found: dict[str, list[KeptSlot]] = (
+        {kept.facts.name: [] for kept in layout.updated(rank)} if rank is not None else {}
+    )
+    for name, slot in held:
+        found[name].append(slot)
     foreseen = layout.facts.slots is not None
     as_foreseen = foreseen and all(sorted(own, key=str) == _expected(layout, name) for name, own in found.items())
-    texts = group.texts("" if as_foreseen else json.dumps(found))
+    return "" if as_foreseen else json.dumps(found)
+
+
+def slots_told(layout: StateLayout, texts: Sequence[str]) -> SlotsOf:
+    """texts: what all ranks said."""
     if not any(texts):
         return layout.expected_slots
     told: dict[str, tuple[KeptSlot, ...]] = {}
@@ -138,6 +157,7 @@ class _Stream:
         )
         problem: str | None = None
         before: Portion | None = None
+        rounds = iter(rounds_of(migration, self._rank, self._group.ranks))
         for portion in (*migration.portions, None):
             room: dict[str, Tensor] = {}
             if portion is not None and problem is None:
@@ -153,7 +173,7 @@ class _Stream:
             if portion is None:
                 break
             self.arrived |= room
-            problem, before = self._move(portion, held), portion
+            problem, before = self._move(portion, next(rounds), held), portion
         return self.arrived
 
     def _room(
@@ -169,12 +189,20 @@ class _Stream:
                 found[name] = held[name] if stays else torch.empty(new[name].numel, dtype=dtype, device=home(name))
         return found
 
-    def _move(self, portion: Portion, held: dict[str, Tensor]) -> str | None:
+    def _move(self, portion: Portion, rounds: Iterable[Round], held: dict[str, Tensor]) -> str | None:
         for move in portion.local:
             if move.destination == self._rank and self.arrived[move.name] is not held[move.name]:
                 source = move.taken_from.view(held[move.name], move.box)
                 move.put_to.view(self.arrived[move.name], move.box).copy_(source)
         problems: list[str] = []
-        for moves in portion.rounds:
-            problems += exchange(moves, held, self.arrived, self._rank, self._group, self._staging)
+        for own in rounds:
+            problems += exchange(own, held, self.arrived, self._group, self._staging)
         return "; ".join(problems[:3]) or None
+
+
+def rounds_of(migration: Migration, rank: int, ranks: Sequence[int]) -> list[list[Round]]:
+    """Of every portion, as one rank of a group sees them; remembered with the migration."""
+    key = (rank, tuple(ranks))
+    if key not in migration.seen:
+        migration.seen[key] = [[Round.of(own, rank, ranks) for own in portion.rounds] for portion in migration.portions]
+    return migration.seen[key]

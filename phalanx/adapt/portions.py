@@ -1,24 +1,25 @@
 """A change of layout in portions that can be carried out one after the other: pure, and the same on every rank.
 
-A portion is all state of the parameters of a bucket, or of a few small ones. It is closed: no bucket of either plan has
-a parameter in two portions, so that once a portion has moved, the memory of its old buckets is free. Its moves between
+A portion is all state of the parameters of a bucket, or of a few. It is closed: no bucket of either plan has a
+parameter in two portions, so that once a portion has moved, the memory of its old buckets is free. Its buckets are, as
+far as there are such, of different ranks that give or get most of each, so that all links are in use. Its moves between
 ranks go in rounds, none of which needs much memory besides.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.state_facts import ParameterFacts
 from phalanx.state.layout import Box, Layout, StateShard
 from phalanx.state.moves import Move, plan_moves
 
-PORTION_BYTES = 2**25  # of state, unless that of one bucket is more
+PORTION_BYTES = 2**26  # that a rank gives or gets in a portion, unless one bucket has more
 ROUND_BYTES = 2**27  # that a rank sends or receives at once
 BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 
@@ -34,11 +35,12 @@ class Portion:
 
 @dataclass(frozen=True)
 class Migration:
-    """From one layout to another."""
+    """From one layout to another. seen: what was made of it, by whoever carries it out."""
 
     old: Layout
     new: Layout
     portions: tuple[Portion, ...]
+    seen: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False)
 
     @cached_property
     def bytes_sent(self) -> int:
@@ -50,33 +52,71 @@ class Migration:
         """The way back of these portions."""
         groups = [portion.names for portion in portions]
         old, new = (_only(layout, {name for names in groups for name in names}) for layout in (self.old, self.new))
-        return Migration(new, old, _portions(new, old, groups))
+        return Migration(new, old, tuple(_portion([own]) for own in _moving(new, old, groups)))
 
 
 def plan_migration(old: StateLayout, new: StateLayout, before: Layout, after: Layout) -> Migration:
     """before, after: the state of all ranks under the two."""
     groups = _closed([old.facts.buckets, new.facts.buckets])
     of_parameter = {name: number for number, names in enumerate(groups) for name in names}
-    found: list[dict[str, int]] = [{} for _ in groups]  # bytes of the whole tensors
+    found: list[dict[str, None]] = [{} for _ in groups]
     for shard in (shard for shards in after.values() for shard in shards):
-        own = found[of_parameter[parameter_of(shard.name)]]
-        if shard.name not in own:
-            own[shard.name] = math.prod(shard.shape) * BYTES.get(shard.dtype, 1)
-    return Migration(before, after, _portions(before, after, _joined(found)))
+        found[of_parameter[parameter_of(shard.name)]][shard.name] = None
+    moving = _moving(before, after, [list(names) for names in found])
+    return Migration(before, after, tuple(_portion(own) for own in _joined(moving)))
 
 
-def _joined(groups: Iterable[Mapping[str, int]]) -> list[list[str]]:
-    """Neighbours together as long as they are small."""
-    found: list[list[str]] = []
-    total = PORTION_BYTES
+@dataclass(frozen=True)
+class _Moving:
+    """Tensors that move together. load: bytes that each rank gives, and that it gets, those within it included."""
+
+    names: list[str]
+    local: list[Move]
+    between: list[Move]
+
+    @cached_property
+    def load(self) -> Counter[tuple[str, int]]:
+        found = Counter[tuple[str, int]]()
+        for move in self.local:
+            found["gets", move.destination] += move_bytes(move)
+        for move in self.between:
+            size = move_bytes(move)
+            found["gives", move.source] += size
+            found["gets", move.destination] += size
+        return found
+
+    @property
+    def busiest(self) -> tuple[str, int] | None:
+        """Who gives or gets most."""
+        return max(self.load, key=lambda end: self.load[end], default=None)
+
+
+def _joined(groups: Iterable[_Moving]) -> Iterator[list[_Moving]]:
+    """What moves in one portion: of each rank that is busiest with some of them one in turn, as long as no rank gives
+    or gets much."""
+    queues: dict[tuple[str, int] | None, deque[_Moving]] = defaultdict(deque)
     for own in groups:
-        size = sum(own.values())
-        if total + size > PORTION_BYTES:
-            found.append([])
-            total = 0
-        found[-1] += own
-        total += size
-    return found
+        queues[own.busiest].append(own)
+    portion, total = list[_Moving](), Counter[tuple[str, int]]()
+    while queues:
+        for end in list(queues):
+            own = queues[end].popleft()
+            if portion and any(total[place] + size > PORTION_BYTES for place, size in own.load.items()):
+                yield portion
+                portion, total = [], Counter[tuple[str, int]]()
+            portion.append(own)
+            total += own.load
+            if not queues[end]:
+                del queues[end]
+    if portion:
+        yield portion
+
+
+def _portion(parts: Sequence[_Moving]) -> Portion:
+    return Portion(
+        tuple(name for own in parts for name in own.names), tuple(move for own in parts for move in own.local),
+        tuple(_rounds(move for own in parts for move in own.between)),
+    )  # fmt: skip
 
 
 def parameter_of(name: str) -> str:
@@ -112,17 +152,13 @@ def _closed(bucketings: Sequence[Mapping[int, Sequence[ParameterFacts]]]) -> lis
     return list(groups.values())
 
 
-def _portions(old: Layout, new: Layout, groups: Sequence[Sequence[str]]) -> tuple[Portion, ...]:
-    of_name = {name: number for number, names in enumerate(groups) for name in names}
-    local: list[list[Move]] = [[] for _ in groups]
-    between: list[list[Move]] = [[] for _ in groups]
+def _moving(old: Layout, new: Layout, groups: Sequence[Sequence[str]]) -> list[_Moving]:
+    found = [_Moving(list(names), [], []) for names in groups if names]
+    of_name = {name: own for own in found for name in own.names}
     for move in plan_moves(old, new):
-        (local if move.source == move.destination else between)[of_name[move.name]].append(move)
-    return tuple(
-        Portion(tuple(names), tuple(mine), tuple(_rounds(others)))
-        for names, mine, others in zip(groups, local, between, strict=True)
-        if names
-    )
+        own = of_name[move.name]
+        (own.local if move.source == move.destination else own.between).append(move)
+    return found
 
 
 def _rounds(moves: Iterable[Move]) -> Iterator[tuple[Move, ...]]:

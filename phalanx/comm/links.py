@@ -106,6 +106,30 @@ class Links:
         self._groups = {key: group for key, group in self._groups.items() if id(group) in kept}
         self._channels = {flow: channel for flow, channel in self._channels.items() if id(channel) in kept}
 
+    def beside(self, name: str) -> Links:
+        """Links of the same ranks that have what these have: what they lack is made there, on another thread, while
+        these are in use; then it is `take`n, or they `leave`. Not for NCCL, whose communicators would be made in the
+        middle of what others do on the device."""
+        found = Links(self.context, timeout=self.timeout.total_seconds(), name=f"{self._name}/{name}")
+        found._groups, found._channels = dict(self._groups), dict(self._channels)
+        return found
+
+    def take(self, other: Links) -> None:
+        """Has from now on what links made `beside` these have."""
+        for end in (*other._groups.values(), *other._channels.values()):
+            end.links = self
+        self._groups |= other._groups
+        self._channels |= other._channels
+        with self._lock:
+            self._sockets |= other._sockets
+        other.leave()
+
+    def leave(self) -> None:
+        """Without closing what others use."""
+        self.context.abort.forget(self._let_go)
+        self.deadline.close()
+        self._groups, self._channels = {}, {}
+
     @property
     def sent_bytes(self) -> int:
         """Bytes of messages sent to neighbours."""
@@ -216,7 +240,7 @@ class Group:
 
     def __init__(self, links: Links, ranks: tuple[int, ...], backend: Any) -> None:
         self.ranks, self.backend, self.index = ranks, backend, ranks.index(links.context.rank)
-        self._links, self._partners = links, "with " + _named(rank for rank in ranks if rank != links.context.rank)
+        self.links, self._partners = links, "with " + _named(rank for rank in ranks if rank != links.context.rank)
         self._scratch: list[Tensor] = []
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Pending:
@@ -262,7 +286,7 @@ class Group:
         wait says as much."""
         if not tensor.is_cuda:
             return
-        arrived, context = torch.cuda.Event(), self._links.context
+        arrived, context = torch.cuda.Event(), self.links.context
         arrived.record()
         while not arrived.query() and context.abort.reason is None:
             time.sleep(1e-5)
@@ -271,16 +295,16 @@ class Group:
 
     def texts(self, text: str) -> list[str]:
         """The texts of all ranks of the group, in its order."""
-        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._links.device)
-        sizes = torch.zeros(len(self.ranks), dtype=torch.int64, device=self._links.device)
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.links.device)
+        sizes = torch.zeros(len(self.ranks), dtype=torch.int64, device=self.links.device)
         sizes[self.index] = len(own)
         self.all_reduce(sizes).wait("the lengths of what ranks say")
         lengths: list[int] = sizes.tolist()
         if not any(lengths):
             return [""] * len(lengths)
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._links.device)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.links.device)
         padded[: len(own)] = own
-        found = torch.zeros(len(lengths) * len(padded), dtype=torch.uint8, device=self._links.device)
+        found = torch.zeros(len(lengths) * len(padded), dtype=torch.uint8, device=self.links.device)
         self.all_gather(found, padded).wait("what ranks say")
         rows = found.view(len(lengths), -1).cpu()
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
@@ -297,7 +321,7 @@ class Group:
         """Its wait returns, on the host, when every rank of the group has come here."""
         if self.backend is None:
             return self._nothing()
-        tensor = torch.zeros(1, device=self._links.device)
+        tensor = torch.zeros(1, device=self.links.device)
         finish = torch.cuda.current_stream().synchronize if tensor.is_cuda else None
         call = lambda: self.backend.allreduce([tensor], dist.AllreduceOptions())  # noqa: E731
         return self._start("barrier", call, (tensor,), finish)
@@ -323,10 +347,10 @@ class Group:
     def _start(
         self, kind: str, call: Callable[[], Any], tensors: tuple[Tensor, ...], finish: Callable[[], None] | None = None
     ) -> Pending:
-        return self._links.start(kind, call, tensors, self._partners, finish, self.backend)
+        return self.links.start(kind, call, tensors, self._partners, finish, self.backend)
 
     def _nothing(self) -> Pending:
-        links = self._links
+        links = self.links
         return Pending(links.context, None, (), deadline=links.deadline, subject="nothing", partners=self._partners)
 
 
@@ -334,17 +358,17 @@ class Channel:
     """Tensors to or from one neighbour, in order."""
 
     def __init__(self, links: Links, peer: int, way: Literal["out", "in"], backend: Any) -> None:
-        self.peer, self.way, self.backend, self._links = peer, way, backend, links
+        self.peer, self.way, self.backend, self.links = peer, way, backend, links
 
     def send(self, tensor: Tensor) -> Pending:
         assert self.way == "out"
         call = lambda: self.backend.send([tensor], 1, 0)  # noqa: E731
-        return self._links.start("send", call, (tensor,), f"to rank {self.peer}", backend=self.backend)
+        return self.links.start("send", call, (tensor,), f"to rank {self.peer}", backend=self.backend)
 
     def recv(self, tensor: Tensor) -> Pending:
         assert self.way == "in"
         call = lambda: self.backend.recv([tensor], 0, 0)  # noqa: E731
-        return self._links.start("recv", call, (tensor,), f"from rank {self.peer}", backend=self.backend)
+        return self.links.start("recv", call, (tensor,), f"from rank {self.peer}", backend=self.backend)
 
 
 def _named(ranks: Iterable[int]) -> str:

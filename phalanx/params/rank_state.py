@@ -19,7 +19,7 @@ from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
 from phalanx.params.groups import Groups
 from phalanx.params.hosted import HostedOptimizer
-from phalanx.params.layout_of import StateLayout
+from phalanx.params.layout_of import KeptSlot, StateLayout
 from phalanx.params.loss_scale import LossScale
 from phalanx.params.matrix_wise import Holders, MatrixWise
 from phalanx.params.optimizer import Optimizer, make_optimizer
@@ -100,6 +100,16 @@ class State:
         """The optimizer's state by slot and parameter."""
         yield from self.optimizer.tensors()
         yield from self.hosted.tensors() if self.hosted is not None else ()
+
+    def kept_slots(self) -> Iterator[tuple[str, KeptSlot]]:
+        """What the optimizer keeps by now, by parameter."""
+        for slot, name, tensor in self._slots():
+            shape = None if tensor.shape == self.parameters.weights[name].exact.shape else tuple(tensor.shape)
+            yield name, (slot, str(tensor.dtype).removeprefix("torch."), shape)
+        shapes = {each.name: each.shape for each in self.layout.facts.parameters}
+        for shard, _ in self.optimizer.owned():
+            _, slot, name = shard.name.split("/", 2)
+            yield name, (slot, shard.dtype, None if shard.shape == shapes[name] else shard.shape)
 
     def values(self) -> Iterator[Filled]:
         """The parameters alone, by their own names, in the precision of training."""

@@ -31,6 +31,20 @@ class Place(NamedTuple):
         held = data[self.start : self.start + self.held.numel].view(self.held.shape)
         return held[box.relative_to(self.held).slices()]
 
+    def span(self, box: Box) -> tuple[int, int] | None:
+        """Where the elements of `box` begin and end in the flat data, if they lie there one after the other."""
+        start, is_inside = self.start, False  # is_inside: a dim before this one is cut
+        stride = self.held.numel
+        for begin, size, own_begin, own_size in zip(
+            box.offset, box.shape, self.held.offset, self.held.shape, strict=True
+        ):
+            if is_inside and size != own_size:
+                return None
+            stride //= own_size
+            start += (begin - own_begin) * stride
+            is_inside = is_inside or size > 1
+        return start, start + box.numel
+
 
 class Move(NamedTuple):
     """The elements of `box` of one tensor go from one rank's data to another's (or within one rank's)."""

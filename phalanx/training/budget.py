@@ -66,10 +66,14 @@ class MemoryGuard:
     ) -> None:  # fmt: skip
         self.held = held
         self._given, self._device, self._batch_size, self._batch = given, device, batch_size, batch
-        self._replan = replan
+        self._replan, self._foreseen = replan, dict[Compiled, Fit]()
         if given is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, given / total), device)
+
+    def foresee(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> None:
+        """Finds what `look` will ask for."""
+        self._foreseen[compiled] = Fit(compiled, compile, self._batch, self._batch_size)
 
     def look(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> Compiled:
         """What is to be run: this, or another plan that suits the memory there is."""
@@ -78,7 +82,7 @@ class MemoryGuard:
         def fit(plan: Plan) -> Fit:
             if plan not in made:
                 made[plan] = compile(plan)
-            return Fit(made[plan], compile, self._batch, self._batch_size)
+            return self._foreseen.get(made[plan]) or Fit(made[plan], compile, self._batch, self._batch_size)
 
         self.fit, budget = fit(compiled.plan), Budget.of(self._given, self._device, self.held)
         plan = self._replan(self.fit, fit, budget) if self._replan is not None else None

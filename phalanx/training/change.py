@@ -10,16 +10,27 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from phalanx.adapt.migrate import Arrived, ChangeRefused, Home, MovedBack, agree, migrate, slots_now
+from phalanx.adapt.migrate import (
+    Arrived,
+    ChangeRefused,
+    Home,
+    MovedBack,
+    agree,
+    migrate,
+    problem_text,
+    require_none,
+    slots_told,
+    slots_word,
+)
 from phalanx.adapt.portions import Migration, parameter_of, plan_migration
-from phalanx.comm.links import Group, Links
+from phalanx.comm.links import Channel, Group, Links
 from phalanx.config import RunConfig
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.layout import ProcessGroups
@@ -32,6 +43,7 @@ from phalanx.params.optimizer import make_optimizer
 from phalanx.params.parameters import Weight
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
+from phalanx.records import read_record
 from phalanx.training.session import Look, Opening, Session
 from phalanx.training.spare import Spare
 
@@ -40,11 +52,13 @@ Member = Session | Spare  # what a rank is in a job
 
 @dataclass
 class Change:
-    """What a change was, and what it took. bytes: that went from rank to rank. seconds: of its parts."""
+    """What a change was, and what it took. bytes: that went from rank to rank. ready: whether it was made ready for
+    while the old plan trained. seconds: of its parts."""
 
     old: Plan
     new: Plan
     bytes: int = 0
+    ready: bool = False
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     @contextlib.contextmanager
@@ -54,49 +68,116 @@ class Change:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
 
 
+@dataclass
+class Connected:
+    """How a rank is connected under a plan. groups: None where it has no place. told: see `Opening.told`."""
+
+    groups: ProcessGroups | None
+    told: Group | None
+
+    def ends(self) -> Iterator[Group | Channel]:
+        yield from self.groups.ends() if self.groups is not None else ()
+        yield from (self.told,) if self.told is not None else ()
+
+
+def connect(opening: Opening, plan: Plan, compiled: Compiled | None, links: Links) -> Connected:
+    """All ranks of a job at once."""
+    groups = ProcessGroups(compiled.formation, links) if compiled is not None else None
+    return Connected(groups, opening.told(links, plan))
+
+
+class MadeAhead(Protocol):
+    """What was made for a change while the old plan trained (`ahead.py`)."""
+
+    @property
+    def has_groups(self) -> bool: ...
+
+    def take_groups(self) -> Connected: ...
+
+
 def change(
-    member: Member, plan: Plan, config: RunConfig | None = None, look: Look | None = None
-) -> tuple[Member, Change]:
-    """What this rank is from now on. config: with another size of batches. look: as in `Session.open`.
+    member: Member, plan: Plan, config: RunConfig | None = None, look: Look | None = None,
+    ahead: MadeAhead | None = None,
+) -> tuple[Member, Change]:  # fmt: skip
+    """What this rank is from now on. config: with another size of batches. look: as in `Session.open`. ahead: for this
+    change, on all ranks or on none.
 
     Raises `ChangeRefused` on all ranks where one of them cannot: then all is as it was, and `member` goes on.
     """
     opening = member.opening
     assert opening is not None, "a session that was put together by hand stays as it is"
     opening = replace(opening, config=config or opening.config)
-    done = Change(member.plan, plan)
-    links, group = _links(member), everyone(member)
+    done = Change(member.plan, plan, ready=ahead is not None)
+    links, group = links_of(member), everyone(member)
     with done.timed("prepare"):
-        compiled, layout = prepared(opening, plan, group, look, member)
-    with done.timed("connect"):
+        compiled, layout, problem = locally_prepared(opening, plan, look, member)
         if isinstance(member, Session):
             member.step.engine.settle()
-        connected = ProcessGroups(compiled.formation, links, _owns(member)) if compiled is not None else None
-        told = opening.told(links, plan)
+        words = _said(group, _word(member, compiled, problem, opening, ahead is not None and ahead.has_groups))
+    assert layout is not None
+    with done.timed("connect"):
+        if ahead is not None and all(word.connected for word in words):
+            connected = ahead.take_groups()
+        else:
+            connected = connect(opening, plan, compiled, links)
+        groups = connected.groups
+        if groups is not None:
+            groups.owns_links = _owns(member)
     state = member.state if isinstance(member, Session) else None
-    if all(said == "same" for said in group.texts("same" if _stays(member, compiled) else "other")):
+    if all(word.stays for word in words):
         if state is not None:
             state.layout = layout
     else:
         with done.timed("move"):
-            state = _moved(member, compiled, layout, connected, group, opening, done)
+            state = _moved(member, compiled, layout, groups, group, opening, done, words)
     with done.timed("connect"):
-        links.drop_others([*(connected.ends() if connected else ()), group, *([told] if told else [])])
-    if compiled is None or connected is None or state is None:
+        links.drop_others([*connected.ends(), group])
+    if compiled is None or groups is None or state is None:
         opening.context.slot.set_place("spare")
         return Spare(plan, opening, links), done
     if opening.context.world > 1:
         opening.context.slot.set_place(compiled.formation.place)
-    return Session(compiled, connected, state, opening.watches, opening), done
+    return Session(compiled, groups, state, opening.watches, opening), done
+
+
+@dataclass(frozen=True)
+class _Word:
+    """What a rank tells all others before a change, at once: a problem, or what they need to know of its state. slots:
+    as `slots_word` writes them. optimizer, loss_scale: what there is of its state besides tensors. connected: whether
+    it has the groups of the new plan by now."""
+
+    problem: str
+    connected: bool = False
+    stays: bool = False
+    slots: str = ""
+    optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
+    loss_scale: dict[str, float] | None = None
+
+
+def _word(
+    member: Member, compiled: Compiled | None, problem: PhalanxError | None, opening: Opening, connected: bool
+) -> _Word:
+    if problem is not None:
+        return _Word(problem_text(problem))
+    rank = opening.context.rank if isinstance(member, Session) else None
+    slots = slots_word(member.state.layout, rank, member.state.kept_slots())
+    return _Word("", connected, _stays(member, compiled), slots, *member.state.scalars())
+
+
+def _said(group: Group, word: _Word) -> list[_Word]:
+    """What all ranks say; raises on all of them where one has a problem."""
+    words = [read_record(_Word, text) for text in group.texts(json.dumps(asdict(word)))]
+    require_none(group, [own.problem for own in words])
+    return words
 
 
 def everyone(member: Member) -> Group:
     """All ranks of the job, those without a place included."""
     assert member.opening is not None
-    return _links(member).group(tuple(range(member.opening.context.world)), "world")
+    return links_of(member).group(tuple(range(member.opening.context.world)), "world")
 
 
-def _links(member: Member) -> Links:
+def links_of(member: Member) -> Links:
     return member.links if isinstance(member, Spare) else member.connected.links
 
 
@@ -112,14 +193,21 @@ def _owns(member: Member) -> bool:
     return isinstance(member, Spare) or member.connected.owns_links
 
 
-def prepared(
-    opening: Opening, plan: Plan, group: Group, look: Look | None, was: Member | None = None
-) -> tuple[Compiled | None, StateLayout]:
-    """Functions and programs of the new plan, and that it fits: all that can be known before anything is touched.
-    was: whose state is to move."""
+def prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> tuple[Compiled | None, StateLayout]:
+    """Functions and programs of a plan on all ranks of a group; raises on all of them where one refuses it."""
+    compiled, layout, problem = locally_prepared(opening, plan, look)
+    agree(group, problem)
+    assert layout is not None
+    return compiled, layout
+
+
+def locally_prepared(
+    opening: Opening, plan: Plan, look: Look | None, was: Member | None = None
+) -> tuple[Compiled | None, StateLayout | None, PhalanxError | None]:
+    """Functions and programs of the new plan, and that it fits: all that can be known before anything is touched; or
+    what is wrong with it. was: whose state is to move."""
     compiled: Compiled | None = None
     layout: StateLayout | None = None
-    problem: PhalanxError | None = None
     try:
         if opening.has_place(plan):
             compiled = opening.remembered(plan)
@@ -132,10 +220,8 @@ def prepared(
     except LinkError:
         raise
     except PhalanxError as error:
-        problem = error
-    agree(group, problem)
-    assert layout is not None
-    return compiled, layout
+        return compiled, layout, error
+    return compiled, layout, None
 
 
 def _require_optimizer(opening: Opening, layout: StateLayout, was: Member | None) -> None:
@@ -182,16 +268,14 @@ def same_place(old: StateLayout, was: int, new: StateLayout, now: int) -> bool:
 
 def _moved(
     member: Member, compiled: Compiled | None, layout: StateLayout, connected: ProcessGroups | None, group: Group,
-    opening: Opening, done: Change,
+    opening: Opening, done: Change, words: Sequence[_Word],
 ) -> State | None:  # fmt: skip
     """The state of this rank under the new plan; the old one is gone."""
     rank, was, old = opening.context.rank, member if isinstance(member, Session) else None, member.state.layout
-    optimizer, loss_scale = everyones(group, *member.state.scalars())
-    given = was.give_up_state() if was is not None else []
-    slots = slots_now(old, rank if was is not None else None, [shard for shard, _ in given], group)
-    held = {shard.name: data for shard, data in given}
-    given.clear()  # so that nothing but `held` knows the tensors
-    migration = _migration(opening, old, layout, slots)
+    optimizer, loss_scale = _merged([word.optimizer for word in words]), words[0].loss_scale
+    slots = slots_told(old, [word.slots for word in words])
+    held = {shard.name: data for shard, data in was.give_up_state()} if was is not None else {}
+    migration = migration_of(opening, old, layout, slots)
     done.bytes = migration.bytes_sent
     if opening.device.type == "cuda":
         gc.collect()  # what holds a session together refers to each other
@@ -231,13 +315,18 @@ def everyones(
 ) -> tuple[dict[str, Any], dict[str, float] | None]:
     """What the ranks' optimizers keep besides tensors, together; rank 0 always has a place."""
     said = [json.loads(text) for text in group.texts(json.dumps([optimizer, loss_scale]))]
+    return _merged([own for own, _ in said]), said[0][1]
+
+
+def _merged(said: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Where ranks say different things, the first is right."""
     merged: dict[str, Any] = {}
-    for own, _ in reversed(said):
+    for own in reversed(said):
         merged |= own
-    return merged, said[0][1]
+    return merged
 
 
-def _migration(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf) -> Migration:
+def migration_of(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf) -> Migration:
     """Remembered where the optimizer keeps what was foreseen."""
     pair = (old.plan, new.plan)
     foreseen = slots == old.expected_slots

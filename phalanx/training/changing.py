@@ -31,13 +31,19 @@ class OthersWait(LinkError):
 @dataclass(frozen=True)
 class Wanted:
     """plans: in the order in which they are tried; what nothing is lost without is tried once. must: whether one of
-    them has to be taken, because batches or samples change with it."""
+    them has to be taken, because batches or samples change with it. later: it is only to be made ready for, and wanted
+    again when all ranks are."""
 
     period: Period
     plans: tuple[str, ...]
     how: str
     must: bool = False
     request: Request | None = None
+    later: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.request.name if self.request is not None else f"step{self.period.step}"
 
 
 class Changes:
@@ -49,20 +55,40 @@ class Changes:
         self.period, self.since = self._periods.at(step), step
         self.plan = self.whole = self.period.plan
         self._inbox = Inbox(folder)
+        self._coming: Request | None = None  # what all ranks make ready for
+        self._waiting: Request | None = None  # on rank 0, what was asked before ranks were lost or came
+        self._ready = False
         if context.rank == 0:
             self._inbox.clear()
 
     def enter(self, context: RankContext) -> None:
-        """From now on as this rank."""
+        """From now on as this rank, in another generation, where nothing is ready."""
         self._context = context
+        self._waiting, self._coming = self._coming or self._waiting, None
 
     def stay_in(self, since: int) -> None:
         """After a loss ranks are in the period in which those that are left were; what comes next is changed to."""
         self.period, self.since = self._periods.at(since), since
 
     def is_asked(self) -> bool:
-        """Whether this rank has a request, or others wait to be taken in."""
-        return self._context.rank == 0 and (self._inbox.has_request() or self._is_invited)
+        """Whether this rank has a request that can be dealt with, or others wait to be taken in."""
+        if self._context.rank != 0:
+            return False
+        if self._coming is not None:
+            return self._is_invited or self._all_ready()
+        return self._is_invited or self._waiting is not None or self._inbox.has_request()
+
+    def tell_ready(self) -> None:
+        """This rank has made ready for what was asked."""
+        if self._coming is not None and not self._ready:
+            self._ready = True
+            if self._context.world > 1:
+                self._context.store.set(f"ready/{self._coming.name}/{self._context.rank}", "yes")
+
+    def _all_ready(self) -> bool:
+        assert self._coming is not None
+        keys = [f"ready/{self._coming.name}/{rank}" for rank in range(self._context.world)]
+        return self._ready and (len(keys) == 1 or self._context.store.check(keys))
 
     @property
     def _is_invited(self) -> bool:
@@ -74,14 +100,26 @@ class Changes:
         if period == self.period:
             self.since = step
         else:
-            changes = period.plan != self.period.plan
-            must = (period.batch_size, period.seq_len) != (self.period.batch_size, self.period.seq_len)
-            plans = [*([period.plan] if changes else []), *([self.plan, period.plan] if must else [])]
-            yield Wanted(period, tuple(dict.fromkeys(plans)), SCHEDULED, must)
+            yield self._scheduled(period)
         if asked and (request := self._request(member)) is not None:
-            yield Wanted(period, (request.plan,), ASKED, request=request)
+            is_new, self._coming = request != self._coming, request
+            self._ready = self._ready and not is_new
+            yield Wanted(period, (request.plan,), ASKED, request=request, later=is_new)
+
+    def next(self, step: int) -> Wanted | None:
+        """What the options want next after a step, as far as that is known by now."""
+        period = next((each for each in self._periods if each.step > step), None)
+        return None if period is None else self._scheduled(period)
+
+    def _scheduled(self, period: Period) -> Wanted:
+        changes = period.plan != self.period.plan
+        must = (period.batch_size, period.seq_len) != (self.period.batch_size, self.period.seq_len)
+        plans = [*([period.plan] if changes else []), *([self.plan, period.plan] if must else [])]
+        return Wanted(period, tuple(dict.fromkeys(plans)), SCHEDULED, must)
 
     def answer(self, wanted: Wanted, answer: Answer) -> None:
+        if wanted.request is not None:
+            self._coming = None
         if self._context.rank == 0 and wanted.request is not None:
             self._inbox.answer(wanted.request, answer)
 
@@ -94,6 +132,11 @@ class Changes:
 
     def _found(self) -> str:
         """On rank 0. A plan for more ranks waits until there are so many."""
+        if self._is_invited:
+            return _MEET
+        if (request := self._coming or self._waiting) is not None:
+            self._waiting = None
+            return json.dumps([request.name, request.plan])
         request = self._inbox.peek()
         if request is None or not self._gets_ranks(request.plan):
             request = self._inbox.take()

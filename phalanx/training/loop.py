@@ -52,6 +52,10 @@ from phalanx.training.spikes import RollBack, spike_limit
 from phalanx.training.standby import made_ahead
 from phalanx.training.surviving import SurvivingRank
 
+_SOON = 100  # steps before a change that the options name in which it is made ready for
+_WORTH_WAITING = 8  # steps that must be left for a change that is asked for to be made ready for
+_PIECE_SECONDS = 0.1  # between two steps, for that
+
 
 class Loop(SurvivingRank):
     """One rank's part of a job, from its beginning to its end."""
@@ -136,6 +140,7 @@ class Loop(SurvivingRank):
                 if not self.is_survivable(error):
                     raise
                 was = self.context.rank
+                self.forget_coming()
                 record = self.survive(error, reporter, checkpoints)
                 progress = self._speak(reporter) if self.context.rank != was else None
                 self._went_on(record, reporter, checkpoints, progress)
@@ -187,12 +192,12 @@ class Loop(SurvivingRank):
             rehearse(session.step, session.evaluation, session.connected.world, *self._batch(session, 1))
         predictor, ahead = self._predictor(), self._ahead()
         with contextlib.closing(StepProfiler(profiled, self.folder.path)) as profiler:
-            first_step = self.at = self.snapshot.step + 1
+            first_step = since = self.at = self.snapshot.step + 1
             for step in range(first_step, self.run.total_steps + 1):
                 self.at = step
                 slot.at_step(step)
                 if self._change_plan(step, reporter):
-                    predictor, ahead = self._predictor(f" from step {step} on"), self._ahead()
+                    since, predictor, ahead = step, self._predictor(f" from step {step} on"), self._ahead()
                     self.mirror.renew()
                 name = "first step" if step == first_step else "steps"
                 at = self.folder.path / f"memory-step-{step}-rank{self.context.rank}.pickle"
@@ -208,7 +213,9 @@ class Loop(SurvivingRank):
                 if step == first_step and config.checkpoint_every not in (0, "never"):
                     checkpoints.prepare(self.session)
                 self._mirror(step, reporter)
-                if predictor is None or predictor.was_due:  # steps before were measured
+                if step - since >= NUM_STEPS - 1:  # steps before were measured
+                    self._make_ready(step, reporter)
+                if predictor is None or predictor.was_due:
                     self._make_ahead(step, ahead, reporter)
         if self._is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
@@ -283,6 +290,8 @@ class Loop(SurvivingRank):
         """Before a step: whatever its options or somebody else want changed. Whether something was."""
         changed = False
         for wanted in self.changes.at(step, self.session, reporter.changes):
+            if wanted.later and self._comes_later(wanted, step):
+                continue
             reporter.flush()
             with reporter.paused(), self.context.slot.within("compile"):
                 record = self._try(wanted, step)
@@ -290,6 +299,27 @@ class Loop(SurvivingRank):
             changed = changed or "refused" not in record
         reporter.changes = False
         return changed
+
+    def _comes_later(self, wanted: Wanted, step: int) -> bool:
+        """Begins to make ready for a plan that was asked for, where that pays; what cannot be is refused at once."""
+        if self.run.total_steps - step < _WORTH_WAITING:
+            return False
+        with contextlib.suppress(PlanError):
+            self.make_ready_for(wanted.period, wanted.plans[0], f"{wanted.name}@{step}")
+            return True
+        return False
+
+    def _make_ready(self, step: int, reporter: Reporter) -> None:
+        """After a step: a piece of what is known to be wanted soon."""
+        wanted = self.changes.next(step)
+        if self.coming is None and wanted is not None and step + 1 < wanted.period.step <= step + _SOON:
+            with contextlib.suppress(PlanError):  # it will be refused then
+                self.make_ready_for(wanted.period, wanted.plans[0], f"{wanted.name}@{step}")
+        if self.coming is not None:
+            with reporter.paused(), self.context.slot.within("compile"):
+                self.coming.ahead.go_on(_PIECE_SECONDS)
+        if self.coming is None or self.coming.ahead.is_ready:
+            self.changes.tell_ready()
 
     def _try(self, wanted: Wanted, step: int) -> dict[str, Any]:
         """Changes to the first of the plans that is not refused; what is said of it."""
@@ -302,7 +332,7 @@ class Loop(SurvivingRank):
             except (ChangeRefused, PlanError) as error:
                 refused = error
                 continue
-            record |= {"plan": done.new.shown, "bytes": done.bytes, "parts": done.seconds}
+            record |= {"plan": done.new.shown, "bytes": done.bytes, "parts": done.seconds, "ready": done.ready}
             for name in ("batch_size", "seq_len"):
                 if getattr(wanted.period, name) != getattr(before, name):
                     record[name] = getattr(wanted.period, name)
@@ -414,6 +444,7 @@ class Loop(SurvivingRank):
         """Exports and sums up, while the last checkpoint is on its way; or, if the run was stopped, says how to go
         on."""
         self.context.slot.enter("save")
+        self.forget_coming()
         asked = reporter.stops or stop.signal is not None
         if asked and self.snapshot.step < self.run.total_steps:
             self._save_at_last(checkpoints, stop)

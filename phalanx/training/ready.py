@@ -34,6 +34,7 @@ from phalanx.plan.plan import Plan
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.snapshot import Snapshot, restore, resumed_text
 from phalanx.tasks.base import Batch
+from phalanx.training.ahead import Ahead, FirstBatch
 from phalanx.training.auto import choose_alone
 from phalanx.training.budget import Budget, Fit, MemoryGuard
 from phalanx.training.change import Change, Member, open_member
@@ -53,6 +54,15 @@ from phalanx.training.spare import Spare
 _has_run = False  # in this process
 
 
+@dataclasses.dataclass(frozen=True)
+class Coming:
+    """A change that is being made ready for. memory: whether it will fit, as far as that is known by now."""
+
+    ahead: Ahead
+    memory: MemoryGuard
+    batch_size: int
+
+
 class ReadyRank:
     """One rank's part of a job, before its first step and between any two."""
 
@@ -64,6 +74,7 @@ class ReadyRank:
     metrics: Metrics | None = None
     generator: Generator | None = None
     snapshot: Snapshot
+    coming: Coming | None = None
 
     def __init__(self, job: Job, context: RankContext) -> None:
         self.job, self.context, self.config = job, context, job.config
@@ -151,13 +162,41 @@ class ReadyRank:
         """Another plan, batch size or sample length from now on. Raises `ChangeRefused` or a `PlanError`."""
         batches = self.run.lengths[period.seq_len]
         plan = self.completed(period, text, self.context.world)
-        memory = self._memory_guard(period.batch_size, batches)
+        coming = self.coming if self._is_coming(plan, period.batch_size) else None
+        memory = coming.memory if coming is not None else self._memory_guard(period.batch_size, batches)
         memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
-        config = self.config.override(batch_size=period.batch_size)
-        self.session, done = change_plan(self.session, plan, config, self._look(memory))
+        config, ahead = self.config.override(batch_size=period.batch_size), coming.ahead if coming is not None else None
+        try:
+            self.session, done = change_plan(self.session, plan, config, self._look(memory), ahead)
+        finally:
+            self.forget_coming()
         self.run = dataclasses.replace(self.run, plan=plan, batches=batches)
         self.memory, self.changes.period = memory, period
         return done
+
+    def make_ready_for(self, period: Period, text: str, name: str) -> None:
+        """Begins to prepare a change, on all ranks between the same two steps; raises a `PlanError` where there can be
+        none. name: see `Ahead`."""
+        self.forget_coming()
+        plan, batches = self.completed(period, text, self.context.world), self.run.lengths[period.seq_len]
+        memory, config = (
+            self._memory_guard(period.batch_size, batches),
+            self.config.override(batch_size=period.batch_size),
+        )
+        first_batch = self.first_batch(period.batch_size, batches)
+        opening = dataclasses.replace(self.session.opening or self.opening, config=config)
+        look = lambda compiled: memory.foresee(compiled, opening.compile)  # noqa: E731
+        self.coming = Coming(Ahead(self.session, plan, config, name, first_batch, look), memory, period.batch_size)
+
+    def forget_coming(self) -> None:
+        if self.coming is not None:
+            self.coming.ahead.drop()
+        self.coming = None
+
+    def _is_coming(self, plan: Plan, batch_size: int) -> bool:
+        """Whether a change was made ready for. All ranks come to the same answer."""
+        coming = self.coming
+        return coming is not None and coming.ahead.suits(self.session.plan, plan) and coming.batch_size == batch_size
 
     def _look(self, memory: MemoryGuard) -> Look:
         """What is compiled must fit, and metrics must be possible beside it."""
@@ -216,13 +255,18 @@ class ReadyRank:
 
     def _memory_guard(self, size: int, batches: Batches, searches: bool = False) -> MemoryGuard:
         """searches: where one rank's plan is open, it is chosen by what fits."""
+        replan = self._replan if searches and self.run.subject is not None and self.context.world == 1 else None
+        first_batch = self.first_batch(size, batches)
+        return MemoryGuard(self.config.memory_bytes, self.run.device, size, first_batch, replan)
 
-        def first_batch(of: Compiled) -> tuple[Batch, int]:
+    def first_batch(self, size: int, batches: Batches) -> FirstBatch:
+        """This rank's part of the first batch of so many samples, under whatever plan."""
+
+        def part(of: Compiled) -> tuple[Batch, int]:
             first, count = of.part(0, size)
             return batches.batch(first, count), first
 
-        replan = self._replan if searches and self.run.subject is not None and self.context.world == 1 else None
-        return MemoryGuard(self.config.memory_bytes, self.run.device, size, first_batch, replan)
+        return part
 
     def _replan(self, fit: Fit, look: Callable[[Plan], Fit], budget: Budget | None) -> Plan | None:
         """The plan of a run that leaves it open, on one rank."""

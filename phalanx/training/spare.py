@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.comm.links import Links
 from phalanx.data.batches import Batches
 from phalanx.engine.step import Outcome
-from phalanx.params.layout_of import StateLayout
+from phalanx.params.layout_of import KeptSlot, StateLayout
 from phalanx.params.rank_state import Filled
 from phalanx.plan.plan import Plan
 from phalanx.training.session import Opening
@@ -36,6 +36,9 @@ class NoState:
         return iter(())
 
     def tensors(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def kept_slots(self) -> Iterator[tuple[str, KeptSlot]]:
         return iter(())
 
     def scalars(self) -> tuple[dict[str, Any], dict[str, float] | None]:

@@ -12,17 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from phalanx.engine.compiled import Compiled
-from phalanx.engine.step import micro_batches
-from phalanx.model.segment.segments import Segment
 from phalanx.plan.plan import Plan
 from phalanx.plan.shrink import shrunk
-from phalanx.program.instructions import Op
+from phalanx.training.ahead import functions
 from phalanx.training.ready import ReadyRank
 
 _MOST_LOST = 2  # ranks, for which plans are made ahead
 _MOST_PLANS = 64  # that are tried for the ranks that are left
-_FUNCTIONS = {Op.F: "forward", Op.A: "again", Op.B: "backward", Op.W: "weight", Op.BW: "backward_weight"}
 
 
 def plans_for(plan: Plan, num_ranks: int) -> list[str]:
@@ -55,23 +51,6 @@ def _made_for(ready: ReadyRank, plans: Iterable[str], left: int, numbers: range)
 
 
 def _make(ready: ReadyRank, plan: Plan, number: int) -> None:
-    opening = ready.session.opening or ready.opening
-    compiled = opening.remembered(plan, number)
-    period = ready.changes.period
-    first, count = compiled.part(0, period.batch_size)
-    batch = ready.run.batches.batch(first, count)
-    inputs = micro_batches(compiled.training.feeder, plan, batch, first)
-    for (micro_batch, _), part in inputs.items():
-        for slice_ in range(plan.num_slices(micro_batch)):
-            for segment in compiled.training.tracer(part, slice_).segments.values():
-                _cut(compiled, segment)
-
-
-def _cut(compiled: Compiled, segment: Segment) -> None:
-    """The functions that the program will call, and the memory that they need."""
-    assert segment.working
-    if not any(segment.joint.differentiable):
-        return
-    for op in {it.op for it in compiled.program} & _FUNCTIONS.keys():
-        if op not in (Op.W, Op.BW) or segment.trains:
-            getattr(segment, _FUNCTIONS[op])
+    opening, period = ready.session.opening or ready.opening, ready.changes.period
+    for _ in functions(opening.remembered(plan, number), ready.first_batch(period.batch_size, ready.run.batches)):
+        pass

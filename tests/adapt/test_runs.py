@@ -63,6 +63,22 @@ def test_a_run_follows_its_options_from_plan_to_plan(pool: WorkerPool, tmp_path:
     assert [each["step"] for each in checkpoint.open(newest).state["plans"]] == [1, 3, 4, 6]
 
 
+def test_a_change_is_made_ready_for_while_the_old_plan_trains(pool: WorkerPool, tmp_path: Path) -> None:
+    """By the options, with other batches; and when asked: then the run trains on until all ranks are ready."""
+    options = {"steps": 40, "batch_size_at": "6:4", "checkpoint_every": "never"}
+    short_run("gpt2", DATA, tmp_path / "one", **{**OPTIONS, **options})
+
+    def asks(event: str, given: Any) -> None:
+        if event == "on_step" and given[0]["step"] == 7:
+            requests.ask(tmp_path / "two", "pp=2,mb=2")
+
+    fit(pool, tmp_path / "two", 2, on_event=asks, plan="pp=2,mb=2", plan_at="6:dp=2,zero=1", **options)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-9, abs=0.0)
+    scheduled, asked = records(tmp_path / "two", "change")
+    assert (scheduled["step"], scheduled["ready"]) == (6, True)
+    assert asked["step"] > 8 and asked["ready"] and asked["plan"].startswith("pp=2")
+
+
 @pytest.mark.long
 def test_batches_and_samples_grow_with_the_plan_and_a_resumed_run_sees_the_same(
     pool: WorkerPool, tmp_path: Path
