@@ -9,8 +9,10 @@ import fsspec
 import pytest
 import torch
 
+from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.state.dcp import is_dcp
+from phalanx.state.dcp_writing import write_dcp
 from phalanx.state.remote import Remote, fetch_folder, fetch_newest, local_copy, open_remote
 from tests.run_helpers import losses, padded_samples, short_run
 
@@ -106,5 +108,7 @@ def test_the_trained_model_is_exported_for_torch_distributed_checkpoint(samples,
         str(folder), samples, tmp_path / "b", steps=1, tiny=False, export=False, lr=1e-30, weight_decay=0.0
     )
     assert all(torch.equal(found[name], parameter) for name, parameter in again.module().named_parameters())
+    write_dcp(folder, found.items(), result.module().config, ByteTokenizer())
+    assert (folder / "tokenizer_config.json").is_file(), "text can be read with it as it was"
     with pytest.raises(ConfigError, match="export_dcp = True would hold adapters"):
         short_run(MODEL, samples, tmp_path / "c", lora="r=2", export_dcp=True)
