@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import phalanx
 from phalanx.compat.optimus_megatron import (
     DatasetProfiler,
     DynamicStrategySelector,
@@ -148,6 +149,7 @@ def test_setup_model_and_optimizer_has_megatrons_groups() -> None:
         learns, None, no_wd_decay_cond=is_bias, scale_lr_cond=is_head, lr_mult=3.0, example=numbers(0), lr=1e-2,
         lr_lambda=lambda step: 1 / (1 + step), dtype="float64", device="cpu",
     )  # fmt: skip
+    assert (report := phalanx.verify(session, data=[numbers(0)])).ok, report
     model = learns()
     named = dict(model.named_parameters())
 
