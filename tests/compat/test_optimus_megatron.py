@@ -23,6 +23,7 @@ from phalanx.compat.optimus_megatron import (
 )  # fmt: skip
 from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.plan.plan import Plan
+from tests.compat.jobs import gpt2
 from tests.own_loop.jobs import Net, numbers
 
 CLUSTER = "1x8 A100"
@@ -66,6 +67,13 @@ def test_slow_links_lead_to_another_plan_and_it_is_said_that_nothing_was_changed
     assert seen.nodes[0].link == pytest.approx(selector.hardware.cluster.nodes[0].link / 1000)
     assert selector.select(seen).plan.full_text == record.plan
     assert selector.select(seen).step_seconds < selector.estimate(before.plan, seen).step_seconds
+
+
+@pytest.mark.long
+def test_a_plan_that_the_manager_chose_is_proven_as_any_other(lent_plain_process: None) -> None:
+    found = ParallelismManager(model=gpt2(), batch_size=8, cluster="1x2 A100")
+    report = phalanx.verify(gpt2(), found.initialize().plan)
+    assert report.ok, report
 
 
 class Changing:
