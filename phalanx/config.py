@@ -180,7 +180,7 @@ class RunConfig(BaseModel):
     export_dcp: bool = _option(
         "Run folder", False, "also write the trained model as a torch.distributed.checkpoint folder, export-dcp"
     )
-    mirror: str | None = _option(
+    remote: str | None = _option(
         "Run folder", None, "URL of remote storage (s3://bucket/run …) that checkpoints and export are copied to"
     )
 

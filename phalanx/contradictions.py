@@ -110,9 +110,9 @@ def require_together(config: RunConfig) -> None:
             f"option mirror_every = {config.mirror_every!r} does nothing where a lost rank ends the run",
             "set on_loss to shrink or replace as well, or leave mirror_every out",
         )
-    if config.mirror is not None and "://" not in config.mirror:
+    if config.remote is not None and "://" not in config.remote:
         raise ConfigError(
-            f"option mirror = {config.mirror!r} is no URL", "write e.g. s3://bucket/run or file:///backup/run"
+            f"option remote = {config.remote!r} is no URL", "write e.g. s3://bucket/run or file:///backup/run"
         )
     if config.export_dcp and config.lora is not None and not config.merge_lora:
         raise ConfigError(

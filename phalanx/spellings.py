@@ -48,7 +48,7 @@ SAID_HERE = {
     "tensor_parallel_size": "--plan tp=N", "tensor_model_parallel_size": "--plan tp=N",
     "pipeline_parallel_size": "--plan pp=N", "pipeline_model_parallel_size": "--plan pp=N",
     "data_parallel_size": "--plan dp=N", "nproc_per_node": "--ranks", "num_processes": "--ranks", "num_gpus": "--ranks",
-    "logging_dir": _REPORTS,
+    "logging_dir": _REPORTS, "mirror": "--remote URL (--mirror-every keeps copies in the memory of other ranks)",
     "ddp_timeout": "--timeout", "from_scratch": "--init fresh", "do_train": "nothing: the verb is train",
 }  # fmt: skip
 

@@ -23,7 +23,8 @@ ROWS = (
     ("engine",),
     ("profile", "lab", "adapt"),
     ("training",),
-    ("verification", "compat", "hf"),
+    ("verification",),
+    ("compat", "hf"),
     ("cli",),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}

@@ -6,11 +6,12 @@ original names, which are those of a plan's `overlap`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GPT2Config
 
 from phalanx.config import RunConfig
@@ -20,8 +21,11 @@ from phalanx.plan.rules import OVERLAPS
 from phalanx.training.open import OUTER, open_on
 from phalanx.training.open import open as open_session
 from phalanx.training.own_session import OwnSession
+from phalanx.verification.report import Report
+from phalanx.verification.verify_session import verify_session
 
 SCHEDULES = ("default_checkpoint", "optim_comm_checkpoint", "overlap_checkpoint", "oases")
+Loss = Callable[[Tensor, Tensor], Tensor]
 _TOKENS = 8  # of the example; batches may have any number up to `tokens`
 
 
@@ -64,7 +68,15 @@ class BenchmarkLM(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs: token ids of the global batch, the same on every rank."""
-        return self.session(inputs)["logits"].transpose(1, 2)
+        return _as_given(self.session(inputs))
+
+    def verify(self, inputs: Tensor, label: Tensor, loss: Loss = F.cross_entropy) -> Report:
+        """Whether a loss of `self(inputs)` has the gradients of the plain model; nothing is kept of it."""
+
+        def outside(outputs: Mapping[str, Tensor], target: Tensor) -> Tensor:
+            return loss(_as_given(outputs), target)
+
+        return verify_session(self.session, [{"input_ids": inputs, "target": label}], outside)
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
         """What this rank updates."""
@@ -75,6 +87,10 @@ class BenchmarkLM(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.session.zero_grad()
+
+
+def _as_given(outputs: Mapping[str, Tensor]) -> Tensor:
+    return outputs["logits"].transpose(1, 2)
 
 
 def require_schedule(schedule: str) -> None:

@@ -5,8 +5,9 @@ reads.
     python -m phalanx.compat.oases_benchmark profile --profile_path profile_res.json
     python -m phalanx.compat.oases_benchmark overlap --tp 4 --auto_plan --profile_path profile_res.json
 
-They are what `overlap_run.sh` and `sbatch_profile.sh` do there. On one node ranks are started; on several, start
-`overlap` on each rank with srun or torchrun.
+With `--verify` the model is compared with plain PyTorch under the schedule, instead. They are what `overlap_run.sh` and
+`sbatch_profile.sh` do there. On one node ranks are started; on several, start `overlap` on each rank with srun or
+torchrun.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 
 from phalanx.compat.oases import SCHEDULES, language_model, plan_of, require_schedule
-from phalanx.compat.terapipe import Timed
+from phalanx.compat.terapipe import Timed, told
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import local_device
@@ -28,12 +29,15 @@ from phalanx.plan.plan import Plan
 from phalanx.profile import hardware
 from phalanx.profile.store import Store, profiles_path, read_profile
 from phalanx.training.trainer import Trainer
+from phalanx.verification.verify import verify
 
 PROFILE = "profile_res.json"
 
 
 def overlap(given: argparse.Namespace) -> int:
     """Seconds of every step, and the plan where it was searched for."""
+    if given.verify:
+        return _verified(given)
     plan = _auto_plan(given) if given.auto_plan else plan_of(given.schedule or SCHEDULES[-1], given.tp, given.dp, 1)
     if given.profile_path and not given.auto_plan:
         raise ConfigError("--profile_path does nothing without --auto_plan", "add --auto_plan, or leave it out")
@@ -51,6 +55,14 @@ def overlap(given: argparse.Namespace) -> int:
     if timed.seconds:
         print(timed.mean())
     return 0
+
+
+def _verified(given: argparse.Namespace) -> int:
+    if given.auto_plan:
+        raise ConfigError("--verify compares a schedule, and --auto_plan searches for one", "leave one of them out")
+    plan = plan_of(given.schedule or SCHEDULES[-1], given.tp, given.dp, 1)
+    model = language_model(given.num_l, given.h, given.n, given.vocabulary, given.seq_len)
+    return told(verify(model, plan, tokens=given.seq_len, device=given.device))
 
 
 def _auto_plan(given: argparse.Namespace) -> str:
@@ -99,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         runs.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     runs.add_argument("--auto_plan", action="store_true", help="search for degrees, overlap and the rest of the plan")
     runs.add_argument("--profile_path", type=Path, help="with --auto_plan: what `profile` measured")
+    runs.add_argument("--verify", action="store_true", help="compare with plain PyTorch in float64, instead")
     runs.set_defaults(does=overlap)
     measures = commands.add_parser("profile", help="measure the devices that are here")
     measures.add_argument("--profile_path", type=Path, default=Path(PROFILE), help=f"default: {PROFILE}")

@@ -23,6 +23,8 @@ from phalanx.tasks.base import Batch
 from phalanx.training.open import open as open_session
 from phalanx.training.open import open_on
 from phalanx.training.own_session import OwnSession
+from phalanx.verification.report import Report
+from phalanx.verification.verify_session import verify_session
 
 _MODES = ("gpipe", "1f1b")
 _EXAMPLE_TOKENS = 16
@@ -87,6 +89,10 @@ class Optimus_p:
             raise ConfigError(f"Optimus_p.run: mode = {mode!r} is unknown", f"use {' or '.join(_MODES)}")
         self.session.use_schedule(mode)
         self._loss = self.session.forward_backward(self._everywhere(data, labels))
+
+    def verify(self, data: Any, labels: Tensor | None = None) -> Report:
+        """Whether `run` gives the loss and the gradients of the plain model; nothing is kept of it."""
+        return verify_session(self.session, [self._everywhere(data, labels)])
 
     def get_loss(self) -> list[Tensor]:
         """The mean loss of the last batch once for each micro-batch: sum(loss) / num_mb is what it was."""

@@ -77,7 +77,7 @@ class Ends:
         return self._loss(output, **rest)
 
     def _leaving(self, output: Any, rest: Inputs) -> Tensor:
-        outputs, self.structure = pytree.tree_flatten(_without_nothing(output))
+        outputs, self.structure = pytree.tree_flatten(without_nothing(output))
         rows = rest[ROWS]
         for number, each in enumerate(outputs):
             _require_rows(self._name, number, each, rows)
@@ -85,7 +85,7 @@ class Ends:
         return sum(losses[1:], start=losses[0]) / rows.shape[0]
 
 
-def _without_nothing(output: Any) -> Any:
+def without_nothing(output: Any) -> Any:
     """What HuggingFace's models return as a plain dict; values that are None are left out."""
     if isinstance(output, Mapping):
         return {name: value for name, value in output.items() if value is not None}

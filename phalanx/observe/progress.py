@@ -190,14 +190,20 @@ def step_texts(record: Record, smoothed: float) -> list[str]:
     parts = [f"loss {record['loss']:.4f} (smoothed {smoothed:.4f})"]
     if record.get("eval_loss") is not None:
         parts.append(f"eval {record['eval_loss']:.4f}")
+        parts += [f"{name.removeprefix('eval_')} {record[name]:.4g}" for name in record if _is_metric(name)]
     parts.append(f"lr {record['lr']:.2e}")
     if record.get("grad_norm") is not None:
         parts.append(f"grad {record['grad_norm']:.3g}")
     parts += [f"{number_text(record['tokens_per_second'])} {record.get('unit', 'tokens')}/s", speed_text(record)]
     parts += [bytes_text(record["memory_bytes"]), f"eta {seconds_text(record['eta_seconds'])}"]
     if record.get("skipped"):
-        parts.append("SKIPPED: gradients are not finite")
+        parts.append("SKIPPED: a spike" if record.get("spike") else "SKIPPED: gradients are not finite")
     return parts
+
+
+def _is_metric(name: str) -> bool:
+    """Whether it was asked for; perplexity says of the loss what the loss says."""
+    return name.startswith("eval_") and name not in ("eval_loss", "eval_perplexity")
 
 
 def speed_text(record: Record) -> str:

@@ -16,11 +16,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
 
+from phalanx.state.huggingface import save_tokenizer
 from phalanx.state.tensor_files import sync_folder
 
 
-def write_dcp(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: Any = None) -> Path:
-    """config: of a HuggingFace model, stored beside the tensors so that the folder can be trained on from."""
+def write_dcp(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], config: Any = None, tokenizer: Any = None
+) -> Path:  # fmt: skip
+    """config, tokenizer: of a HuggingFace model, stored beside the tensors so that it can be trained on from."""
     partial = folder.parent / f".{folder.name}.writing"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -31,6 +34,7 @@ def write_dcp(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: Any =
             save(whole, storage_writer=FileSystemWriter(partial), no_dist=True)
         if config is not None:
             config.save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
         sync_folder(partial)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(partial, folder)

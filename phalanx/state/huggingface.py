@@ -60,15 +60,20 @@ def export(
         if is_huggingface:
             assert isinstance(model, PreTrainedModel)
             _write_settings(partial, model, config or model.config, dtype, base_folder)
-        if tokenizer is not None:
-            save = tokenizer.save_pretrained if hasattr(tokenizer, "save_pretrained") else tokenizer.save
-            save(partial)
+        save_tokenizer(tokenizer, partial)
         sync_files(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _put_in_place(partial, folder)
     return folder
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """What the model's text was read with, where there is one."""
+    if tokenizer is not None:
+        save = tokenizer.save_pretrained if hasattr(tokenizer, "save_pretrained") else tokenizer.save
+        save(folder)
 
 
 def changed_tensors(model: PreTrainedModel) -> list[str]:

@@ -86,25 +86,25 @@ def local_copy(url: str) -> str:
     return str(folder)
 
 
-def refuse_used_mirror(url: str) -> None:
+def refuse_used(url: str) -> None:
     """A run that begins may not write among the checkpoints of another, nor prune them."""
     system, path = open_remote(url)
     there = next(_remote_checkpoints(system, path.rstrip("/")), None)
     if there is not None:
         raise ConfigError(
-            f"option mirror = {url!r} already holds checkpoints of a run, such as {there}",
+            f"option remote = {url!r} already holds checkpoints of a run, such as {there}",
             "continue that run with resume=auto (--resume auto), or name another place",
         )
 
 
-class Mirror:
+class Remote:
     """Copies of a run's folder. say: is told what could not be copied."""
 
     def __init__(self, url: str, folder: Path, say: Callable[[str], None]) -> None:
         self._system, path = open_remote(url)
         self.url, self._path, self._folder, self._say = url.rstrip("/"), path.rstrip("/"), folder, say
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="remote", daemon=True)
         self._thread.start()
 
     def checkpoint(self, path: Path) -> None:

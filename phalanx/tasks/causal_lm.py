@@ -84,7 +84,7 @@ class CausalLM(WindowTask, PackedTask):
         cut = [{"input_ids": ids[:tokens], "labels": labels[:tokens]} for ids, labels in samples]
         learned = [sample for sample in cut if any(label != IGNORE for label in sample["labels"][1:])]
         if not learned:
-            raise BrokenRecord(f"no assistant turn begins within {tokens} tokens, so there is nothing to learn")
+            raise BrokenRecord(_nothing_learned([labels for _, labels in samples], tokens))
         return learned
 
     def collate(self, samples: Sequence[Sample], config: Any, tokens: int) -> Batch:
@@ -112,3 +112,14 @@ class CausalLM(WindowTask, PackedTask):
     def _check(self, padding: bool, documents: bool) -> None:
         if padding and documents:
             raise self.refuse("padding together with documents", "packed documents fill their rows to the end")
+
+
+def _nothing_learned(labels: Sequence[Sequence[int]], tokens: int) -> str:
+    """Why a record teaches nothing: it has no answer, or its answer begins where samples have ended."""
+    begins = [place for row in labels for place, label in enumerate(row) if place > 0 and label != IGNORE]
+    if not begins:
+        return "it has no assistant turn and no completion, so there is nothing to learn"
+    return (
+        f"what is learned of it begins at token {min(begins) + 1}, and samples have {tokens} tokens: set seq_len to "
+        f"{min(begins) + 1} or more"
+    )

@@ -88,9 +88,9 @@ class Checkpoints:
 
     def tell(self, last: bool = False) -> StorageError | None:
         """Reports what became of saves since it was last asked; the refusal, if the newest was refused."""
-        saver, mirror = self._saver, self._folder.mirror
-        if self._reporter.saved(saver.last, saver.facts) and mirror is not None and saver.last is not None:
-            mirror.checkpoint(saver.last)
+        saver, remote = self._saver, self._folder.remote
+        if self._reporter.saved(saver.last, saver.facts) and remote is not None and saver.last is not None:
+            remote.checkpoint(saver.last)
         refused = saver.take_refusal()
         if refused is not None:
             self._reporter.refused(refused, saver.last or self._resumed, last)

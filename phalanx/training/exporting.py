@@ -59,7 +59,9 @@ def export_model(
         ) from error
 
 
-def export_dcp(session: Member, context: RankContext, spec: ModelSpec, folder: Path) -> Path:
+def export_dcp(
+    session: Member, context: RankContext, spec: ModelSpec, folder: Path, tokenizer: Any = None
+) -> Path:  # fmt: skip
     """The same as a torch.distributed.checkpoint folder, adapters merged."""
     tensors = whole = whole_parameters(session, context, "whole-dcp")
     if context.rank > 0:
@@ -69,7 +71,7 @@ def export_dcp(session: Member, context: RankContext, spec: ModelSpec, folder: P
     if spec.lora is not None:
         tensors = merged(tensors, adapted_layers(build(spec, device="meta")), spec.lora)
     try:
-        return write_dcp(folder, tensors, spec.config)
+        return write_dcp(folder, tensors, spec.config, tokenizer)
     except OSError as error:
         _exhaust(whole)
         raise CheckpointError(

@@ -20,7 +20,7 @@ from phalanx.state.folders import replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
 from phalanx.state.lock import RunLock
-from phalanx.state.remote import Mirror, fetch_folder, fetch_newest, is_remote, refuse_used_mirror
+from phalanx.state.remote import Remote, fetch_folder, fetch_newest, is_remote, refuse_used
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
 from phalanx.state.snapshot import checkpoint_to_resume
 from phalanx.training.budget import free_main_memory
@@ -31,9 +31,9 @@ Say = Callable[[str], None]
 
 
 class RunFolder:
-    """`mirror` is rank 0's, if there is one."""
+    """`remote` is rank 0's, if there is one."""
 
-    mirror: Mirror | None = None
+    remote: Remote | None = None
 
     def __init__(self, path: Path, config: RunConfig, context: RankContext) -> None:
         self.path, self.config, self.context = path, config, context
@@ -59,7 +59,7 @@ class RunFolder:
         if context.rank == 0:
             self._still_ours = lock.still_ours
             forget_secrets(self.path)
-            self._open_mirror(stack, say)
+            self._open_remote(stack, say)
 
     def meeting(self, context: RankContext) -> Meeting:
         """Of the ranks of a generation."""
@@ -76,7 +76,7 @@ class RunFolder:
         """Rank 0's part where the rank 0 that had the folder was lost."""
         lock = stack.enter_context(RunLock(self.path, say))
         self._still_ours = lock.still_ours
-        self._open_mirror(stack, say)
+        self._open_remote(stack, say)
 
     def tidy(self) -> None:
         """Rank 0 clears what a lost rank left half written."""
@@ -118,13 +118,13 @@ class RunFolder:
         free = free_main_memory()
         return None if free is None else int(_FOR_COPIES * free) // len(self.context.board.slots)
 
-    def _open_mirror(self, stack: contextlib.ExitStack, say: Say) -> None:
+    def _open_remote(self, stack: contextlib.ExitStack, say: Say) -> None:
         """At the end of the run what is to be copied has been, or somebody was told."""
-        if self.config.mirror is None:
+        if self.config.remote is None:
             return
-        mirror = self.mirror = Mirror(self.config.mirror, self.path, say)
-        stack.callback(mirror.close)
-        stack.callback(mirror.copy, "config.yaml", "plan.json", "log-rank0.jsonl", "export", "export-dcp")
+        remote = self.remote = Remote(self.config.remote, self.path, say)
+        stack.callback(remote.close)
+        stack.callback(remote.copy, "config.yaml", "plan.json", "log-rank0.jsonl", "export", "export-dcp")
 
     def _fetch(self, say: Say) -> None:
         """What is to be gone on from and lies in remote storage is brought here."""
@@ -135,12 +135,12 @@ class RunFolder:
                 there.mkdir(parents=True, exist_ok=True)
                 fetch_folder(config.resume, fetched)
                 say(f"fetched {config.resume}")
-        elif config.resume == "never" and config.mirror is not None:
-            refuse_used_mirror(config.mirror)
-        elif config.resume == "auto" and config.mirror is not None:
-            newest = fetch_newest(config.mirror, self.path)
+        elif config.resume == "never" and config.remote is not None:
+            refuse_used(config.remote)
+        elif config.resume == "auto" and config.remote is not None:
+            newest = fetch_newest(config.remote, self.path)
             if newest is not None:
-                say(f"fetched {newest} from {config.mirror}")
+                say(f"fetched {newest} from {config.remote}")
 
 
 @contextlib.contextmanager

@@ -433,7 +433,8 @@ class Loop(SurvivingRank):
             return "asked for (stop)"
         if evaluated and patience is not None and snapshot.worse_in_a_row >= patience:
             best = f"{snapshot.best_loss:.4f} of step {snapshot.best_step}" if snapshot.best_step else "a number"
-            return f"{snapshot.worse_in_a_row} evaluations in a row were not below {best} (early_stop = {patience})"
+            many = "an evaluation was" if patience == 1 else f"{snapshot.worse_in_a_row} evaluations in a row were"
+            return f"{many} not below {best} (early_stop = {patience})"
         return None
 
     def _facts(self, step: int, eval_loss: float | None, eval_values: Mapping[str, float]) -> StepFacts:
@@ -482,7 +483,7 @@ class Loop(SurvivingRank):
                     merges=self.config.merge_lora,
                 )
             if self.config.export_dcp:
-                export_dcp(self.session, self.context, run.spec, folder / "export-dcp")
+                export_dcp(self.session, self.context, run.spec, folder / "export-dcp", run.tokenizer)
         except CheckpointError as error:
             return None, error
         return exported, None

@@ -45,7 +45,8 @@ from phalanx.training.deterministic import fixed_kernels
 from phalanx.training.initial_weights import load_buffers, open_weights
 from phalanx.training.outputs import Scope
 from phalanx.training.own_batch import TARGET, BatchForm
-from phalanx.training.own_session import Opened, OwnSession
+from phalanx.training.own_plan import Opened
+from phalanx.training.own_session import OwnSession
 from phalanx.training.read_model import find_model, read_model, require_fit, require_may_cut
 from phalanx.training.session import Session
 
@@ -197,8 +198,9 @@ def _open_on(
         return plan
 
     opened = Opened(
-        spec, task, form, context, memory, has_optimizer, leave, plan_of, ends, outputs,
-        merges=config.merge_lora, leaving=lambda session, inputs: _leaving(session, spec, config, inputs),
+        spec, config, read.captured, task, form, context, memory, has_optimizer, leave, plan_of,
+        loss if callable(loss) else None, ends, outputs, merges=config.merge_lora,
+        leaving=lambda session, inputs: _leaving(session, spec, config, inputs),
     )  # fmt: skip
     return OwnSession(session, opened)
 

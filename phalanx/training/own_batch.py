@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from phalanx.data.own import with_decoder_inputs
+from phalanx.engine.inputs import num_samples
 from phalanx.errors import ConfigError, DataError
+from phalanx.model.separable import require_labels
 from phalanx.tasks.base import Batch
+from phalanx.training.session import Session
 
 TARGET = "target"  # of a batch without names, what the loss takes
 
@@ -61,6 +64,22 @@ def _tensor(name: Any, value: Any) -> Tensor:
         what = "a number without samples" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise DataError(f"{name!r} in a batch is {what}", "give tensors whose first dim is the sample")
     return value if value.is_floating_point() else value.to(torch.int64)
+
+
+def require_parts(session: Session, given: Batch) -> None:
+    """Refuses labels whose mean is not that of the parts that the plan cuts a batch into."""
+    plan = session.plan
+    if plan.dp * plan.mb * plan.multiple > 1:
+        require_labels(session.compiled.captured, given, plan.shown)
+
+
+def part_of(session: Session, given: Batch, samples: int) -> tuple[Batch, int, int]:
+    """A rank's part of a global batch, its place in the stream, of which so many samples came before, and in the
+    batch."""
+    refuse_gradients(given)
+    first, count = session.part(samples, num_samples(given))
+    begin = first - samples
+    return {name: tensor[begin : begin + count] for name, tensor in given.items()}, first, begin
 
 
 def refuse_gradients(given: Batch) -> None:

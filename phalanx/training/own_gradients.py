@@ -105,6 +105,16 @@ class InWeights:
         return {name: w.exact.grad for name, w in self._weights.items() if w.exact.grad is not None}
 
 
+def taken(session: Session, run: StepRun) -> dict[str, Tensor]:
+    """The gradients of a run that nobody uses further, as far as they lie on this rank."""
+    if session.compiled.device.type == "cuda":
+        torch.cuda.synchronize()  # some may be on their way to the host
+    found = {name: gradient.detach().clone() for name, gradient in run.gradients.items()}
+    session.step.engine.abandon(run)
+    session.step.engine.parts.sends.settle()
+    return found
+
+
 class InRun:
     """In the run that made them, some of them on the host."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,42 +19,20 @@ from phalanx.comm.links import Group
 from phalanx.data.given import given_batches
 from phalanx.engine.inputs import num_samples
 from phalanx.engine.reductions import StepRun
-from phalanx.errors import ConfigError, PlanError
-from phalanx.launch.context import RankContext
-from phalanx.model.attach import Ends
-from phalanx.model.separable import require_labels
-from phalanx.model.zoo.zoo import ModelSpec
+from phalanx.errors import ConfigError
 from phalanx.plan.complete import require_evaluation
 from phalanx.plan.plan import Plan
-from phalanx.tasks.base import Batch, Task
-from phalanx.training.budget import MemoryGuard
-from phalanx.training.change import Change, change
-from phalanx.training.outputs import Outputs, Scope
-from phalanx.training.own_batch import BatchForm, refuse_autocast, refuse_gradients
+from phalanx.tasks.base import Batch
+from phalanx.training.change import Change
+from phalanx.training.outputs import Outputs
+from phalanx.training.own_batch import part_of, refuse_autocast, require_parts
+from phalanx.training.own_gradients import taken
 from phalanx.training.own_optimizer import Updates
+from phalanx.training.own_plan import Opened, OwnPlan
 from phalanx.training.own_state import OwnState
 from phalanx.training.session import Session
 
 _OUTSIDE = "backward() on a loss of session(inputs)"
-
-
-@dataclass(frozen=True)
-class Opened:
-    """What a session was opened with. leave: what ends this rank's part among others, given the error if there is
-    one. has_optimizer: whether the session was given one of its own. plan_of: another plan for it, of a text."""
-
-    spec: ModelSpec
-    task: Task
-    form: BatchForm
-    context: RankContext
-    memory: MemoryGuard
-    has_optimizer: bool
-    leave: Callable[[BaseException | None], None]
-    plan_of: Callable[[str], Plan]
-    ends: Ends | None = None  # where outputs leave
-    scope: Scope = "whole"
-    merges: bool = False  # whether an export has adapters merged in
-    leaving: Callable[[Session, Batch], tuple[Session, Ends]] | None = None  # its state, as a model whose outputs leave
 
 
 class OwnSession:
@@ -65,12 +42,14 @@ class OwnSession:
     """
 
     def __init__(self, session: Session, opened: Opened) -> None:
-        self._opened, self._context = opened, opened.context
+        self.opened, self._context = opened, opened.context
         self.samples = 0
         self._kept = OwnState(session, opened.context)
         makes_gradients = "session.forward_backward(batch)" if opened.ends is None else _OUTSIDE
         self._updates = Updates(session, opened.has_optimizer, makes_gradients)
         self._is_closed = False
+        self._tried: dict[str, Tensor] | None = None  # gradients of a trial
+        self._under = OwnPlan(session, opened)
         self._take(session)
         self._context.slot.enter("loop")
 
@@ -84,7 +63,7 @@ class OwnSession:
                 "this session was opened for a loss outside (loss='outer')",
                 "call session(inputs) and the backward() of your loss, or open it with a loss function",
             )
-        given = self._opened.form(batch)
+        given = self.opened.form(batch)
         self._updates.gradients.begin()
         self._updates.before_batch()
         part, first, _ = self._part(given)
@@ -103,7 +82,7 @@ class OwnSession:
                 "this session computes its loss itself, so that no outputs leave it",
                 "call session.forward_backward(batch); or open it with loss='outer'",
             )
-        given = self._opened.form(inputs or (batch[0] if len(batch) == 1 else batch))
+        given = self.opened.form(inputs or (batch[0] if len(batch) == 1 else batch))
         self._updates.before_batch()
         part, first, begin = self._part(given)
         with self._running(part):
@@ -117,14 +96,24 @@ class OwnSession:
         For that a session which computes its loss itself reads the model once more, without its labels."""
         if self._outputs is not None:
             return self(batch)
-        given = {name: tensor for name, tensor in self._opened.form(batch).items() if name != "labels"}
+        given = {name: tensor for name, tensor in self.opened.form(batch).items() if name != "labels"}
         if self._left is None:
-            assert self._opened.leaving is not None
-            session, ends = self._opened.leaving(self._session, given)
+            assert self.opened.leaving is not None
+            session, ends = self.opened.leaving(self._session, given)
             self._left = Outputs(session, ends, "whole", keep=None)
         part, first, begin = self._part(given, with_labels=False)
         with self._running(part, "evaluate"):
             return self._left(part, first, begin, num_samples(given))
+
+    def trial(self, compute: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
+        """The loss that `compute` finds with this session, and its gradients, whole on rank 0 and empty elsewhere. None
+        of it is kept: gradients that are there stay as they are, and the samples do not count. For `phalanx.verify`."""
+        samples, self._tried = self.samples, {}
+        try:
+            loss = float(compute().detach())
+            return loss, self._kept.whole_gradients(self._tried)
+        finally:
+            self.samples, self._tried = samples, None
 
     def part(self, rows: Tensor) -> Tensor:
         """What of a global batch's rows belongs to this rank's replica."""
@@ -151,10 +140,10 @@ class OwnSession:
                 "a session for a loss outside (loss='outer') has none to evaluate",
                 "compute it from session(inputs) under torch.no_grad()",
             )
-        given = self._opened.form(batch)
+        given = self.opened.form(batch)
         require_evaluation(self.plan, num_samples(given))
         with self._running(given, "evaluate"):
-            return self._session.evaluate(given_batches(given, self._opened.task), num_samples(given))
+            return self._session.evaluate(given_batches(given, self.opened.task), num_samples(given))
 
     # What is trained.
 
@@ -205,12 +194,12 @@ class OwnSession:
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU of rank 0, as `load_state_dict` of the module takes it; empty on other ranks,
         which must call it too."""
-        return self._kept.state_dict(self._opened.spec)
+        return self._kept.state_dict(self.opened.spec)
 
     def export(self, folder: Path | str) -> Path:
         """The trained model as a HuggingFace folder, of a module of the user's own its weights; of adapters a folder as
         peft has it, unless they are merged."""
-        return self._kept.export(Path(folder).expanduser(), self._opened.spec, self._opened.merges)
+        return self._kept.export(Path(folder).expanduser(), self.opened.spec, self.opened.merges)
 
     # Where it runs.
 
@@ -220,31 +209,13 @@ class OwnSession:
 
     def use_schedule(self, schedule: str) -> None:
         """From now on steps follow another schedule of the pipeline, one that leaves blocks where they are."""
-        plan = replace(self.plan, schedule=schedule)
-        if plan.num_stages != self.plan.num_stages or self._outputs is not None:
-            why = "outputs leave this session" if self._outputs is not None else "it has other stages"
-            raise PlanError(
-                f"schedule {schedule!r} cannot follow {self.plan.schedule!r} in a session: {why}",
-                "open another session, with a plan that has this schedule",
-            )
-        if plan.schedule not in self._schedules:
-            self._schedules[schedule] = self._session.under(plan)
-        self._session = self._schedules[schedule]
-        self._updates.under(self._session)
+        self._updates.under(self._under.use_schedule(schedule))
 
-    @torch.no_grad()
     def change(self, plan: str | Plan) -> Change:
         """From now on another plan, for the same ranks; every rank calls it. What was made is told: bytes that moved,
         and seconds. Where it is refused (`ChangeRefused`), all is as it was."""
         self._updates.require_changeable()
-        new = self._opened.plan_of(plan.full_text if isinstance(plan, Plan) else plan)
-        optimizer = self._session.state.optimizer.inner
-        session = next(iter(self._schedules.values()))  # whose state all share
-        self._opened.memory.held = sum(tensor.nbytes for tensor in session.state.tensors())
-        with self._context.slot.within("compile"):
-            member, done = change(session, new, look=self._opened.memory.look)
-        assert isinstance(member, Session)
-        member.state.optimizer.adopt(optimizer)  # learning-rate schedulers know this one
+        member, done = self._under.change(plan)
         self._take(member)
         self._updates.take(member)
         return done
@@ -284,7 +255,7 @@ class OwnSession:
         self._updates.close()
         if error is None:
             self._session.close()
-        self._opened.leave(error)
+        self.opened.leave(error)
 
     def __enter__(self) -> OwnSession:
         return self
@@ -301,23 +272,22 @@ class OwnSession:
 
     # Inside.
 
+    @property
+    def _session(self) -> Session:
+        return self._under.session
+
     def _take(self, session: Session) -> None:
         """From now on with this one."""
-        self._session, self._schedules = session, {session.plan.schedule: session}
         self._kept.session = session
-        ends = self._opened.ends
-        self._outputs = None if ends is None else Outputs(session, ends, self._opened.scope, self._keep)
+        ends = self.opened.ends
+        self._outputs = None if ends is None else Outputs(session, ends, self.opened.scope, self._keep)
         self._left: Outputs | None = None  # for outputs of a session that computes its loss itself
 
     def _part(self, given: Batch, with_labels: bool = True) -> tuple[Batch, int, int]:
         """This rank's part of a global batch, its place in the stream of samples, and in the batch."""
-        plan = self.plan
-        refuse_gradients(given)
-        if with_labels and plan.dp * plan.mb * plan.multiple > 1:
-            require_labels(self._session.compiled.captured, given, plan.shown)
-        first, count = self._session.part(self.samples, num_samples(given))
-        begin = first - self.samples
-        return {name: tensor[begin : begin + count] for name, tensor in given.items()}, first, begin
+        if with_labels:
+            require_parts(self._session, given)
+        return part_of(self._session, given, self.samples)
 
     @contextlib.contextmanager
     def _running(self, batch: Batch, phase: str = "step") -> Iterator[None]:
@@ -325,10 +295,13 @@ class OwnSession:
         slot = self._context.slot
         slot.at_step(self.steps + 1)
         slot.enter(phase)
-        with self._opened.memory.explained(f"a batch of {num_samples(batch)} samples"):
+        with self.opened.memory.explained(f"a batch of {num_samples(batch)} samples"):
             yield
         slot.enter("loop")
 
     def _keep(self, run: StepRun, scale: float = 1.0) -> None:
         """Adds the gradients of a run to those that are there."""
+        if self._tried is not None:
+            self._tried.update(taken(self._session, run))
+            return
         self._updates.gradients.add(self._session, run, scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from phalanx.errors import CheckpointError
 from phalanx.launch.context import RankContext
 from phalanx.model.zoo.zoo import ModelSpec, build
+from phalanx.params.gather_full import gather_full
 from phalanx.state import checkpoint
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, StoreRendezvous
 from phalanx.training.exporting import export_model, whole_parameters
@@ -57,6 +59,22 @@ class OwnState:
         found |= {alias: found[name] for alias, name in compiled.captured.aliases.items()}
         others = build(spec, device="meta").state_dict().keys() - found.keys()
         return found | {name: compiled.buffers[name].cpu().clone() for name in others}
+
+    @torch.no_grad()
+    def whole_gradients(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """gradients: this rank's. Whole on rank 0, of whatever is updated; empty on others."""
+        state, compiled, context = self.session.state, self.session.compiled, self._context
+        dtype = str(compiled.dtype).removeprefix("torch.")
+        layout = {
+            rank: tuple(kept.shard(kept.facts.name, dtype) for kept in state.layout.updated(rank))
+            for rank in range(context.world)
+        }
+        held = [
+            (shard, state.parameters.weights[shard.name].piece.packed(gradients[shard.name]).to(compiled.device))
+            for shard in layout[context.rank]
+        ]
+        whole = gather_full(layout, held, context, compiled.device, self._next_name())
+        return {name: tensor.cpu().clone() for name, tensor in whole}
 
     @torch.no_grad()
     def export(self, folder: Path, spec: ModelSpec, merges: bool) -> Path:

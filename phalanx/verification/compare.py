@@ -53,15 +53,20 @@ def compare(ours: Execution, plain: Plain, tolerance: float, training: Training)
     floors = Floors(tolerance, training)
     yield _tensors(0, "initial", ours.initial, plain.initial, _sizes(plain.initial))
     for number, (mine, theirs, noise) in enumerate(zip(ours.steps, plain.steps, plain.noise, strict=True), start=1):
-        floors.add(theirs, noise)
-        yield _losses(number, mine.losses, theirs.loss, floors.scale(abs(theirs.loss), SAFETY * noise.loss))
-        yield _tensors(number, "gradient", *_zero_for_none(mine.gradients, theirs.gradients), floors.of_gradients())
+        yield from compare_gradients(number, mine, theirs, noise, floors)
         yield _tensors(number, "parameter", mine.parameters, theirs.parameters, floors.of_parameters(theirs))
     last, number = plain.steps[-1], len(plain.steps)
     scales = {"copy": floors.of_parameters(last), "optimizer": floors.of_optimizer(plain.optimizer)}
     scales["buffer"] = _sizes(plain.buffers)
     for quantity, expected in (("copy", last.parameters), ("optimizer", plain.optimizer), ("buffer", plain.buffers)):
         yield _copies(number, quantity, ours.copies, expected, scales[quantity])
+
+
+def compare_gradients(number: int, mine: Step, theirs: Step, noise: Noise, floors: Floors) -> Iterator[Row]:
+    """The loss of a step and its gradients."""
+    floors.add(theirs, noise)
+    yield _losses(number, mine.losses, theirs.loss, floors.scale(abs(theirs.loss), SAFETY * noise.loss))
+    yield _tensors(number, "gradient", *_zero_for_none(mine.gradients, theirs.gradients), floors.of_gradients())
 
 
 class Floors:

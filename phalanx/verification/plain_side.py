@@ -18,7 +18,7 @@ import pickle
 import signal
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +36,8 @@ from phalanx.model.zoo.zoo import ModelSpec
 from phalanx.tasks.base import Task
 from phalanx.verification.case import Case, Noise, Plain, Start, Step
 
+Run = Callable[[nn.Module], tuple[float, dict[str, Tensor]]]  # a model → the loss and its gradients
+Measured = tuple[float, dict[str, Tensor], Noise]
 NUM_NUDGES = 2  # one could by chance leave a gradient of few elements nearly where it is
 
 
@@ -51,9 +53,8 @@ def run_plain(case: Case, start: Start, attention_sites: tuple[str, ...]) -> Pla
     done = Plain(_parameters(model), [], [], {}, {})
     for consumed, batch in case.batches(spec):
         run = partial(_backward, case, spec, consumed, batch, attention_sites)
-        nudged = [_nudged(model, case.seed + number) for number in range(NUM_NUDGES)]
-        loss, gradients = run(model)
-        done.noise.append(_noise(loss, gradients, [run(other) for other in nudged], batch))
+        loss, gradients, noise = with_noise(run, model, case.seed, batch)
+        done.noise.append(noise)
         torch.nn.utils.clip_grad_norm_(model.parameters(), case.training.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -68,17 +69,28 @@ def run_plain(case: Case, start: Start, attention_sites: tuple[str, ...]) -> Pla
     return done
 
 
+def with_noise(run: Run, model: nn.Module, seed: int, batch: Mapping[str, Tensor]) -> Measured:
+    """What `run` finds with a model, and how far rounding alone moves that."""
+    nudged = [_nudged(model, seed + number) for number in range(NUM_NUDGES)]
+    loss, gradients = run(model)
+    return loss, gradients, _noise(loss, gradients, [run(other) for other in nudged], batch)
+
+
 def _backward(
     case: Case, spec: ModelSpec, consumed: int, batch: dict[str, Tensor], sites: tuple[str, ...], model: nn.Module
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of a batch and its gradients, which the parameters keep."""
     keys = random.sample_keys(case.seed, consumed, next(iter(batch.values())).shape[0])
     with reference.injected(model, keys, sites, case.torch_dtype):
-        inputs = _plain_inputs(case.task_of(spec), batch, spec.config, case.torch_dtype)
+        inputs = plain_inputs(case.task_of(spec), batch, spec.config, case.torch_dtype)
         loss = reference.loss(model, inputs)
+    return gradients_of(loss, model)
+
+
+def gradients_of(loss: Tensor, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
+    """The loss as a number, and its gradients, which the parameters keep."""
     loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return float(loss.detach()), gradients
+    return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def _nudged(model: nn.Module, seed: int) -> nn.Module:
@@ -104,7 +116,7 @@ def _noise(
     return Noise(max(abs(other - loss) for other, _ in nudged), changes, num_terms)
 
 
-def _plain_inputs(task: Task, batch: dict[str, Tensor], config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+def plain_inputs(task: Task, batch: dict[str, Tensor], config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """What the plain model is given. Some architectures do not derive document boundaries from restarting positions;
     an explicit mask says the same to all, except that it would switch off sliding windows."""
     inputs = task.reference_inputs(batch)

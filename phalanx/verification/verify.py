@@ -1,40 +1,54 @@
-"""The one call: run the plan, run the plain model, compare (`compare.py`), report for people and for programs."""
+"""The one call: run the plan, run the plain model, compare (`compare.py`), report (`report.py`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
-
-from torch import Tensor
 
 from phalanx.errors import ConfigError, nearest
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.plan.plan import Plan
+from phalanx.training.own_session import OwnSession
 from phalanx.verification.case import Case, Plain
-from phalanx.verification.compare import Row, compare
+from phalanx.verification.compare import compare
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.plan_side import prepare, run_plan
+from phalanx.verification.report import Fact, Report
+from phalanx.verification.verify_session import verify_session
 from phalanx.written import plan_text
 
 
-def verify(model: Model, plan: str | Plan = "", *, data: Sequence[dict[str, Tensor]] = (), **options: Any) -> Report:
+def verify(
+    model: Model | OwnSession, plan: str | Plan = "", *, data: Sequence[Any] = (), **options: Any
+) -> Report:  # fmt: skip
     """Proves, or refutes, that `plan` trains `model` exactly as the plain model is trained.
 
     Options are those of `Case`: tiny, dtype ("float64", "float32"), steps, batch, tokens, dropout, padding, documents,
     seed, compile, device, task. `data`: batches of your own (dicts of the model's inputs) instead of synthetic ones,
     needed for modules whose task is unknown.
+
+    A session of `phalanx.open` is compared as it is: under its plan, with its weights, on batches as it takes them
+    (`data`); `loss` is that of a session whose outputs leave. Every rank calls it.
     """
+    if isinstance(model, OwnSession):
+        return _verify_opened(model, plan, data, options)
     refuse_while_loading("phalanx.verify")
     _require_known(options)
     text = plan.full_text if isinstance(plan, Plan) else plan_text(plan)
     case = Case(model, text, data=tuple(data), **options)
     with PlainProcess() as process:
         return verify_case(case, process)
+
+
+def _verify_opened(session: OwnSession, plan: str | Plan, data: Sequence[Any], options: dict[str, Any]) -> Report:
+    loss = options.pop("loss", None)
+    for name in ([f"plan = {plan!r}"] if plan else []) + [f"option {name!r}" for name in options]:
+        raise ConfigError(f"verify: {name} is the session's own", "leave it out, or open a session with it")
+    return verify_session(session, data, loss)
 
 
 def verify_case(case: Case, process: PlainProcess, pool: WorkerPool | None = None) -> Report:
@@ -65,63 +79,3 @@ def _require_known(options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
             raise ConfigError(f"verify: unknown option {name!r}", nearest(name, known))
-
-
-@dataclass(frozen=True)
-class Fact:
-    """Something the plan implies about its execution, and what was measured."""
-
-    name: str
-    implied: Any
-    measured: Any
-
-    @property
-    def ok(self) -> bool:
-        return self.implied == self.measured
-
-
-@dataclass(frozen=True)
-class Report:
-    model: str
-    plan: str
-    dtype: str
-    tolerance: float
-    rows: tuple[Row, ...]
-    facts: tuple[Fact, ...]
-    seconds: float
-    notes: tuple[str, ...] = ()  # what was not done as the model alone would do it
-
-    @property
-    def ok(self) -> bool:
-        """Every error within tolerance, and the plan was really executed."""
-        return not self.failures
-
-    @property
-    def failures(self) -> list[str]:
-        wrong = [
-            f"step {row.step}: {row.place} is off by {row.error:.2e} (tolerance {self.tolerance:.0e})"
-            for row in self.rows
-            if not row.error <= self.tolerance
-        ]
-        return wrong + [
-            f"{f.name}: the plan implies {f.implied}, measured {f.measured}" for f in self.facts if not f.ok
-        ]
-
-    def worst(self, quantity: str) -> Row:
-        return max((row for row in self.rows if row.quantity == quantity), key=lambda row: row.error)
-
-    def to_dict(self) -> dict[str, Any]:
-        facts = [{**asdict(fact), "ok": fact.ok} for fact in self.facts]
-        return {**asdict(self), "facts": facts, "ok": self.ok, "failures": self.failures}
-
-    def __str__(self) -> str:
-        lines = [f"{self.model}  plan '{self.plan or 'default'}'  {self.dtype}, tolerance {self.tolerance:.0e}"]
-        for quantity in dict.fromkeys(row.quantity for row in self.rows):
-            row = self.worst(quantity)
-            place = "" if quantity == "loss" else f"  in {row.tensor}{row.where}  ({row.compared} {row.unit})"
-            lines.append(f"  {quantity:<10} worst relative error {row.error:.2e}  step {row.step}{place}")
-        lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  {f.name:<28} {f.measured}" + ("" if f.ok else f"  ≠ {f.implied}") for f in self.facts]
-        lines += [f"  ✗ {failure}" for failure in self.failures]
-        lines.append(f"  {'exact' if self.ok else 'NOT EQUAL'} ({self.seconds:.1f} s)")
-        return "\n".join(lines)

@@ -90,6 +90,7 @@ def test_the_environment_can_ask_for_the_traceback(failing_verb: None, monkeypat
         (["train", "--output-dir", "x"], "--output-dir", "here it is --out"),
         (["train", "--per_device_train_batch_size", "8"], "batch_size", "here it is --batch-size (the global batch"),
         (["train", "--gradient-accumulation-steps", "4"], "--gradient", "here it is --plan mb=N; --batch-size stays"),
+        (["train", "--mirror", "s3://a/b"], "--mirror", "here it is --remote URL (--mirror-every keeps copies in"),
         (["program", "--model", "gpt2", "--tokens", "8"], "--tokens", "here it is --seq-len"),
         (["verify", "--model", "gpt2", "--batch", "8"], "--batch", "here it is --batch-size"),
     ],

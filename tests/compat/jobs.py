@@ -38,6 +38,8 @@ def optimus_prime(
     swaps: dict[str, Any] = {"optimizer": torch.optim.Adam, "lr": LR} if "swap_opt_in_fwdbwd" in sizes else {}
     optimus_p = Optimus_p(gpt2(), 2, use_gpu=False, dtype="float64", context=context, **sizes, **swaps)
     optimus_p.train()
+    inputs = torch.stack(texts()[:SAMPLES]) if optimus_p.is_first_stage() else None
+    assert (report := optimus_p.verify(inputs, inputs)).ok, report
     if not swaps:
         optimus_p.optimizer = torch.optim.Adam(optimus_p.parameters(), lr=LR)
     scheduler = torch.optim.lr_scheduler.StepLR(optimus_p.optimizer, 1, gamma=0.9)
@@ -77,6 +79,7 @@ def oases(context: RankContext, schedule: str, tp: int, dp: int) -> tuple[list[f
         device="cpu", context=context,
     )  # fmt: skip
     begun = model.session.state_dict()
+    assert (report := model.verify(*labelled()[0])).ok, report
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses: list[float] = []
     for inputs, label in labelled():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import phalanx
 from phalanx.compat.optimus_megatron import (
     DatasetProfiler,
     DynamicStrategySelector,
@@ -22,6 +23,7 @@ from phalanx.compat.optimus_megatron import (
 )  # fmt: skip
 from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.plan.plan import Plan
+from tests.compat.jobs import gpt2
 from tests.own_loop.jobs import Net, numbers
 
 CLUSTER = "1x8 A100"
@@ -65,6 +67,13 @@ def test_slow_links_lead_to_another_plan_and_it_is_said_that_nothing_was_changed
     assert seen.nodes[0].link == pytest.approx(selector.hardware.cluster.nodes[0].link / 1000)
     assert selector.select(seen).plan.full_text == record.plan
     assert selector.select(seen).step_seconds < selector.estimate(before.plan, seen).step_seconds
+
+
+@pytest.mark.long
+def test_a_plan_that_the_manager_chose_is_proven_as_any_other(lent_plain_process: None) -> None:
+    found = ParallelismManager(model=gpt2(), batch_size=8, cluster="1x2 A100")
+    report = phalanx.verify(gpt2(), found.initialize().plan)
+    assert report.ok, report
 
 
 class Changing:
@@ -148,6 +157,7 @@ def test_setup_model_and_optimizer_has_megatrons_groups() -> None:
         learns, None, no_wd_decay_cond=is_bias, scale_lr_cond=is_head, lr_mult=3.0, example=numbers(0), lr=1e-2,
         lr_lambda=lambda step: 1 / (1 + step), dtype="float64", device="cpu",
     )  # fmt: skip
+    assert (report := phalanx.verify(session, data=[numbers(0)])).ok, report
     model = learns()
     named = dict(model.named_parameters())
 

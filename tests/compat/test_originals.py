@@ -157,6 +157,15 @@ def test_oases_benchmark_measures_a_schedule(
     assert all("overlap=oases" in line for line in said if line.startswith("plan"))
 
 
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_oases_benchmark_verifies_a_schedule(
+    tp: int, capsys: pytest.CaptureFixture[str], lent_plain_process: None
+) -> None:
+    assert oases_benchmark.main([*OASES.split(), "--schedule", "oases", "--tp", str(tp), "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert ("overlap=oases" if tp > 1 else "recompute=") in said and said.splitlines()[-1].startswith("  exact (")
+
+
 def _measured_at_once(context: RankContext, kind: str, size: int, dtype: str) -> float:
     return 1e9
 
@@ -169,6 +178,7 @@ def _measured_at_once(context: RankContext, kind: str, size: int, dtype: str) ->
         ("--h 30", "h = 30 is not a multiple of n = 4 heads"),
         ("--num_l 0", "one of num_l = 0"),
         ("--profile_path none.json", "--profile_path does nothing without --auto_plan"),
+        ("--auto_plan --verify", "--verify compares a schedule, and --auto_plan searches for one"),
         ("--auto_plan --profile_path none.json", "profile none.json cannot be read"),
         ("--auto_plan --profile_path {empty}", "holds nothing of CPU"),
     ],
@@ -191,8 +201,20 @@ def test_terapipes_benchmark_takes_its_seven_arguments(
 
 
 @pytest.mark.parametrize(
+    "sizes", ["1 1 1 1 test 4", pytest.param("1 4 2 2 test 8", marks=pytest.mark.long)]
+)  # fmt: skip
+def test_terapipes_benchmark_verifies_its_plan(
+    sizes: str, capsys: pytest.CaptureFixture[str], lent_plain_process: None
+) -> None:
+    assert terapipe.main([*sizes.split(), "1", "--device", "cpu", "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert f"slices={sizes.split()[-1]}" in said and said.splitlines()[-1].startswith("  exact (")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("1 1 1 1 test 8 3 --verify --mixed-precision", "--verify compares in float64"),
         ("1 2 2 2 test 8 3", "1 nodes × 2 GPUs are not 2 model-parallel × 2 pipeline-parallel"),
         ("1 1 1 1 tset 8 3", "model 'tset' is unknown\n  → did you mean 'test'?"),
         ("1 1 1 1 test 0 3", "is below 1"),

@@ -142,6 +142,13 @@ def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
     assert f"folder {str(tmp_path)!r} holds no config.json" in _message(error)
 
 
+def test_a_folder_of_adapters_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError) as error:
+        resolve(tmp_path)
+    assert "holds adapters, not a model" in _message(error) and "train with merge_lora" in _message(error)
+
+
 def test_a_file_instead_of_a_folder_is_refused_with_its_folder(tmp_path: Path) -> None:
     folder = _write_folder(tmp_path / "mine")
     with pytest.raises(ModelError) as error:

@@ -103,6 +103,16 @@ def test_skipped_and_evaluated_steps_are_always_shown():
     assert "SKIPPED: gradients are not finite" in lines[1] and "eval 1.5000" in lines[2]
 
 
+def test_metrics_that_were_asked_for_stand_beside_the_evaluated_loss():
+    evaluated = record(1, eval_loss=1.5, eval_perplexity=4.48, eval_accuracy=0.25)
+    assert "eval 1.5000  accuracy 0.25  lr " in show("plain", io.StringIO(), [evaluated], 9)
+
+
+def test_a_spike_is_not_told_as_gradients_that_are_not_finite():
+    shown = show("plain", io.StringIO(), [record(1, skipped=True, spike=True)], 9)
+    assert "SKIPPED: a spike" in shown and "not finite" not in shown
+
+
 def test_a_resumed_run_shows_its_own_first_step():
     progress = make_progress("plain", log_every=100, stream=(stream := io.StringIO()))
     progress.start({}, 50, first_step=20)

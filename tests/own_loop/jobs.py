@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import phalanx
 from phalanx.config import RunConfig
 from phalanx.engine.memory import state_memory
 from phalanx.launch.context import RankContext
 from phalanx.params.groups import ParameterGroup
 from phalanx.training.open import open_on
 from phalanx.training.own_session import OwnSession
+from phalanx.verification.report import Report
 
 SAMPLES, TOKENS, LR = 8, 12, 1e-2
 
@@ -297,3 +299,38 @@ def hosted(context: RankContext, plan: str, steps: int = 3) -> Trained:
         scheduler.step()
     losses.append(session.evaluate(numbers(100)))
     return finished(session, losses)
+
+
+def verified(context: RankContext, plan: str, kind: str) -> Report:
+    """A session that trains, asked in the middle of its loop, between a backward and a step: what it answers; that
+    its loop goes on as it would have is compared, too."""
+    session, make = _trains(context, plan, kind)
+    optimizer = torch.optim.SGD(session.parameters(), lr=LR)
+    make(0)
+    optimizer.step()
+    optimizer.zero_grad()
+    make(1)
+    before = (session.samples, session.steps, [_gradient(tensor) for tensor in session.parameters()])
+    batches = [words(2), words(3)] if kind == "language" else [numbers(2), numbers(3)]
+    report = phalanx.verify(session, data=batches, **{"loss": contrastive} if kind == "outer" else {})
+    after = (session.samples, session.steps, [_gradient(tensor) for tensor in session.parameters()])
+    assert before[:2] == after[:2] and all(map(torch.equal, before[2], after[2]))
+    optimizer.step()
+    session.close()
+    return report
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros(()) if tensor.grad is None else tensor.grad.clone()
+
+
+def _trains(context: RankContext, plan: str, kind: str) -> tuple[OwnSession, Callable[[int], None]]:
+    """A session and how the gradients of its batch number so and so are made."""
+    if kind == "outer":
+        session = opened(context, net(), plan, numbers(0)[0], loss="outer")
+        return session, lambda step: contrastive(session(numbers(step)[0]), numbers(step)[1]).backward()
+    language = kind == "language"
+    example, model = (words(0), llama()) if language else (numbers(0), net())
+    session = opened(context, model, plan, example, loss=None if language else both)
+    batch = words if language else numbers
+    return session, lambda step: session.forward_backward(batch(step)) and None

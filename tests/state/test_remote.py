@@ -9,9 +9,11 @@ import fsspec
 import pytest
 import torch
 
+from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.state.dcp import is_dcp
-from phalanx.state.remote import Mirror, fetch_folder, fetch_newest, local_copy, open_remote
+from phalanx.state.dcp_writing import write_dcp
+from phalanx.state.remote import Remote, fetch_folder, fetch_newest, local_copy, open_remote
 from tests.run_helpers import losses, padded_samples, short_run
 
 MODEL = "phalanx-demo"
@@ -35,14 +37,14 @@ def names(system: Any, path: str) -> set[str]:
     return {entry.rpartition("/")[2] for entry in system.ls(path, detail=False)}
 
 
-def test_a_run_goes_on_from_its_mirror_as_if_it_had_never_stopped(storage, samples, tmp_path: Path, monkeypatch):
-    options: dict[str, Any] = {"lr_steps": 6, "checkpoint_every": 1, "mirror": "memory://runs/a"}
+def test_a_run_goes_on_from_its_remote_copy_as_if_it_had_never_stopped(storage, samples, tmp_path: Path, monkeypatch):
+    options: dict[str, Any] = {"lr_steps": 6, "checkpoint_every": 1, "remote": "memory://runs/a"}
     short_run(MODEL, samples, tmp_path / "whole", steps=6, lr_steps=6, export=False)
     short_run(MODEL, samples, tmp_path / "a", steps=3, **options)
     assert names(storage, "/runs/a/checkpoints") == {"step-00000002", "step-00000003"}, "pruned as here"
     assert {"config.json", "model.safetensors"} <= names(storage, "/runs/a/export")
     assert {"config.yaml", "plan.json", "log-rank0.jsonl"} <= names(storage, "/runs/a")
-    with pytest.raises(ConfigError, match=r"mirror = 'memory://runs/a' already holds checkpoints(.|\n)*--resume auto"):
+    with pytest.raises(ConfigError, match=r"remote = 'memory://runs/a' already holds checkpoints(.|\n)*--resume auto"):
         short_run(MODEL, samples, tmp_path / "b", steps=3, **options)
     short_run(MODEL, samples, tmp_path / "b", steps=6, resume="auto", **options, export=False)
     short_run(
@@ -69,10 +71,10 @@ def test_what_cannot_be_copied_is_said_and_the_run_goes_on(storage, tmp_path: Pa
     def refuse(*args: Any, **options: Any) -> None:
         raise PermissionError("no")
 
-    mirror = Mirror("memory://runs/a", tmp_path, said.append)
+    remote = Remote("memory://runs/a", tmp_path, said.append)
     monkeypatch.setattr(type(storage), "put_file", refuse)
-    mirror.copy("config.yaml", "export")
-    mirror.close()
+    remote.copy("config.yaml", "export")
+    remote.close()
     assert said == ["not copied to memory://runs/a: PermissionError: no; what is here is complete"]
 
 
@@ -88,8 +90,8 @@ def test_a_folder_that_is_not_there_is_named_and_leaves_nothing_behind(storage, 
 def test_a_url_that_nobody_knows_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"'nowhere://x' cannot be reached(.|\n)*a URL that fsspec knows"):
         open_remote("nowhere://x")
-    with pytest.raises(ConfigError, match=r"mirror = 'backup' is no URL(.|\n)*file:///backup/run"):
-        short_run(MODEL, "synthetic", tmp_path, mirror="backup")
+    with pytest.raises(ConfigError, match=r"remote = 'backup' is no URL(.|\n)*file:///backup/run"):
+        short_run(MODEL, "synthetic", tmp_path, remote="backup")
 
 
 def test_the_trained_model_is_exported_for_torch_distributed_checkpoint(samples, tmp_path: Path):
@@ -106,5 +108,7 @@ def test_the_trained_model_is_exported_for_torch_distributed_checkpoint(samples,
         str(folder), samples, tmp_path / "b", steps=1, tiny=False, export=False, lr=1e-30, weight_decay=0.0
     )
     assert all(torch.equal(found[name], parameter) for name, parameter in again.module().named_parameters())
+    write_dcp(folder, found.items(), result.module().config, ByteTokenizer())
+    assert (folder / "tokenizer_config.json").is_file(), "text can be read with it as it was"
     with pytest.raises(ConfigError, match="export_dcp = True would hold adapters"):
         short_run(MODEL, samples, tmp_path / "c", lora="r=2", export_dcp=True)

@@ -212,7 +212,14 @@ def test_a_conversation_that_is_cut_is_remarked_on():
         ([], "not a list of turns"),
         ([{"role": "user"}], "turn 0 of messages has no role and content"),
         (["hello"], "turn 0 of messages has no role and content"),
-        ([{"role": "user", "content": "only me"}], "no assistant turn begins within 50 tokens"),
+        (
+            [{"role": "user", "content": "only me"}],
+            "it has no assistant turn and no completion, so there is nothing to learn",
+        ),
+        (
+            [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y"}],
+            r"what is learned of it begins at token \d+, and samples have 50 tokens: set seq_len to \d+ or more",
+        ),
     ],
 )
 def test_a_malformed_conversation_is_broken_for_a_reason(messages, reason):

@@ -26,6 +26,12 @@ def require_found(model: str | Path) -> None:
     path, name = Path(model).expanduser(), str(model)
     if (path / "config.json").is_file() or (isinstance(model, str) and zoo_table.lookup(name) is not None):
         return
+    if (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"folder {name!r} holds adapters, not a model",
+            hint="give the model that they were trained beside; train with merge_lora to get a whole model; or load "
+            "both with peft in Python and give phalanx.train what it returns",
+        )
     if path.is_dir():
         raise ModelError(
             f"folder {name!r} holds no config.json, so it is not a HuggingFace model folder",
