@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import RankError
-from phalanx.launch.server import Ended, Fork, Forked
+from phalanx.launch.server import Ended, Fork, Forked, Hosted
 from phalanx.launch.wire import Wire
 
 _START_SECONDS = 120.0
@@ -84,10 +84,10 @@ class Processes:
     def __init__(self, folder: Path, preload: tuple[str, ...]) -> None:
         self.alive: dict[int, Process] = {}
         self._buried: list[Process] = []
-        self._folder = folder
+        self._folder, self._store, self._lost_store = folder, Hosted(0, 0), False
         ours, theirs = socket.socketpair()
         self.control = Wire(ours)
-        code = f"from phalanx.launch.server import main; main({theirs.fileno()}, {preload!r})"
+        code = f"from phalanx.launch.server import main; main({theirs.fileno()}, {preload!r}, {str(folder)!r})"
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)
         # A session of its own keeps the terminal's Ctrl-C away from the ranks: who started them decides.
         self._server = subprocess.Popen(
@@ -97,8 +97,16 @@ class Processes:
         theirs.close()
 
     @property
-    def broken(self) -> bool:
-        return self._server.poll() is not None
+    def broken(self) -> str:
+        """Which process is gone that no rank can do without, "" if there is none."""
+        if self._server.poll() is not None:
+            return "the process that starts ranks"
+        return "the process that holds the store of the ranks" if self._lost_store else ""
+
+    @property
+    def store_port(self) -> int:
+        """Of the store on this machine, once ranks were started."""
+        return self._store.port
 
     def start(self, num_ranks: int) -> None:
         """Have ranks 0 … num_ranks-1."""
@@ -118,9 +126,11 @@ class Processes:
                 if isinstance(message, Forked):
                     wire = ours.pop(message.rank)
                     self.alive[message.rank] = Process(message.rank, message.pid, wire, self._log(message.rank))
+                elif isinstance(message, Hosted):
+                    self._store = message
                 elif isinstance(message, Ended):
                     self._note(message)
-            if self.control.closed or time.monotonic() > deadline:
+            if self._lost_store or self.control.closed or time.monotonic() > deadline:
                 raise RankError("the process that starts ranks ended or does not answer", "its output is above")
             if ours:
                 time.sleep(0.002)
@@ -146,6 +156,7 @@ class Processes:
                 self._note(message)
 
     def _note(self, ended: Ended) -> None:
+        self._lost_store = self._lost_store or ended.pid == self._store.pid
         for process in (*self.alive.values(), *self._buried):
             if process.pid == ended.pid:
                 process.code = ended.code

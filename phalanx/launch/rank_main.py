@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,7 +22,7 @@ from phalanx.launch.main_script import MainScript, unpickle
 from phalanx.launch.membership import Generation, Membership
 from phalanx.launch.signals import stopping_signals
 from phalanx.launch.status_board import StatusBoard
-from phalanx.launch.store import JobStore
+from phalanx.launch.store import JobStore, connect_store
 from phalanx.launch.wire import Wire
 
 
@@ -34,7 +35,6 @@ class Job:
     world: int
     device: str
     folder: Path
-    num_slots: int
     port: int  # of the store on this machine
     threads: int
     environment: Mapping[str, str]
@@ -89,7 +89,8 @@ def serve(rank: int, wire: Wire) -> None:
             signal.signal(number, _leave)
         with open(descriptors[0], "rb") as task, open(descriptors[1], "wb") as result:
             outcome = _outcome(job, rank, wire, task, result)
-        wire.send(outcome)
+        with suppress(ConnectionError):
+            wire.send(outcome)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -114,25 +115,30 @@ def _outcome(job: Job, rank: int, wire: Wire, task: IO[bytes], result: IO[bytes]
 
 def _run(job: Job, rank: int, wire: Wire, task: IO[bytes]) -> Any:
     import torch
-    import torch.distributed as dist
 
     _adopt(job)
     torch.set_num_threads(job.threads)
-    board = StatusBoard.open(job.folder / "board", job.num_slots)
+    board = StatusBoard.open(job.folder / "board")
     membership = Membership(board, board.slots[rank], rank, job.members)
     stack = StackFile(job.stack_file(rank), 0.75 * job.silence)
     with heartbeat(board.slots[rank], membership.look, stack):
         target, arguments = unpickle(task, job.main)
-        store = JobStore(dist.TCPStore("127.0.0.1", job.port, is_master=False), job.secret, f"job{job.generation}")
+        store = JobStore(connect_store("127.0.0.1", job.port), job.secret, f"job{job.generation}")
         context = RankContext(
             membership.rank, len(job.members.members), local_rank=rank, node=0,
             device=local_device(job.device, rank, job.world),
             store=store.part(f"generation{job.members.number}", membership.abort), store_port=job.port,
             generation=job.generation, board=board, slot=board.slots[rank], abort=membership.abort,
             membership=membership, job_store=store,
-            on_event=lambda name, payload: wire.send(Event(name, payload)),
+            on_event=lambda name, payload: _tell(wire, Event(name, payload)),
         )  # fmt: skip
         return target(context, *arguments)
+
+
+def _tell(wire: Wire, event: Event) -> None:
+    """If anybody is left to hear it: ranks whose supervisor is gone still finish their step."""
+    with suppress(ConnectionError):
+        wire.send(event)
 
 
 def _adopt(job: Job) -> None:

@@ -154,12 +154,13 @@ class StatusBoard:
     @classmethod
     def create(cls, path: Path, num_slots: int) -> StatusBoard:
         path.write_bytes(bytes(_HEADER + num_slots * _SLOT))
-        return cls.open(path, num_slots)
+        return cls.open(path)
 
     @classmethod
-    def open(cls, path: Path, num_slots: int) -> StatusBoard:
+    def open(cls, path: Path) -> StatusBoard:
         with path.open("r+b") as file:
-            return cls(mmap.mmap(file.fileno(), _HEADER + num_slots * _SLOT), num_slots)
+            memory = mmap.mmap(file.fileno(), 0)
+        return cls(memory, (len(memory) - _HEADER) // _SLOT)
 
     @classmethod
     def private(cls, num_slots: int) -> StatusBoard:

@@ -120,6 +120,13 @@ def host_store(host: str, port: int, timeout: timedelta) -> Any:
     )
 
 
+def connect_store(host: str, port: int) -> Any:
+    """A client of a store of torch."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(host, port, is_master=False)
+
+
 def _listening_address(host: str) -> str:
     """The address of this machine that `host` stands for; all of them where that cannot be told.
 

@@ -84,8 +84,10 @@ class Watch:
                 continue  # one that was given up
             elif isinstance(message, Done):
                 self._done.add(rank)
+                self._board.slots[rank].enter("finished")
             elif isinstance(message, Left):
                 self._left[rank] = message
+                self._board.slots[rank].enter("finished")
             elif isinstance(message, Failed) and self._is_coming(rank):
                 assert self._renewal is not None
                 said = f"a process that was to take part failed ({message.text}); it is started again later"
@@ -98,8 +100,8 @@ class Watch:
     def look(self) -> None:
         """Find those who can no longer say anything."""
         self._processes.note_ended()
-        if self._processes.broken:
-            raise RankError("the process that starts ranks was ended, and the ranks with it")
+        if broken := self._processes.broken:
+            raise RankError(f"{broken} was ended, and the ranks with it")
         for rank in self._expected():
             trouble = self._trouble_of(rank)
             if trouble is not None and self._add(trouble):

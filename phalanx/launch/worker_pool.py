@@ -1,6 +1,6 @@
 """A worker pool: ranks on this machine that stay and run one job after the other.
 
-It hosts the store and the board, watches the ranks while a job runs, and turns whatever goes wrong into one error. It
+It has the board, watches the ranks while a job runs, and turns whatever goes wrong into one error. It
 knows nothing of training: a job is a function that every rank calls with its context.
 """
 
@@ -15,7 +15,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,11 +26,10 @@ from phalanx.launch.rank_main import Job
 from phalanx.launch.renewal import OnLoss, Renewal
 from phalanx.launch.signals import StopSignal, stop_signal
 from phalanx.launch.status_board import SILENCE, StatusBoard
-from phalanx.launch.store import JobStore, host_store, new_secret
+from phalanx.launch.store import JobStore, connect_store, new_secret
 from phalanx.launch.watch import Watch
 
 _TICK_SECONDS = 0.2
-_STORE_SECONDS = 300.0  # as long as torch's stores wait where nothing is said
 _ROOM = 64  # for ranks that come to a job beside those that it began with
 PRELOAD = ("torch", "phalanx.comm.links", "phalanx.training.trainer")
 
@@ -57,19 +55,20 @@ class WorkerPool:
         self.size, self._device, self._preload, self._silence = size, device, preload, silence
         self._threads = threads_per_rank or max(1, _num_cores() // size)
         self._environment = environment or (lambda rank: {})
-        self._generation = 0
+        self._generation, self._store = 0, None
 
     def __enter__(self) -> WorkerPool:
         refuse_while_loading("WorkerPool")
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-pool-"))
         self._board = StatusBoard.create(self._folder / "board", self.size + _ROOM)
         self._processes = Processes(self._folder, self._preload)
-        self._store = host_store("127.0.0.1", 0, timedelta(seconds=_STORE_SECONDS))
+        import torch.distributed  # noqa: F401 - now, while the fork server does so, too
+
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._processes.close()
-        del self._store
+        self._store = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -135,9 +134,10 @@ class WorkerPool:
         for process in self._processes.alive.values():
             if process.log is not None and process.log.exists():
                 os.truncate(process.log, 0)
-        num_slots = len(self._board.slots)
+        port = self._processes.store_port
+        self._store = connect_store("127.0.0.1", port)
         return Job(
-            self._generation, world, self._device, self._folder, num_slots, self._store.port, self._threads,
+            self._generation, world, self._device, self._folder, port, self._threads,
             dict(os.environ), os.getcwd(), tuple(sys.path), MainScript.of_this_process(), new_secret(), self._silence,
             Generation(0, tuple(range(world))),
         )  # fmt: skip

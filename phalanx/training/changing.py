@@ -77,7 +77,10 @@ class Changes:
             changes = period.plan != self.period.plan
             must = (period.batch_size, period.seq_len) != (self.period.batch_size, self.period.seq_len)
             plans = [*([period.plan] if changes else []), *([self.plan, period.plan] if must else [])]
-            yield Wanted(period, tuple(dict.fromkeys(plans)), SCHEDULED, must)
+            if plans:
+                yield Wanted(period, tuple(dict.fromkeys(plans)), SCHEDULED, must)
+            else:  # the plan that there is, named once more
+                self.period, self.since = period, step
         if asked and (request := self._request(member)) is not None:
             yield Wanted(period, (request.plan,), ASKED, request=request)
 
