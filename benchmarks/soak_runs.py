@@ -130,8 +130,8 @@ def _uninterrupted(folder: Path, job: int) -> Path:
 def _config(out: Path, **options: Any) -> RunConfig:
     given = {
         "tiny": True, "dtype": "float64", "seq_len": TOKENS, "batch_size": BATCH, "steps": STEPS, "lr": 3e-3,
-        "warmup_steps": 2, "clip": 0.5, "seed": 3, "shuffle": False, "export": False, "device": "cpu", "progress": "off",
-        "timeout": 60.0, "silence": 3.0, "out": str(out), **options,
+        "warmup_steps": 2, "clip": 0.5, "seed": 3, "shuffle": False, "export": False, "device": "cpu",
+        "progress": "off", "timeout": 60.0, "silence": 3.0, "out": str(out), **options,
     }  # fmt: skip
     return RunConfig.create(**given)
 

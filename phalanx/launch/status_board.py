@@ -19,7 +19,7 @@ from pathlib import Path
 SILENCE = 15.0
 LONG_SILENCE = 60.0
 PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "generate", "recover", "loop", "finished")
-_QUICK_PHASES = ("step", "evaluate")
+QUICK_PHASES = ("step", "evaluate")
 _LONGEST_LOOK = 2.0
 
 _HEADER = 64
@@ -245,12 +245,12 @@ class RunningClock:
     did meanwhile was not seen, and so does not count.
     """
 
-    def __init__(self) -> None:
-        self._seconds, self._looked = 0.0, time.monotonic()
+    def __init__(self, longest_look: float = _LONGEST_LOOK) -> None:
+        self._longest, self._seconds, self._looked = longest_look, 0.0, time.monotonic()
 
     def read(self) -> float:
         now = time.monotonic()
-        self._seconds += min(now - self._looked, _LONGEST_LOOK)
+        self._seconds += min(now - self._looked, self._longest)
         self._looked = now
         return self._seconds
 
@@ -268,6 +268,6 @@ class SilenceWatch:
         now = self._clock.read()
         if view.beat != self._beat:
             self._beat, self._since = view.beat, now
-        allowed = self._silence if view.phase in _QUICK_PHASES else max(self._silence, LONG_SILENCE)
+        allowed = self._silence if view.phase in QUICK_PHASES else max(self._silence, LONG_SILENCE)
         silence = now - self._since
         return silence if silence > min(allowed, suspect or allowed) else None

@@ -20,7 +20,8 @@ from phalanx.launch.abort import read_stack
 from phalanx.launch.processes import Process, Processes, memory_kills
 from phalanx.launch.rank_main import Done, Event, Failed, Job, Left
 from phalanx.launch.renewal import Renewal
-from phalanx.launch.status_board import RunningClock, SilenceWatch, StatusBoard, StatusView
+from phalanx.launch.status_board import QUICK_PHASES, RunningClock, SilenceWatch, StatusBoard, StatusView
+from phalanx.launch.stillness import LONGEST_LOOK, STILL_SECONDS, Stillness, activity
 
 _GONE_SECONDS = 5.0  # for the fork server to say how a process ended
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
@@ -53,6 +54,7 @@ class Watch:
         self._processes, self._board, self._job, self._renewal = processes, board, job, renewal
         self._clock = RunningClock()
         self._silence = {number: SilenceWatch(self._clock, job.silence) for number in job.members.members}
+        self._looks, self._stillness = RunningClock(LONGEST_LOOK), dict[int, Stillness]()  # by process
         self._memory_kills = memory_kills()
         self._done: set[int] = set()
         self._left: dict[int, Left] = {}
@@ -102,8 +104,9 @@ class Watch:
         self._processes.note_ended()
         if broken := self._processes.broken:
             raise RankError(f"{broken} was ended, and the ranks with it")
+        still = self._still_ranks()
         for rank in self._expected():
-            trouble = self._trouble_of(rank)
+            trouble = self._trouble_of(rank) or still.get(rank)
             if trouble is not None and self._add(trouble):
                 return  # the ranks are others now
         self._look_for_broken_links()
@@ -117,6 +120,29 @@ class Watch:
         if (seconds := self._silence[rank].silent_for(view, suspect=suspect)) is None:
             return None
         return _stalled(process, view, seconds, self._output(rank), read_stack(self._job.stack_file(rank)))
+
+    def _still_ranks(self) -> dict[int, Trouble]:
+        """Those that stand still in a step while others do not, where losing one costs little."""
+        if self._renewal is None or self._troubles:
+            return {}
+        expected = {rank: self._processes.alive[rank].pid for rank in self._expected()}
+        now = {rank: self._still_seconds(pid, self._view(rank)) for rank, pid in expected.items()}
+        still = {rank: seconds for rank, seconds in now.items() if seconds > STILL_SECONDS}
+        if all(seconds > LONGEST_LOOK for seconds in now.values()):
+            return {}  # somebody stopped all of them
+        return {rank: self._stands_still(rank, seconds) for rank, seconds in still.items()}
+
+    def _still_seconds(self, pid: int, view: StatusView) -> float:
+        if view.phase not in QUICK_PHASES:
+            self._stillness.pop(pid, None)
+            return 0.0
+        if pid not in self._stillness:
+            self._stillness[pid] = Stillness(self._looks, lambda: activity(pid))
+        return self._stillness[pid].seconds(view)
+
+    def _stands_still(self, rank: int, seconds: float) -> Trouble:
+        stack = read_stack(self._job.stack_file(rank))
+        return _stalled(self._processes.alive[rank], self._view(rank), seconds, self._output(rank), stack)
 
     def _is_coming(self, rank: int) -> bool:
         return self._renewal is not None and self._renewal.newcomers.is_coming(rank)
