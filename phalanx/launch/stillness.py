@@ -16,7 +16,7 @@ from pathlib import Path
 
 from phalanx.launch.status_board import RunningClock, StatusView
 
-STILL_SECONDS = 1.0
+STILL_SECONDS = 0.7
 LONGEST_LOOK = 0.3  # seconds that one look counts for at most: whoever looks seldom has seen little
 _MOST_BUSY = 0.05  # of a core: threads that wait for Python's lock wake up to ask for it
 _SLEEPS = "STI"  # asleep, stopped by a signal, idle; not: running, waiting for a disk, held by a debugger
