@@ -23,12 +23,12 @@ _LOOK_SECONDS = 0.02
 _SAID = b"\nthe process that started this run is gone: its ranks finish their step, save and end\n"
 
 
-def let_go(children: dict[int, int], folder: Path) -> int:
+def let_go(children: dict[int, int], folder: Path, saves: bool = True) -> int:
     """Returns when no child is left: the exit code. children: process → rank. folder: of the pool, which is cleared
-    away."""
+    away. saves: not where ranks of other nodes go on without these."""
     ranks = {pid: rank for pid, rank in children.items() if rank != STORE}
     _reap(ranks)
-    trained = bool(ranks) and _train(ranks.values(), folder)
+    trained = saves and bool(ranks) and _train(ranks.values(), folder)
     if trained:
         os.write(2, _SAID)
         for pid in ranks:

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -35,7 +35,7 @@ class Job:
     world: int
     device: str
     folder: Path
-    port: int  # of the store on this machine
+    store: tuple[str, int, str]  # of this job: host, port, and the name of its keys
     threads: int
     environment: Mapping[str, str]
     directory: str
@@ -44,6 +44,7 @@ class Job:
     secret: bytes  # of this job in the store
     silence: float  # seconds
     members: Generation
+    places: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # node and number there
 
     def stack_file(self, rank: int) -> Path:
         return self.folder / f"stack-{self.generation}-{rank}"
@@ -123,13 +124,15 @@ def _run(job: Job, rank: int, wire: Wire, task: IO[bytes]) -> Any:
     stack = StackFile(job.stack_file(rank), 0.75 * job.silence)
     with heartbeat(board.slots[rank], membership.look, stack):
         target, arguments = unpickle(task, job.main)
-        store = JobStore(connect_store("127.0.0.1", job.port), job.secret, f"job{job.generation}")
+        host, port, name = job.store
+        store = JobStore(connect_store(host, port), job.secret, name)
+        node, local_rank = job.places.get(rank, (0, rank))
         context = RankContext(
-            membership.rank, len(job.members.members), local_rank=rank, node=0,
-            device=local_device(job.device, rank, job.world),
-            store=store.part(f"generation{job.members.number}", membership.abort), store_port=job.port,
+            membership.rank, len(job.members.members), local_rank=local_rank, node=node,
+            device=local_device(job.device, local_rank, job.world),
+            store=store.part(f"generation{job.members.number}", membership.abort), store_port=port,
             generation=job.generation, board=board, slot=board.slots[rank], abort=membership.abort,
-            membership=membership, job_store=store,
+            membership=membership, job_store=store, address="" if job.places else "127.0.0.1",
             on_event=lambda name, payload: _tell(wire, Event(name, payload)),
         )  # fmt: skip
         return target(context, *arguments)

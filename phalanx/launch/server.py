@@ -57,8 +57,9 @@ class Ended:
     code: int
 
 
-def main(descriptor: int, preload: tuple[str, ...], folder: str) -> None:
-    """Serve until the other end of the control wire closes. folder: that of the pool, with the board."""
+def main(descriptor: int, preload: tuple[str, ...], folder: str, saves: bool) -> None:
+    """Serve until the other end of the control wire closes. folder: that of the pool, with the board. saves: whether
+    ranks save when they have lost their supervisor."""
     control = Wire(socket.socket(fileno=descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
@@ -83,7 +84,7 @@ def main(descriptor: int, preload: tuple[str, ...], folder: str) -> None:
                 if control in ready:
                     _obey(control, children)
     except (EOFError, ConnectionError):
-        os._exit(let_go(children, Path(folder)))
+        os._exit(let_go(children, Path(folder), saves))
 
 
 def _host_store(control: Wire) -> int:

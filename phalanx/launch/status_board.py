@@ -127,6 +127,14 @@ class StatusSlot:
     def await_generation(self, number: int) -> None:
         _BEGUN.pack_into(self._memory, self._start + _AWAITED_AT, number)
 
+    def content(self) -> bytes:
+        """All that it shows, for a board on another machine."""
+        return self._memory[self._start : self._start + _SLOT]
+
+    def fill(self, content: bytes) -> None:
+        """Shows what a slot of another board does."""
+        self._memory[self._start : self._start + _SLOT] = content
+
     def set_place(self, place: str) -> None:
         """What this rank is in the plan, for messages: 'stage 1'."""
         self._memory[self._place] = place.encode()[:32].ljust(32, b"\0")

@@ -114,6 +114,8 @@ class Watch:
 
     def _trouble_of(self, rank: int) -> Trouble | None:
         process, view = self._processes.alive[rank], self._view(rank)
+        if process.cause:
+            return Trouble(rank, view, process.cause)
         if process.code is not None:
             return _died(rank, view, process.code, self._output(rank), self._memory_kills)
         suspect = _GONE_SECONDS if process.gone else self._job.silence if process.stopped else None
@@ -157,7 +159,7 @@ class Watch:
 
     def _look_for_broken_links(self) -> None:
         """Ranks that lost each other, and of which none is lost, meet again."""
-        if self._renewal is None or self._troubles:
+        if self._renewal is None or self._troubles or self._processes.in_doubt:
             return
         now, newest = self._clock.read(), self._board.generation
         if self._board.invited:
