@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import resource
 import sys
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.pending import open_sockets, shut
+from phalanx.launch.context import RankContext
+from phalanx.launch.membership import Generation
 from phalanx.training.mirror import Copy
 
 STEPS, BATCH, TOKENS = 10, 8, 8
@@ -86,8 +89,25 @@ def _be_slow() -> None:
     _slowed.append(0.05)
 
 
+def _speak_of_the_past() -> None:
+    """Links are cut, so that ranks meet anew; meanwhile, and for a second more, this one writes what belonged to the
+    generation before."""
+    (context,) = [it for it in gc.get_objects() if isinstance(it, RankContext)][:1]
+
+    def speak() -> None:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            context.store.set("plan", json.dumps([1, "pp=9"]))
+            context.job_store.set("generation/0", Generation(0, (7,)).to_json())
+            time.sleep(0.002)
+
+    threading.Thread(target=speak, daemon=True).start()
+    _cut_links()
+
+
 STORE_PORT = "SOAK_STORE_PORT"
 HAPPENS: dict[str, Callable[[], None]] = {
     "raise": _raise, "exit": _exit, "interpreter lock": _hold_interpreter, "slow": _be_slow, "corrupt copy": _flip,
     "disk full": _fill_disk, "out of memory": _run_out_of_memory, "link cut": _cut_links,
+    "stale messages": _speak_of_the_past,
 }  # fmt: skip

@@ -43,7 +43,14 @@ KINDS = (*SIGNALS, "two at once", "a replica", "second in recovery", "while savi
          "last step", "stop and go on", "again and again", "supervisor", *WITHIN)  # fmt: skip
 
 
-_EARLY = ("corrupt copy", "again and again", "slow", "link cut", "disk full")  # what shows only in later steps
+_EARLY = (
+    "corrupt copy",
+    "again and again",
+    "slow",
+    "link cut",
+    "stale messages",
+    "disk full",
+)  # what shows only in later steps
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ def run(pool: WorkerPool, setting: Setting, folder: Path, expected: Path) -> dic
     out = folder / f"run-{setting.number}"
     shutil.rmtree(out, ignore_errors=True)
     _mark(out).unlink(missing_ok=True)
-    began, problems, outcome = time.time(), list[str](), "went on"
+    began, problems, outcome, why = time.time(), list[str](), "went on", ""
     shared = _shared_memory()
     try:
         if setting.kind == "supervisor":
@@ -150,7 +157,7 @@ def run(pool: WorkerPool, setting: Setting, folder: Path, expected: Path) -> dic
             with _striking(pool, setting, out):
                 _fit(pool, setting, out)
     except PhalanxError as error:
-        outcome = "resumed"
+        outcome, why = "resumed", _reason(error)
         try:
             _fit(pool, setting, out, on_loss="stop", mirror_every="never", resume="auto")
         except PhalanxError as again:
@@ -172,7 +179,14 @@ def run(pool: WorkerPool, setting: Setting, folder: Path, expected: Path) -> dic
         shutil.rmtree(out, ignore_errors=True)
         _mark(out).unlink(missing_ok=True)
     recoveries, sources = [round(loss["seconds"], 3) for loss in losses], [loss["source"] for loss in losses]
-    return _record(setting, outcome, "; ".join(problems), seconds, recoveries, sources)
+    return _record(setting, outcome, "; ".join(problems), seconds, recoveries, sources) | {"why_resumed": why}
+
+
+def _reason(error: PhalanxError) -> str:
+    """Why the ranks that were left did not go on, else what happened."""
+    words = "the others did not go on without it: "
+    lines = error.message.splitlines()
+    return next((line.partition(words)[2] for line in lines if words in line), lines[0])
 
 
 def _fit(pool: WorkerPool, setting: Setting, out: Path, **options: Any) -> None:
