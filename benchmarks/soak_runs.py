@@ -42,15 +42,8 @@ WITHIN = tuple(HAPPENS)
 KINDS = (*SIGNALS, "two at once", "a replica", "second in recovery", "while saving", "while changing", "first step",
          "last step", "stop and go on", "again and again", "supervisor", *WITHIN)  # fmt: skip
 
-
-_EARLY = (
-    "corrupt copy",
-    "again and again",
-    "slow",
-    "link cut",
-    "stale messages",
-    "disk full",
-)  # what shows only in later steps
+# What shows only in later steps.
+_EARLY = ("corrupt copy", "again and again", "slow", "link cut", "stale messages", "disk full")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def fit_guarded(context: RankContext, job: Job, device: str, run: Run, follow: F
     store = context.store
     own = [context.node, context.local_rank, os.environ.get(_DEVICES)]
     store.set(f"{_SEEN}/{context.rank}", json.dumps(own))
-    if context.local_rank > 0:
+    if context.rank > 0 and (follow is None or context.local_rank > 0):
         return _waited(context, job)
     seen = [json.loads(store.get(f"{_SEEN}/{rank}")) for rank in range(context.world)]
     spread = _spread(context, job, seen) if follow is not None else None

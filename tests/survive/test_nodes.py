@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -46,8 +45,7 @@ def test_a_node_is_lost_and_the_other_goes_on(on_loss: str, tmp_path: Path) -> N
             session.ranks[1] = session._start_rank(1, 2, 1, 0)
             wait_until(lambda: len(of_kind(out, "loss")) == 2, session, "the node was not taken in")
         release.touch()
-        wait_until(lambda: session.ranks[0].process.poll() is not None or of_kind(out, "end"), session, "no end")
-        assert session.ranks[0].process.wait(60) == 0
+        assert session.ranks[0].process.wait(120) == 0
         if on_loss == "regrow":
             assert session.ranks[1].process.wait(60) == 0, session.ranks[1].last_output()
     lost, *came = of_kind(out, "loss")
@@ -56,4 +54,3 @@ def test_a_node_is_lost_and_the_other_goes_on(on_loss: str, tmp_path: Path) -> N
     Trainer("gpt2", Patient(release), config(tmp_path / "alone", plan="mb=2")).fit()
     require_same_run(out, tmp_path / "alone")
     assert [step for step, *_ in ledger(out)] == list(range(1, 13))
-    assert json.dumps(lost)
