@@ -120,7 +120,8 @@ class Run:
         if self.mode == "joined":
             return [child.pid for child in self.children]
         (main,) = self.children
-        return [pid for pid in descendants(main.pid) if len(ancestors(pid, main.pid)) == 2]
+        started = [pid for pid in descendants(main.pid) if len(ancestors(pid, main.pid)) == 2]
+        return [pid for pid in started if os.readlink(f"/proc/{pid}/fd/1") != os.devnull]  # the store says nothing
 
     def end(self, seconds: float, everyone: Sequence[int] = ()) -> bool:
         """Whether all ended by themselves in time; a rank that was stopped for good is only killed by its launcher."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,15 @@ def page(folder: Path = RESULTS) -> str:
     failed = [
         f"- {r['number']} ({r['kind']}, `{r['plan']}`): {r['problem']}" for r in found if r["outcome"] == "failed"
     ]
+    reasons = Counter(r["why_resumed"] for r in found if r.get("why_resumed"))
+    resumed = [f"- {count} \N{MULTIPLICATION SIGN} {why}" for why, count in reasons.most_common()]
     lines = [
         INTRO,
         f"`python benchmarks/soak.py --count {len(found)}` (torch {at['torch']}, {at['cores']} cores), {at['date']}. "
         "Data: [soak.json](soak.json).",
         "",
         report.markdown(HEADERS, rows(found)),
+        *(["", "Why runs were resumed:", "", *resumed] if resumed else []),
         *(["", "Failures:", "", *failed] if failed else []),
     ]
     return "\n".join([*lines, ""])

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import json
 import math
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from soak_faults import BATCH, HAPPENS, STEPS, STORE_PORT, TOKENS, Samples
 from torch import Tensor
 
 from phalanx.config import RunConfig
@@ -32,18 +30,20 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.observe.runlog import read_log
 from phalanx.state import checkpoint
 from phalanx.training.job import pack
-from phalanx.training.mirror import Copy
 from phalanx.training.trainer import Trainer, fit_on_rank
 
-WORLD, STEPS, BATCH, TOKENS = 4, 10, 8, 8
+WORLD = 4
 _BITS, _STEP = 1e-7, 1e-9  # how far parameters and losses may differ: other plans add in another order
 _MOST_FILES = 40  # that a run may leave open on a rank besides those that it began with, per loss
 
 # What may happen. Signals come from outside; the others happen within a rank that asks for a certain sample.
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
-WITHIN = ("raise", "exit", "interpreter lock", "slow", "corrupt copy", "disk full")
+WITHIN = tuple(HAPPENS)
 KINDS = (*SIGNALS, "two at once", "a replica", "second in recovery", "while saving", "while changing", "first step",
          "last step", "stop and go on", "again and again", "supervisor", *WITHIN)  # fmt: skip
+
+# What shows only in later steps.
+_EARLY = ("corrupt copy", "again and again", "slow", "link cut", "stale messages", "disk full")
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Setting:
         if kind == "while changing":
             options["plan_at"] = f"{draw.randrange(2, STEPS)}:{draw.choice([p for w, p in _PLANS if w == world])}"
         step = {"first step": 1, "last step": STEPS}.get(kind, draw.randrange(1, STEPS + 1))
+        step = min(step, STEPS - 3) if kind in _EARLY else step
         many = 2 if kind == "two at once" else world // 2 if kind == "a replica" else 1
         victims = tuple(draw.sample(range(world), min(many, world)))
         return cls(number, kind, world, plan, on_loss, step, draw.random() * 0.06, victims, options)
@@ -84,55 +85,6 @@ _PLANS = (
     (4, "dp=4"), (4, "pp=2,dp=2,mb=2"), (4, "tp=2,dp=2"), (4, "dp=4,zero=1,zero_degree=2"), (4, "pp=2,tp=2,mb=2"),
     (4, "dp=4,zero=2"), (4, "pp=4,mb=4"),
 )  # fmt: skip
-
-
-class Samples:
-    """A dataset in which something happens, once, to whoever asks for a certain sample."""
-
-    def __init__(self, mark: Path | None = None, what: str = "", index: int = 0) -> None:
-        self._mark, self._what, self._index = mark, what, index
-
-    def __len__(self) -> int:
-        return STEPS * BATCH
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if self._mark is not None and index == self._index and not self._mark.exists():
-            self._mark.touch()
-            _HAPPENS[self._what]()
-        ids = (torch.arange(TOKENS) * 7 + index * 13) % 97
-        return {"input_ids": ids, "labels": ids}
-
-
-def _raise() -> None:
-    raise RuntimeError("something that nobody expected")
-
-
-def _exit() -> None:
-    os._exit(7)
-
-
-def _hold_interpreter() -> None:
-    ctypes.PyDLL(None).sleep(30)  # a call through PyDLL keeps the lock
-
-
-def _flip() -> None:
-    """A bit of every copy on this rank."""
-    for copy in [it for it in gc.get_objects() if isinstance(it, Copy)]:
-        for tensor in copy.data.values():
-            tensor.view(torch.uint8)[:1] ^= 1
-
-
-def _fill_disk() -> None:
-    """No file may get large for a second."""
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
-    threading.Timer(1.0, resource.setrlimit, (resource.RLIMIT_FSIZE, (most, most))).start()
-
-
-_HAPPENS: dict[str, Callable[[], None]] = {
-    "raise": _raise, "exit": _exit, "interpreter lock": _hold_interpreter, "slow": lambda: time.sleep(1.0),
-    "corrupt copy": _flip, "disk full": _fill_disk,
-}  # fmt: skip
 
 
 def work(job: int, numbers: Sequence[int], folder: Path, kinds: Sequence[str], at: Any) -> None:
@@ -178,8 +130,8 @@ def _uninterrupted(folder: Path, job: int) -> Path:
 def _config(out: Path, **options: Any) -> RunConfig:
     given = {
         "tiny": True, "dtype": "float64", "seq_len": TOKENS, "batch_size": BATCH, "steps": STEPS, "lr": 3e-3,
-        "warmup_steps": 2, "clip": 0.5, "seed": 3, "export": False, "device": "cpu", "progress": "off",
-        "timeout": 60.0, "silence": 3.0, "out": str(out), **options,
+        "warmup_steps": 2, "clip": 0.5, "seed": 3, "shuffle": False, "export": False, "device": "cpu",
+        "progress": "off", "timeout": 60.0, "silence": 3.0, "out": str(out), **options,
     }  # fmt: skip
     return RunConfig.create(**given)
 
@@ -188,16 +140,17 @@ def run(pool: WorkerPool, setting: Setting, folder: Path, expected: Path) -> dic
     """One run and its verdict. Its folder is kept where something was wrong."""
     out = folder / f"run-{setting.number}"
     shutil.rmtree(out, ignore_errors=True)
-    began, problems, outcome = time.time(), list[str](), "went on"
+    _mark(out).unlink(missing_ok=True)
+    began, problems, outcome, why = time.time(), list[str](), "went on", ""
     shared = _shared_memory()
     try:
         if setting.kind == "supervisor":
             problems += _without_supervisor(setting, out)
         else:
-            with _striking(pool, setting):
+            with _striking(pool, setting, out):
                 _fit(pool, setting, out)
     except PhalanxError as error:
-        outcome = "resumed"
+        outcome, why = "resumed", _reason(error)
         try:
             _fit(pool, setting, out, on_loss="stop", mirror_every="never", resume="auto")
         except PhalanxError as again:
@@ -217,25 +170,40 @@ def run(pool: WorkerPool, setting: Setting, folder: Path, expected: Path) -> dic
         outcome = "failed"
     else:
         shutil.rmtree(out, ignore_errors=True)
+        _mark(out).unlink(missing_ok=True)
     recoveries, sources = [round(loss["seconds"], 3) for loss in losses], [loss["source"] for loss in losses]
-    return _record(setting, outcome, "; ".join(problems), seconds, recoveries, sources)
+    return _record(setting, outcome, "; ".join(problems), seconds, recoveries, sources) | {"why_resumed": why}
+
+
+def _reason(error: PhalanxError) -> str:
+    """Why the ranks that were left did not go on, else what happened."""
+    words = "the others did not go on without it: "
+    lines = error.message.splitlines()
+    return next((line.partition(words)[2] for line in lines if words in line), lines[0])
 
 
 def _fit(pool: WorkerPool, setting: Setting, out: Path, **options: Any) -> None:
     config = _config(out, **{"plan": setting.plan, "on_loss": setting.on_loss, **setting.options, **options})
     index = ((setting.step - 1) * BATCH + setting.victims[0]) % (STEPS * BATCH)
     what = setting.kind if setting.kind in WITHIN else ""
-    data = Samples(out.with_suffix(".mark") if what else None, what, index)
+    data = Samples(_mark(out) if what else None, what, index)
+    pool._processes.start(setting.world)
+    os.environ[STORE_PORT] = str(pool._processes.store_port)
     pool._board.reset()
     with pack(Trainer("gpt2", data, config).job) as payload:
         pool.run(fit_on_rank, payload, world=setting.world, on_loss=config.on_loss)
 
 
+def _mark(out: Path) -> Path:
+    """A file that says that it has happened."""
+    return out.with_suffix(".mark")
+
+
 @contextlib.contextmanager
-def _striking(pool: WorkerPool, setting: Setting) -> Iterator[None]:
+def _striking(pool: WorkerPool, setting: Setting, out: Path) -> Iterator[None]:
     """Within it signals come, at the moment that the setting says."""
     ended = threading.Event()
-    thread = threading.Thread(target=_strike, args=(pool, setting, ended), daemon=True)
+    thread = threading.Thread(target=_strike, args=(pool, setting, out, ended), daemon=True)
     pool._board.reset()
     if setting.kind not in WITHIN or setting.kind == "corrupt copy":
         thread.start()
@@ -248,7 +216,7 @@ def _striking(pool: WorkerPool, setting: Setting) -> Iterator[None]:
 
 
 def _without_supervisor(setting: Setting, out: Path) -> list[str]:
-    """A run whose supervisor, the process that started it, is killed: everybody else ends, and the run is resumed."""
+    """A run whose supervisor, the process that started it, is killed: ranks save and end, and the run is resumed."""
     asked = [sys.executable, __file__, json.dumps(asdict(setting)), str(out)]
     supervisor = subprocess.Popen(asked, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log, deadline = out / "log-rank0.jsonl", time.time() + 120.0
@@ -265,6 +233,9 @@ def _without_supervisor(setting: Setting, out: Path) -> list[str]:
         time.sleep(0.05)
     if left:
         return [f"{len(left)} processes run on without the one that started them"]
+    saved, told = checkpoint.latest(out / "checkpoints"), [step for step, _, _ in ledger(out)]
+    if told and (saved is None or saved.name != f"step-{told[-1]:08}"):
+        return [f"step {told[-1]} was made, and what the ranks saved without their supervisor is {saved}"]
     raise PhalanxError("the supervisor was killed")
 
 
@@ -280,22 +251,24 @@ def _descendants(pid: int) -> list[int]:
     return [*own, *(each for child in own for each in _descendants(child))]
 
 
-def _strike(pool: WorkerPool, setting: Setting, ended: threading.Event) -> None:
+def _strike(pool: WorkerPool, setting: Setting, out: Path, ended: threading.Event) -> None:
     phases = {"while saving": ("save",), "while changing": ("compile",)}.get(setting.kind, ("step", "compile"))
     least = 1 if setting.kind == "while changing" else setting.step
     if not _seen(pool, setting.victims[0], phases, least, ended) or ended.wait(setting.delay * (len(phases) == 2)):
         return
-    if setting.kind == "corrupt copy":
-        ended.wait(1.0)
+    while setting.kind == "corrupt copy" and not _mark(out).exists() and not ended.wait(1e-3):
+        pass
     number = SIGNALS.get(setting.kind, signal.SIGSTOP if setting.kind == "stop and go on" else signal.SIGKILL)
     _send(pool, setting.victims, number)
     if setting.kind == "stop and go on":
         ended.wait(1.0)
         _send(pool, setting.victims, signal.SIGCONT)
-    if setting.kind == "again and again":  # the same place, each time a little after it was taken again
+    if setting.kind == "again and again":  # whoever takes its place, as soon as it trains
         for _ in range(3):
-            ended.wait(1.5)
-            _send(pool, setting.victims, signal.SIGKILL)
+            if not _seen(pool, setting.victims[0], ("recover", "start"), -1, ended):
+                return
+            if _seen(pool, setting.victims[0], ("step",), 1, ended):
+                _send(pool, setting.victims, signal.SIGKILL)
     if setting.kind == "second in recovery":
         second = next((n for n in range(setting.world) if n not in setting.victims), 0)
         if _seen(pool, second, ("recover",), -1, ended):

@@ -44,7 +44,8 @@ class Newcomers:
         """Those that were started. now: what the job is like."""
         for process in [each for each in self._coming if self._processes.alive[each].gone]:
             self.give_up(process)
-        due = [process for process, when in self._due.items() if when <= time.monotonic()]
+        now_due = [process for process, when in self._due.items() if when <= time.monotonic()]
+        due = [process for process in now_due if self._processes.can_start(process)]  # others when their node is back
         for process in due:
             del self._due[process]
             self._board.slots[process].clear()

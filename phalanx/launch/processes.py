@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from phalanx.errors import RankError
-from phalanx.launch.server import Ended, Fork, Forked
+from phalanx.launch.server import Ended, Fork, Forked, Hosted
 from phalanx.launch.wire import Wire
 
 _START_SECONDS = 120.0
@@ -34,6 +35,7 @@ class Process:
     wire: Wire
     log: Path | None
     code: int | None = None
+    cause: str = ""  # what happened to it, where that is known better than by its code
     handle: int | None = None  # of the process itself, where the system has such: its number may come to mean another
 
     def __post_init__(self) -> None:
@@ -63,6 +65,10 @@ class Process:
             elif self.code is None:
                 os.kill(self.pid, number)
 
+    def hand(self, job: Any, descriptors: tuple[int, ...]) -> None:
+        """A job, with the files that belong to it."""
+        self.wire.send(job, descriptors)
+
     def close(self) -> None:
         self.wire.close()
         if self.handle is not None:
@@ -79,15 +85,18 @@ class Process:
 
 
 class Processes:
-    """The fork server and its children. Output of rank 0 is shown, that of the others kept in files of `folder`."""
+    """The fork server and its children. Output of rank 0 is shown, that of the others kept in files of `folder`.
+    saves: whether ranks that train save when this process is killed."""
 
-    def __init__(self, folder: Path, preload: tuple[str, ...]) -> None:
+    in_doubt = False  # whether processes may be about to be lost
+
+    def __init__(self, folder: Path, preload: tuple[str, ...], saves: bool = True) -> None:
         self.alive: dict[int, Process] = {}
         self._buried: list[Process] = []
-        self._folder = folder
+        self._folder, self._store, self._lost_store = folder, Hosted(0, 0), False
         ours, theirs = socket.socketpair()
         self.control = Wire(ours)
-        code = f"from phalanx.launch.server import main; main({theirs.fileno()}, {preload!r})"
+        code = f"from phalanx.launch.server import main; main({theirs.fileno()}, {preload!r}, {str(folder)!r}, {saves})"
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)
         # A session of its own keeps the terminal's Ctrl-C away from the ranks: who started them decides.
         self._server = subprocess.Popen(
@@ -97,8 +106,16 @@ class Processes:
         theirs.close()
 
     @property
-    def broken(self) -> bool:
-        return self._server.poll() is not None
+    def broken(self) -> str:
+        """Which process is gone that no rank can do without, "" if there is none."""
+        if self._server.poll() is not None:
+            return "the process that starts ranks"
+        return "the process that holds the store of the ranks" if self._lost_store else ""
+
+    @property
+    def store_port(self) -> int:
+        """Of the store on this machine, once ranks were started."""
+        return self._store.port
 
     def start(self, num_ranks: int) -> None:
         """Have ranks 0 … num_ranks-1."""
@@ -118,12 +135,18 @@ class Processes:
                 if isinstance(message, Forked):
                     wire = ours.pop(message.rank)
                     self.alive[message.rank] = Process(message.rank, message.pid, wire, self._log(message.rank))
+                elif isinstance(message, Hosted):
+                    self._store = message
                 elif isinstance(message, Ended):
                     self._note(message)
-            if self.control.closed or time.monotonic() > deadline:
+            if self._lost_store or self.control.closed or time.monotonic() > deadline:
                 raise RankError("the process that starts ranks ended or does not answer", "its output is above")
             if ours:
                 time.sleep(0.002)
+
+    def can_start(self, rank: int) -> bool:
+        """Whether there is a place for it."""
+        return True
 
     def start_one(self, rank: int) -> None:
         """A process in the place of one that was buried."""
@@ -146,6 +169,7 @@ class Processes:
                 self._note(message)
 
     def _note(self, ended: Ended) -> None:
+        self._lost_store = self._lost_store or ended.pid == self._store.pid
         for process in (*self.alive.values(), *self._buried):
             if process.pid == ended.pid:
                 process.code = ended.code

@@ -9,7 +9,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -21,7 +22,7 @@ from phalanx.launch.main_script import MainScript, unpickle
 from phalanx.launch.membership import Generation, Membership
 from phalanx.launch.signals import stopping_signals
 from phalanx.launch.status_board import StatusBoard
-from phalanx.launch.store import JobStore
+from phalanx.launch.store import JobStore, connect_store
 from phalanx.launch.wire import Wire
 
 
@@ -34,8 +35,7 @@ class Job:
     world: int
     device: str
     folder: Path
-    num_slots: int
-    port: int  # of the store on this machine
+    store: tuple[str, int, str]  # of this job: host, port, and the name of its keys
     threads: int
     environment: Mapping[str, str]
     directory: str
@@ -44,6 +44,7 @@ class Job:
     secret: bytes  # of this job in the store
     silence: float  # seconds
     members: Generation
+    places: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # node and number there
 
     def stack_file(self, rank: int) -> Path:
         return self.folder / f"stack-{self.generation}-{rank}"
@@ -89,7 +90,8 @@ def serve(rank: int, wire: Wire) -> None:
             signal.signal(number, _leave)
         with open(descriptors[0], "rb") as task, open(descriptors[1], "wb") as result:
             outcome = _outcome(job, rank, wire, task, result)
-        wire.send(outcome)
+        with suppress(ConnectionError):
+            wire.send(outcome)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -114,25 +116,32 @@ def _outcome(job: Job, rank: int, wire: Wire, task: IO[bytes], result: IO[bytes]
 
 def _run(job: Job, rank: int, wire: Wire, task: IO[bytes]) -> Any:
     import torch
-    import torch.distributed as dist
 
     _adopt(job)
     torch.set_num_threads(job.threads)
-    board = StatusBoard.open(job.folder / "board", job.num_slots)
+    board = StatusBoard.open(job.folder / "board")
     membership = Membership(board, board.slots[rank], rank, job.members)
     stack = StackFile(job.stack_file(rank), 0.75 * job.silence)
     with heartbeat(board.slots[rank], membership.look, stack):
         target, arguments = unpickle(task, job.main)
-        store = JobStore(dist.TCPStore("127.0.0.1", job.port, is_master=False), job.secret, f"job{job.generation}")
+        host, port, name = job.store
+        store = JobStore(connect_store(host, port), job.secret, name)
+        node, local_rank = job.places.get(rank, (0, rank))
         context = RankContext(
-            membership.rank, len(job.members.members), local_rank=rank, node=0,
-            device=local_device(job.device, rank, job.world),
-            store=store.part(f"generation{job.members.number}", membership.abort), store_port=job.port,
+            membership.rank, len(job.members.members), local_rank=local_rank, node=node,
+            device=local_device(job.device, local_rank, job.world),
+            store=store.part(f"generation{job.members.number}", membership.abort), store_port=port,
             generation=job.generation, board=board, slot=board.slots[rank], abort=membership.abort,
-            membership=membership, job_store=store,
-            on_event=lambda name, payload: wire.send(Event(name, payload)),
+            membership=membership, job_store=store, address="" if job.places else "127.0.0.1",
+            on_event=lambda name, payload: _tell(wire, Event(name, payload)),
         )  # fmt: skip
         return target(context, *arguments)
+
+
+def _tell(wire: Wire, event: Event) -> None:
+    """If anybody is left to hear it: ranks whose supervisor is gone still finish their step."""
+    with suppress(ConnectionError):
+        wire.send(event)
 
 
 def _adopt(job: Job) -> None:

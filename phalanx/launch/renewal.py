@@ -50,9 +50,9 @@ class Renewal:
         stays = tuple(process for process in before.members if process not in lost)
         came = self.newcomers.take_ready()
         replaces = self.on_loss == "replace" or len(stays) + len(came) < self._least
-        base = before.members if replaces else stays
+        base = tuple(p for p in before.members if p in stays or self._processes.can_start(p)) if replaces else stays
         members = (*base, *(process for process in came if process not in base))  # ranks that stay keep their numbers
-        if self.on_loss == "regrow":
+        if self.on_loss in ("regrow", "replace"):
             self.newcomers.expect([process for process in lost if process not in members])
         new = [process for process in members if process not in stays]
         fresh = tuple(members.index(process) for process in new)

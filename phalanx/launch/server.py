@@ -1,7 +1,8 @@
 """The fork server: a process that has imported what ranks need and becomes a rank in milliseconds when asked.
 
 It does not import the user's main module; a rank does (main_script.py), where it is given something defined there. It
-reports who ended and how, and ends its children when whoever started it is gone.
+reports who ended and how. A child of its own hosts the store that jobs use. When whoever started it is gone, ranks that
+train get time to save (`orphans.py`), and all others are ended.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
+from phalanx.launch.orphans import STORE, let_go
 from phalanx.launch.wire import Wire
 
+_STORE_SECONDS = 300.0  # as long as torch's stores wait where nothing is said
 _outputs: list[int] = []  # of a rank: where output goes that is to be shown
 
 
@@ -37,6 +42,14 @@ class Forked:
 
 
 @dataclass(frozen=True)
+class Hosted:
+    """The process that holds the store, said before anything else, and the port at which it answers."""
+
+    pid: int
+    port: int
+
+
+@dataclass(frozen=True)
 class Ended:
     """A child is gone: its exit code, negative for the signal that killed it."""
 
@@ -44,8 +57,9 @@ class Ended:
     code: int
 
 
-def main(descriptor: int, preload: tuple[str, ...]) -> None:
-    """Serve until the other end of the control wire closes."""
+def main(descriptor: int, preload: tuple[str, ...], folder: str, saves: bool) -> None:
+    """Serve until the other end of the control wire closes. folder: that of the pool, with the board. saves: whether
+    ranks save when they have lost their supervisor."""
     control = Wire(socket.socket(fileno=descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
@@ -57,7 +71,7 @@ def main(descriptor: int, preload: tuple[str, ...]) -> None:
         end.setblocking(False)
     signal.set_wakeup_fd(woken.fileno())
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    children: set[int] = set()
+    children = {_host_store(control): STORE}  # process → rank
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(control, selectors.EVENT_READ)
@@ -70,12 +84,37 @@ def main(descriptor: int, preload: tuple[str, ...]) -> None:
                 if control in ready:
                     _obey(control, children)
     except (EOFError, ConnectionError):
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        os._exit(let_go(children, Path(folder), saves))
 
 
-def _obey(control: Wire, children: set[int]) -> None:
+def _host_store(control: Wire) -> int:
+    """The process that holds the store: one that outlives whoever started us, as its ranks do while they save."""
+    parent, (found, port) = os.getpid(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _die_with(parent)
+            signal.set_wakeup_fd(-1)
+            control.close()
+            _say_into(os.devnull, 1)
+            from phalanx.launch.store import host_store
+
+            store = host_store("127.0.0.1", 0, timedelta(seconds=_STORE_SECONDS))
+            os.write(port, str(store.port).encode())
+            os.close(port)
+            while True:
+                signal.pause()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            os._exit(1)
+    os.close(port)
+    with open(found) as text:
+        control.send(Hosted(pid, int(text.read() or 0)))
+    return pid
+
+
+def _obey(control: Wire, children: dict[int, int]) -> None:
     message, descriptors = control.receive_with_descriptors(1)
     assert isinstance(message, Fork)
     parent = os.getpid()
@@ -83,15 +122,15 @@ def _obey(control: Wire, children: set[int]) -> None:
     if pid == 0:
         _become_rank(message, control, descriptors[0], parent)
     os.close(descriptors[0])
-    children.add(pid)
+    children[pid] = message.rank
     control.send(Forked(message.rank, pid))
 
 
-def _report_ended(control: Wire, children: set[int]) -> None:
+def _report_ended(control: Wire, children: dict[int, int]) -> None:
     for pid in tuple(children):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            children.discard(pid)
+            del children[pid]
             control.send(Ended(pid, os.waitstatus_to_exitcode(status)))
 
 
@@ -105,14 +144,13 @@ def _become_rank(message: Fork, control: Wire, descriptor: int, parent: int) -> 
         control.close()
         _outputs[:] = [os.dup(output) for output in (1, 2)]
         if message.log:
-            target = os.open(message.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            for output in (1, 2):
-                os.dup2(target, output)
-            os.close(target)
+            _say_into(message.log, 1, 2)
         from phalanx.launch.rank_main import serve
 
         serve(message.rank, Wire(socket.socket(fileno=descriptor)))
         code = 0
+    except SystemExit:  # a signal came when there was nothing to leave
+        pass
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
@@ -120,6 +158,13 @@ def _become_rank(message: Fork, control: Wire, descriptor: int, parent: int) -> 
             with contextlib.suppress(Exception):
                 output.flush()
         os._exit(code)
+
+
+def _say_into(path: str, *outputs: int) -> None:
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for output in outputs:
+        os.dup2(target, output)
+    os.close(target)
 
 
 def show_output() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 SILENCE = 15.0
 LONG_SILENCE = 60.0
 PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "generate", "recover", "loop", "finished")
-_QUICK_PHASES = ("step", "evaluate")
+QUICK_PHASES = ("step", "evaluate")
 _LONGEST_LOOK = 2.0
 
 _HEADER = 64
@@ -127,6 +127,14 @@ class StatusSlot:
     def await_generation(self, number: int) -> None:
         _BEGUN.pack_into(self._memory, self._start + _AWAITED_AT, number)
 
+    def content(self) -> bytes:
+        """All that it shows, for a board on another machine."""
+        return self._memory[self._start : self._start + _SLOT]
+
+    def fill(self, content: bytes) -> None:
+        """Shows what a slot of another board does."""
+        self._memory[self._start : self._start + _SLOT] = content
+
     def set_place(self, place: str) -> None:
         """What this rank is in the plan, for messages: 'stage 1'."""
         self._memory[self._place] = place.encode()[:32].ljust(32, b"\0")
@@ -154,12 +162,13 @@ class StatusBoard:
     @classmethod
     def create(cls, path: Path, num_slots: int) -> StatusBoard:
         path.write_bytes(bytes(_HEADER + num_slots * _SLOT))
-        return cls.open(path, num_slots)
+        return cls.open(path)
 
     @classmethod
-    def open(cls, path: Path, num_slots: int) -> StatusBoard:
+    def open(cls, path: Path) -> StatusBoard:
         with path.open("r+b") as file:
-            return cls(mmap.mmap(file.fileno(), _HEADER + num_slots * _SLOT), num_slots)
+            memory = mmap.mmap(file.fileno(), 0)
+        return cls(memory, (len(memory) - _HEADER) // _SLOT)
 
     @classmethod
     def private(cls, num_slots: int) -> StatusBoard:
@@ -244,12 +253,12 @@ class RunningClock:
     did meanwhile was not seen, and so does not count.
     """
 
-    def __init__(self) -> None:
-        self._seconds, self._looked = 0.0, time.monotonic()
+    def __init__(self, longest_look: float = _LONGEST_LOOK) -> None:
+        self._longest, self._seconds, self._looked = longest_look, 0.0, time.monotonic()
 
     def read(self) -> float:
         now = time.monotonic()
-        self._seconds += min(now - self._looked, _LONGEST_LOOK)
+        self._seconds += min(now - self._looked, self._longest)
         self._looked = now
         return self._seconds
 
@@ -267,6 +276,6 @@ class SilenceWatch:
         now = self._clock.read()
         if view.beat != self._beat:
             self._beat, self._since = view.beat, now
-        allowed = self._silence if view.phase in _QUICK_PHASES else max(self._silence, LONG_SILENCE)
+        allowed = self._silence if view.phase in QUICK_PHASES else max(self._silence, LONG_SILENCE)
         silence = now - self._since
         return silence if silence > min(allowed, suspect or allowed) else None

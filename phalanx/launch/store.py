@@ -62,6 +62,16 @@ class JobStore:
 
         return (self._store.host, self._store.port) if isinstance(self._store, dist.TCPStore) else None
 
+    @property
+    def ticket(self) -> tuple[str, int, str]:
+        """Where it is and the name of its keys, for who knows the secret."""
+        host, port = self.address or ("127.0.0.1", 0)
+        return host, port, self._name
+
+    @property
+    def secret(self) -> bytes:
+        return self._secret
+
     def clone(self) -> JobStore:
         """The same keys over a connection of its own."""
         return JobStore(self._store.clone(), self._secret, self._name)
@@ -118,6 +128,13 @@ def host_store(host: str, port: int, timeout: timedelta) -> Any:
     return dist.TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def connect_store(host: str, port: int) -> Any:
+    """A client of a store of torch."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(host, port, is_master=False)
 
 
 def _listening_address(host: str) -> str:

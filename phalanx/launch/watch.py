@@ -20,7 +20,8 @@ from phalanx.launch.abort import read_stack
 from phalanx.launch.processes import Process, Processes, memory_kills
 from phalanx.launch.rank_main import Done, Event, Failed, Job, Left
 from phalanx.launch.renewal import Renewal
-from phalanx.launch.status_board import RunningClock, SilenceWatch, StatusBoard, StatusView
+from phalanx.launch.status_board import QUICK_PHASES, RunningClock, SilenceWatch, StatusBoard, StatusView
+from phalanx.launch.stillness import LONGEST_LOOK, STILL_SECONDS, Stillness, activity
 
 _GONE_SECONDS = 5.0  # for the fork server to say how a process ended
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
@@ -53,6 +54,7 @@ class Watch:
         self._processes, self._board, self._job, self._renewal = processes, board, job, renewal
         self._clock = RunningClock()
         self._silence = {number: SilenceWatch(self._clock, job.silence) for number in job.members.members}
+        self._looks, self._stillness = RunningClock(LONGEST_LOOK), dict[int, Stillness]()  # by process
         self._memory_kills = memory_kills()
         self._done: set[int] = set()
         self._left: dict[int, Left] = {}
@@ -84,8 +86,10 @@ class Watch:
                 continue  # one that was given up
             elif isinstance(message, Done):
                 self._done.add(rank)
+                self._board.slots[rank].enter("finished")
             elif isinstance(message, Left):
                 self._left[rank] = message
+                self._board.slots[rank].enter("finished")
             elif isinstance(message, Failed) and self._is_coming(rank):
                 assert self._renewal is not None
                 said = f"a process that was to take part failed ({message.text}); it is started again later"
@@ -98,10 +102,11 @@ class Watch:
     def look(self) -> None:
         """Find those who can no longer say anything."""
         self._processes.note_ended()
-        if self._processes.broken:
-            raise RankError("the process that starts ranks was ended, and the ranks with it")
+        if broken := self._processes.broken:
+            raise RankError(f"{broken} was ended, and the ranks with it")
+        still = self._still_ranks()
         for rank in self._expected():
-            trouble = self._trouble_of(rank)
+            trouble = self._trouble_of(rank) or still.get(rank)
             if trouble is not None and self._add(trouble):
                 return  # the ranks are others now
         self._look_for_broken_links()
@@ -109,12 +114,37 @@ class Watch:
 
     def _trouble_of(self, rank: int) -> Trouble | None:
         process, view = self._processes.alive[rank], self._view(rank)
+        if process.cause:
+            return Trouble(rank, view, process.cause)
         if process.code is not None:
             return _died(rank, view, process.code, self._output(rank), self._memory_kills)
         suspect = _GONE_SECONDS if process.gone else self._job.silence if process.stopped else None
         if (seconds := self._silence[rank].silent_for(view, suspect=suspect)) is None:
             return None
         return _stalled(process, view, seconds, self._output(rank), read_stack(self._job.stack_file(rank)))
+
+    def _still_ranks(self) -> dict[int, Trouble]:
+        """Those that stand still in a step while others do not, where losing one costs little."""
+        if self._renewal is None or self._troubles:
+            return {}
+        expected = {rank: self._processes.alive[rank].pid for rank in self._expected()}
+        now = {rank: self._still_seconds(pid, self._view(rank)) for rank, pid in expected.items()}
+        still = {rank: seconds for rank, seconds in now.items() if seconds > STILL_SECONDS}
+        if all(seconds > LONGEST_LOOK for seconds in now.values()):
+            return {}  # somebody stopped all of them
+        return {rank: self._stands_still(rank, seconds) for rank, seconds in still.items()}
+
+    def _still_seconds(self, pid: int, view: StatusView) -> float:
+        if view.phase not in QUICK_PHASES:
+            self._stillness.pop(pid, None)
+            return 0.0
+        if pid not in self._stillness:
+            self._stillness[pid] = Stillness(self._looks, lambda: activity(pid))
+        return self._stillness[pid].seconds(view)
+
+    def _stands_still(self, rank: int, seconds: float) -> Trouble:
+        stack = read_stack(self._job.stack_file(rank))
+        return _stalled(self._processes.alive[rank], self._view(rank), seconds, self._output(rank), stack)
 
     def _is_coming(self, rank: int) -> bool:
         return self._renewal is not None and self._renewal.newcomers.is_coming(rank)
@@ -129,7 +159,7 @@ class Watch:
 
     def _look_for_broken_links(self) -> None:
         """Ranks that lost each other, and of which none is lost, meet again."""
-        if self._renewal is None or self._troubles:
+        if self._renewal is None or self._troubles or self._processes.in_doubt:
             return
         now, newest = self._clock.read(), self._board.generation
         if self._board.invited:

@@ -1,6 +1,6 @@
 """A worker pool: ranks on this machine that stay and run one job after the other.
 
-It hosts the store and the board, watches the ranks while a job runs, and turns whatever goes wrong into one error. It
+It has the board, watches the ranks while a job runs, and turns whatever goes wrong into one error. It
 knows nothing of training: a job is a function that every rank calls with its context.
 """
 
@@ -14,8 +14,7 @@ import selectors
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -26,13 +25,15 @@ from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
 from phalanx.launch.renewal import OnLoss, Renewal
 from phalanx.launch.signals import StopSignal, stop_signal
+from phalanx.launch.spread import Spread, SpreadProcesses
 from phalanx.launch.status_board import SILENCE, StatusBoard
-from phalanx.launch.store import JobStore, host_store, new_secret
+from phalanx.launch.store import JobStore, connect_store, new_secret
 from phalanx.launch.watch import Watch
 
 _TICK_SECONDS = 0.2
-_STORE_SECONDS = 300.0  # as long as torch's stores wait where nothing is said
 _ROOM = 64  # for ranks that come to a job beside those that it began with
+Results = dict[int, IO[bytes]]  # by process: what it returned
+HandOver = Callable[[Iterable[int], Job], None]  # to these processes
 PRELOAD = ("torch", "phalanx.comm.links", "phalanx.training.trainer")
 
 
@@ -40,7 +41,8 @@ class WorkerPool:
     """`size` local ranks, started when the first job needs them. Use it in a `with` statement.
 
     `device` is auto, cpu or cuda; `environment` adds variables to those of a rank, which has this process's. A rank
-    that shows no sign of life for `silence` seconds of a step counts as lost.
+    that shows no sign of life for `silence` seconds of a step counts as lost. spread: where ranks are on other machines
+    as well; the first one's pool has all of them, the others' are `Follower`s'.
     """
 
     def __init__(
@@ -52,25 +54,35 @@ class WorkerPool:
         environment: Callable[[int], Mapping[str, str]] | None = None,
         preload: tuple[str, ...] = PRELOAD,
         silence: float = SILENCE,
+        spread: Spread | None = None,
     ) -> None:
         assert size >= 1, size
         self.size, self._device, self._preload, self._silence = size, device, preload, silence
         self._threads = threads_per_rank or max(1, _num_cores() // size)
         self._environment = environment or (lambda rank: {})
-        self._generation = 0
+        self._generation, self._store, self._spread = 0, None, spread
 
     def __enter__(self) -> WorkerPool:
         refuse_while_loading("WorkerPool")
         self._folder = Path(tempfile.mkdtemp(prefix="phalanx-pool-"))
-        self._board = StatusBoard.create(self._folder / "board", self.size + _ROOM)
-        self._processes = Processes(self._folder, self._preload)
-        self._store = host_store("127.0.0.1", 0, timedelta(seconds=_STORE_SECONDS))
+        self._board = StatusBoard.create(self._folder / "board", self.size + (0 if self._spread else _ROOM))
+        self._processes = self._new_processes()
+        import torch.distributed  # noqa: F401 - now, while the fork server does so, too
+
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._processes.close()
-        del self._store
+        self._store = None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def board(self) -> StatusBoard:
+        return self._board
+
+    @property
+    def processes(self) -> Processes:
+        return self._processes
 
     @property
     def pids(self) -> dict[int, int]:
@@ -97,9 +109,32 @@ class WorkerPool:
         assert 1 <= world <= self.size, (world, self.size)
         if self._processes.broken:
             self._processes.close()
-            self._processes = Processes(self._folder, self._preload)
+            self._processes = self._new_processes()
+        with self.handing(target, arguments) as (hand_over, results):
+            try:
+                self._processes.start(world)
+                job = self.post(world)
+                hand_over(range(world), job)
+                renewal = self._renewal(job, on_loss, hand_over, least)
+                watch = Watch(self._processes, self._board, job, renewal)
+                with stop_signal() as stop:
+                    self._follow(watch, on_event, stop)
+                if renewal is not None:
+                    renewal.newcomers.dismiss()
+                found = [read_result(results[number]) for number in watch.members]
+                for number in [number for number in self._processes.alive if number >= self.size]:
+                    self._processes.bury(number)
+                return found
+            except BaseException:
+                # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
+                self._processes.end()
+                raise
+
+    @contextlib.contextmanager
+    def handing(self, target: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[tuple[HandOver, Results]]:
+        """What gives processes a job, and files with what they return."""
         with contextlib.ExitStack() as opened:
-            results: dict[int, IO[bytes]] = {}
+            results: Results = {}
             task = opened.enter_context(tempfile.TemporaryFile(dir=self._folder))
             with explained_pickling():
                 pickle.dump((target, arguments), task)
@@ -110,37 +145,33 @@ class WorkerPool:
                         results[number] = opened.enter_context(tempfile.TemporaryFile(dir=self._folder))
                 self._hand_over({number: results[number] for number in numbers}, job, task)
 
-            try:
-                self._processes.start(world)
-                job = self._post(world)
-                hand_over(range(world), job)
-                renewal = self._renewal(job, on_loss, hand_over, least)
-                watch = Watch(self._processes, self._board, job, renewal)
-                with stop_signal() as stop:
-                    self._follow(watch, on_event, stop)
-                if renewal is not None:
-                    renewal.newcomers.dismiss()
-                found = [_read(results[number]) for number in watch.members]
-                for number in [number for number in self._processes.alive if number >= self.size]:
-                    self._processes.bury(number)
-                return found
-            except BaseException:
-                # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
-                self._processes.end()
-                raise
+            yield hand_over, results
 
-    def _post(self, world: int) -> Job:
+    def _new_processes(self) -> Processes:
+        if self._spread is None:
+            return Processes(self._folder, self._preload)
+        if self._spread.node > 0:
+            return Processes(self._folder, self._preload, saves=False)
+        return SpreadProcesses(self._folder, self._preload, self._spread, self._board)
+
+    def post(self, world: int) -> Job:
+        """A new job on a board that shows nothing yet."""
         self._generation += 1
         self._board.reset()
         for process in self._processes.alive.values():
             if process.log is not None and process.log.exists():
                 os.truncate(process.log, 0)
-        num_slots = len(self._board.slots)
+        store = self._spread.ranks_store if self._spread else self._own_store()
+        self._store = store
         return Job(
-            self._generation, world, self._device, self._folder, num_slots, self._store.port, self._threads,
-            dict(os.environ), os.getcwd(), tuple(sys.path), MainScript.of_this_process(), new_secret(), self._silence,
-            Generation(0, tuple(range(world))),
+            self._generation, world, self._device, self._folder, store.ticket, self._threads,
+            dict(os.environ), os.getcwd(), tuple(sys.path), MainScript.of_this_process(), store.secret, self._silence,
+            Generation(0, tuple(range(world))), dict(self._spread.places) if self._spread else {},
         )  # fmt: skip
+
+    def _own_store(self) -> JobStore:
+        store = connect_store("127.0.0.1", self._processes.store_port)
+        return JobStore(store, new_secret(), f"job{self._generation}")
 
     def _hand_over(self, results: Mapping[int, IO[bytes]], job: Job, task: IO[bytes]) -> None:
         """To these processes. What they read and write are open files that have no name: nobody else can put a pickle
@@ -154,7 +185,7 @@ class WorkerPool:
             result.truncate()
             own = dataclasses.replace(job, environment={**job.environment, **self._environment(number)})
             with path.open("rb") as file:
-                self._processes.alive[number].wire.send(own, (file.fileno(), result.fileno()))
+                self._processes.alive[number].hand(own, (file.fileno(), result.fileno()))
         path.unlink()
 
     def _renewal(
@@ -162,12 +193,12 @@ class WorkerPool:
     ) -> Renewal | None:  # fmt: skip
         if on_loss == "stop":
             return None
-        store = JobStore(self._store, job.secret, f"job{job.generation}")
+        assert self._store is not None
 
         def start(number: int, members: Generation) -> None:
             hand_over([number], dataclasses.replace(job, members=members))
 
-        return Renewal(self._processes, self._board, job, store, on_loss, start, least)
+        return Renewal(self._processes, self._board, job, self._store, on_loss, start, least)
 
     def _follow(self, watch: Watch, on_event: Callable[[str, Any], None] | None, stop: StopSignal) -> None:
         """Returns when every rank is done, raises when the job is over in another way."""
@@ -190,10 +221,10 @@ class WorkerPool:
         watch.conclude()
 
 
-def _read(file: IO[bytes]) -> Any:
-    """What a rank has written."""
+def read_result(file: IO[bytes]) -> Any:
+    """What a rank has written; None of one on another machine."""
     file.seek(0)
-    return pickle.load(file)
+    return pickle.load(file) if os.fstat(file.fileno()).st_size else None
 
 
 def _num_cores() -> int:

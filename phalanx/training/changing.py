@@ -100,7 +100,11 @@ class Changes:
         if period == self.period:
             self.since = step
         else:
-            yield self._scheduled(period)
+            wanted = self._scheduled(period)
+            if wanted.plans:
+                yield wanted
+            else:  # the plan that there is, named once more
+                self.period, self.since = period, step
         if asked and (request := self._request(member)) is not None:
             is_new, self._coming = request != self._coming, request
             self._ready = self._ready and not is_new
@@ -109,7 +113,8 @@ class Changes:
     def next(self, step: int) -> Wanted | None:
         """What the options want next after a step, as far as that is known by now."""
         period = next((each for each in self._periods if each.step > step), None)
-        return None if period is None else self._scheduled(period)
+        wanted = None if period is None else self._scheduled(period)
+        return wanted if wanted is not None and wanted.plans else None
 
     def _scheduled(self, period: Period) -> Wanted:
         changes = period.plan != self.period.plan

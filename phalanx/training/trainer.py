@@ -20,6 +20,7 @@ from phalanx.config import RunConfig
 from phalanx.contradictions import require_eval_data
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext, local_device
+from phalanx.launch.follower import Follower
 from phalanx.launch.join import find_place, join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
@@ -158,15 +159,11 @@ class Trainer:
     def _fit(self) -> Summary:
         """On the ranks that there are, or that are started for it."""
         device, place = self.config.device, find_place(os.environ)
-        if place is not None and place.one_machine and place.world > 1 and self.config.on_loss != "stop":
-            return self._fit_guarded()
+        if place is not None and place.world > 1 and self.config.on_loss != "stop":
+            return self._fit_guarded(place.one_machine)
         context = join(device, folder=self.folder)
         if context is not None:
             self._refuse_several_jobs()
-            self._refuse_survival(
-                "ranks of a launcher on several machines end with the first that is lost",
-                "use on_loss=stop, or ranks of one machine",
-            )
             return run_joined(context, self._fit_here, silence=self.config.silence)
         refuse_second_run(self.folder)
         ranks = choose_num_ranks(self.config)
@@ -179,7 +176,7 @@ class Trainer:
             self._try_out(lambda job: _run(pool, job))
             return _run(pool, self.job, lambda hook, given: self._on_event(hook, *given))
 
-    def _fit_guarded(self) -> Summary:
+    def _fit_guarded(self, one_machine: bool) -> Summary:
         """Ranks that may be lost, where a launcher would end the job with them."""
         self._refuse_several_jobs()
         guard = join("cpu", folder=self.folder)
@@ -188,9 +185,18 @@ class Trainer:
         if self._speaks:
             refuse_second_run(self.folder)
 
-        def run(pool: WorkerPool) -> Summary:
-            return _run(pool, self.job, lambda hook, given: self._on_event(hook, *given))
+        def on_event(hook: str, given: Any) -> None:
+            self._on_event(hook, *given)
 
+        def run(pool: WorkerPool) -> Summary | None:
+            return _run(pool, self.job, on_event)
+
+        def follow(follower: Follower) -> list[Summary]:
+            with pack(self.job) as payload:
+                return follower.run(on_event, fit_on_rank, payload)
+
+        if not one_machine:  # a guard that is lost is the loss of its machine, and not the end of the others
+            return fit_guarded(guard, self.job, self.config.device, run, follow)
         return run_joined(guard, fit_guarded, self.job, self.config.device, run, silence=self.config.silence)
 
     def _try_out(self, run: Callable[[Job], Summary]) -> None:
@@ -229,10 +235,12 @@ class Trainer:
             fill(self.job.model, saved, self.config.lora)
 
 
-def _run(pool: WorkerPool, job: Job, on_event: Callable[[str, Any], None] | None = None) -> Summary:
+def _run(pool: WorkerPool, job: Job, on_event: Callable[[str, Any], None] | None = None) -> Any:
+    """What the first rank returned that is on this machine; None if there is none."""
     with pack(job) as payload:
         how, least = job.config.on_loss, job.config.min_ranks
-        return pool.run(fit_on_rank, payload, on_event=on_event, on_loss=how, least=least)[0]
+        found = pool.run(fit_on_rank, payload, on_event=on_event, on_loss=how, least=least)
+        return next((each for each in found if each is not None), None)
 
 
 def fit_on_rank(context: RankContext, payload: JobPayload) -> Summary:

@@ -51,7 +51,7 @@ def require_same_run(found: Path, expected: Path) -> None:
 
 def test_a_run_follows_its_options_from_plan_to_plan(pool: WorkerPool, tmp_path: Path) -> None:
     short_run("gpt2", DATA, tmp_path / "one", **OPTIONS)
-    plans = ("3:pp=2,dp=1,mb=4", "4:dp=4,zero=1", "6:pp=3,mb=2")
+    plans = ("3:pp=2,dp=1,mb=4", "4:dp=4,zero=1", "5:dp=4,zero=1", "6:pp=3,mb=2")  # one is named twice
     fit(pool, tmp_path / "four", 4, plan="pp=2,tp=2,mb=2", plan_at=plans)
     require_same_run(tmp_path / "four", tmp_path / "one")
     changes = records(tmp_path / "four", "change")

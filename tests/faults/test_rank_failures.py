@@ -227,12 +227,13 @@ class Command:
         boards = list(self._scratch.glob("phalanx-pool-*/board"))
         if not boards or boards[0].stat().st_size == 0:
             return None
-        board = StatusBoard.open(boards[0], 2)
-        if any(slot.read().phase != "step" for slot in board.slots):
+        board = StatusBoard.open(boards[0])
+        if any(slot.read().phase != "step" for slot in board.slots[:2]):
             return None
         (server,) = children(self.process.pid)
-        pids = {1 if os.readlink(f"/proc/{pid}/fd/1").endswith("rank-1.log") else 0: pid for pid in children(server)}
-        return board, {**pids, -1: server}
+        outputs = {pid: os.readlink(f"/proc/{pid}/fd/1") for pid in children(server)}
+        ranks = {1 if said.endswith("rank-1.log") else 0: pid for pid, said in outputs.items() if said != os.devnull}
+        return board, {**ranks, -1: server}
 
     def ended(self, code: int) -> tuple[str, str]:
         out, err = self.process.communicate(timeout=120)

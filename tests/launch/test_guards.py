@@ -30,7 +30,9 @@ class Store(dict[str, str]):
 
 def waiting(ended: dict[str, Any] | None, abort: AbortEvent | None = None) -> Summary:
     store = Store() if ended is None else Store(ended=json.dumps(ended))
-    context: Any = SimpleNamespace(rank=1, world=2, store=store, abort=abort or AbortEvent(), name="rank 1")
+    context: Any = SimpleNamespace(
+        rank=1, world=2, node=0, local_rank=1, store=store, abort=abort or AbortEvent(), name="rank 1"
+    )
     job: Any = SimpleNamespace(model=nn.Linear(1, 1), config=None)
     return fit_guarded(context, job, "cpu", lambda pool: pytest.fail("only the first guard runs ranks"))
 
@@ -52,3 +54,18 @@ def test_a_guard_does_not_wait_for_a_run_that_failed() -> None:
     abort.set("rank 0 failed")
     with pytest.raises(LinkError, match="rank 1 stopped waiting for the run: rank 0 failed"):
         waiting(None, abort)
+
+
+class Gone(Store):
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
+
+
+def test_a_guard_whose_store_is_gone_says_who_had_it() -> None:
+    context: Any = SimpleNamespace(
+        rank=1, world=2, node=1, local_rank=1, store=Gone(), abort=AbortEvent(), name="rank 1"
+    )  # fmt: skip
+    with pytest.raises(LinkError) as lost:
+        fit_guarded(context, SimpleNamespace(), "cpu", pytest.fail, pytest.fail)  # pyright: ignore
+    assert lost.value.message == "rank 1 lost the store of its job: the first process of the run is gone"
+    assert lost.value.hint == "see what became of it; go on with --resume auto"

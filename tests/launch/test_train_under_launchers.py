@@ -201,7 +201,8 @@ def ranks_of(pid: int) -> list[int]:
     """The processes that a fork server started, of those that come from a process."""
     children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if parent(path) == pid]
     is_server = b"phalanx.launch.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return children if is_server else [rank for child in children for rank in ranks_of(child)]
+    ranks = [child for child in children if os.readlink(f"/proc/{child}/fd/1") != os.devnull]  # the store says nothing
+    return ranks if is_server else [rank for child in children for rank in ranks_of(child)]
 
 
 def parent(path: Path) -> int:

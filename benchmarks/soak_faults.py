@@ -1,0 +1,113 @@
+"""What happens within a rank in the soak: a dataset in which it happens, once, to whoever asks for a certain sample."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.pending import open_sockets, shut
+from phalanx.launch.context import RankContext
+from phalanx.launch.membership import Generation
+from phalanx.training.mirror import Copy
+
+STEPS, BATCH, TOKENS = 10, 8, 8
+_slowed: list[float] = []  # in a rank that is slow from some sample on: seconds that each takes it
+
+
+class Samples:
+    """Tokens that follow from a sample's number."""
+
+    def __init__(self, mark: Path | None = None, what: str = "", index: int = 0) -> None:
+        self._mark, self._what, self._index = mark, what, index
+
+    def __len__(self) -> int:
+        return STEPS * BATCH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if self._mark is not None and index == self._index and not self._mark.exists():
+            self._mark.touch()
+            HAPPENS[self._what]()
+        time.sleep(sum(_slowed))
+        ids = (torch.arange(TOKENS) * 7 + index * 13) % 97
+        return {"input_ids": ids, "labels": ids}
+
+
+def _raise() -> None:
+    raise RuntimeError("something that nobody expected")
+
+
+def _exit() -> None:
+    os._exit(7)
+
+
+def _hold_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(30)  # a call through PyDLL keeps the lock
+
+
+def _flip() -> None:
+    """A bit of every copy on this rank."""
+    for copy in [it for it in gc.get_objects() if isinstance(it, Copy)]:
+        for tensor in copy.data.values():
+            tensor.view(torch.uint8)[:1] ^= 1
+
+
+def _fill_disk() -> None:
+    """No file may get large for a second."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+    threading.Timer(1.0, resource.setrlimit, (resource.RLIMIT_FSIZE, (most, most))).start()
+
+
+def _run_out_of_memory() -> None:
+    """Nothing more can be had, and then too much is asked for."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, most))
+    bytearray(1 << 30)
+
+
+def _cut_links() -> None:
+    """All connections of this rank end; nobody is lost. A connection to the store can be had again: it stays."""
+    store = int(os.environ[STORE_PORT])
+    shut(open_sockets(), spare_port=store)
+
+
+def _be_slow() -> None:
+    """A step takes this rank some three times as long from now on."""
+    _slowed.append(0.05)
+
+
+def _speak_of_the_past() -> None:
+    """Links are cut, so that ranks meet anew; meanwhile, and for a second more, this one writes what belonged to the
+    generation before."""
+    (context,) = [it for it in gc.get_objects() if isinstance(it, RankContext)][:1]
+
+    def speak() -> None:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            context.store.set("plan", json.dumps([1, "pp=9"]))
+            context.job_store.set("generation/0", Generation(0, (7,)).to_json())
+            time.sleep(0.002)
+
+    threading.Thread(target=speak, daemon=True).start()
+    _cut_links()
+
+
+STORE_PORT = "SOAK_STORE_PORT"
+HAPPENS: dict[str, Callable[[], None]] = {
+    "raise": _raise, "exit": _exit, "interpreter lock": _hold_interpreter, "slow": _be_slow, "corrupt copy": _flip,
+    "disk full": _fill_disk, "out of memory": _run_out_of_memory, "link cut": _cut_links,
+    "stale messages": _speak_of_the_past,
+}  # fmt: skip

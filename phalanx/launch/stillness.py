@@ -1,0 +1,63 @@
+"""Notices that a process stands still, long before its silence tells: it shows no sign of life although nothing keeps
+it from running.
+
+A rank's heart beats on a thread that needs next to nothing. On a busy machine it beats late because it waits for a
+core, in a long call because another thread runs, on a slow disk because the kernel works for it: the system tells all
+of these from a process whose threads are asleep or stopped. Where it tells nothing, only silence counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.launch.status_board import RunningClock, StatusView
+
+STILL_SECONDS = 0.7
+LONGEST_LOOK = 0.3  # seconds that one look counts for at most: whoever looks seldom has seen little
+_MOST_BUSY = 0.05  # of a core: threads that wait for Python's lock wake up to ask for it
+_SLEEPS = "STI"  # asleep, stopped by a signal, idle; not: running, waiting for a disk, held by a debugger
+
+
+@dataclass(frozen=True)
+class Activity:
+    """seconds: of computing, so far. sleeps: whether no thread wants to run."""
+
+    seconds: float
+    sleeps: bool
+
+
+def activity(pid: int) -> Activity | None:
+    """As the system tells it; None where it does not."""
+    with suppress(OSError, ValueError, IndexError):
+        spent = sum(map(int, _fields(Path(f"/proc/{pid}/stat"))[11:13])) / os.sysconf("SC_CLK_TCK")
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        return Activity(spent, all(_fields(thread / "stat")[0] in _SLEEPS for thread in threads))
+    return None
+
+
+def _fields(path: Path) -> list[str]:
+    """From the state on: what is before it may hold spaces."""
+    return path.read_text().rpartition(")")[2].split()
+
+
+class Stillness:
+    """Of one process."""
+
+    def __init__(self, clock: RunningClock, look: Callable[[], Activity | None]) -> None:
+        self._clock, self._look = clock, look
+        self._beat, self._since, self._spent = -1, clock.read(), 0.0
+
+    def seconds(self, view: StatusView) -> float:
+        """For how long it has been still by now."""
+        now = self._clock.read()
+        found = self._look()
+        if found is None or view.beat != self._beat or not found.sleeps or self._is_busy(found, now):
+            self._beat, self._since, self._spent = view.beat, now, found.seconds if found else 0.0
+        return now - self._since
+
+    def _is_busy(self, found: Activity, now: float) -> bool:
+        return found.seconds - self._spent > _MOST_BUSY * max(now - self._since, LONGEST_LOOK)

@@ -1,0 +1,86 @@
+"""Supervisors of two nodes, here in one process: what the first one orders, and what is thought of one that is silent."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import ConfigError, LateError, LinkError
+from phalanx.launch.follower import Follower
+from phalanx.launch.rank_main import Done, Failed, Left
+from phalanx.launch.spread import Orders, Spread, SpreadProcesses, orders_key, outcome_of, send, told
+from phalanx.launch.status_board import StatusBoard
+from phalanx.launch.store import JobStore, host_store
+from phalanx.launch.worker_pool import WorkerPool
+from tests.launch import jobs
+
+
+@pytest.fixture(scope="module")
+def store() -> JobStore:
+    return JobStore(host_store("127.0.0.1", 0, timedelta(seconds=30)), b"secret" * 4, "two nodes")
+
+
+def spread(store: JobStore, name: str, node: int, silence: float = 20.0) -> Spread:
+    return Spread(store.part(name).clone(), node, {0: (0, 0), 1: (1, 0)}, silence)
+
+
+def pool(where: Spread) -> WorkerPool:
+    return WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT, spread=where)
+
+
+def test_each_node_has_its_ranks_and_the_first_one_hears_of_all(store: JobStore) -> None:
+    first, second, found = spread(store, "both", 0), spread(store, "both", 1), list[Any]()
+
+    def follow() -> None:
+        with pool(second) as theirs:
+            found.extend(Follower(theirs, second).run(lambda name, given: None, jobs.describe, "there"))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    with pool(first) as ours:
+        mine, other = ours.run(jobs.describe, "here")
+    thread.join(30)
+    assert other is None and mine[:4] == (0, 2, 0, "cpu") and mine[-1] == ("here",)
+    ((rank, world, local_rank, device, *_, given),) = found
+    assert (rank, world, local_rank, device, given) == (1, 2, 0, "cpu", ("there",))
+
+
+def test_a_supervisor_that_hears_nothing_any_more_ends_its_ranks_and_says_so(store: JobStore) -> None:
+    where = spread(store, "silent", 1, silence=0.5)
+    send(where.store, orders_key(1), Orders(1))
+    with pool(where) as theirs, pytest.raises(LinkError) as ended:
+        Follower(theirs, where).run(lambda name, given: None, jobs.describe)
+    words = "node 1 has heard nothing of the first node's supervisor for 0 s, and ended its ranks"
+    assert ended.value.message == words and "is taken in if the run goes on" in ended.value.hint
+
+
+def test_processes_of_a_node_that_says_nothing_are_lost_and_come_back_with_it(store: JobStore, tmp_path: Path) -> None:
+    where, board = spread(store, "lost", 0, silence=0.5), StatusBoard.create(tmp_path / "board", 2)
+    processes = SpreadProcesses(tmp_path, jobs.LIGHT, where, board)
+    try:
+        processes.start_one(1)
+        remote = processes.alive[1]
+        assert processes.can_start(1) and not remote.gone
+        while not remote.gone:
+            processes.note_ended()
+        assert remote.cause == "was lost with node 1, of which nothing was heard for 1 s," and not processes.can_start(
+            1
+        )
+        where.store.set("report/1", '{"incarnation":"a","count":1,"starts":{},"slots":{},"ended":{},"said":{}}')
+        processes.note_ended()
+        assert processes.can_start(1)
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize("error", [None, LinkError("lost", "look"), LateError("late"), ConfigError("no", "yes")])
+def test_what_a_process_said_is_the_same_on_the_other_side(error: Any) -> None:
+    for said in (Done(), Left(None), Left(143)):
+        assert outcome_of(told(said)) == said
+    failed = outcome_of(told(Failed(error, "text", "traceback")))
+    assert isinstance(failed, Failed) and (failed.text, failed.traceback) == ("text", "traceback")
+    assert type(failed.error) is type(error) and str(failed.error) == str(error)
