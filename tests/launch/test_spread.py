@@ -1,4 +1,4 @@
-"""Supervisors of two nodes, here in one process: what the first one orders, and what is thought of one that is silent."""
+"""Supervisors of two nodes, here in one process: what the first orders, and what is thought of one that is silent."""
 
 from __future__ import annotations
 
