@@ -39,10 +39,12 @@ def train(**options: Any) -> None:
     from phalanx.training.early import require_usable
 
     require_usable(config.model, config.data, config.eval_data, config)
+    from phalanx.launch.early import early_server
     from phalanx.observe.phases import process_began
     from phalanx.training.trainer import Trainer
 
-    Trainer.from_config(config, process_began()).fit()
+    with early_server():
+        Trainer.from_config(config, process_began()).fit()
 
 
 def signature() -> inspect.Signature:

@@ -39,9 +39,10 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Prove that a plan equals the plain model: loss, every gradient, every updated parameter."""
+    from phalanx.launch.early import early_server
     from phalanx.verification.verify import verify as run
 
-    with _could_not_be_carried_out():
+    with early_server(), _could_not_be_carried_out():
         report = run(
             model, plan, tiny=tiny, dtype=dtype, steps=steps, batch=batch_size, tokens=seq_len, dropout=dropout,
             padding=padding, documents=documents, task=task, compile=compile, device=device, seed=seed,

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import RankError
-from phalanx.launch.server import Ended, Fork, Forked, Hosted
+from phalanx.launch import early
+from phalanx.launch.server import Begin, Ended, Fork, Forked, Hosted
 from phalanx.launch.wire import Wire
 
 _START_SECONDS = 120.0
@@ -94,16 +95,8 @@ class Processes:
         self.alive: dict[int, Process] = {}
         self._buried: list[Process] = []
         self._folder, self._store, self._lost_store = folder, Hosted(0, 0), False
-        ours, theirs = socket.socketpair()
-        self.control = Wire(ours)
-        code = f"from phalanx.launch.server import main; main({theirs.fileno()}, {preload!r}, {str(folder)!r}, {saves})"
-        path = os.pathsep.join(part or os.getcwd() for part in sys.path)
-        # A session of its own keeps the terminal's Ctrl-C away from the ranks: who started them decides.
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-        theirs.close()
+        self._server, self.control = early.take() or _started_server()
+        self.control.send(Begin(preload, str(folder), saves))
 
     @property
     def broken(self) -> str:
@@ -204,6 +197,19 @@ class Processes:
 
     def _log(self, rank: int) -> Path | None:
         return self._folder / f"rank-{rank}.log" if rank else None
+
+
+def _started_server() -> tuple[subprocess.Popen[bytes], Wire]:
+    ours, theirs = socket.socketpair()
+    code = f"from phalanx.launch.server import main; main({theirs.fileno()})"
+    path = os.pathsep.join(part or os.getcwd() for part in sys.path)
+    # A session of its own keeps the terminal's Ctrl-C away from the ranks: who started them decides.
+    started = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    theirs.close()
+    return started, Wire(ours)
 
 
 def _state(pid: int) -> str:

@@ -28,6 +28,16 @@ _outputs: list[int] = []  # of a rank: where output goes that is to be shown
 
 
 @dataclass(frozen=True)
+class Begin:
+    """The first message. folder: that of the pool, with the board. saves: whether ranks save when they have lost their
+    supervisor."""
+
+    preload: tuple[str, ...]
+    folder: str
+    saves: bool
+
+
+@dataclass(frozen=True)
 class Fork:
     """Become rank `rank`; the descriptor that comes along is its wire. Answered by Forked."""
 
@@ -57,12 +67,16 @@ class Ended:
     code: int
 
 
-def main(descriptor: int, preload: tuple[str, ...], folder: str, saves: bool) -> None:
-    """Serve until the other end of the control wire closes. folder: that of the pool, with the board. saves: whether
-    ranks save when they have lost their supervisor."""
+def main(descriptor: int) -> None:
+    """Serve until the other end of the control wire closes."""
     control = Wire(socket.socket(fileno=descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in preload:
+    try:
+        begin, _ = control.receive_with_descriptors(0)
+    except (EOFError, ConnectionError):
+        os._exit(0)  # nobody needs it
+    assert isinstance(begin, Begin)
+    for name in begin.preload:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is shared with the children stays shared
@@ -84,7 +98,7 @@ def main(descriptor: int, preload: tuple[str, ...], folder: str, saves: bool) ->
                 if control in ready:
                     _obey(control, children)
     except (EOFError, ConnectionError):
-        os._exit(let_go(children, Path(folder), saves))
+        os._exit(let_go(children, Path(begin.folder), begin.saves))
 
 
 def _host_store(control: Wire) -> int:

@@ -19,6 +19,7 @@ from torch import nn
 from phalanx.config import RunConfig
 from phalanx.contradictions import require_eval_data
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.launch import early
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.follower import Follower
 from phalanx.launch.join import find_place, join, run_joined
@@ -163,11 +164,13 @@ class Trainer:
             return self._fit_guarded(place.one_machine)
         context = join(device, folder=self.folder)
         if context is not None:
+            early.drop()
             self._refuse_several_jobs()
             return run_joined(context, self._fit_here, silence=self.config.silence)
         refuse_second_run(self.folder)
         ranks = choose_num_ranks(self.config)
         if ranks == 1:
+            early.drop()
             self._refuse_survival("the only rank of a run cannot be survived", "leave on_loss out, or use more ranks")
             alone = RankContext.alone(local_device(device, 0))
             self._try_out(lambda job: Loop(job, alone, _nobody).fit())
