@@ -177,7 +177,7 @@ def _cast(batch: Mapping[str, Tensor], like: Tensor) -> Batch:
 @contextlib.contextmanager
 def _exact_products() -> Iterator[None]:
     """Within, float32 means float32."""
-    backends = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    backends: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [backend.allow_tf32 for backend in backends]
     try:
         for backend in backends:
