@@ -71,14 +71,10 @@ def test_torchtitan_reads_its_arguments(text: str) -> None:
     tyro: Any = pytest.importorskip("tyro")
     configs: Any = pytest.importorskip("torchtitan.config")
 
-    @dataclasses.dataclass
-    class Settings:
-        training: configs.TrainingConfig = dataclasses.field(default_factory=configs.TrainingConfig)
-        parallelism: configs.ParallelismConfig = dataclasses.field(default_factory=configs.ParallelismConfig)
-
+    sections = {"training": configs.TrainingConfig, "parallelism": configs.ParallelismConfig}
+    fields = [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in sections.items()]
     *words, checkpointing = words_of("torchtitan", text)
-    Settings.__annotations__ = {"training": configs.TrainingConfig, "parallelism": configs.ParallelismConfig}
-    read = tyro.cli(Settings, args=words)
+    read = tyro.cli(dataclasses.make_dataclass("Settings", fields), args=words)
     plan = Plan.parse(text)
     assert read.parallelism.tensor_parallel_degree == plan.tp and read.training.global_batch_size == 64
     assert read.parallelism.pipeline_parallel_degree == plan.pp
