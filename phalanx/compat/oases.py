@@ -106,7 +106,7 @@ def language_model(num_l: int, h: int, n: int, vocabulary: int, tokens: int) -> 
         raise ConfigError(f"BenchmarkLM: h = {h} is not a multiple of n = {n} heads", "choose another n")
     return GPT2Config(
         n_layer=num_l, n_embd=h, n_head=n, n_positions=tokens, vocab_size=vocabulary, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False,
+        attn_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
 
 

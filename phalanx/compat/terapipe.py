@@ -39,7 +39,7 @@ class ModelConfig:
     def configuration(self) -> GPT2Config:
         return GPT2Config(
             n_layer=self.layers, n_embd=self.hidden, n_head=self.heads, n_positions=self.tokens,
-            vocab_size=self.vocabulary,
+            vocab_size=self.vocabulary, bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
 
 

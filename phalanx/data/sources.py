@@ -284,7 +284,12 @@ def require_datasets(why: str) -> Any:
     """The package `datasets`."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError:
+    except ImportError as error:
+        if getattr(error, "name", None) != "datasets":
+            raise DataError(
+                f"{why}, and the package 'datasets' that reads it cannot be imported: {error}",
+                "repair its installation (pip install --force-reinstall datasets), or give the data as JSONL",
+            ) from error
         raise DataError(
             f"{why}, and the package 'datasets' that reads it is not installed",
             "pip install datasets, or give the data as JSONL",

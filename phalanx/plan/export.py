@@ -1,5 +1,5 @@
-"""The same plan in other frameworks' words: Megatron-LM arguments, a DeepSpeed configuration with its launch line,
-torchtitan and Accelerate configurations; each with what it cannot express.
+"""The same plan in other frameworks' words: arguments of Megatron-LM and torchtitan, a DeepSpeed configuration with its
+launch line, an Accelerate configuration; each with what it cannot express.
 
 Only what a plan decides is written; model, data and learning rate are the user's. Pure text; nothing is imported from
 those projects.
@@ -102,10 +102,11 @@ def _megatron_zero(plan: Plan, lost: list[str]) -> list[str]:
         return ["--overlap-grad-reduce"] if plan.dp > 1 else []
     if plan.zero_degree:
         lost.append(f"zero_degree={plan.zero_degree} without further settings of its own")
-    if plan.zero == 3:
-        return ["--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params"]
-    if plan.zero == 2:
-        return ["--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads"]
+    if plan.zero >= 2:
+        strategy = "optim_grads_params" if plan.zero == 3 else "optim_grads"
+        return [
+            "--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}", "--ckpt-format fsdp_dtensor",
+        ]  # fmt: skip
     return ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 
 
@@ -164,18 +165,21 @@ def _torchtitan(job: Job) -> Exported:
         lost.append(f"recompute of {full} layers only: all or a choice by operator")
     local = job.samples * plan.mb if plan.pp > 1 else job.samples
     reshard = "never" if plan.zero < 3 or plan.gathers == "step" else "always"
-    lines = [
-        "[training]", f"local_batch_size = {local}", f"global_batch_size = {job.batch}", f"seq_len = {job.tokens}",
-        "mixed_precision_param = \"bfloat16\"", "", "[parallelism]",
-        f"data_parallel_shard_degree = {sharded}", f"data_parallel_replicate_degree = {plan.dp // sharded}",
-        f"fsdp_reshard_after_forward = \"{reshard}\"", f"tensor_parallel_degree = {plan.tp}",
-        f"pipeline_parallel_degree = {plan.pp}",
-    ]  # fmt: skip
+    training = {
+        "local_batch_size": local, "global_batch_size": job.batch, "seq_len": job.tokens,
+        "mixed_precision_param": "bfloat16",
+    }  # fmt: skip
+    parallelism: dict[str, object] = {
+        "data_parallel_shard_degree": sharded, "data_parallel_replicate_degree": plan.dp // sharded,
+        "fsdp_reshard_after_forward": reshard, "tensor_parallel_degree": plan.tp, "pipeline_parallel_degree": plan.pp,
+    }  # fmt: skip
     if plan.pp > 1:
-        lines += [f"pipeline_parallel_schedule = \"{_TITAN.get(plan.schedule, '1F1B')}\"",
-                  f"pipeline_parallel_microbatch_size = {job.samples}"]  # fmt: skip
+        parallelism["pipeline_parallel_schedule"] = _TITAN.get(plan.schedule, "1F1B")
+        parallelism["pipeline_parallel_microbatch_size"] = job.samples
+    words = [f"--training.{name} {value}" for name, value in training.items()]
+    words += [f"--parallelism.{name} {value}" for name, value in parallelism.items()]
     mode = "full" if full else "selective" if light else "none"
-    return Exported("\n".join([*lines, "", "[activation_checkpoint]", f'mode = "{mode}"']), tuple(lost))
+    return Exported(" \\\n  ".join([*words, f"activation-checkpoint:{mode}"]), tuple(lost))
 
 
 def _accelerate(job: Job) -> Exported:

@@ -66,17 +66,13 @@ def _tensor(name: Any, value: Any) -> Tensor:
     return value if value.is_floating_point() else value.to(torch.int64)
 
 
-def require_parts(session: Session, given: Batch) -> None:
-    """Refuses labels whose mean is not that of the parts that the plan cuts a batch into."""
-    plan = session.plan
-    if plan.dp * plan.mb * plan.multiple > 1:
-        require_labels(session.compiled.captured, given, plan.shown)
-
-
-def part_of(session: Session, given: Batch, samples: int) -> tuple[Batch, int, int]:
+def part_of(session: Session, given: Batch, samples: int, with_labels: bool = True) -> tuple[Batch, int, int]:
     """A rank's part of a global batch, its place in the stream, of which so many samples came before, and in the
-    batch."""
+    batch. with_labels: whether parts must have some, where the plan cuts the batch."""
     refuse_gradients(given)
+    plan = session.plan
+    if with_labels and plan.dp * plan.mb * plan.multiple > 1:
+        require_labels(session.compiled.captured, given, plan.shown)
     first, count = session.part(samples, num_samples(given))
     begin = first - samples
     return {name: tensor[begin : begin + count] for name, tensor in given.items()}, first, begin

@@ -25,7 +25,7 @@ from phalanx.plan.plan import Plan
 from phalanx.tasks.base import Batch
 from phalanx.training.change import Change
 from phalanx.training.outputs import Outputs
-from phalanx.training.own_batch import part_of, refuse_autocast, require_parts
+from phalanx.training.own_batch import part_of, refuse_autocast
 from phalanx.training.own_gradients import taken
 from phalanx.training.own_optimizer import Updates
 from phalanx.training.own_plan import Opened, OwnPlan
@@ -66,7 +66,7 @@ class OwnSession:
         given = self.opened.form(batch)
         self._updates.gradients.begin()
         self._updates.before_batch()
-        part, first, _ = self._part(given)
+        part, first, _ = part_of(self._session, given, self.samples)
         with self._running(part):
             run = self._session.step.backward(part, first)
         self._keep(run, scale)
@@ -84,7 +84,7 @@ class OwnSession:
             )
         given = self.opened.form(inputs or (batch[0] if len(batch) == 1 else batch))
         self._updates.before_batch()
-        part, first, begin = self._part(given)
+        part, first, begin = part_of(self._session, given, self.samples)
         with self._running(part):
             outputs = self._outputs(part, first, begin, num_samples(given))
         self.samples += num_samples(given) if torch.is_grad_enabled() else 0
@@ -101,7 +101,7 @@ class OwnSession:
             assert self.opened.leaving is not None
             session, ends = self.opened.leaving(self._session, given)
             self._left = Outputs(session, ends, "whole", keep=None)
-        part, first, begin = self._part(given, with_labels=False)
+        part, first, begin = part_of(self._session, given, self.samples, with_labels=False)
         with self._running(part, "evaluate"):
             return self._left(part, first, begin, num_samples(given))
 
@@ -282,12 +282,6 @@ class OwnSession:
         ends = self.opened.ends
         self._outputs = None if ends is None else Outputs(session, ends, self.opened.scope, self._keep)
         self._left: Outputs | None = None  # for outputs of a session that computes its loss itself
-
-    def _part(self, given: Batch, with_labels: bool = True) -> tuple[Batch, int, int]:
-        """This rank's part of a global batch, its place in the stream of samples, and in the batch."""
-        if with_labels:
-            require_parts(self._session, given)
-        return part_of(self._session, given, self.samples)
 
     @contextlib.contextmanager
     def _running(self, batch: Batch, phase: str = "step") -> Iterator[None]:

@@ -84,3 +84,13 @@ def test_a_saved_dataset_without_the_package_names_it(tmp_path, opened, monkeypa
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"package 'datasets' .*not installed(.|\n)*pip install datasets"):
         opened(tmp_path)
+
+
+def test_a_package_that_lacks_something_itself_is_not_told_as_missing(tmp_path, opened, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "state.json").write_text("{}")
+    (tmp_path / "datasets.py").write_text("import a_module_that_nobody_has\n")
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DataError, match=r"cannot be imported: No module named 'a_module_that(.|\n)*--force-reinstall"):
+        opened(tmp_path / "data")

@@ -12,9 +12,10 @@ import phalanx
 from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.params.groups import ParameterGroup
 from phalanx.training import own_session
 from phalanx.training.own_gradients import taken
-from tests.own_loop.jobs import both, net, numbers, opened, verified
+from tests.own_loop.jobs import both, llama, net, numbers, opened, verified, words
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,17 @@ def test_dropout_is_compared_and_the_users_module_is_left_as_it_is() -> None:
     assert report.ok, report.failures
     assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_of_frozen_parameters_and_beside_adapters_what_is_trained_is_compared() -> None:
+    with opened(
+        RankContext.alone(), net(), "mb=2", numbers(0), loss=both, groups=[ParameterGroup("layers.*", freeze=True)]
+    ) as session:
+        report = phalanx.verify(session, data=[numbers(1)])
+    assert report.ok and report.worst("gradient").compared == 6
+    with opened(RankContext.alone(), llama(), "mb=2", words(0), lora="r=2,targets=q_proj+v_proj") as session:
+        report = phalanx.verify(session, data=[words(1)])
+    assert report.ok and report.worst("gradient").compared == 16
 
 
 @pytest.mark.parametrize(

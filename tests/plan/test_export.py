@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 
 import pytest
 import yaml
@@ -16,6 +15,10 @@ from phalanx.plan.plan import Plan
 def exported(framework: str, plan: str, batch: int = 64, layers: int = 8) -> Exported:
     chosen = Plan.parse(plan)
     return export(framework, Job(chosen, batch, 2048, layers, 2, chosen.world // 2))
+
+
+def words_of(framework: str, plan: str, batch: int = 64) -> list[str]:
+    return exported(framework, plan, batch).text.replace("\\\n", " ").split()
 
 
 def test_megatron_gets_its_arguments() -> None:
@@ -57,10 +60,11 @@ def test_files_are_what_their_formats_read() -> None:
     read = json.loads(config)
     assert read["train_batch_size"] == 4 * read["train_micro_batch_size_per_gpu"] * read["gradient_accumulation_steps"]
     assert read["zero_optimization"]["stage"] == 3 and launch.startswith("deepspeed --num_nodes 2 --num_gpus 2")
-    titan = tomllib.loads(exported("torchtitan", "pp=2,tp=2,dp=4,mb=8,zero=3,zero_degree=2,stages=5-5").text)
-    degrees = titan["parallelism"]
-    assert (degrees["data_parallel_shard_degree"], degrees["data_parallel_replicate_degree"]) == (2, 2)
-    assert (degrees["pipeline_parallel_schedule"], titan["training"]["local_batch_size"]) == ("1F1B", 16)
+    titan = words_of("torchtitan", "pp=2,tp=2,dp=4,mb=8,zero=3,zero_degree=2,recompute=block,stages=5-5")
+    said = dict(zip(titan[:-1:2], titan[1::2], strict=True))
+    degrees = [said[f"--parallelism.data_parallel_{kind}_degree"] for kind in ("shard", "replicate")]
+    assert degrees == ["2", "2"] and titan[-1] == "activation-checkpoint:full"
+    assert said["--parallelism.pipeline_parallel_schedule"] == "1F1B" and said["--training.local_batch_size"] == "16"
     sharded = yaml.safe_load(exported("accelerate", "dp=4,zero=3,recompute=block,stages=10").text)
     assert sharded["fsdp_config"] == {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_activation_checkpointing": True}
     split = yaml.safe_load(exported("accelerate", "pp=2,tp=2,mb=8,sequence=yes,stages=5-5").text)
