@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import RankError
-from phalanx.launch.server import Ended, Fork, Forked, Hosted
+from phalanx.launch.server import End, Ended, Fork, Forked, Hosted
 from phalanx.launch.wire import Wire
 
 _START_SECONDS = 120.0
@@ -194,6 +194,8 @@ class Processes:
     def close(self) -> None:
         """End the ranks and the server."""
         self.end()
+        with suppress(ConnectionError):  # it may be gone
+            self.control.send(End())
         self.control.close()
         self._server.send_signal(signal.SIGCONT)  # one that is stopped could not hear that it is no longer needed
         try:
