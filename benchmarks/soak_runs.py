@@ -171,7 +171,8 @@ def run(pool: WorkerPool, setting: Setting, folder: Path, expected: Path) -> dic
     else:
         shutil.rmtree(out, ignore_errors=True)
         _mark(out).unlink(missing_ok=True)
-    recoveries, sources = [round(loss["seconds"], 3) for loss in losses], [loss["source"] for loss in losses]
+    recoveries = [round(loss["seconds"], 3) for loss in losses]
+    sources = [loss["source"].replace(f"{out}/", "") for loss in losses]
     return _record(setting, outcome, "; ".join(problems), seconds, recoveries, sources) | {"why_resumed": why}
 
 

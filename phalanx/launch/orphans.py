@@ -34,11 +34,15 @@ def let_go(children: dict[int, int], folder: Path, saves: bool = True) -> int:
         for pid in ranks:
             os.kill(pid, signal.SIGTERM)
         _wait(ranks)
-    for pid in (*ranks, *(pid for pid, rank in children.items() if rank == STORE)):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    end_all([*ranks, *(pid for pid, rank in children.items() if rank == STORE)])
     shutil.rmtree(folder, ignore_errors=True)
     return int(trained)
+
+
+def end_all(children: Iterable[int]) -> None:
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _train(ranks: Iterable[int], folder: Path) -> bool:

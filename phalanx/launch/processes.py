@@ -20,7 +20,7 @@ from typing import Any
 
 from phalanx.errors import RankError
 from phalanx.launch import early
-from phalanx.launch.server import Begin, Ended, Fork, Forked, Hosted
+from phalanx.launch.server import Begin, End, Ended, Fork, Forked, Hosted
 from phalanx.launch.wire import Wire
 
 _START_SECONDS = 120.0
@@ -187,6 +187,8 @@ class Processes:
     def close(self) -> None:
         """End the ranks and the server."""
         self.end()
+        with suppress(ConnectionError):  # it may be gone
+            self.control.send(End())
         self.control.close()
         self._server.send_signal(signal.SIGCONT)  # one that is stopped could not hear that it is no longer needed
         try:

@@ -100,6 +100,9 @@ class Renewal:
             return "no rank is left that could go on"
         if not all(self._board.slots[process].guarded for process in survivors):
             return "the ranks were not training yet, or not any more"
+        places = [process for process in lost if self._processes.can_start(process)]
+        if len(survivors) + len(places) + len(self.newcomers.ready()) < self._least:
+            return f"{len(survivors)} ranks are left, min_ranks = {self._least}, and no machine has room for others"
         if not lost and self._board.invited:
             return None
         step = max(self._board.slots[process].read().step for process in self.generation.members)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from phalanx.launch.orphans import STORE, let_go
+from phalanx.launch.orphans import STORE, end_all, let_go
 from phalanx.launch.wire import Wire
 
 _STORE_SECONDS = 300.0  # as long as torch's stores wait where nothing is said
@@ -43,6 +43,11 @@ class Fork:
 
     rank: int
     log: str  # where output goes that should not be shown, "" to show it
+
+
+@dataclass(frozen=True)
+class End:
+    """No more ranks are needed. A wire that closes without it was that of a process that was killed."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,8 @@ def main(descriptor: int) -> None:
                 if wakeup in ready:
                     wakeup.recv(4096)
                     _report_ended(control, children)
-                if control in ready:
-                    _obey(control, children)
+                if control in ready and not _obey(control, children):
+                    return end_all(children)
     except (EOFError, ConnectionError):
         os._exit(let_go(children, Path(begin.folder), begin.saves))
 
@@ -128,8 +133,11 @@ def _host_store(control: Wire) -> int:
     return pid
 
 
-def _obey(control: Wire, children: dict[int, int]) -> None:
+def _obey(control: Wire, children: dict[int, int]) -> bool:
+    """Whether there will be more to do."""
     message, descriptors = control.receive_with_descriptors(1)
+    if isinstance(message, End):
+        return False
     assert isinstance(message, Fork)
     parent = os.getpid()
     pid = os.fork()
@@ -138,6 +146,7 @@ def _obey(control: Wire, children: dict[int, int]) -> None:
     os.close(descriptors[0])
     children[pid] = message.rank
     control.send(Forked(message.rank, pid))
+    return True
 
 
 def _report_ended(control: Wire, children: dict[int, int]) -> None:
@@ -145,7 +154,8 @@ def _report_ended(control: Wire, children: dict[int, int]) -> None:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             del children[pid]
-            control.send(Ended(pid, os.waitstatus_to_exitcode(status)))
+            with contextlib.suppress(ConnectionError):  # what is heard next says why nobody listens
+                control.send(Ended(pid, os.waitstatus_to_exitcode(status)))
 
 
 def _become_rank(message: Fork, control: Wire, descriptor: int, parent: int) -> None:

@@ -212,6 +212,22 @@ def test_after_a_failure_the_pool_goes_on_with_fresh_ranks(pool: WorkerPool):
     assert not {result[5] for result in before} & {result[5] for result in after}
 
 
+def test_the_end_of_the_process_that_holds_the_store_is_told(tmp_path: Path):
+    with WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as pool:
+        pool.run(jobs.describe)
+        killer = threading.Thread(target=kill_when_under_way, args=(tmp_path, pool._processes._store.pid))
+        killer.start()
+        with pytest.raises(RankError, match="the process that holds the store of the ranks was ended, and the ranks"):
+            pool.run(jobs.ignores_signals, str(tmp_path))
+        killer.join()
+        assert [result[0] for result in pool.run(jobs.describe)] == [0, 1], "the next job has another store"
+
+
+def kill_when_under_way(folder: Path, pid: int) -> None:
+    wait_for(lambda: len(list(folder.iterdir())) == 2)
+    os.kill(pid, signal.SIGKILL)
+
+
 def children_of(pid: int) -> list[int]:
     listing = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
     return [int(line) for line in listing.stdout.split()]

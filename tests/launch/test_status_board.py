@@ -26,7 +26,7 @@ from phalanx.launch.watch import Trouble, _rank_error
 
 
 def test_what_one_process_writes_another_reads(tmp_path: Path):
-    ours, theirs = StatusBoard.create(tmp_path / "board", 3), StatusBoard.open(tmp_path / "board", 3)
+    ours, theirs = StatusBoard.create(tmp_path / "board", 3), StatusBoard.open(tmp_path / "board")
     slot = theirs.slots[1]
     slot.set_place("stage 1")
     slot.enter("step")
