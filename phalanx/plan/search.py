@@ -26,10 +26,10 @@ from phalanx.plan.unfit import no_candidates, nothing_fits
 from phalanx.plan.work import ModelWork
 
 KEEP = 6  # plans that are shown: the best, and the best of other meshes
-MOST_TRIED = 24  # plans that are worked out, of those that look best quickly
+MOST_TRIED = 16  # plans that are worked out, of those that look best quickly
 UNEVEN = 1.15
 FEW_BLOCKS, MOST_POLISHED = 12, 8  # in a model of which all that may be best is polished; stages of a plan that may be
-MOST_OFFLOADS = 3  # times as many of them with something on the host
+MOST_OFFLOADS = 2  # times as many of them with something on the host
 MOST_LOOKED = 3  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
 CLOSE = 1.02  # times what a mesh takes by a quick estimate: no plan of it is looked at that cannot take less
 MOST_OF_MESH = 5  # plans of one mesh of a model of many blocks that are worked out,
@@ -187,7 +187,9 @@ def _computed_again(problem: Problem, base: Base, fields: Mapping[str, Any], roo
         return 0.0  # of few blocks everything is looked at that is not too slow whatever it computes again
     parts = max(map(len, fields.get("slices", ())), default=1)
     shape = fields.get("schedule", "1f1b"), plan.pp, plan.mb, fields.get("v", 1), parts
-    held = (held_by(*shape, 0) + held_by(*shape, plan.pp - 1)) / 2
+    if shape not in problem.held:
+        problem.held[shape] = (held_by(*shape, 0) + held_by(*shape, plan.pp - 1)) / 2
+    held = problem.held[shape]
     return plan.mb * layers * problem.again_seconds(base.machine, room / layers / held)
 
 
