@@ -26,7 +26,7 @@ from phalanx.plan.unfit import no_candidates, nothing_fits
 from phalanx.plan.work import ModelWork
 
 KEEP = 6  # plans that are shown: the best, and the best of other meshes
-MOST_TRIED = 16  # plans that are worked out, of those that look best quickly
+MOST_TRIED = 24  # plans that are worked out, of those that look best quickly
 UNEVEN = 1.15
 FEW_BLOCKS, MOST_POLISHED = 12, 8  # in a model of which all that may be best is polished; stages of a plan that may be
 MOST_OFFLOADS = 2  # times as many of them with something on the host
