@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from phalanx.plan.cost import Software
     from phalanx.plan.estimate import Estimate
     from phalanx.plan.plan import Plan
+    from phalanx.plan.rates import Rates
     from phalanx.plan.search import Found
     from phalanx.plan.work import ModelWork
+    from phalanx.profile.store import Row
     from phalanx.program.split_facts import SplitFacts
 
 SAMPLES_PER_DEVICE = 8
@@ -44,7 +46,13 @@ Tiny = Annotated[bool, typer.Option("--tiny", help="shrink the model to test siz
 Calibration = Annotated[
     Path | None, typer.Option(help="what programs reach of a device, as `phalanx calibrate` wrote it")
 ]
-Profile = Annotated[Path | None, typer.Option(help="rates of the device, as `phalanx profile --out` wrote them")]
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        help="rates of the device: a file of `phalanx profile --out`, or none for published figures (default: what "
+        "`phalanx profile` measured here of such devices)"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
@@ -138,6 +146,7 @@ def _case(
     model: str, cluster: str, batch_size: int | None, seq_len: int | None, task: str | None, dtype: str, tiny: bool,
     calibration: Path | None, profile: Path | None,
 ) -> Case:  # fmt: skip
+    from phalanx.plan.rates import on_cluster
     from phalanx.program.work_of_facts import work_of_facts
 
     if dtype not in DTYPES:
@@ -157,20 +166,21 @@ def _case(
     is_shipped = load(facts.name) == facts
     work = work_of_facts(facts, choose_dims(facts, 1, seq_len), None if is_shipped else describe)
     software = _software(calibration, machines)
-    if profile is not None:
-        machines, software = _measured(profile, machines, software, dtype)
-        work = _timed(profile, work, machines, dtype)
+    if (found := _profile_of(profile, machines, dtype)) is not None:
+        path, rows, rates = found
+        machines, software = on_cluster(machines, software, rates)
+        work = _timed(path, rows, work, machines, dtype)
     return Case(work, machines, software, batch)
 
 
-def _timed(path: Path, work: ModelWork, cluster: Cluster, dtype: str) -> ModelWork:
+def _timed(path: Path, every: list[Row], work: ModelWork, cluster: Cluster, dtype: str) -> ModelWork:
     """With the seconds of its blocks, where a profile has them of this model and length on the cluster's device."""
     from phalanx.plan.rates import is_of
-    from phalanx.profile.store import matching, read_profile
+    from phalanx.profile.store import matching
     from phalanx.program.from_profile import block_times
 
     wanted = cluster.nodes[0].device
-    rows = matching(read_profile(path), model=work.name, dtype=dtype, tokens=work.tokens)
+    rows = matching(every, model=work.name, dtype=dtype, tokens=work.tokens)
     own = [row for row in rows if is_of(str(row.key.get("device")), wanted)]
     # Of measurements beside several numbers of other ranks, those of as many as the cluster's nodes have devices.
     counts = {ranks for row in own if isinstance(ranks := row.key.get("ranks"), int)}
@@ -181,27 +191,55 @@ def _timed(path: Path, work: ModelWork, cluster: Cluster, dtype: str) -> ModelWo
     return work.timed(times)
 
 
-def _measured(path: Path, cluster: Cluster, software: Software, dtype: str) -> tuple[Cluster, Software]:
-    """With the rates in a profile, which must be those of the cluster's devices."""
-    from phalanx.plan.rates import is_of, on_cluster
-    from phalanx.profile.store import rates_from, read_profile
+def _profile_of(given: Path | None, cluster: Cluster, dtype: str) -> tuple[Path, list[Row], Rates] | None:
+    """Rows of a file that is given, which must be about the cluster's devices, or of what was measured here, where it
+    is about them."""
+    from phalanx.profile.store import Store, profiles_path, read_profile
 
-    rows, wanted = read_profile(path), cluster.nodes[0].device
-    keys = {(str(row.key.get("device")), str(row.key.get("dtype")), row.key.get("ranks")) for row in rows}
-    own = ((device, precision, ranks) for device, precision, ranks in keys if isinstance(ranks, int))
-    fitting = sorted((key for key in own if is_of(key[0], wanted) and key[1] == dtype), key=lambda key: key[2])
-    kinds = {kind.device.name for kind in cluster.nodes}
-    if len(kinds) > 1 or not fitting:
-        about = ", ".join(sorted({f"{device} in {own}" for device, own, _ in keys if own in DTYPES})) or "nothing"
-        message = (
-            f"option profile = '{path}' is about {about}, and the cluster has {', '.join(sorted(kinds))} in {dtype}"
-        )
-        raise ConfigError(message, "measure on that device (phalanx profile --dtype … --out FILE), or leave it out")
-    rates = next((found for key in reversed(fitting) if (found := rates_from(rows, *key)) is not None), None)
+    if given is not None and str(given) == "none":
+        return None
+    if given is not None:
+        rows = read_profile(given)
+        return given, rows, _given_rates(given, rows, cluster, dtype)
+    path = profiles_path()
+    rows = Store(path, lambda text: typer.echo(text, err=True)).rows() if path.is_file() else []
+    rates = _rates(rows, cluster, dtype)
     if rates is None:
+        return None
+    typer.echo(f"rates as measured here ({path}); --profile none for published ones", err=True)
+    return path, rows, rates
+
+
+def _rates(rows: list[Row], cluster: Cluster, dtype: str) -> Rates | None:
+    """Of the cluster's devices, beside as many ranks as were measured; None where they are of several kinds."""
+    from phalanx.plan.rates import is_of
+    from phalanx.profile.store import rates_from
+
+    if len({kind.device.name for kind in cluster.nodes}) > 1:
+        return None
+    wanted = cluster.nodes[0].device
+    own = {(str(row.key.get("device")), row.key.get("ranks")) for row in rows if row.key.get("dtype") == dtype}
+    fitting = [(device, ranks) for device, ranks in own if isinstance(ranks, int) and is_of(device, wanted)]
+    most_first = sorted(fitting, key=lambda key: -key[1])
+    every = (rates_from(rows, device, dtype, ranks) for device, ranks in most_first)
+    return next((rates for rates in every if rates is not None), None)
+
+
+def _given_rates(path: Path, rows: list[Row], cluster: Cluster, dtype: str) -> Rates:
+    """A ConfigError where the file is about other devices, or says too little."""
+    from phalanx.plan.rates import is_of
+
+    rates = _rates(rows, cluster, dtype)
+    if rates is not None:
+        return rates
+    kinds, wanted = {kind.device.name for kind in cluster.nodes}, cluster.nodes[0].device
+    keys = {(str(row.key.get("device")), str(row.key.get("dtype"))) for row in rows}
+    if len(kinds) == 1 and any(is_of(device, wanted) and own == dtype for device, own in keys):
         message = f"option profile = '{path}' lacks products or memory of {wanted.name}"
         raise ConfigError(message, "measure anew with `phalanx profile --out FILE`")
-    return on_cluster(cluster, software, rates)
+    about = ", ".join(sorted({f"{device} in {own}" for device, own in keys if own in DTYPES})) or "nothing"
+    message = f"option profile = '{path}' is about {about}, and the cluster has {', '.join(sorted(kinds))} in {dtype}"
+    raise ConfigError(message, "measure on that device (phalanx profile --dtype … --out FILE), or leave it out")
 
 
 def _cluster(text: str) -> Cluster:

@@ -20,8 +20,7 @@ _WORTH, _BETTER = 1e-4, 1 - 1e-6  # differences that are worth a look
 
 def partition(num_blocks: int, num_stages: int, time: Time, weight: float, least: float) -> tuple[int, ...] | None:
     """Blocks of each stage; None where no way fits. least: seconds that all stages together are not below."""
-    start = 0.5 * least / num_stages
-    limit = _smallest_limit(num_blocks, num_stages, time, start)
+    limit = _smallest_limit(num_blocks, num_stages, time, 0.999 * least / num_stages)
     if limit is None:
         return None
     best = min(_ways(num_blocks, num_stages, time, limit), key=lambda way: way.cost(weight))
@@ -57,15 +56,15 @@ def evenly(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def _smallest_limit(num_blocks: int, num_stages: int, time: Time, start: float) -> float | None:
-    """Of the longest stage, to a ten-thousandth."""
+    """Of the longest stage, to a thousandth: never too small. start: a limit that is hardly ever enough."""
     ends = _greedy(num_blocks, num_stages, time, _ANY)
     if ends is None:
         return None
     low, high, most = start, start, max(time(stage, ends[stage], ends[stage + 1]) for stage in range(num_stages))
     while high < most and _greedy(num_blocks, num_stages, time, high) is None:
-        low, high = high, high * 1.25 + 1e-12
+        low, high = high, high + 2 * (high - low) + 0.04 * start + 1e-12
     high = min(high, most)
-    while high - low > 1e-4 * high:
+    while high - low > 1e-3 * high:
         middle = (low + high) / 2
         if _greedy(num_blocks, num_stages, time, middle) is None:
             low = middle

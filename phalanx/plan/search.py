@@ -7,7 +7,7 @@ Pure: facts in, plans out, a second for thousands of devices. What the runtime d
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -29,10 +29,11 @@ KEEP = 6  # plans that are shown: the best, and the best of other meshes
 MOST_TRIED = 24  # plans that are worked out, of those that look best quickly
 UNEVEN = 1.15
 FEW_BLOCKS, MOST_POLISHED = 12, 8  # in a model of which all that may be best is polished; stages of a plan that may be
-MOST_OFFLOADS = 3  # times as many of them with something on the host
+MOST_OFFLOADS = 2  # times as many of them with something on the host
 MOST_LOOKED = 3  # plans of each mesh and number of micro-batches of a model of many blocks, the most promising first
 CLOSE = 1.02  # times what a mesh takes by a quick estimate: no plan of it is looked at that cannot take less
 MOST_OF_MESH = 5  # plans of one mesh of a model of many blocks that are worked out,
+UNFIT = 0.1  # of such a plan, what one counts that fits in no way: that shows soon
 FIRST_OF_MESH = 2  # of which so many before those of slower meshes
 NEAR, FAR = 1.05, 1.3  # times what is found of a mesh: others of it that look slower are not worked out
 
@@ -62,7 +63,8 @@ def search(
     best: dict[tuple[int, ...], Estimate] = {}
     is_large = len(model.blocks) > FEW_BLOCKS
     near, most_of_mesh = (NEAR, MOST_OF_MESH) if is_large else (FAR, math.inf)
-    tried, worked, least = 0, Counter[tuple[int, ...]](), math.inf
+    tried, least = 0, math.inf
+    worked: dict[tuple[int, ...], float] = defaultdict(float)
     for candidate in _varied(promising) if is_large else promising:
         key, seconds = _mesh_key(candidate.plan), candidate.seconds
         may_be_best = not is_large and candidate.least < least  # of few blocks one more or less matters
@@ -73,9 +75,9 @@ def search(
             or worked[key] >= most_of_mesh
         ):
             continue
-        worked[key] += 1
         found = worked_out(problem, candidate.plan)
-        if found is None:  # which shows soon
+        worked[key] += 1 if found is not None else UNFIT
+        if found is None:
             continue
         tried += 1
         own = found if is_large else polished(problem, found)
@@ -136,15 +138,16 @@ def _promising(
         if _shards_more(fields) and key in settled:
             continue
         plan = _plan(fields, fixed)
-        if plan is not None and looked.at(plan, least) and zero == 1:
+        if plan is not None and looked.at(plan, least, promise - least) and zero == 1:
             settled.add(key)
+    is_small = len(problem.model.blocks) <= FEW_BLOCKS
     if "offload" not in fixed:
         for own in sorted(looked.tight, key=lambda own: own.free):
             for offload, extra in offloads(problem, own.plan):
                 looked.known += 1
-                least = own.free + extra
+                least = own.least + extra if is_small else own.free + extra
                 if least < own.seconds and looked.may_be_shown(_mesh_key(own.plan), own.plan.mb, least, offloads=True):
-                    looked.at(replace(own.plan, offload=offload), own.least + extra)
+                    looked.at(replace(own.plan, offload=offload), own.least + extra, own.again)
     return sorted(looked.quick, key=lambda own: own.seconds), looked.known
 
 
@@ -184,16 +187,20 @@ def _computed_again(problem: Problem, base: Base, fields: Mapping[str, Any], roo
         return 0.0  # of few blocks everything is looked at that is not too slow whatever it computes again
     parts = max(map(len, fields.get("slices", ())), default=1)
     shape = fields.get("schedule", "1f1b"), plan.pp, plan.mb, fields.get("v", 1), parts
-    held = (held_by(*shape, 0) + held_by(*shape, plan.pp - 1)) / 2
+    if shape not in problem.held:
+        problem.held[shape] = (held_by(*shape, 0) + held_by(*shape, plan.pp - 1)) / 2
+    held = problem.held[shape]
     return plan.mb * layers * problem.again_seconds(base.machine, room / layers / held)
 
 
 class _Tight(NamedTuple):
-    """A plan that cannot keep everything. seconds: as it is; free: if it could; least: as of a candidate."""
+    """A plan that cannot keep everything. seconds: as it is; free: if it could; least: as of a candidate. again: about
+    what it computes again."""
 
     free: float
     seconds: float
     least: float
+    again: float
     plan: Plan
 
 
@@ -202,9 +209,10 @@ class _Looked:
 
     def __init__(self, problem: Problem, keep: int) -> None:
         self._problem, self._keep = problem, keep
+        self._is_large = len(problem.model.blocks) > FEW_BLOCKS
         self._best: dict[tuple[int, ...], float] = {}
         self._worst, self._least = math.inf, math.inf  # of what would be shown
-        self._is_large = len(problem.model.blocks) > FEW_BLOCKS
+        self._reached = 0.0 if self._is_large else math.inf  # by a plan of few blocks that was worked out
         self._counts: Counter[tuple[object, ...]] = Counter()  # of each mesh, without and with something on the host
         self.quick: list[Candidate] = []
         self.tight: list[_Tight] = []
@@ -215,18 +223,19 @@ class _Looked:
     ) -> bool:
         """promise: about the seconds of a step. With something on the host, what is not much slower than the best."""
         if not self._is_large:
-            return True
+            return least < self._limit(mesh)
         most = (MOST_OFFLOADS if offloads else 1) * MOST_LOOKED
         slow = UNEVEN * (self._least if offloads else self._worst)
         return least < min(slow, self._limit(mesh)) and promise < slow and self._counts[mesh, mb, offloads] < most
 
     def _limit(self, mesh: tuple[int, ...]) -> float:
         """Seconds above which nothing is of interest. Quick estimates may be below what a plan takes in the end: of few
-        blocks, none is left out for them."""
-        return min(self._worst, CLOSE * self._best.get(mesh, math.inf)) if self._is_large else math.inf
+        blocks, only what is slower than one that was worked out is left out for them."""
+        close = CLOSE if self._is_large else UNEVEN
+        return max(self._reached, min(self._worst, close * self._best.get(mesh, math.inf)))
 
-    def at(self, plan: Plan, least: float) -> bool:
-        """Looks at a plan. Whether it keeps everything."""
+    def at(self, plan: Plan, least: float, again: float) -> bool:
+        """Looks at a plan. Whether it keeps everything. again: about the seconds that it computes again."""
         mesh = _mesh_key(plan)
         sharded = self._problem.sharded(plan)
         room = sharded.room + plan.hosted_share * sharded.optimizer
@@ -234,16 +243,19 @@ class _Looked:
             return False
         self._counts[mesh, plan.mb, bool(plan.offload)] += 1
         limit = self._limit(mesh)
-        seconds, free = StageTimes(self._problem, plan).quick(limit)
-        if free >= limit:
+        seconds, free = StageTimes(self._problem, plan).quick(limit if self._is_large else math.inf)
+        if free >= limit and self._is_large:
             return False
         if not plan.offload and seconds > free * (1 + 1e-6):
-            self.tight.append(_Tight(free, seconds, least, plan))
+            self.tight.append(_Tight(free, seconds, least, again, plan))
         # Even stages may be too large where uneven ones fit.
         if room > 0:
-            self.quick.append(Candidate(seconds if math.isfinite(seconds) else UNEVEN * free, least, plan))
+            about = seconds if math.isfinite(seconds) else UNEVEN * (free + again)
+            self.quick.append(Candidate(about, least, plan))
         if seconds < self._best.get(mesh, math.inf):
             self._best[mesh] = seconds
+            if seconds < self._least and not self._is_large and (own := worked_out(self._problem, plan)) is not None:
+                self._reached = min(self._reached, own.step_seconds)
             self._least = min(self._least, seconds)
             self._worst = sorted(self._best.values())[self._keep - 1] if len(self._best) >= self._keep else math.inf
         return seconds <= free * (1 + 1e-6)

@@ -70,6 +70,8 @@ class Problem:
     mixers: dict[Key, Mixer] = field(default_factory=dict[Key, Mixer])
     evens: dict[Key, tuple[int, ...]] = field(default_factory=dict[Key, tuple[int, ...]])
     drained: dict[Key, float] = field(default_factory=dict[Key, float])
+    held: dict[Key, float] = field(default_factory=dict[Key, float])
+    waiting: dict[Key, float] = field(default_factory=dict[Key, float])
     shares: dict[Key, float] = field(default_factory=dict[Key, float])
     looked_at: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     sums: dict[Key, list[float]] = field(default_factory=dict[Key, list[float]])
@@ -377,9 +379,12 @@ class StageTimes:
     def _waiting(self) -> float:
         """For messages."""
         problem, plan = self._problem, self._plan
-        message = message_seconds(problem.model, plan, self._places)
-        parts = step_parts(plan, [_IDLE] * plan.pp, message, problem.software)
-        return parts["messages"] + parts["bubble"]
+        key = (*_key(self._places[0]), plan.pp, plan.dp, plan.mb, plan.schedule, plan.v)
+        if key not in problem.waiting:
+            message = message_seconds(problem.model, plan, self._places)
+            parts = step_parts(plan, [_IDLE] * plan.pp, message, problem.software)
+            problem.waiting[key] = parts["messages"] + parts["bubble"]
+        return problem.waiting[key]
 
     def _timed(self, place: int, runs: tuple[tuple[int, int], ...]) -> Place:
         problem, machine = self._problem, self._places[place]

@@ -35,7 +35,7 @@ def no_candidates(model: ModelWork, cluster: Cluster, batch: int, fixed: Mapping
 def nothing_fits(problem: Problem, fixed: Mapping[str, Any]) -> PlanError:
     """What the leanest plan lacks, and what would mend it."""
     model, cluster = problem.model, problem.cluster
-    leanest = min(_lean(problem, fixed), key=_lacking)
+    leanest = min(leanest_plans(problem, fixed), key=_lacking)
     lacks, place = _lacking(leanest), leanest.fullest
     held = leanest.memory[place]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in held.items() if size > 0.01 * sum(held.values()))
@@ -52,7 +52,7 @@ def nothing_fits(problem: Problem, fixed: Mapping[str, Any]) -> PlanError:
     return PlanError(message, f"use {listed(hints)}")
 
 
-def _lean(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Estimate]:
+def leanest_plans(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Estimate]:
     """Of every mesh the plan that needs least: all state sharded, all layers computed again, smallest micro-batches."""
     smallest: dict[tuple[int, int], Plan] = {}
     for base in meshes(problem, fixed):
@@ -78,4 +78,4 @@ def _lacking(own: Estimate) -> float:
 def _fits_on(problem: Problem, cluster: Cluster, fixed: Mapping[str, Any]) -> bool:
     larger = Problem(problem.model, cluster, problem.software, problem.batch)
     open_fields = {name: value for name, value in fixed.items() if name not in ("pp", "dp", "tp")}
-    return any(own.fits for own in _lean(larger, open_fields))
+    return any(own.fits for own in leanest_plans(larger, open_fields))

@@ -21,6 +21,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.search import search
 from phalanx.plan.space import meshes, offloads, variants
 from phalanx.plan.stage_times import Problem
+from phalanx.plan.unfit import leanest_plans
 from phalanx.plan.work import RUNGS, ModelWork, Shape, transformer
 
 SOFTWARE = Software(step=1e-4, reserved=0.0, slack=0.0)
@@ -228,6 +229,17 @@ def test_memory_that_is_given_is_respected() -> None:
     first, second = (search(model, cluster, Software(), 64).plans[0] for cluster in (roomy, tight))
     assert first.fits and second.fits and second.peak_bytes < 30e9 < first.peak_bytes
     assert second.step_seconds >= first.step_seconds
+
+
+@pytest.mark.parametrize("layers, memory", [(10, 1.2), (24, 2.2)])
+def test_a_model_fits_where_its_leanest_plan_does(layers: int, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.plan.search.FEW_BLOCKS", 8)  # as of many blocks, of which not all plans are looked at
+    model = transformer("m", Shape(layers, 1024, 16, 16, 4096, 32000, 1024))
+    cluster = Cluster.read(f"8 H100, memory {memory}GB")
+    problem = Problem(model, cluster, Software(), 64)
+    assert any(own.fits for own in leanest_plans(problem, {}))
+    found = search(model, cluster, Software(), 64).plans
+    assert all(own.fits for own in found)
 
 
 def test_even_stages_take_every_block_and_none_is_empty() -> None:

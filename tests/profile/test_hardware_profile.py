@@ -253,6 +253,21 @@ def test_a_plan_for_a_cluster_takes_a_profile_of_its_devices(
     assert rates_from([], "H100", "bfloat16", 1) is None
 
 
+def test_a_plan_for_devices_that_were_measured_here_takes_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path))
+    Store(profiles_path()).take(rows_of("NVIDIA H100 80GB HBM3", 1, "bfloat16"))
+    line = ["estimate", "--model", "gpt2", "--plan", "mb=2", "--batch-size", "8", "--json", "--cluster"]
+    seconds: dict[str, float] = {}
+    for name, given in {"here": ["H100"], "published": ["H100", "--profile", "none"], "other": ["A100"]}.items():
+        assert main([*line, *given]) == 0
+        said = capsys.readouterr()
+        assert ("rates as measured here" in said.err) == (name == "here")
+        seconds[name] = json.loads(said.out)["step_seconds"]
+    assert seconds["here"] > 1000 * seconds["published"] and seconds["here"] > 1000 * seconds["other"]
+
+
 # Data.
 
 
