@@ -16,6 +16,7 @@ from typing import Any
 
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.state_facts import ParameterFacts
+from phalanx.plan.mesh import Mesh
 from phalanx.state.layout import Box, Layout, StateShard
 from phalanx.state.moves import Move, plan_moves
 
@@ -117,6 +118,18 @@ def _portion(parts: Sequence[_Moving]) -> Portion:
         tuple(name for own in parts for name in own.names), tuple(move for own in parts for move in own.local),
         tuple(_rounds(move for own in parts for move in own.between)),
     )  # fmt: skip
+
+
+def gathered(layout: StateLayout) -> Counter[tuple[int, int]]:
+    """Bytes of parameters, by who gives and who gets them, that ranks collect which keep parameters whole and the rest
+    of the state in shards."""
+    found, mesh = Counter[tuple[int, int]](), Mesh.of(layout.plan)
+    for rank in mesh.world if layout.plan.shards > 1 and layout.sharding(0).whole else ():
+        flats = [flat for bucket in layout.buckets(rank).values() for flat in (bucket.trained, bucket.frozen) if flat]
+        size = sum(flat.shard_size for flat in flats) * BYTES[layout.facts.dtype]
+        for other in mesh.zero_group(rank):
+            found[rank, other] += size if other != rank else 0
+    return found
 
 
 def parameter_of(name: str) -> str:
