@@ -17,6 +17,7 @@ from typing import Any
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.state_facts import ParameterFacts
 from phalanx.plan.mesh import Mesh
+from phalanx.program.compile import without_collection
 from phalanx.state.layout import Box, Layout, StateShard
 from phalanx.state.moves import Move, plan_moves
 
@@ -63,8 +64,9 @@ def plan_migration(old: StateLayout, new: StateLayout, before: Layout, after: La
     found: list[dict[str, None]] = [{} for _ in groups]
     for shard in (shard for shards in after.values() for shard in shards):
         found[of_parameter[parameter_of(shard.name)]][shard.name] = None
-    moving = _moving(before, after, [list(names) for names in found])
-    return Migration(before, after, tuple(_portion(own) for own in _joined(moving)))
+    with without_collection():
+        moving = _moving(before, after, [list(names) for names in found])
+        return Migration(before, after, tuple(_portion(own) for own in _joined(moving)))
 
 
 @dataclass(frozen=True)

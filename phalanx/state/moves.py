@@ -6,11 +6,9 @@ takes little more time than going through both layouts. Copying is `reshard`'s w
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import accumulate
@@ -71,24 +69,7 @@ def plan_moves(old: Layout, new: Layout) -> list[Move]:
     Of several ranks that could send, the one that sends least so far does, an owner before a replica. The result
     depends on nothing but the two layouts.
     """
-    with _no_collection():
-        return _planned(_by_name(old), _by_name(new))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Planning makes many objects and no cycles of them: Python's collector would go through them all, and through
-    everything else that lives, again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _planned(sources: Mapping[str, Shards], wanted: Mapping[str, Shards]) -> list[Move]:
+    sources, wanted = _by_name(old), _by_name(new)
     sent = Counter[int]()
     known: dict[_Key, _Sources] = {}
     alike: dict[tuple[_Key, _Key], tuple[list[Move], Counter[int]]] = {}
@@ -102,7 +83,7 @@ def _planned(sources: Mapping[str, Shards], wanted: Mapping[str, Shards]) -> lis
         if pair in alike:
             before, given = alike[pair]
             dtype = own[0][1].dtype
-            moves += [_new(Move, (name, dtype, *move[2:])) for move in before]
+            moves += [Move(name, dtype, *move[2:]) for move in before]
             sent += given
             continue
         found = list(_moves_of(known[key], {rank for rank, shard in held if not shard.owned}, own, sent))
@@ -112,7 +93,6 @@ def _planned(sources: Mapping[str, Shards], wanted: Mapping[str, Shards]) -> lis
     return moves
 
 
-_new = tuple.__new__  # several times quicker than by the names of the fields
 _Key = tuple[tuple[int, int], ...]  # the identity of the boxes of a tensor on each rank
 
 
@@ -159,7 +139,7 @@ def _moves_of(sources: _Sources, replicas: set[int], wanted: Shards, sent: Count
                 if rank not in places:
                     sender = senders.next(number)
                     sent[sender] += numel
-                yield _new(Move, (shard.name, shard.dtype, sender, rank, box, places[sender], put_to))
+                yield Move(shard.name, shard.dtype, sender, rank, box, places[sender], put_to)
 
 
 def _chosen(sources: _Sources, senders: _Senders, rank: int, name: str, box: Box) -> Iterator[Part]:
