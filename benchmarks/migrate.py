@@ -31,17 +31,20 @@ from phalanx.plan.complete import complete
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 WIDTHS, LAYERS, WORLD = (128, 512, 1024), 6, 4
 CHANGES = (("pp=4,mb=4", "dp=4,zero=1"), ("tp=4", "pp=2,dp=2,mb=2"), ("pp=4,mb=4", "pp=4,mb=2,schedule=gpipe"))
+_PARTS = ("prepare", "connect", "move", "arrive")
 ALLOWED = 0.15  # seconds beside the bytes, of four CPU ranks
-HEADERS = ["from", "to", "state", "moved", "pause s", "prepare", "connect", "move", "plain bytes s",
-           "pause - plain", "through files s", "first change and step s"]  # fmt: skip
+HEADERS = ["from", "to", "state", "moved", "pause s", "prepare", "connect", "move", "arrive", "plain bytes s",
+           "pause - plain", "next step s", "through files s", "first change and step s"]  # fmt: skip
 
 INTRO = f"""# The pause of a change of plan
 
-How long training stands still when its plan changes, on four CPU ranks, for plans that were used before. *Plain bytes*
-is what as many bytes between the same ranks take all at once, measured in turn with the pauses; {ALLOWED} s more is
-what was asked for. *Through files* is a checkpoint saved under one plan and loaded under the other in the same
-processes; to stop and start them again would come on top. The last column is the first change to a plan with its first
-step, which makes its functions."""
+How long training stands still when its plan changes, on four CPU ranks, for plans that were used before and a change
+that was made ready for while the old plan trained. Parameters that are kept whole while the rest of the state is in
+shards may still be on their way when a run trains on; here the pause ends when they have arrived. What the next step
+takes longer than usual is shown beside it. *Plain bytes* is what as many bytes between the same ranks take all at once,
+measured in turn with the pauses; {ALLOWED} s more is what was asked for. *Through files* is a checkpoint saved under
+one plan and loaded under the other in the same processes; to stop and start them again would come on top. The last
+column is the first change to a plan with its first step, which makes its functions."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,11 +86,23 @@ def _slowest(found: Sequence[Measured], name: str) -> list[float]:
 
 
 def row(result: Mapping[str, Any]) -> list[str]:
-    parts = [f"{result['parts'].get(name, {}).get('median', 0.0):.3f}" for name in ("prepare", "connect", "move")]
-    medians = [f"{result[name]['median']:.3f}" for name in ("plain", "beside", "through_files")]
+    parts = [f"{result['parts'].get(name, {}).get('median', 0.0):.3f}" for name in _PARTS]
+    plain, beside, through = (f"{result[name]['median']:.3f}" for name in ("plain", "beside", "through_files"))
+    following = f"{result['parts'].get('next step', {}).get('median', 0.0):+.3f}"
     sizes = [bytes_text(result[name]) for name in ("state_bytes", "bytes")]
     pause = f"{result['pauses']['median']:.3f}"
-    return [result["old"], result["new"], *sizes, pause, *parts, *medians, f"{result['first']:.2f}"]
+    return [
+        result["old"],
+        result["new"],
+        *sizes,
+        pause,
+        *parts,
+        plain,
+        beside,
+        following,
+        through,
+        f"{result['first']:.2f}",
+    ]
 
 
 def page(folder: Path = RESULTS) -> str:

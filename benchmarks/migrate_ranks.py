@@ -4,6 +4,7 @@ and beside a checkpoint that is saved by one plan and loaded by the other."""
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.adapt.portions import move_bytes
+from phalanx.adapt.portions import gathered, move_bytes
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.engine.compiled import Compiled
@@ -50,7 +51,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, a number per repeat. parts: of pauses, by name. first: the pause of the first change, which makes
+    """Of one rank, a number per repeat. pauses: until all state is in place. parts: of pauses, by name; and what the
+    next step takes longer than usual, which is none of them. first: the pause of the first change, which makes
     the functions of the new plan."""
 
     first: float
@@ -78,11 +80,13 @@ def measure(context: RankContext, case: Case) -> Measured:
     through_files: list[float] = []
     parts: dict[str, list[float]] = {}
     for number in range(case.repeats):
-        seconds, _ = _timed(member, _plainly, member, case)
+        seconds, _ = _timed(member, _plainly, member, case, done.bytes > 0)
         plain.append(seconds)
         seconds, member = _timed(member, _changed, member, case.new, parts, _ahead(member, case, number))
+        own, _ = _timed(member, _step, member, case)
+        usual = statistics.median(_timed(member, _step, member, case)[0] for _ in range(3))
+        parts.setdefault("next step", []).append(own - usual)
         pauses.append(seconds)
-        _step(member, case)
         member, _ = change(member, case.old)
         _step(member, case)
         seconds, _ = _timed(member, _through_files, member, case, context, number)
@@ -95,7 +99,7 @@ def _ahead(member: Member, case: Case, number: int) -> Ahead:
     """What a run makes while it still trains under the old plan."""
     assert member.opening is not None
 
-    def first_batch(of: Compiled) -> tuple[Mapping[str, Tensor], int]:
+    def first_batch(of: Compiled) -> tuple[dict[str, Tensor], int]:
         first, count = of.part(0, case.samples)
         return {name: tensor[first : first + count] for name, tensor in case.batch.items()}, first
 
@@ -109,20 +113,24 @@ def _ahead(member: Member, case: Case, number: int) -> Ahead:
 
 def _changed(member: Member, plan: Plan, parts: dict[str, list[float]], ahead: Ahead) -> Member:
     member, done = change(member, plan, ahead=ahead)
+    with done.timed("arrive"):  # a run trains meanwhile, as far as it can
+        member.state.settle()
     for name, seconds in done.seconds.items():
         parts.setdefault(name, []).append(seconds)
     return member
 
 
-def _plainly(member: Member, case: Case) -> None:
-    """As many bytes between the same ranks at once, out of one buffer and into another."""
+def _plainly(member: Member, case: Case, moves: bool) -> None:
+    """As many bytes between the same ranks at once, out of one buffer and into another. moves: whether any do."""
     group, opening = everyone(member), member.opening
-    migration = opening.migrations.get((case.old, case.new)) if opening is not None else None
-    portions = migration.portions if migration is not None else ()  # where nothing moves there is none
-    moves = [move for portion in portions for own in portion.rounds for move in own]
+    assert opening is not None
+    migration = opening.migrations.get((case.old, case.new))
     sizes = [[0] * len(group.ranks) for _ in group.ranks]
-    for move in moves:
-        sizes[move.source][move.destination] += move_bytes(move)
+    for portion in migration.portions if migration is not None and moves else ():
+        for move in (move for own in portion.rounds for move in own):
+            sizes[move.source][move.destination] += move_bytes(move)
+    for (source, destination), size in gathered(opening.layout(case.new)).items() if moves else ():
+        sizes[source][destination] += size
     sent, received = sizes[group.index], [own[group.index] for own in sizes]
     out, into = (torch.zeros(sum(own), dtype=torch.uint8) for own in (sent, received))
     group.all_to_all(into, out, received, sent).wait("plain bytes")

@@ -35,6 +35,7 @@ import step_api
 import terapipe_published_page
 import tp_dispatch
 import tp_shares_page
+import vigilance
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -59,6 +60,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "migrate": migrate.page,
     "tp_dispatch": tp_dispatch.page,
     "step_api": step_api.page,
+    "vigilance": vigilance.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},
 }
 PREDICTED: Mapping[str, Callable[[], str]] = {"oases_published": oases_published.page}  # without results

@@ -16,6 +16,8 @@ from typing import Any
 
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.state_facts import ParameterFacts
+from phalanx.plan.mesh import Mesh
+from phalanx.program.compile import without_collection
 from phalanx.state.layout import Box, Layout, StateShard
 from phalanx.state.moves import Move, plan_moves
 
@@ -62,8 +64,9 @@ def plan_migration(old: StateLayout, new: StateLayout, before: Layout, after: La
     found: list[dict[str, None]] = [{} for _ in groups]
     for shard in (shard for shards in after.values() for shard in shards):
         found[of_parameter[parameter_of(shard.name)]][shard.name] = None
-    moving = _moving(before, after, [list(names) for names in found])
-    return Migration(before, after, tuple(_portion(own) for own in _joined(moving)))
+    with without_collection():
+        moving = _moving(before, after, [list(names) for names in found])
+        return Migration(before, after, tuple(_portion(own) for own in _joined(moving)))
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,18 @@ def _portion(parts: Sequence[_Moving]) -> Portion:
         tuple(name for own in parts for name in own.names), tuple(move for own in parts for move in own.local),
         tuple(_rounds(move for own in parts for move in own.between)),
     )  # fmt: skip
+
+
+def gathered(layout: StateLayout) -> Counter[tuple[int, int]]:
+    """Bytes of parameters, by who gives and who gets them, that ranks collect which keep parameters whole and the rest
+    of the state in shards."""
+    found, mesh = Counter[tuple[int, int]](), Mesh.of(layout.plan)
+    for rank in mesh.world if layout.plan.shards > 1 and layout.sharding(0).whole else ():
+        flats = [flat for bucket in layout.buckets(rank).values() for flat in (bucket.trained, bucket.frozen) if flat]
+        size = sum(flat.shard_size for flat in flats) * BYTES[layout.facts.dtype]
+        for other in mesh.zero_group(rank):
+            found[rank, other] += size if other != rank else 0
+    return found
 
 
 def parameter_of(name: str) -> str:

@@ -109,10 +109,15 @@ class Parameters:
             self.share(index, zero)
 
     def collect_all(self, zero: Group) -> None:
-        """Where ranks keep whole parameters and were filled with a shard of each."""
+        """As `collect`, and waits for it."""
+        self.collect(zero)
+        self.settle()
+
+    def collect(self, zero: Group) -> None:
+        """Where ranks keep whole parameters and were filled with a shard of each: starts to get the rest, for which
+        whoever computes with it waits."""
         for bucket in self._buckets.values():
             bucket.collect(zero)
-        self.settle()
 
     def abandon(self) -> None:
         """The links to other ranks are broken: what was gathered, or on its way, is given up."""

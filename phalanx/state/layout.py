@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import add, sub
+from operator import add
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,12 +50,20 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The elements in both boxes; None when there are none."""
-        offset = tuple(map(max, self.offset, other.offset))
-        shape = tuple(map(sub, map(min, self.end, other.end), offset))
-        if min(shape, default=1) <= 0:
-            return None
-        # Most often one box contains the other, which is then the common one: layouts have many boxes.
-        return next((box for box in (self, other) if box.shape == shape), None) or Box(offset, shape)
+        offset: list[int] = []
+        shape: list[int] = []
+        # Layouts have many boxes: a plain loop is the quickest.
+        for mine, size, theirs, other_size in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            begin = mine if mine > theirs else theirs
+            left = min(mine + size, theirs + other_size) - begin
+            if left <= 0:
+                return None
+            offset.append(begin)
+            shape.append(left)
+        common = tuple(shape)
+        if common == self.shape:  # most often one box contains the other, which is then the common one
+            return self
+        return other if common == other.shape else Box(tuple(offset), common)
 
     def relative_to(self, other: Box) -> Box:
         """This box in the coordinates of `other`, which must not start after it in any dim."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import accumulate
@@ -71,16 +71,42 @@ def plan_moves(old: Layout, new: Layout) -> list[Move]:
     """
     sources, wanted = _by_name(old), _by_name(new)
     sent = Counter[int]()
-    known: dict[tuple[tuple[int, int], ...], _Sources] = {}  # by the identity of the boxes on each rank
+    known: dict[_Key, _Sources] = {}
+    alike: dict[tuple[_Key, _Key], tuple[list[Move], Counter[int]]] = {}
     moves: list[Move] = []
     for name in sorted(wanted):
-        held = sources.get(name, [])
-        key = tuple((rank, id(shard.boxes)) for rank, shard in held)
+        held, own = sources.get(name, []), wanted[name]
+        key, pair = _key(held), (_key(held), _key(own))
         if key not in known:  # a parameter and its averages lie in the same boxes
             known[key] = _Sources([(rank, shard.boxes) for rank, shard in held])
-        _check_kind(name, [*held, *wanted[name]])
-        moves += _moves_of(known[key], {rank for rank, shard in held if not shard.owned}, wanted[name], sent)
+        _check_kind(name, [*held, *own])
+        if pair in alike:
+            before, given = alike[pair]
+            dtype = own[0][1].dtype
+            moves += [Move(name, dtype, *move[2:]) for move in before]
+            sent += given
+            continue
+        found = list(_moves_of(known[key], {rank for rank, shard in held if not shard.owned}, own, sent))
+        moves += found
+        if not known[key].has_choice:
+            alike[pair] = found, _sent(found)
     return moves
+
+
+_Key = tuple[tuple[int, int], ...]  # the identity of the boxes of a tensor on each rank
+
+
+def _key(shards: Shards) -> _Key:
+    return tuple((rank, id(shard.boxes)) for rank, shard in shards)
+
+
+def _sent(moves: Iterable[Move]) -> Counter[int]:
+    """Elements that each rank sends to others."""
+    found = Counter[int]()
+    for move in moves:
+        if move.source != move.destination:
+            found[move.source] += move.box.numel
+    return found
 
 
 Shards = list[tuple[int, StateShard]]
@@ -187,6 +213,11 @@ class _Sources:
         last = bisect_left(self._begins, self._end(box))
         found = ((number, self._boxes[number].intersect(box)) for number in range(first, last))
         return [(number, common, common.numel) for number, common in found if common is not None]
+
+    @cached_property
+    def has_choice(self) -> bool:
+        """Whether it may depend on what ranks sent before who sends what."""
+        return not self._is_disjoint or any(len(places) > 1 for places in self.places)
 
     @cached_property
     def _is_disjoint(self) -> bool:

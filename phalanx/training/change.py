@@ -29,7 +29,7 @@ from phalanx.adapt.migrate import (
     slots_told,
     slots_word,
 )
-from phalanx.adapt.portions import Migration, parameter_of, plan_migration
+from phalanx.adapt.portions import Migration, gathered, parameter_of, plan_migration
 from phalanx.comm.links import Channel, Group, Links
 from phalanx.config import RunConfig
 from phalanx.engine.compiled import Compiled
@@ -276,7 +276,7 @@ def _moved(
     slots = slots_told(old, [word.slots for word in words])
     held = {shard.name: data for shard, data in was.give_up_state()} if was is not None else {}
     migration = migration_of(opening, old, layout, slots)
-    done.bytes = migration.bytes_sent
+    done.bytes = migration.bytes_sent + gathered(layout).total()
     if opening.device.type == "cuda":
         gc.collect()  # what holds a session together refers to each other
 
@@ -346,6 +346,6 @@ def made(
         return piece.read(arrived, f"{'master' if is_master else 'model'}/{name}")
 
     state = opening.state(compiled, read, only_shards=True)
-    state.parameters.collect_all(zero)
+    state.parameters.collect(zero)
     state.restore(arrived, optimizer, loss_scale)
     return state

@@ -29,6 +29,9 @@ class NoState:
     def layout(self) -> StateLayout:
         return self._opening.layout(self._plan)
 
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
     def shards(self) -> Iterator[Filled]:
         return iter(())
 

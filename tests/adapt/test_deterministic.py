@@ -31,7 +31,7 @@ PLANS = (
     "dp=4,zero=2,zero_degree=2", "pp=2,v=2,dp=2,schedule=interleaved,offload=optimizer-step",
 )  # fmt: skip
 QUICK = ("dp=2,zero=2", "pp=2,dp=1,zero=0,recompute=unit", "dp=2,offload=optimizer-step")
-NAMES = {"GPT-2": GPT2, "Llama": LLAMA, "T5": T5}
+NAMES = {"GPT-2": GPT2, "Llama": LLAMA, "T5": T5, "BERT": "bert-base-cased"}
 
 
 def require_bits(found: jobs.Trained, expected: jobs.Trained) -> None:
@@ -51,6 +51,7 @@ def alone(name: str, steps: int, dtype: str = "float32", slot: int = 1) -> jobs.
 
 @pytest.mark.parametrize("name", [
     "GPT-2", pytest.param("Llama", marks=pytest.mark.long), pytest.param("T5", marks=pytest.mark.long),
+    pytest.param("BERT", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_changes_of_plan_leave_every_bit(name: str, pool: WorkerPool) -> None:
     plans, dtype, world = (QUICK, "float32", 2) if name == "GPT-2" else (PLANS, "float64", 4)

@@ -22,6 +22,7 @@ from phalanx.state import checkpoint
 from phalanx.state.lock import Holder
 from phalanx.training.job import pack
 from phalanx.training.trainer import Trainer, fit_on_rank
+from tests.captured import LLAMA
 from tests.run_helpers import losses, records, short_config, short_run
 
 OPTIONS = {
@@ -77,6 +78,18 @@ def test_a_change_is_made_ready_for_while_the_old_plan_trains(pool: WorkerPool, 
     scheduled, asked = records(tmp_path / "two", "change")
     assert (scheduled["step"], scheduled["ready"]) == (6, True)
     assert asked["step"] > 8 and asked["ready"] and asked["plan"].startswith("pp=2")
+
+
+@pytest.mark.long
+def test_samples_grow_eightfold_with_a_change_to_slices(pool: WorkerPool, tmp_path: Path) -> None:
+    """512 tokens in stages, 4,096 in stages and slices, in one run."""
+    grown = {"seq_len": 512, "seq_len_at": "3:4096", "batch_size": 2, "batch_size_at": "3:1", "steps": 4}
+    grown |= {"checkpoint_every": 4}
+    short_run(LLAMA, DATA, tmp_path / "one", **{**OPTIONS, **grown})
+    fit(pool, tmp_path / "two", 2, LLAMA, plan="pp=2,mb=2", plan_at="3:pp=2,slices=4", **grown)
+    require_same_run(tmp_path / "two", tmp_path / "one")
+    (changed,) = records(tmp_path / "two", "change")
+    assert changed["seq_len"] == 4096 and "slices=" in changed["plan"]
 
 
 @pytest.mark.long
