@@ -21,9 +21,9 @@ from tests.launch.test_early import inherited
 if __name__ == "__main__":
     sys.inherited = "from the process that opened the pool"
     with early_server():
-        for _ in range(2):
+        for _ in range(int(sys.argv[1])):
             with WorkerPool(2, device="cpu", threads_per_rank=1) as pool:
-                print(pool.run(inherited))
+                print(*pool.run(inherited), sep=", ")
 """
 
 
@@ -31,10 +31,11 @@ def inherited(context: RankContext) -> str:
     return getattr(sys, "inherited", "nothing")
 
 
-def test_ranks_of_the_first_pool_are_forks_of_the_process_itself() -> None:
-    ended = subprocess.run([sys.executable, "-c", POOLS], capture_output=True, text=True)
+@pytest.mark.parametrize("pools", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_ranks_of_the_first_pool_are_forks_of_the_process_itself(pools: int) -> None:
+    ended = subprocess.run([sys.executable, "-c", POOLS, str(pools)], capture_output=True, text=True)
     known = "from the process that opened the pool"
-    assert ended.stdout.splitlines() == [str([known] * 2), str(["nothing"] * 2)], ended.stderr
+    assert ended.stdout.splitlines() == [f"{known}, {known}", "nothing, nothing"][:pools], ended.stderr
 
 
 def test_a_server_that_no_pool_needs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
