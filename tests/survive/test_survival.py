@@ -269,7 +269,7 @@ def test_ranks_go_on_with_fewer_and_take_a_new_one_in_when_it_is_ready(pool: Wor
 
 @pytest.mark.long
 def test_a_plan_for_more_ranks_than_there_are_gets_them(pool: WorkerPool, tmp_path: Path) -> None:
-    """They are started beside the run, taken in between two steps, and then the plan is changed."""
+    """They are started beside the run, taken in between two steps, and the plan is changed once all are ready for it."""
     out, options, asked = tmp_path / "grown", {**OPTIONS, "steps": 40}, list[Request]()
     Trainer("gpt2", DATA, short_config(tmp_path / "whole", **options), optimizer_class=torch.optim.SGD).fit()
 
@@ -284,10 +284,8 @@ def test_a_plan_for_more_ranks_than_there_are_gets_them(pool: WorkerPool, tmp_pa
     assert came["ranks"] == 3 and came["plan"] == "dp=2" and came["lost"] == ["a process came to be rank 2"]
     (changed,) = records(out, "change")
     answer = wait_for(out, asked[0], 0.0)
-    assert answer is not None and (changed["plan"], changed["step"]) == ("dp=3", answer.step) == (
-        answer.plan,
-        came["step"],
-    )
+    assert answer is not None and (changed["plan"], changed["step"]) == (answer.plan, answer.step)
+    assert answer.plan == "dp=3" and answer.step >= came["step"]
 
 
 class Damages(Fails):
