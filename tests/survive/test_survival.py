@@ -269,7 +269,7 @@ def test_ranks_go_on_with_fewer_and_take_a_new_one_in_when_it_is_ready(pool: Wor
 
 @pytest.mark.long
 def test_a_plan_for_more_ranks_than_there_are_gets_them(pool: WorkerPool, tmp_path: Path) -> None:
-    """They are started beside the run, taken in between two steps, and the plan is changed once all are ready for it."""
+    """They are started beside the run, taken in between two steps, and the plan changes once all are ready for it."""
     out, options, asked = tmp_path / "grown", {**OPTIONS, "steps": 40}, list[Request]()
     Trainer("gpt2", DATA, short_config(tmp_path / "whole", **options), optimizer_class=torch.optim.SGD).fit()
 
