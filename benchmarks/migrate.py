@@ -42,7 +42,7 @@ How long training stands still when its plan changes, on four CPU ranks, for pla
 that was made ready for while the old plan trained. Parameters that are kept whole while the rest of the state is in
 shards may still be on their way when a run trains on; here the pause ends when they have arrived. What the next step
 takes longer than usual is shown beside it. *Plain bytes* is what as many bytes between the same ranks take all at once,
-measured in turn with the pauses; {ALLOWED} s more is what was asked for. *Through files* is a checkpoint saved under
+measured in turn with the pauses; {ALLOWED} s more is the aim. *Through files* is a checkpoint saved under
 one plan and loaded under the other in the same processes; to stop and start them again would come on top. The last
 column is the first change to a plan with its first step, which makes its functions."""
 

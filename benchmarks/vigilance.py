@@ -39,8 +39,8 @@ WORLD, PLANS, EVERY, WARM = 4, ("dp=4,zero=1", "pp=2,dp=2,mb=2"), 60, 8
 ON: Mapping[str, Any] = {"on_loss": "replace", "checkpoint_every": 50}
 OFF: Mapping[str, Any] = {"on_loss": "stop", "checkpoint_every": "never"}
 ALLOWED, LEAST = 0.01, 0.97
-OVERHEAD = ["plan", "step s", "with everything on (median of pairs)", "lowest", "highest", "asked"]
-FAULTS = ["plan", "step s", "steps", "kills", "of the speed without faults", "asked", "noticed to going on s (worst)"]
+OVERHEAD = ["plan", "step s", "with everything on (median of pairs)", "lowest", "highest", "aim"]
+FAULTS = ["plan", "step s", "steps", "kills", "of the speed without faults", "aim", "noticed to going on s (worst)"]
 
 INTRO = f"""# Ready for faults
 
