@@ -43,8 +43,9 @@ test: lint $(VENV)/triton ## lint, types and every test that is not marked long
 test-all: lint $(VENV)/triton ## the same with the long tests
 	$(PYTEST) $(BOTH)
 
-soak: $(STAMP) ## a thousand runs that something happens to, each held against one that nothing happened to; goes on where it was
-	$(BIN)/python benchmarks/soak.py --folder runs/soak $(SOAK)
+soak: $(STAMP) ## a thousand random faults; each run is held against one that nothing happened to; goes on where it was
+	$(BIN)/python benchmarks/soak.py --folder runs/soak --out docs/results/soak.json $(SOAK)
+	$(BIN)/python benchmarks/pages.py
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check

@@ -208,6 +208,23 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     return result
 
 
+def timed_session(options: Any, plan: str, given: dict[str, Any]) -> tuple[Any, Any, list[float]]:
+    """A session under a plan, the batch it was stepped with, and the seconds of these steps. options: model, batch,
+    tokens, steps and device; given: other options of the run."""
+    from one_rank import captured_model, on_device, open_session
+
+    from phalanx import tasks
+    from phalanx.plan.complete import complete
+
+    spec, captured = captured_model(options.model, given["dtype"], tiny=options.device == "cpu")
+    samples, tokens = (options.batch, options.tokens) if options.device == "cuda" else (4, 32)
+    batch = tasks.get(spec.task).synthetic(spec.config, batch=samples, tokens=tokens, seed=0)
+    text = complete(plan, world=1, batch_size=samples, costs=[1.0] * len(captured.blocks.blocks)).plan
+    session = open_session(captured, text, options.device, batch_size=samples, **given)
+    fed = on_device(batch, options.device)
+    return session, fed, _seconds(session, fed, options.device, options.steps)
+
+
 def _seconds(session: Any, batch: Any, device: str, steps: int) -> list[float]:
     """Of the steps after the first two, which compile and fill caches."""
     import torch

@@ -21,9 +21,11 @@ import largest
 import memory_page
 import migrate
 import oases_published
+import offload
 import overlap_page
 import own_runs_page
 import peers_page
+import recovery
 import robustness_page
 import sabotage
 import scaling_page
@@ -52,9 +54,11 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "tp_shares": tp_shares_page.page,
     "overlap": overlap_page.page,
     "own_runs": own_runs_page.page,
+    "recovery": recovery.page,
     "robustness": robustness_page.page,
     "faults": faults.page,
     "memory": memory_page.page,
+    "offload": offload.page,
     "largest": largest.page,
     "hf_trainer": hf_trainer.page,
     "migrate": migrate.page,

@@ -5,10 +5,12 @@
 A rank is killed, or stopped by a signal so that it hangs, at a random moment of a run of a tiny GPT-2; what counts is
 the time from the signal to the end of the first step that the new generation makes, beside a usual step of it. With
 `shrink` survivors hold the state; with `replace` a process is forked, prepares the run and gets its state from them.
+Where the time goes is told part by part, as the run log has it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,18 @@ CASES = (
     ("dp=4", "shrink", KILL), ("pp=2,dp=2,mb=2", "shrink", KILL), ("dp=4", "replace", KILL),
     ("pp=2,dp=2,mb=2", "replace", KILL), ("dp=4", "shrink", HANG), ("pp=2,dp=2,mb=2", "shrink", HANG),
 )  # fmt: skip
-HEADERS = ["plan", "on_loss", "what", "times", "to next step s (median)", "worst", "usual step s",
-           "noticed to going on s"]  # fmt: skip
+AIMS = {"shrink": 0.5, "replace": 3.0, "hang": 1.5}  # seconds; with shrink besides one step
+HEADERS = ["plan", "on_loss", "what", "times", "to next step s (median)", "worst", "usual step s", "aim"]
+PARTS = ["noticed", "let go", "wait", "meet", "plan", "restore", "first step"]
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+INTRO = """# Recovery
+
+How long a run stands still when a rank is killed or hangs, on four CPU ranks: from the signal to the end of the first
+step that the others make (with `shrink`) or all of them with a new one (with `replace`), at random moments of runs of a
+tiny GPT-2. The second table says where the time goes (medians): until the loss is noticed; letting go of the old
+connections; waiting for the supervisor; meeting, which with `replace` includes the start of a process; the plan, its
+functions and its groups; state; and the first step, which is no longer than usual but for what it does for the first
+time. Parts are those of the run's first rank."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -56,12 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.append({"plan": plan, "on_loss": on_loss, "what": what, "kills": kills})
             print(f"{plan}, {on_loss}, {what}", file=sys.stderr)
     print(report.table(HEADERS, [row(result) for result in results]))
+    print(report.table([*HEADERS[:3], *PARTS], [parts_row(result) for result in results]))
     report.publish(options, "recovery", {"world": WORLD, "steps": STEPS, "repeats": repeats}, results, [])
 
 
 def _struck(
     pool: WorkerPool, out: Path, plan: str, on_loss: Any, number: int, draw: random.Random
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """One run, one kill or hang."""
     config = RunConfig.create(
         tiny=True, seq_len=32, batch_size=16, steps=STEPS, progress="off", export=False, checkpoint_every="never",
@@ -86,21 +99,39 @@ def _struck(
     steps = [record for record in records if record["kind"] == "step"]
     first = next(record for record in steps if record["time"] > loss["time"])
     usual = statistics.median(record["step_seconds"] for record in steps if record["step"] < loss["step"])
-    return {"seconds": first["time"] - struck[0], "usual": usual, "going_on": loss["seconds"]}
+    ends = {"noticed": loss["time"] - loss["seconds"] - struck[0], "first step": first["time"] - loss["time"]}
+    return {"seconds": first["time"] - struck[0], "usual": usual, "parts": loss["parts"] | ends}
 
 
-def row(result: dict[str, Any]) -> list[str]:
+def row(result: Mapping[str, Any]) -> list[str]:
     kills = result["kills"]
     seconds = sorted(kill["seconds"] for kill in kills)
-    others = (statistics.median(kill[name] for kill in kills) for name in ("usual", "going_on"))
-    numbers = (statistics.median(seconds), seconds[-1], *others)
-    return [
-        result["plan"],
-        result["on_loss"],
-        result["what"],
-        str(len(kills)),
-        *(f"{number:.3f}" for number in numbers),
-    ]
+    usual = statistics.median(kill["usual"] for kill in kills)
+    numbers = (statistics.median(seconds), seconds[-1], usual)
+    aim = AIMS.get(result["what"]) or AIMS[result["on_loss"]] + usual * (result["on_loss"] == "shrink")
+    return [*_case(result), str(len(kills)), *(f"{number:.3f}" for number in numbers), f"at most {aim:.2f}"]
+
+
+def parts_row(result: Mapping[str, Any]) -> list[str]:
+    own = [[kill["parts"].get(name, 0.0) for kill in result["kills"]] for name in PARTS]
+    return [*_case(result), *(f"{statistics.median(seconds):.3f}" for seconds in own)]
+
+
+def _case(result: Mapping[str, Any]) -> list[str]:
+    return [result["plan"], result["on_loss"], result["what"]]
+
+
+def page(folder: Path = RESULTS) -> str:
+    data = json.loads((folder / "recovery.json").read_text(encoding="utf-8"))
+    machine, results = data["machine"], data["results"]
+    lines = [
+        INTRO, "",
+        f"`python benchmarks/recovery.py` (torch {machine['torch']}), {machine['date']}. {report.busy(machine)} "
+        "Data: [recovery.json](recovery.json).",
+        "", report.markdown(HEADERS, [row(result) for result in results]),
+        "", report.markdown([*HEADERS[:3], *PARTS], [parts_row(result) for result in results]),
+    ]  # fmt: skip
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ from slice_simulation import BlockTimes, Known, ends_of, planned
 
 from phalanx.engine.compose import bucket_names
 from phalanx.engine.describe import describe
+from phalanx.engine.measure import measure
 from phalanx.engine.measured import merge
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
-from phalanx.model.measure import measure
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 from phalanx.profile.slice_fit import Fit, fit

@@ -1,4 +1,4 @@
-"""What happens within a rank in the soak: a dataset in which it happens, once, to whoever asks for a certain sample."""
+"""What happens within a rank in the soak, when it is told so (`soak_job.Samples`)."""
 
 from __future__ import annotations
 
@@ -16,33 +16,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from torch import Tensor
 
 from phalanx.comm.pending import open_sockets, shut
 from phalanx.launch.context import RankContext
 from phalanx.launch.membership import Generation
+from phalanx.params.mirrored import Mirrored
 from phalanx.training.mirror import Copy
 
-STEPS, BATCH, TOKENS = 10, 8, 8
-_slowed: list[float] = []  # in a rank that is slow from some sample on: seconds that each takes it
-
-
-class Samples:
-    """Tokens that follow from a sample's number."""
-
-    def __init__(self, mark: Path | None = None, what: str = "", index: int = 0) -> None:
-        self._mark, self._what, self._index = mark, what, index
-
-    def __len__(self) -> int:
-        return STEPS * BATCH
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if self._mark is not None and index == self._index and not self._mark.exists():
-            self._mark.touch()
-            HAPPENS[self._what]()
-        time.sleep(sum(_slowed))
-        ids = (torch.arange(TOKENS) * 7 + index * 13) % 97
-        return {"input_ids": ids, "labels": ids}
+STORE_PORT = "SOAK_STORE_PORT"
+slow_samples: list[float] = []  # seconds that each of the next ones takes this rank
 
 
 def _raise() -> None:
@@ -62,6 +44,9 @@ def _flip() -> None:
     for copy in [it for it in gc.get_objects() if isinstance(it, Copy)]:
         for tensor in copy.data.values():
             tensor.view(torch.uint8)[:1] ^= 1
+    for mirror in [it for it in gc.get_objects() if isinstance(it, Mirrored)]:
+        for weight in mirror.weights.values():
+            weight.exact.view(-1).view(torch.uint8)[:1] ^= 1
 
 
 def _fill_disk() -> None:
@@ -72,10 +57,21 @@ def _fill_disk() -> None:
 
 
 def _run_out_of_memory() -> None:
-    """Nothing more can be had, and then too much is asked for."""
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    """More is asked for than can be had."""
+    now, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, most))
-    bytearray(1 << 30)
+    try:
+        bytearray(1 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (now, most))
+
+
+def _grow() -> None:
+    """Takes memory until somebody ends this process."""
+    taken: list[bytes] = []
+    while len(taken) < 100:
+        taken.append(b"x" * (16 << 20))
+        time.sleep(1e-3)
 
 
 def _cut_links() -> None:
@@ -85,8 +81,8 @@ def _cut_links() -> None:
 
 
 def _be_slow() -> None:
-    """A step takes this rank some three times as long from now on."""
-    _slowed.append(0.05)
+    """The next samples take this rank so long that steps take some three times as long."""
+    slow_samples.extend([0.05] * 16)
 
 
 def _speak_of_the_past() -> None:
@@ -105,9 +101,8 @@ def _speak_of_the_past() -> None:
     _cut_links()
 
 
-STORE_PORT = "SOAK_STORE_PORT"
 HAPPENS: dict[str, Callable[[], None]] = {
     "raise": _raise, "exit": _exit, "interpreter lock": _hold_interpreter, "slow": _be_slow, "corrupt copy": _flip,
-    "disk full": _fill_disk, "out of memory": _run_out_of_memory, "link cut": _cut_links,
+    "disk full": _fill_disk, "out of memory": _run_out_of_memory, "memory limit": _grow, "links broken": _cut_links,
     "stale messages": _speak_of_the_past,
 }  # fmt: skip

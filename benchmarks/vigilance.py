@@ -36,7 +36,7 @@ from phalanx.training.trainer import Trainer, fit_on_rank
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 WORLD, PLANS, EVERY, WARM = 4, ("dp=4,zero=1", "pp=2,dp=2,mb=2"), 60, 8
-ON: Mapping[str, Any] = {"on_loss": "replace", "checkpoint_every": 50}
+ON: Mapping[str, Any] = {"on_loss": "replace", "mirror_every": "auto", "checkpoint_every": 50}
 OFF: Mapping[str, Any] = {"on_loss": "stop", "checkpoint_every": "never"}
 ALLOWED, LEAST = 0.01, 0.97
 OVERHEAD = ["plan", "step s", "with everything on (median of pairs)", "lowest", "highest", "aim"]

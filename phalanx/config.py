@@ -119,9 +119,10 @@ class RunConfig(BaseModel):
         "shrink, and take a new rank in when it is ready",
     )  # fmt: skip
     min_ranks: int = _option("Training", 1, "with fewer ranks left, shrink and regrow wait for new ones", ge=1)
-    mirror_every: Annotated[int, Field(ge=1)] | Literal["auto", "never"] = _option(
+    mirror_every: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = _option(
         "Training", "never",
-        "steps between copies of the state in other ranks' memory, for on_loss (auto: at most 1 % of the time)",
+        "steps between copies of the state in other ranks' memory, for on_loss (0: kept current by gradients; auto: at "
+        "most 1 % of the time)",
     )  # fmt: skip
     seed: int = _option("Training", 0, "seed of initialisation, data order and dropout", ge=0, lt=2**63)
     deterministic: bool = _option(

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -96,11 +96,26 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def explain(error: ValidationError, options: Mapping[str, FieldInfo]) -> ConfigError:
     """What is wrong with which options, and what to do about it."""
     # A value that fits no member of a union is reported once per member; the first one stands for all.
-    details = {detail["loc"][:2]: detail for detail in reversed(error.errors(include_url=False))}
+    details = {_place(detail, options): detail for detail in reversed(error.errors(include_url=False))}
     problems = [_explain_one(detail, options) for detail in reversed(details.values())]
     if len(problems) == 1:
         return ConfigError(*problems[0])
     return ConfigError("\n  ".join([f"{len(problems)} options are wrong:", *(f"{m}; {hint}" for m, hint in problems)]))
+
+
+def _place(detail: ErrorDetails, options: Mapping[str, FieldInfo]) -> tuple[int | str, ...]:
+    """What a finding is about. Of a number or a word, the second part says which of the two it is not."""
+    name = str(detail["loc"][0])
+    return detail["loc"][:1] if name in options and _words(options[name]) else detail["loc"][:2]
+
+
+def _words(field: FieldInfo) -> list[str]:
+    """Where a number may stand or one of some words: these."""
+    members = get_args(field.annotation)
+    plain = [get_args(member)[0] if get_origin(member) is Annotated else member for member in members]
+    if int not in plain and float not in plain:
+        return []
+    return [str(word) for member in members if get_origin(member) is Literal for word in get_args(member)]
 
 
 def _explain_one(detail: ErrorDetails, options: Mapping[str, FieldInfo]) -> tuple[str, str]:
@@ -109,6 +124,11 @@ def _explain_one(detail: ErrorDetails, options: Mapping[str, FieldInfo]) -> tupl
     if detail["type"] == "extra_forbidden":
         return f"unknown option {name!r}", said_here(name, flags=False) or nearest(name, options)
     field = options[name]
+    if words := _words(field):
+        inner = []
+        if detail["type"].endswith("_parsing"):
+            given = str(detail["input"])
+            return f"option {name} = {given!r} is neither a number nor one of {', '.join(words)}", nearest(given, words)
     shown = f"option {'.'.join([name, *inner[:1]])} = {detail['input']!r}"
     if detail["type"] == "literal_error":
         allowed = [str(value) for value in get_args(field.annotation)]

@@ -45,7 +45,6 @@ def test_words_that_stand_for_a_plan() -> None:
     ("text", "message"),
     [
         ("auto,tp=2,degrees=1", "degrees is not in what planning estimates"),
-        ("auto,offload=parameters", "offload=parameters is not in what planning estimates"),
         ("auto,stages=2-2", "stages is what the search decides"),
         ("auto,tpp=2", "tpp"),
         ("autos", "'autos' is not name=value"),

@@ -78,6 +78,8 @@ def test_the_constructor_itself_raises_our_error():
         ({"optimizer": "adam"}, "option optimizer = 'adam' is unknown"),
         ({"lr_schedule": "cosin"}, "option lr_schedule = 'cosin' is not one of cosine, linear, constant"),
         ({"device": "tpu"}, "option device = 'tpu' is not one of auto, cpu, cuda"),
+        ({"mirror_every": "-1"}, "option mirror_every = '-1' must be greater than or equal to 0"),
+        ({"mirror_every": "nevr"}, "option mirror_every = 'nevr' is neither a number nor one of auto, never"),
         ({"profile_steps": "3"}, "option profile_steps = '3' is not of the form A:B"),
         ({"profile_steps": "5:3"}, "option profile_steps = '5:3' is not of the form A:B"),
         ({"steps": 3, "epochs": 1}, "options steps = 3 and epochs = 1.0 exclude each other"),

@@ -68,9 +68,12 @@ class Arrived:
         return self._data.pop(name)
 
 
-def slots_now(layout: StateLayout, rank: int | None, held: Iterable[StateShard], group: Group) -> SlotsOf:
+def slots_now(
+    layout: StateLayout, rank: int | None, held: Iterable[StateShard], group: Group, mirrored: Iterable[str] = ()
+) -> SlotsOf:
     """What the optimizer keeps by now of each parameter, on whatever rank. Before a first update that is nothing; and
-    some optimizers are not known well enough to be foreseen. Only then do ranks tell each other."""
+    some optimizers are not known well enough to be foreseen. Only then do ranks tell each other. mirrored: parameters
+    of another rank of which some is held, too."""
     shapes = {each.name: each.shape for each in layout.facts.parameters}
     found: list[tuple[str, KeptSlot]] = []
     for shard in held:
@@ -78,14 +81,15 @@ def slots_now(layout: StateLayout, rank: int | None, held: Iterable[StateShard],
         if kind == "optimizer":
             name = parameter_of(shard.name)
             found.append((name, (slot, shard.dtype, None if shard.shape == shapes[name] else shard.shape)))
-    return slots_told(layout, group.texts(slots_word(layout, rank, found)))
+    return slots_told(layout, group.texts(slots_word(layout, rank, found, mirrored)))
 
 
-def slots_word(layout: StateLayout, rank: int | None, held: Iterable[tuple[str, KeptSlot]]) -> str:
+def slots_word(
+    layout: StateLayout, rank: int | None, held: Iterable[tuple[str, KeptSlot]], mirrored: Iterable[str] = ()
+) -> str:
     """What this rank says of its optimizer's slots: nothing where it keeps what is foreseen."""
-    found: dict[str, list[KeptSlot]] = (
-        {kept.facts.name: [] for kept in layout.updated(rank)} if rank is not None else {}
-    )
+    own = [kept.facts.name for kept in layout.updated(rank)] if rank is not None else []
+    found: dict[str, list[KeptSlot]] = {name: [] for name in (*own, *mirrored)}
     for name, slot in held:
         found[name].append(slot)
     foreseen = layout.facts.slots is not None

@@ -1,6 +1,7 @@
 """Which state only one rank holds, and who keeps a second copy of it: pure, and the same on every rank.
 
-Ranks stand in a ring, and each keeps what the one before it holds alone.
+Ranks stand in a ring, and each keeps what the one before it holds alone: of copies the elements, of what is kept
+current by gradients the pieces of parameters, which are updated whole.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from phalanx.adapt.portions import parameter_of
 from phalanx.adapt.survivors import left_of
+from phalanx.params.layout_of import SlotsOf, StateLayout
 from phalanx.state.layout import Box, Layout, StateShard
 
 Boxes = tuple[Box, ...]
@@ -67,3 +70,24 @@ def beside(own: Sequence[StateShard], kept: Sequence[StateShard]) -> tuple[State
         for shard in own
     ]
     return (*joined, *others.values())
+
+
+def mirror_of(nodes: Sequence[int]) -> dict[int, int]:
+    """Of every rank the one that mirrors it: on another machine, as far as none has more than half of the ranks. nodes:
+    the machine of each rank."""
+    ring = sorted(range(len(nodes)), key=lambda rank: nodes[rank])
+    most = max(map(nodes.count, nodes))
+    ahead = most if most < len(ring) else 1
+    return {rank: ring[(place + ahead) % len(ring)] for place, rank in enumerate(ring)}
+
+
+def lone_parameters(layout: StateLayout) -> dict[int, frozenset[str]]:
+    """Of every rank the parameters of whose pieces there it has elements that no other rank has."""
+    alone = lone(layout.all_parameters())
+    return {rank: frozenset(shard.name for shard in shards) for rank, shards in alone.items()}
+
+
+def lone_state(layout: StateLayout, rank: int, names: frozenset[str], slots: SlotsOf) -> tuple[StateShard, ...]:
+    """All that a rank keeps of these parameters."""
+    found = (shard for shard in layout.state(rank, slots) if parameter_of(shard.name) in names)
+    return tuple(replace(shard, owned=False) for shard in found)

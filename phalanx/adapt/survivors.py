@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from phalanx.state.layout import Box, Layout
+from phalanx.state.layout import Box, Layout, StateShard
+
+
+def stays(before: Layout, after: Layout) -> bool:
+    """Whether every rank already has what it is to have."""
+    return all(_parts(before.get(rank, ())) == _parts(shards) for rank, shards in after.items())
+
+
+def _parts(shards: Iterable[StateShard]) -> list[tuple[str, str, tuple[Box, ...]]]:
+    return [(shard.name, shard.dtype, shard.boxes) for shard in shards]
 
 
 def missing(before: Layout, after: Layout) -> list[str]:

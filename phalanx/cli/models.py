@@ -36,7 +36,7 @@ def find_facts(model: str, task: str | None, dtype: str, tiny: bool, live: bool)
 
     import torch
 
-    from phalanx.model.measure import measure
+    from phalanx.engine.measure import measure
 
     spec, captured = capture_model(model, task, dtype, tiny)
     return measure(spec, captured, getattr(torch, dtype))

@@ -13,8 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -34,11 +35,14 @@ from phalanx.comm.pending import (
     shut,
 )
 from phalanx.errors import LinkError
-from phalanx.launch.abort import Late, within
+from phalanx.launch.abort import Late, background_thread, within
 from phalanx.launch.context import RankContext
 
-Direction = Literal["f", "b"]
+Direction = Literal["f", "b", "m"]  # forward, gradients of activations, gradients for mirrors
 Flow = tuple[int, int, Direction]  # sender, receiver, direction
+
+
+_FAILING_SECONDS = 0.05  # for operations whose sockets were shut
 
 
 @dataclass
@@ -78,7 +82,7 @@ class Links:
         return self._groups[key]
 
     def channel(self, peer: int, direction: Direction, way: Literal["out", "in"]) -> Channel:
-        """The channel that carries `direction` (forward or backward) tensors to or from a neighbour."""
+        """The channel that carries tensors of a direction to or from a neighbour."""
         rank = self.context.rank
         flow: Flow = (rank, peer, direction) if way == "out" else (peer, rank, direction)
         if flow not in self._channels:
@@ -110,7 +114,9 @@ class Links:
         """Links of the same ranks that have what these have: what they lack is made there, on another thread, while
         these are in use; then it is `take`n, or they `leave`. Not for NCCL, whose communicators would be made in the
         middle of what others do on the device."""
-        found = Links(self.context, timeout=self.timeout.total_seconds(), name=f"{self._name}/{name}")
+        # Over a connection of its own: whoever waits in a store keeps others from asking it.
+        context = replace(self.context, store=self.context.store.clone())
+        found = Links(context, timeout=self.timeout.total_seconds(), name=f"{self._name}/{name}")
         found._groups, found._channels = dict(self._groups), dict(self._channels)
         return found
 
@@ -151,7 +157,6 @@ class Links:
         self.context.abort.forget(self._let_go)
         self.deadline.close()
         self._let_go()
-        time.sleep(0.05)  # operations that now fail still touch their group
         busy = {id(pending.backend) for pending in self._pending}
         for backend in self._backends():
             # Destroying a group waits for its unfinished operations, for ever: such a one is never destroyed, and its
@@ -160,8 +165,8 @@ class Links:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
         for pending in self._pending:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
-        self._groups.clear()
-        self._channels.clear()
+        background_thread(partial(_drop_later, [self._groups, self._channels]), "phalanx-drop").start()
+        self._groups, self._channels = {}, {}
 
     def __enter__(self) -> Links:
         return self
@@ -369,6 +374,12 @@ class Channel:
         assert self.way == "in"
         call = lambda: self.backend.recv([tensor], 0, 0)  # noqa: E731
         return self.links.start("recv", call, (tensor,), f"from rank {self.peer}", backend=self.backend)
+
+
+def _drop_later(ends: list[dict[Any, Any]]) -> None:
+    """Lets go of groups and channels: operations that now fail still touch theirs for a moment."""
+    time.sleep(_FAILING_SECONDS)
+    ends.clear()
 
 
 def _named(ranks: Iterable[int]) -> str:

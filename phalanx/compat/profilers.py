@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from phalanx import tasks
 from phalanx.engine.describe import describe
+from phalanx.engine.measure import measure
 from phalanx.errors import ConfigError, DataError
 from phalanx.launch.join import find_place
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import ModelFacts, load
-from phalanx.model.measure import measure
 from phalanx.model.zoo.zoo import ModelSpec, resolve
 from phalanx.plan import devices
 from phalanx.plan.cluster import Cluster, Nodes

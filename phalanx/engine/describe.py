@@ -2,7 +2,7 @@
 traced without contents at a few shapes, and every size is fitted. `python -m phalanx.engine.describe` writes all facts
 that are shipped with the package anew.
 
-So what is predicted from facts and what a rank makes of its graph have one source: `compose` and `trace`.
+So what is predicted from facts and what a rank makes of its graph have one source: `compose` and `trace` (`probe.py`).
 """
 
 from __future__ import annotations
@@ -11,35 +11,29 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 
 import torch
 
 from phalanx import tasks
-from phalanx.engine.compose import compose
-from phalanx.engine.compute import Compute
-from phalanx.engine.inputs import Inputs, SampleShard
-from phalanx.engine.trace import Traced, Tracer
+from phalanx.engine.measure import measure
+from phalanx.engine.probe import Prober
 from phalanx.errors import CaptureError, PlanError
 from phalanx.expressions import Fit, evaluate
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import shipped_path, to_json
-from phalanx.model.measure import measure
 from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.segments import Working
-from phalanx.model.slicing import TOKENS, WHOLE_TOKENS
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.zoo import resolve
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import Backward, BlockOp, ModelShape
 from phalanx.program.split_facts import TP, Split, SplitFacts, splits_path, write_all
 
-_CPU = torch.device("cpu")
 _SIZES = ("saved_b", "saved_bw", "saved_w", "d_parameters")  # of what a backward needs and gives
-_GIVEN = ("input", "value", "whole_input", "whole_value")  # kinds of what follows from a micro-batch's samples
 # Whose tensor-parallel facts are shipped too: for the others a plan with tp > 1 reads the graph.
 SPLIT_MODELS = ("meta-llama/Llama-3.3-70B-Instruct",)
 
@@ -53,32 +47,12 @@ def describe(captured: Captured, plan: Plan, dtype: str, device: str = "cuda") -
         return walk.facts(eager, walk.described(Compiler("inductor")) if device == "cuda" else eager)
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """All blocks at one shape of micro-batch. inputs: bytes of what follows from its samples."""
-
-    traced: Traced
-    inputs: int
-
-
 class _Walk:
     def __init__(self, captured: Captured, split: Split, dtype: str) -> None:
-        self._split, self._dtype, self._precision = split, dtype, getattr(torch, dtype)
-        self._composed = compose(captured, split.plan, 0, self._precision, captured.trainable)
-        self._graph, shape = self._composed.graph, self._composed.shape
-        degrees = {part.degree for chain in self._graph.parts for part in chain} if split.tp > 1 else {1}
-        self._shards = {d: SampleShard(0, split.tp // d) for d in degrees if d < split.tp}
-        self._shape = shape
-        self._fit = Fit(
-            self._dims(captured),
-            [(dim, d) for d in sorted(degrees) if d > 1 for dim in (TOKENS, "source")] if split.sequence else [],
-            multiple=math.lcm(*(shard.count for shard in self._shards.values())),
-        )
+        self._split, self._dtype = split, dtype
+        self._prober = Prober(captured, split, getattr(torch, dtype))
+        self._composed, self._fit = self._prober.composed, self._prober.fit
         self._polynomial = cache(self._fit.polynomial)
-
-    def _dims(self, captured: Captured) -> list[str]:
-        dims = [dim for spec in captured.inputs for dim in spec.dims if isinstance(dim, str)]
-        return list(dict.fromkeys([*dims, *([WHOLE_TOKENS] if self._split.sliced else [])]))
 
     def facts(self, eager: ModelShape, compiled: ModelShape) -> SplitFacts:
         captured, shapes = self._composed.captured, self._composed.local_shapes()
@@ -94,18 +68,9 @@ class _Walk:
 
     def described(self, compiler: Compiler) -> ModelShape:
         """The shape with sizes as expressions."""
-        composed = self._composed
-        compute = Compute(
-            self._graph.segments, composed.captured.buffers, trainable=composed.captured.trainable, device=_CPU,
-            compiler=compiler, products=True,
-        )  # fmt: skip
-        tracer = Tracer(
-            self._graph, self._shape, compute, composed.local_shapes(), self._precision, range(self._shape.num_blocks),
-            composed.integers(),
-        )  # fmt: skip
-        probes = [self._probe(compute, tracer, dims) for dims in self._fit.points]
+        composed, probes = self._composed, self._prober.probes(compiler)
         ops: list[tuple[BlockOp, ...]] = []
-        for block, parts in enumerate(self._graph.parts):
+        for block, parts in enumerate(self._prober.graph.parts):
             name, chain = composed.captured.blocks.blocks[block].name, list[BlockOp]()
             for number, part in enumerate(parts):
                 seen = [probe.traced.ops[block][number] for probe in probes]
@@ -118,29 +83,7 @@ class _Walk:
                 chain.append(op)
             ops.append(tuple(chain))
         inputs = self._expression("the inputs", [probe.inputs for probe in probes])
-        return replace(self._shape, ops=tuple(ops), inputs=inputs, elements=())  # which facts have beside it
-
-    def _probe(self, compute: Compute, tracer: Tracer, dims: dict[str, int]) -> _Probe:
-        inputs = self._inputs(compute, dims)
-        traced = tracer(inputs)
-        resident = {t.untyped_storage().data_ptr() for t in (*compute.buffers.values(), *compute.constants.values())}
-        held = [tensor.untyped_storage() for key, tensor in inputs.items() if key[2] in _GIVEN]
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in held}
-        return _Probe(traced, sum(size for at, size in sizes.items() if at not in resident))
-
-    def _inputs(self, compute: Compute, dims: dict[str, int]) -> Inputs:
-        captured, sliced = self._composed.captured, self._composed.sliced
-        whole = {**dims, TOKENS: dims[WHOLE_TOKENS]} if self._split.sliced else dims
-        batch = {
-            spec.name: torch.zeros(
-                [whole[d] if isinstance(d, str) else d for d in spec.dims],
-                dtype=torch.int64 if spec.dtype == "int64" else self._precision,
-            )
-            for spec in captured.inputs
-        }
-        keys = torch.zeros(dims["batch"], dtype=torch.int64)
-        edges = (0, dims[TOKENS]) if sliced is not None else ()
-        return Inputs(compute, batch, keys, lambda own: captured.dims(dict(own)), self._shards, sliced, edges)
+        return replace(composed.shape, ops=tuple(ops), inputs=inputs, elements=())  # which facts have beside it
 
     def _fitted(self, block: str, seen: Sequence[BlockOp]) -> BlockOp:
         """One op from what it is at each point."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.comm.links import Group
 from phalanx.engine.inputs import Inputs
+from phalanx.engine.mirroring import Mirroring
 from phalanx.engine.redistribute import Arriving
 from phalanx.params import exact
 from phalanx.params.hosted import Given
@@ -44,6 +45,7 @@ class StepRun:
     counted: tuple[Tensor, ...] = ()  # ranks asked to stop, ranks asked for another plan; and counts over all parts
     on_host: Callable[[], Given] | None = None  # what the host updates by
     commits: bool = False  # whether the host waits for the norm before anything is updated
+    mirroring: Mirroring | None = None
     reduced: bool = False  # whether the gradients of this rank's pieces are complete
     sums: Tensor | None = None  # what NORM found over all ranks; with it a rank can end the step without the others
     linked: Any = None  # the program as calls
@@ -89,6 +91,8 @@ class GlobalReductions:
         counts = [float(step.stop()), float(step.change()), *(count if self._counts else 0.0 for count in step.counts)]
         # Filled there, not copied there: a copy from ordinary memory would wait for the whole backward.
         sums = torch.cat([square, loss, *(torch.full_like(loss[:1], count) for count in counts)])
+        if step.mirroring is not None:
+            step.mirroring.exchange(step.gradients, self._world)
         step.reduced = True
         self._world.all_reduce(sums).wait("the gradients' norm")
         if step.commits:
@@ -137,6 +141,8 @@ class GlobalReductions:
     def step(self, step: StepRun) -> None:
         """The update of what is updated on the device, as a whole."""
         given = self.given(step)
+        if step.mirroring is not None:
+            step.mirroring.update(self.given_on_host(step))
         gradients = {name: own for name, own in step.gradients.items() if name in self._optimizer.weights}
         self._optimizer.step(gradients, *given)
         if self._loss_scale is not None:

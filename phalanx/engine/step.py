@@ -15,6 +15,7 @@ from torch import Tensor
 from phalanx.comm.links import Group
 from phalanx.engine.engine import Engine
 from phalanx.engine.inputs import Feeder, Inputs, num_samples, split
+from phalanx.engine.mirroring import Mirroring
 from phalanx.engine.reductions import Place, StepRun
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
@@ -87,6 +88,7 @@ class Step:
     def __init__(self, feeder: Feeder, engine: Engine, program: Program, plan: Plan, told: Group | None = None) -> None:
         self.feeder, self.engine, self.program, self._plan, self._told = feeder, engine, program, plan, told
         self.commits = False  # whether a rank must know, before it updates, that all others can
+        self.mirroring: Mirroring | None = None  # what others hold alone
         self.run: StepRun | None = None  # the newest, made or interrupted
         self.number, self.run_number = 0, 0  # of the step to come, as the caller counts; of `run`
 
@@ -105,6 +107,7 @@ class Step:
         step.most_loss = most_loss
         step.counts, step.stop, step.change = tuple(counts), stop or step.stop, change or step.change
         self.run, self.run_number, step.commits = step, self.number, self.commits
+        step.mirroring = self.mirroring
         self.engine.run(self.program, step)
         return Outcome.of(step, self._told)
 

@@ -28,7 +28,7 @@ from phalanx.model.slicing import TOKENS, WHOLE_TOKENS
 from phalanx.program.instructions import COMPUTE, Program
 from phalanx.program.shape import Backward, BlockOp, ModelShape
 
-_RESIDENT = ("parameter", "buffer", "constant")
+RESIDENT = ("parameter", "buffer", "constant")  # kinds of ports whose tensors are there for good
 
 
 @dataclass
@@ -198,7 +198,7 @@ def describe(block: Block, segment: Segment) -> dict[str, object]:
     activations = {i: port.name for i, port in enumerate(ports) if port.kind == "activation"}
     places = {storage(node): block.outputs[i] for i, node in reversed(list(enumerate(joint.outputs)))}
     places |= {storage(node): activations[i] for i, node in enumerate(joint.inputs) if i in activations}
-    held = {storage(node) for i, node in enumerate(joint.inputs) if ports[i].kind in _RESIDENT}
+    held = {storage(node) for i, node in enumerate(joint.inputs) if ports[i].kind in RESIDENT}
     given = {storage(node) for i, node in enumerate(joint.inputs) if i not in activations and storage(node) not in held}
 
     def of(nodes: Sequence[fx.Node]) -> tuple[tuple[str, ...], bool]:

@@ -52,6 +52,9 @@ class Loopback:
     def set_rate(self, node: int, rate: int | None) -> None:
         self.require_links()
 
+    def plug(self, node: int, is_in: bool) -> None:
+        self.require_links()
+
     def close(self) -> None:
         pass
 
@@ -98,6 +101,10 @@ class Network:
             elif node in self._limited:
                 _tool("tc", *root)
         (self._limited.add if rate else self._limited.discard)(node)
+
+    def plug(self, node: int, is_in: bool) -> None:
+        """A node's cable, at the switch: the node does not see that it is out."""
+        _batch(self._switch, f"link set port{node} {'up' if is_in else 'down'}")
 
     def close(self) -> None:
         for namespace in (*self._nodes, self._switch):

@@ -21,7 +21,7 @@ from types import TracebackType
 from phalanx.errors import ConfigError
 from phalanx.lab import gpu, network, owned, slowdown
 from phalanx.lab.network import Loopback, Network, NoNetworkError
-from phalanx.lab.script import RestoreLink, Script, SlowLink, read_script
+from phalanx.lab.script import OfLinks, Script, read_script
 from phalanx.lab.session import (
     Place,
     Rank,
@@ -92,7 +92,7 @@ class Lab:
     def run(self, command: Sequence[str], script: Script | str = ()) -> int:
         """Run a command on all ranks; 0, or the exit code of the rank that failed first."""
         events = read_script(script, self.spec) if isinstance(script, str) else script
-        if any(isinstance(event.disturbance, SlowLink | RestoreLink) for event in events):
+        if any(isinstance(event.disturbance, OfLinks) for event in events):
             self.network.require_links()
         with self.start(command) as session:
             return session.wait(events)

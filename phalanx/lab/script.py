@@ -37,6 +37,17 @@ class SlowLink:
 
 
 @dataclass(frozen=True)
+class CutLink:
+    """A node's cable carries nothing, and neither end is told."""
+
+    node: int
+
+    def do(self, session: Session) -> str:
+        session.network.plug(self.node, is_in=False)
+        return f"link of node {self.node} cut"
+
+
+@dataclass(frozen=True)
 class RestoreLink:
     """A node's cable is as in the lab's description again."""
 
@@ -44,6 +55,7 @@ class RestoreLink:
 
     def do(self, session: Session) -> str:
         rate = session.spec.link
+        session.network.plug(self.node, is_in=True)
         session.network.set_rate(self.node, rate)
         return f"link of node {self.node} back at {rate_text(rate) if rate else 'full speed'}"
 
@@ -118,11 +130,13 @@ class AddRank:
         return f"rank {session.add_rank(self.node)} added on node {self.node}"
 
 
-Disturbance = SlowLink | RestoreLink | SlowRank | RestoreRank | StopRank | ContinueRank | KillRank | AddRank
+OfLinks = SlowLink | CutLink | RestoreLink
+Disturbance = OfLinks | SlowRank | RestoreRank | StopRank | ContinueRank | KillRank | AddRank
 
 
 WORDS: Mapping[str, type[Disturbance]] = {
     "slow_link": SlowLink,
+    "cut_link": CutLink,
     "restore_link": RestoreLink,
     "slow_rank": SlowRank,
     "restore_rank": RestoreRank,
@@ -173,7 +187,7 @@ def check_disturbance(disturbance: Disturbance, spec: LabSpec, num_ranks: int) -
         raise ConfigError(f"script: there is no rank {rank} then", f"use rank=0 … rank={num_ranks - 1}")
     if not 0 <= node < spec.nodes:
         raise ConfigError(f"script: there is no node {node}", f"use node=0 … node={spec.nodes - 1}")
-    if isinstance(disturbance, SlowLink | RestoreLink) and spec.nodes == 1:
+    if isinstance(disturbance, OfLinks) and spec.nodes == 1:
         raise ConfigError("script: one node has no links", "describe a lab with nodes=2 or more")
     if isinstance(disturbance, SlowRank | RestoreRank) and spec.gpu_share is not None:
         raise ConfigError(

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from phalanx.lab.network import Loopback, Network
-from phalanx.lab.script import Disturbance, Event, RestoreLink, Script, SlowLink, check_disturbance
+from phalanx.lab.script import CutLink, Disturbance, Event, RestoreLink, Script, SlowLink, check_disturbance
 from phalanx.lab.slowdown import Slowdown, slow_down
 from phalanx.lab.spec import LabSpec
 from phalanx.launch.signals import StopSignal, stop_signal
@@ -171,7 +171,7 @@ class Session:
         self.events: list[tuple[float, str]] = []  # seconds since the start, what was done or seen
         self._name, self._start_rank, self._logs, self._say, self._grace = name, start_rank, logs, say, grace
         self._slow: dict[int, Slowdown] = {}
-        self._slow_links: set[int] = set()
+        self._changed_links: set[int] = set()
         self._failed: Rank | None = None
         self._end_at, self._closed = float("inf"), False
         self._began = time.monotonic()
@@ -199,8 +199,8 @@ class Session:
         if rank is not None and not self.ranks[rank].running:
             return self._log(f"{disturbance} came too late: rank {rank} had ended")
         done = disturbance.do(self)
-        if isinstance(disturbance, SlowLink):
-            self._slow_links.add(disturbance.node)
+        if isinstance(disturbance, SlowLink | CutLink):
+            self._changed_links.add(disturbance.node)
         self._log(done or f"{disturbance}: nothing to do")
 
     def wait(self, script: Script = ()) -> int:
@@ -229,7 +229,7 @@ class Session:
             return
         self._closed = True
         self._end_all()
-        for node in self._slow_links:
+        for node in self._changed_links:
             RestoreLink(node).do(self)
         for rank in list(self._slow):
             self.speed_up(rank)

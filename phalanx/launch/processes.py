@@ -9,13 +9,13 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
 from phalanx.errors import RankError
@@ -193,7 +193,7 @@ class Processes:
         self._server.send_signal(signal.SIGCONT)  # one that is stopped could not hear that it is no longer needed
         try:
             self._server.wait(5.0)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self._server.kill()
             self._server.wait()
 
@@ -201,13 +201,13 @@ class Processes:
         return self._folder / f"rank-{rank}.log" if rank else None
 
 
-def _started_server() -> tuple[subprocess.Popen[bytes], Wire]:
+def _started_server() -> tuple[Popen[bytes], Wire]:
     ours, theirs = socket.socketpair()
     code = f"from phalanx.launch.server import main; main({theirs.fileno()})"
     path = os.pathsep.join(part or os.getcwd() for part in sys.path)
     # A session of its own keeps the terminal's Ctrl-C away from the ranks: who started them decides.
-    started = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+    started = Popen(
+        [sys.executable, "-c", code], stdin=DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     theirs.close()

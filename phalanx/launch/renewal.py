@@ -33,14 +33,14 @@ class Renewal:
         self._processes, self._board, self._job, self._store, self._least = processes, board, job, store, least
         self.on_loss, self._start, self.generation = on_loss, start, job.members
         self.newcomers = Newcomers(processes, board, self._ahead)
-        self._step, self._in_a_row = -1, 0
+        self._finished, self._in_a_row = dict[int, int](), 0  # steps by process, when ranks were lost the last time
         board.let_grow(True)
 
     def renew(self, lost: Sequence[int], words: Sequence[str]) -> str | None:
         """Publishes a generation without these processes, or with others in their places; or why there is none. words:
         what happened. Whoever came to the job and is ready is in it."""
         noticed = time.time()
-        lost = sorted({*lost, *self._gone(), *self._unready()})
+        lost = sorted({*lost, *self._gone(), *self.unready()})
         if (reason := self._why_not(lost)) is not None:
             return reason
         before = self.generation
@@ -89,7 +89,7 @@ class Renewal:
     def _gone(self) -> list[int]:
         return [process for process in self.generation.members if self._processes.alive[process].gone]
 
-    def _unready(self) -> list[int]:
+    def unready(self) -> list[int]:
         """Those that were started for this generation and hold nothing yet: they are started again for the next."""
         fresh = [self.generation.members[rank] for rank in self.generation.fresh]
         return [process for process in fresh if not self._board.slots[process].guarded]
@@ -105,9 +105,9 @@ class Renewal:
             return f"{len(survivors)} ranks are left, min_ranks = {self._least}, and no machine has room for others"
         if not lost and self._board.invited:
             return None
-        step = max(self._board.slots[process].read().step for process in self.generation.members)
-        self._in_a_row = self._in_a_row + 1 if step == self._step else 1
-        self._step = step
+        finished = {process: self._board.slots[process].finished for process in survivors}
+        has_trained = any(number > self._finished.get(process, 0) for process, number in finished.items())
+        self._in_a_row, self._finished = 1 if has_trained else self._in_a_row + 1, finished
         if self._in_a_row > _MOST_IN_A_ROW:
             return f"it was the {self._in_a_row}th loss in a row without a finished step"
         return None

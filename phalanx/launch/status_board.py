@@ -33,6 +33,7 @@ _BEGUN_AT = 192
 _RECENT_AT, NUM_RECENT, _TEXT = 200, 25, 32  # the newest of them, in a ring
 _GUARDED_AT = 1000  # whether the rank goes on when another is lost
 _AWAITED_AT = 1008  # the generation that the rank waits for
+_FINISHED_AT = 1016  # how many steps the rank has finished
 _GENERATION_AT = 8  # of the board: the newest that was published
 _INVITED_AT, _GROWS_AT = 16, 17  # of the board: whether processes wait to be taken in; whether more can be had
 _WANTED_AT = 24  # of the board: how many ranks are asked for
@@ -96,7 +97,7 @@ class StatusSlot:
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
         """A phase in the middle of another, which then goes on; an error leaves the board as it is, to be read."""
-        before = self.read().phase
+        before = self.read(with_recent=False).phase
         self.enter(phase)
         yield
         self.enter(before)
@@ -127,6 +128,14 @@ class StatusSlot:
     def await_generation(self, number: int) -> None:
         _BEGUN.pack_into(self._memory, self._start + _AWAITED_AT, number)
 
+    @property
+    def finished(self) -> int:
+        """How many steps this process has ended, those included that were made again."""
+        return _BEGUN.unpack_from(self._memory, self._start + _FINISHED_AT)[0]
+
+    def finish_step(self) -> None:
+        _BEGUN.pack_into(self._memory, self._start + _FINISHED_AT, self.finished + 1)
+
     def content(self) -> bytes:
         """All that it shows, for a board on another machine."""
         return self._memory[self._start : self._start + _SLOT]
@@ -139,11 +148,12 @@ class StatusSlot:
         """What this rank is in the plan, for messages: 'stage 1'."""
         self._memory[self._place] = place.encode()[:32].ljust(32, b"\0")
 
-    def read(self) -> StatusView:
+    def read(self, with_recent: bool = True) -> StatusView:
+        """with_recent: with the newest instructions, which takes most of the time."""
         beat, step = _COUNTERS.unpack_from(self._memory, self._start)
         texts = (self._memory[part].rstrip(b"\0").decode(errors="replace") for part in
                  (self._phase, self._place, self._instruction))  # fmt: skip
-        return StatusView(beat, step, *texts, recent=self._read_recent())
+        return StatusView(beat, step, *texts, recent=self._read_recent() if with_recent else ())
 
     def _read_recent(self) -> tuple[str, ...]:
         (begun,) = _BEGUN.unpack_from(self._memory, self._start + _BEGUN_AT)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.launch.abort import BEAT_SECONDS
 from phalanx.launch.status_board import RunningClock, StatusView
 
 STILL_SECONDS = 0.7
@@ -49,15 +50,24 @@ class Stillness:
 
     def __init__(self, clock: RunningClock, look: Callable[[], Activity | None]) -> None:
         self._clock, self._look = clock, look
-        self._beat, self._since, self._spent = -1, clock.read(), 0.0
+        self._beat, self._beat_at, self._since = -1, clock.read(), clock.read()
+        self._spent: float | None = None  # what it had computed when it was first asked, since its heart beat last
 
     def seconds(self, view: StatusView) -> float:
-        """For how long it has been still by now."""
+        """For how long it has been still by now. While its heart beats the system is not asked: that takes time, and
+        every look at every rank would."""
         now = self._clock.read()
+        if view.beat != self._beat:
+            self._beat, self._beat_at, self._since, self._spent = view.beat, now, now, None
+        if now - self._beat_at <= BEAT_SECONDS:
+            return now - self._since
         found = self._look()
-        if found is None or view.beat != self._beat or not found.sleeps or self._is_busy(found, now):
-            self._beat, self._since, self._spent = view.beat, now, found.seconds if found else 0.0
+        if found is None or not found.sleeps or self._is_busy(found, now):
+            self._since, self._spent = now, found.seconds if found else None
+        elif self._spent is None:
+            self._spent = found.seconds
         return now - self._since
 
     def _is_busy(self, found: Activity, now: float) -> bool:
-        return found.seconds - self._spent > _MOST_BUSY * max(now - self._since, LONGEST_LOOK)
+        spent = found.seconds - (found.seconds if self._spent is None else self._spent)
+        return spent > _MOST_BUSY * max(now - self._since, LONGEST_LOOK)

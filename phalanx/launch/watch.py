@@ -11,7 +11,7 @@ import copy
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,31 +104,37 @@ class Watch:
         self._processes.note_ended()
         if broken := self._processes.broken:
             raise RankError(f"{broken} was ended, and the ranks with it")
-        still = self._still_ranks()
-        for rank in self._expected():
-            trouble = self._trouble_of(rank) or still.get(rank)
-            if trouble is not None and self._add(trouble):
+        for trouble in self._troubles_seen():
+            if self._add(trouble):
                 return  # the ranks are others now
         self._look_for_broken_links()
         self._tend()
 
+    def _troubles_seen(self) -> Iterator[Trouble]:
+        """Of those that ended or are silent first: that is quickly seen."""
+        for rank in self._expected():
+            if (trouble := self._trouble_of(rank)) is not None:
+                yield trouble
+        yield from self._still_ranks().values()
+
     def _trouble_of(self, rank: int) -> Trouble | None:
-        process, view = self._processes.alive[rank], self._view(rank)
+        process = self._processes.alive[rank]
         if process.cause:
-            return Trouble(rank, view, process.cause)
+            return Trouble(rank, self._view(rank), process.cause)
         if process.code is not None:
-            return _died(rank, view, process.code, self._output(rank), self._memory_kills)
+            return _died(rank, self._view(rank), process.code, self._output(rank), self._memory_kills)
         suspect = _GONE_SECONDS if process.gone else self._job.silence if process.stopped else None
-        if (seconds := self._silence[rank].silent_for(view, suspect=suspect)) is None:
+        if (seconds := self._silence[rank].silent_for(self._glance(rank), suspect=suspect)) is None:
             return None
-        return _stalled(process, view, seconds, self._output(rank), read_stack(self._job.stack_file(rank)))
+        stack = read_stack(self._job.stack_file(rank))
+        return _stalled(process, self._view(rank), seconds, self._output(rank), stack)
 
     def _still_ranks(self) -> dict[int, Trouble]:
         """Those that stand still in a step while others do not, where losing one costs little."""
         if self._renewal is None or self._troubles:
             return {}
         expected = {rank: self._processes.alive[rank].pid for rank in self._expected()}
-        now = {rank: self._still_seconds(pid, self._view(rank)) for rank, pid in expected.items()}
+        now = {rank: self._still_seconds(pid, self._glance(rank)) for rank, pid in expected.items()}
         still = {rank: seconds for rank, seconds in now.items() if seconds > STILL_SECONDS}
         if all(seconds > LONGEST_LOOK for seconds in now.values()):
             return {}  # somebody stopped all of them
@@ -162,19 +168,19 @@ class Watch:
         if self._renewal is None or self._troubles or self._processes.in_doubt:
             return
         now, newest = self._clock.read(), self._board.generation
-        if self._board.invited:
-            return  # they wait for newcomers, who are taken in when all of them do
         waiting = [rank for rank in self._expected() if self._board.slots[rank].awaited > newest]
         self._waiting = {rank: self._waiting.get(rank, now) for rank in waiting}
         if waiting and now - min(self._waiting.values()) > _PATIENCE_SECONDS:
             names = ", ".join(map(str, sorted(waiting)))
-            self._renewed([], f"connections between ranks broke (told by {names}), and no rank was lost")
+            broke = f"connections between ranks broke (told by {names}), and no rank was lost"
+            # Where newcomers are ready, ranks wait for each other to meet them; one that does not come waits elsewhere.
+            self._renewed([], *([] if self._board.invited else [broke]))
             self._waiting.clear()
 
     def over(self) -> bool:
         """Whether nothing more is to be expected."""
         expected = self._expected()
-        if self._left and not self._troubles and any(self._view(rank).phase == "save" for rank in expected):
+        if self._left and not self._troubles and any(self._glance(rank).phase == "save" for rank in expected):
             self._deadline = None
         elif self._left and self._deadline is None:
             self._deadline = self._clock.read() + _FOLLOW_SECONDS
@@ -201,8 +207,12 @@ class Watch:
         return False
 
     def _survives(self, trouble: Trouble) -> bool:
-        """Whether the job goes on without this process. What a rank refuses is refused; so is what all of them meet."""
-        if self._renewal is None or self._left or (trouble.failed is not None and trouble.failed.error is not None):
+        """Whether the job goes on without this process. What a rank refuses is refused; so is what all of them meet.
+        One that just came and lost the others before it held anything is only lost."""
+        if self._renewal is None or self._left:
+            return False
+        is_told = trouble.failed is not None and trouble.failed.error is not None
+        if is_told and not (trouble.is_consequence and trouble.rank in self._renewal.unready()):
             return False
         if self.members[0] in self._done:
             self._done.add(trouble.rank)  # everything is saved and told: nobody needs it any more
@@ -233,6 +243,9 @@ class Watch:
 
     def _view(self, rank: int) -> Any:
         return self._board.slots[rank].read()
+
+    def _glance(self, rank: int) -> StatusView:
+        return self._board.slots[rank].read(with_recent=False)
 
     def _output(self, rank: int) -> list[str]:
         return self._processes.alive[rank].last_output()

@@ -7,7 +7,10 @@ seconds and is remembered per architecture. Before training, `selfcheck.prove` a
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,12 +49,13 @@ def capture(
     path = _cache_path(spec, inputs, dtype, dropout) if use_cache else None
     stored = _read(path)
     if stored is None:
-        blocks, notes = _capture(spec, model, inputs, dtype, dropout)
-        if check:
-            self_check(spec, lambda other, ins: capture_for_check(other, ins, torch.float64), notes)
-        _write(path, blocks, notes)
-    else:
-        blocks, notes = stored
+        with _alone(path):
+            if (stored := _read(path)) is None:
+                stored = _capture(spec, model, inputs, dtype, dropout)
+                if check:
+                    self_check(spec, lambda other, ins: capture_for_check(other, ins, torch.float64), stored[1])
+                _write(path, *stored)
+    blocks, notes = stored
     return Captured(blocks, inputs, notes=tuple(notes), **described)
 
 
@@ -146,6 +150,23 @@ def _cache_path(spec: ModelSpec, inputs: tuple[Input, ...], dtype: torch.dtype, 
     return cache_folder() / "captures" / f"{graphs.fingerprint(json.dumps(identity))}.json"
 
 
+@contextlib.contextmanager
+def _alone(path: Path | None) -> Iterator[None]:
+    """All ranks of a machine want the same capture at once: one makes it, and the others wait for what it writes."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_suffix(".lock")
+    with lock.open("w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: each makes its own
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
 def _read(path: Path | None) -> tuple[Blocks, list[str]] | None:
     if path is None or not path.exists():
         return None
@@ -159,7 +180,6 @@ def _read(path: Path | None) -> tuple[Blocks, list[str]] | None:
 def _write(path: Path | None, blocks: Blocks, notes: list[str]) -> None:
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{id(blocks)}.tmp")
     temporary.write_text(json.dumps({"blocks": blocks_to_json(blocks), "notes": notes}))
     temporary.replace(path)

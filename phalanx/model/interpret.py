@@ -1,8 +1,8 @@
-"""Blocks outside training: their ports resolved against named values, and their graphs run or traced on these.
+"""Blocks outside training: their ports resolved against named values, and their graphs run on these.
 
 Values may be tensors with contents (to check a capture against the model it came from) or without (to learn shapes,
-work and memory, whatever the size of the model, with nothing computed or allocated). Training goes through segments and
-the engine instead.
+whatever the size of the model, with nothing computed or allocated). What segments keep and need, and how they are
+trained, is `engine/trace.py`'s business.
 """
 
 from __future__ import annotations
@@ -18,13 +18,6 @@ from phalanx.expressions import evaluate
 from phalanx.model.captured import Captured
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks, Port
-from phalanx.model.segment import policies
-from phalanx.model.segment.compile import Compiler
-from phalanx.model.segment.joint import Joint, trace
-from phalanx.model.segment.segments import Segment
-
-SHARED = ("activation", "value", "input")  # ports whose tensors blocks may have in common
-HELD = ("parameter", "buffer", "constant")  # ports whose tensors are held for good
 
 Change = Callable[[fx.Graph], None]
 
@@ -127,38 +120,6 @@ def without_contents(
         })  # fmt: skip
         values.run_prologue(blocks)
     return values
-
-
-class Tracer:
-    """Traces blocks on tensors without contents, each distinct segment once for every set of shapes it is given."""
-
-    def __init__(self, blocks: Blocks, trainable: Iterable[str], mode: FakeTensorMode) -> None:
-        self._blocks, self._trainable, self._mode = blocks, set(trainable), mode
-        self._traced: dict[tuple[object, ...], tuple[Joint, Segment]] = {}
-        self.differentiable: dict[str, bool] = {}  # per activation
-
-    def trace(self, block: Block, values: Values) -> tuple[Joint, Segment]:
-        """What `segments.build` makes when nothing is recomputed, with the joint graph it was made from. The block's
-        activations are put among the values."""
-        ports, arguments = tensor_ports(block), values.arguments(block.ports)
-        wants = tuple(self._wants_gradient(port) for port in ports)
-        shapes = tuple((a.shape, a.dtype, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
-        key = (block.template, wants, shapes)
-        if key not in self._traced:
-            graph = graphs.load(self._blocks.templates[block.template].text)
-            is_parameter = [port.kind == "parameter" for port in ports]
-            joint = trace(graph, arguments, wants, is_parameter, None)
-            kept = policies.used_by_backward(joint)
-            self._traced[key] = joint, Segment(joint, is_parameter, kept, Compiler("off"), products=True)
-        joint, segment = self._traced[key]
-        self.differentiable.update(zip(block.outputs, joint.differentiable, strict=True))
-        values.put_alike(block, [node.meta["val"] for node in joint.outputs], self._mode)
-        return joint, segment
-
-    def _wants_gradient(self, port: Port) -> bool:
-        if port.kind == "parameter":
-            return port.name in self._trainable
-        return port.kind == "activation" and self.differentiable[port.name]
 
 
 def tensor_ports(block: Block) -> list[Port]:

@@ -61,6 +61,14 @@ def device_peak_flops(device: torch.device, dtype: str) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), dtype)
 
 
+def faster_in_half(device_name: str, dtype: str) -> str:
+    """What a device gains by training in bfloat16, in words; empty where that is nothing, or is not known."""
+    now, half = (peak_flops(device_name, own) for own in (dtype, "bfloat16"))
+    if dtype != "float32" or now is None or half is None or half <= now:
+        return ""
+    return f"; --dtype bfloat16, with float32 master weights, has {half / now:.0f}× the peak rate on this device"
+
+
 def peak_memory(device: torch.device) -> int:
     """Most bytes this process has held so far: allocated on the GPU, or resident in main memory."""
     if device.type == "cuda":

@@ -84,9 +84,14 @@ def mirror_words(record: Record) -> str:
     """`what one rank alone holds is copied into other ranks' memory every 20 steps …`."""
     if "none" in record:
         return f"no copies in other ranks' memory: {record['none']}"
-    every = "every step" if record["every"] == 1 else f"every {record['every']} steps"
     size = bytes_text(record["bytes"])
-    return f"what one rank alone holds is copied into other ranks' memory {every} ({size} on rank 0)"
+    share = f"{100 * record['share']:.2g} % of the time" if "share" in record else ""
+    if record["every"] == 0:
+        told = f"what one rank alone holds is mirrored in another's memory, step by step ({size} on rank 0)"
+        return told + (f": {share}" if share else "")
+    every = "every step" if record["every"] == 1 else f"every {record['every']} steps"
+    told = f"what one rank alone holds is copied into other ranks' memory {every} ({size} on rank 0)"
+    return told + (f": to mirror it step by step would take {share}" if share else "")
 
 
 _WORDS = {

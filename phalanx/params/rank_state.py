@@ -19,11 +19,11 @@ from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
 from phalanx.params.groups import Groups
 from phalanx.params.hosted import HostedOptimizer
-from phalanx.params.layout_of import KeptSlot, StateLayout
+from phalanx.params.layout_of import Kept, KeptSlot, StateLayout
 from phalanx.params.loss_scale import LossScale
 from phalanx.params.matrix_wise import Holders, MatrixWise
 from phalanx.params.optimizer import Optimizer, make_optimizer
-from phalanx.params.parameters import Parameters, load_parameters
+from phalanx.params.parameters import Parameters, Weight, load_parameters
 from phalanx.state.layout import Box, StateShard
 
 Filled = tuple[StateShard, Tensor]  # with its data
@@ -93,7 +93,7 @@ class State:
     def shards(self) -> Iterator[Filled]:
         """Everything a checkpoint holds, as far as it lies here."""
         self.settle()
-        yield from of_checkpoint(self.layout, self._rank, self.parameters, self._slots())
+        yield from of_checkpoint(self.layout, self.layout.kept(self._rank), self.parameters.weights, self._slots())
         yield from self.optimizer.owned()
 
     def _slots(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -166,15 +166,16 @@ def of_parameters(state: StateLayout, rank: int, parameters: Parameters) -> Iter
 
 
 def of_checkpoint(
-    state: StateLayout, rank: int, parameters: Parameters, slots: Iterable[tuple[str, str, Tensor]]
+    state: StateLayout, pieces: Iterable[Kept], weights: Mapping[str, Weight], slots: Iterable[tuple[str, str, Tensor]]
 ) -> Iterator[Filled]:
-    """Everything that training must go on from. slots: of the optimizer's state, by parameter, what there is by now."""
-    kept = {each.facts.name: each for each in state.kept(rank)}
+    """Everything of these pieces that training must go on from. slots: of the optimizer's state, by parameter, what
+    there is by now."""
+    kept = {each.facts.name: each for each in pieces}
     for name, each in kept.items():
-        yield state.exact(each), each.piece.packed(parameters.weights[name].exact)
+        yield state.exact(each), each.piece.packed(weights[name].exact)
     for slot, name, tensor in slots:
         each, key, dtype = kept[name], f"optimizer/{slot}/{name}", str(tensor.dtype).removeprefix("torch.")
-        if tensor.shape == parameters.weights[name].exact.shape:
+        if tensor.shape == weights[name].exact.shape:
             yield each.shard(key, dtype), each.piece.packed(tensor)
         else:
             yield each.beside(key, dtype, tuple(tensor.shape)), tensor.reshape(-1)

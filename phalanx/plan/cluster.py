@@ -21,14 +21,15 @@ EXAMPLE = "8x8 H100, nvlink 450GB/s, network 400Gb/s"
 MOST_DEVICES = 1_000_000
 _RATES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _LINKS = ("link", "nvlink", "pcie", "xgmi")
-_WORDS = (*_LINKS, "network", "memory", "flops", "bandwidth", "price")
+_WORDS = (*_LINKS, "network", "memory", "host", "flops", "bandwidth", "price")
 _KIND = re.compile(r"(?:(\d{1,7}) ?[x×] ?)?(?:(\d{1,7}) ?[x×]? )?\s*(\S.*)")
 
 
 @dataclass(frozen=True)
 class Nodes:
     """Nodes that are alike. link: bytes/s each way between a device and the others of its node; network: between the
-    node and the others. memory: bytes of a device. price: of a device and hour; 0 where none is given."""
+    node and the others. memory: bytes of a device; host: of a whole node, beside its devices, 0 where that is not
+    known. price: of a device and hour; 0 where none is given."""
 
     count: int
     devices: int
@@ -37,6 +38,7 @@ class Nodes:
     network: float
     memory: float
     price: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> int:
@@ -134,6 +136,7 @@ def _differences(kind: Nodes) -> str:
         found += f" {word} {value / 1e9:g}GB/s" if value != standard else ""
     if kind.memory != usual.memory.value:
         found += f" memory {kind.memory / 1e9:g}GB"
+    found += f" host {kind.host / 1e9:g}GB" if kind.host else ""
     return found + (f" price {kind.price:g}" if kind.price else "")
 
 
@@ -183,6 +186,7 @@ def _nodes(text: str, count: int, devices: int, device: Device, values: Mapping[
     return Nodes(
         count, devices, device, values.get("link", device.link.value), values.get("network", device.network.value),
         values.get("memory", device.memory.value), values.get("price", 0.0),
+        values.get("host", 0.0),
     )  # fmt: skip
 
 
@@ -210,18 +214,21 @@ def _values(given: Mapping[str, object]) -> dict[str, float]:
 
 def _number(word: str, text: str) -> float:
     """`450GB/s`, `400Gb/s`, `8x400Gb/s`, `80GB`; of flops and price a plain number."""
-    match = re.fullmatch(r"(?:(\d{1,3}) ?[x×] ?)?(\d+(?:\.\d+)?(?:e\d+)?) ?([kKmMgGtT][bB](?:it)?(?:/s|ps)?)?", text)
-    form = {"memory": "80GB", "flops": "989e12", "price": "2.5"}.get(word, "450GB/s, 400Gb/s or 8x400Gb/s")
+    match = re.fullmatch(r"(?:(\d{1,3}) ?[x×] ?)?(\d+(?:\.\d+)?(?:e\d+)?) ?([kKmMgGtT]i?[bB](?:it)?(?:/s|ps)?)?", text)
+    form = {"memory": "80GB", "host": "1TB", "flops": "989e12", "price": "2.5"}.get(
+        word, "450GB/s, 400Gb/s or 8x400Gb/s"
+    )
     needs_unit = word not in ("flops", "price")
     if match is None or (match[3] is None) == needs_unit:
         raise ConfigError(
-            f"cluster: {word} {text!r} is not a {'size' if word == 'memory' else 'rate'}", f"write {form}"
+            f"cluster: {word} {text!r} is not a {'size' if word in ('memory', 'host') else 'rate'}", f"write {form}"
         )
     times, number, unit = match.groups()
     value = int(times or 1) * float(number)
     if unit:
-        is_bits = unit[1] == "b" or "bit" in unit
-        value *= _RATES[unit[:2].lower()] / (8 if is_bits else 1)
+        is_bits = unit.replace("i", "", 1)[1] == "b" or "bit" in unit
+        scale = 1024 ** (1 + "kmgt".index(unit[0].lower())) if unit[1] == "i" else _RATES[unit[:2].lower()]
+        value *= scale / (8 if is_bits else 1)
     if value <= 0 and word != "price":
         raise ConfigError(f"cluster: {word} {text!r} is nothing", f"write for example {form}")
     return value

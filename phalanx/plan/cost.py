@@ -20,6 +20,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.work import BlockWork, ModelWork
 
 STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
+MOST_RESERVED = 0.1  # of a device's memory, what libraries keep of it at most
 NARROW_HEAD = 64  # elements of a head, of which attention reaches half of what it could
 SLICED_ATTENTION = 1.25  # of the time of attention, where it is computed in slices (measured 1.12 to 1.33 on an H200)
 
@@ -101,6 +102,10 @@ def add(parts: Sequence[Seconds]) -> Seconds:
     return Seconds(*(sum(column) for column in zip(*parts, strict=True))) if parts else Seconds(0, 0, 0, 0, 0)
 
 
+def times(seconds: Seconds, count: int) -> Seconds:
+    return Seconds(*(count * own for own in seconds))
+
+
 def _launched(busy: float, launch: float) -> float:
     """Seconds of a device that is busy so long with kernels that a host starts in so long: the longer of both, and some
     more where they are alike, since not every kernel is as long as its start."""
@@ -123,6 +128,18 @@ class Machine:
         )  # fmt: skip
 
     @cached_property
+    def key(self) -> tuple[object, ...]:
+        """What the seconds and bytes of a block depend on, beside the block."""
+        plan, shared = self.plan, self.plan.mb if self.plan.pairs else 0
+        return self.number, plan.tp, plan.sequence, plan.saves, self.samples, plan.overlap, shared, self.parts
+
+    @cached_property
+    def budget(self) -> float:
+        """bytes that a rank may use of its device's memory. Of a small one libraries keep less."""
+        software, size = self.software, self.nodes.memory
+        return (size - min(software.reserved, MOST_RESERVED * size)) * (1 - software.slack)
+
+    @cached_property
     def host_rate(self) -> float:
         """bytes/s each way between a device and the memory of its host, which the devices of a node share."""
         return min(self.nodes.device.host.value, self.software.host_copies / self.nodes.devices)
@@ -130,7 +147,8 @@ class Machine:
     @property
     def host_memory(self) -> float:
         """bytes that a device may use of the memory of its host."""
-        return self.software.host_memory * self.nodes.device.memory.value
+        usual = self.software.host_memory * self.nodes.device.memory.value
+        return self.nodes.host / self.nodes.devices if self.nodes.host else usual
 
     @cached_property
     def tp_group(self) -> Group:
@@ -152,7 +170,7 @@ class Machine:
     def seconds(self, work: BlockWork, rung: str, moved: float = 0.0) -> Seconds:
         """Of a micro-batch in one block. moved: of what it keeps, the share that lies on the host in between."""
         own = self._part_seconds(work, rung)
-        whole = own if self.parts == 1 else Seconds(*(self.parts * seconds for seconds in own))
+        whole = own if self.parts == 1 else times(own, self.parts)
         return self._with_copies(whole, work, rung, moved) if moved else whole
 
     def _part_seconds(self, work: BlockWork, rung: str) -> Seconds:
@@ -288,15 +306,21 @@ class Machine:
         across = consecutive(copies, plan.tp * plan.shards, self.nodes.devices)
         return scattered + all_reduce(self.links, across, size / plan.shards)
 
-    def update_seconds(self, parameters: float, width: int, state: float) -> float:
+    def host_seconds(self, parameters: float, width: float) -> float:
+        """Between a device and its host one way: of a rank's part of so many parameters, `width` bytes of each."""
+        return width * parameters / self.plan.tp / self.plan.shards / self.host_rate
+
+    def update_seconds(self, parameters: float, width: int, state: float, share: float) -> float:
         """The optimizer, and with ZeRO 1 and 2 the updated weights shared. state: bytes that it keeps of a parameter,
-        of which those on the host come to the device and leave again at the same time, or are updated there."""
+        of which a share on the host comes to the device and leaves again at the same time, or is updated there."""
         plan, own = self.plan, parameters / self.plan.tp
-        hosted = plan.hosted_share * own / plan.shards
+        hosted = share * own / plan.shards
         moved = STEP_MOVES * (own / plan.shards - (hosted if plan.steps_on_host else 0.0)) / self.bandwidth
         if hosted:
+            # Gradients of parameters that lie on the host left before, and come back where the device updates.
+            there, back = (0.0, 4.0) if plan.hosts_parameters else (4.0 + width, 0.0)
             here = plan.device_updates if plan.steps_on_host else 1.0
-            sent = hosted * ((4 + width) if plan.steps_on_host else 0.0) + here * hosted * state
+            sent = hosted * (there if plan.steps_on_host else 0.0) + here * hosted * (state + back)
             moved += max(sent / self.host_rate, (1 - here) * hosted / self.software.host_updates)
         shares = plan.zero in (1, 2)
         return moved + (gather(self.links, self.shard_group, width * own) if shares else 0.0)

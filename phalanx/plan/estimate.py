@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Machine, Seconds, Software, add, machines
-from phalanx.plan.footprint import memory, most_slices, moved_share, parameters_of, place_blocks
+from phalanx.plan.cost import Machine, Seconds, Software, add, machines, times
+from phalanx.plan.footprint import (
+    fetched_share,
+    hosted_share,
+    memory,
+    most_slices,
+    moved_share,
+    parameters_of,
+    place_blocks,
+)
 from phalanx.plan.plan import Plan
 from phalanx.plan.slice_shares import slowest
 from phalanx.plan.work import ModelWork
@@ -29,8 +37,6 @@ PARTS = (
     "bubble",
     "other",
 )
-
-MOST_RESERVED = 0.1  # of a device's memory
 
 
 @dataclass(frozen=True)
@@ -86,12 +92,6 @@ class Estimate:
         return self.price / 3600 / self.tokens_per_second * 1e6
 
 
-def budget_of(machine: Machine) -> float:
-    """What a rank may use of its device's memory. Of a small one libraries keep less."""
-    software, size = machine.software, machine.nodes.memory
-    return (size - min(software.reserved, MOST_RESERVED * size)) * (1 - software.slack)
-
-
 def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software, batch: int) -> Estimate:
     """plan: with its stages."""
     samples = -(-batch // (plan.dp * plan.mb))
@@ -102,8 +102,8 @@ def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software,
     used = [memory(model, plan, place, samples, rungs, *bytes_of) for place in range(plan.pp)]
     peak = sum(kind.total * kind.device.flops.value for kind in cluster.nodes) / cluster.world * plan.world
     return Estimate(
-        plan, batch, sum(parts.values()), parts, tuple(used), tuple(map(budget_of, places)), model.tokens * batch,
-        model.flops * batch, peak, cluster.price * plan.world / cluster.world,
+        plan, batch, sum(parts.values()), parts, tuple(used), tuple(place.budget for place in places),
+        model.tokens * batch, model.flops * batch, peak, cluster.price * plan.world / cluster.world,
     )  # fmt: skip
 
 
@@ -120,13 +120,15 @@ def rungs_of(model: ModelWork, plan: Plan) -> list[str]:
 @dataclass(frozen=True)
 class Place:
     """What a place in the pipeline takes. seconds: of a micro-batch; waits: for parameters and gradients of it.
-    reduce, window: of a step's gradients, and what they hide behind. update: the optimizer."""
+    reduce, window: of a step's gradients, and what they hide behind. update: the optimizer. fetch: of a step, for
+    parameters and gradients between device and host."""
 
     seconds: Seconds
     waits: float
     reduce: float
     window: float
     update: float
+    fetch: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def parts_of(model: ModelWork, plan: Plan, places: Sequence[Machine], loads: Seq
         if (machine.number, load) not in known:
             moved = moved_share(plan, sum(n for (kind, _), n in load.counts if model.classes[kind].is_layer))
             own = [
-                _times(machine.seconds(work, rung, moved if work.is_layer else 0.0), n)
+                times(machine.seconds(work, rung, moved if work.is_layer else 0.0), n)
                 for (kind, rung), n in load.counts
                 for work in (model.classes[kind],)
             ]
@@ -173,10 +175,6 @@ def longest_slice(model: ModelWork, plan: Plan, machine: Machine) -> float:
         return 1.0
     attention = machine.attention_share(model)
     return max(slowest(slicing, attention) for slicing in plan.slices)
-
-
-def _times(seconds: Seconds, count: int) -> Seconds:
-    return Seconds(*(count * own for own in seconds))
 
 
 def timed_place(
@@ -197,7 +195,27 @@ def timed_place(
     once = machine.gather_seconds(parameters, width) if plan.gathers == "step" else 0.0
     last = machine.reduce_seconds(model.trained * largest)
     tail = last if per_micro_batch else max(min(reduce, last), beneath(reduce, behind, contention))
-    return Place(seconds, waits, tail, behind, machine.update_seconds(learning, width, model.state_width) + once)
+    update = machine.update_seconds(learning, width, model.state_width, hosted_share(model, plan)) + once
+    fetch = 0.0
+    if plan.hosts_parameters:
+        fetched = fetched_share(model, plan)
+        come = machine.host_seconds(fetched * parameters, width)
+        leave = machine.host_seconds(fetched * learning, plan.sum_bytes(machine.software.gradient))
+        fetch = fetch_seconds(plan, seconds, come, leave, min(1.0, largest / parameters))
+    return Place(seconds, waits, tail, behind, update, fetch)
+
+
+def fetch_seconds(plan: Plan, seconds: Seconds, come: float, leave: float, largest: float) -> float:
+    """What a step waits for parameters that come from the host one block ahead, forward and back, with every
+    micro-batch or once for all, and for gradients that leave behind the last backward of the next block. come, leave:
+    seconds of those of all blocks, one way; largest: share of the largest block, of which nothing hides the first
+    parameters and the last gradients."""
+    together = plan.mb if plan.schedule == "block-major" else 1
+    times = plan.mb / together
+    backward = together * (seconds.backward + seconds.weight + seconds.again)
+    forth = times * max(0.0, come - together * seconds.forward)
+    back = (times - 1) * max(0.0, come - backward) + max(0.0, come - backward, leave - backward)
+    return forth + back + (come + leave) * largest
 
 
 def beneath(communication: float, window: float, contention: float) -> float:
@@ -234,7 +252,7 @@ def step_parts(
         "computation": plan.mb * own,
         "computed again": plan.mb * seconds.again,
         "tensor communication": plan.mb * exposed,
-        "host copies": plan.mb * copied,
+        "host copies": plan.mb * copied + max(place.fetch for place in places),
         "messages": plan.mb * waits_for_messages(plan) * message * software.messages,
         "gradients": plan.mb * busiest.waits + gradients,
         "optimizer": max(place.update for place in places),

@@ -46,6 +46,7 @@ def what_limits(best: Estimate) -> str:
     return f"{computed}; {_WORDS[part]} takes {beside[part] / best.step_seconds:.1%}{cause}"
 
 
+LOOKED_FOR_HELP = 3  # plans that are worked out for each change of a cluster
 _GRAIN = 64  # tokens that kernels compute together
 
 
@@ -73,7 +74,7 @@ def what_helps(
     for what, changed in changes.items():
         try:
             given = {name: v for name, v in kept.items() if changed.world == cluster.world or name not in AXES}
-            other = search(model, changed, software, best.batch, given, keep=1, most=8).plans[0]
+            other = search(model, changed, software, best.batch, given, keep=1, most=LOOKED_FOR_HELP).plans[0]
         except PlanError:
             continue  # a batch that has no sample for so many
         found.append(Help(what, best.step_seconds / other.step_seconds))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.work import BlockWork, Kept, ModelWork
@@ -39,27 +40,86 @@ def kept_bytes(kept: Kept, plan: Plan) -> float:
     return kept.split / plan.tp + entries + kept.rest / plan.tp
 
 
-def state_bytes(
-    model: ModelWork, plan: Plan, parameters: float, largest: float, gradient: float = 4.0
-) -> dict[str, float]:
-    """What is there during the whole step, of so many parameters; largest: those of the largest block. gradient: bytes
-    of a parameter's sum."""
-    width, own, largest = model.width, parameters / plan.tp, largest / plan.tp
-    state = model.trained * model.state_width
-    gradient = model.trained * plan.sum_bytes(max(gradient, width))
-    weights, gradients = width * own, gradient * own
+class Largest(NamedTuple):
+    """Parameters of the largest block of a place, and of the two neighbours that have most together."""
+
+    block: float
+    pair: float
+
+
+def largest_of(works: Sequence[BlockWork]) -> Largest:
+    """A block that is no layer stands beside one, where there is any."""
+    most = max(work.parameters for work in works)
+    return Largest(most, most + max((work.parameters for work in works if work.is_layer), default=most))
+
+
+class Widths(NamedTuple):
+    """Bytes for each of a rank's parameters: during the whole step, and only while their block is one of two at work.
+    hosted: in the memory of its host."""
+
+    weights: float
+    gathered: float
+    gradients: float
+    reduced: float
+    optimizer: float
+    hosted: float
+
+    def state(self, parameters: float, largest: Largest) -> dict[str, float]:
+        """Of a place with so many parameters."""
+        at_work = min(parameters, largest.pair)
+        return {
+            "weights": self.weights * parameters + self.gathered * at_work,
+            "gradients": self.gradients * parameters + self.reduced * at_work,
+            "optimizer": self.optimizer * parameters,
+        }
+
+    def total(self, parameters: float, largest: Largest) -> float:
+        """Of the state on the device."""
+        at_work = min(parameters, largest.pair)
+        always = self.weights + self.gradients + self.optimizer
+        return always * parameters + (self.gathered + self.reduced) * at_work
+
+
+def state_widths(model: ModelWork, plan: Plan, gradient: float = 4.0) -> Widths:
+    """gradient: bytes of a parameter's sum."""
+    width, tp, shards = model.width, plan.tp, plan.shards
+    state = model.trained * model.state_width / tp / (shards if plan.zero else 1)
+    weights, gathered = width / tp, 0.0
+    gradients, reduced = model.trained * plan.sum_bytes(max(gradient, width)) / tp, 0.0
+    hosted, fetched = hosted_share(model, plan), fetched_share(model, plan)
+    on_host = (fetched * weights + (hosted if plan.steps_on_host else fetched) * gradients) / shards + hosted * state
     if plan.zero == 3:
-        gathered = weights if plan.gathers == "step" else min(weights, 2 * width * largest)
-        weights = weights / plan.shards + gathered
+        always = plan.gathers == "step"
+        weights, gathered = weights / shards + (weights if always else 0.0), 0.0 if always else weights
+    elif fetched:
+        gathered = weights
     if plan.zero >= 2 and plan.reduces == "micro-batch":
-        gradients = gradients / plan.shards + min(gradients, 2 * gradient * largest)
-    kept = state * own * (1 - plan.hosted_share)
-    return {"weights": weights, "gradients": gradients, "optimizer": kept / (plan.shards if plan.zero else 1)}
+        gradients, reduced = gradients / shards, gradients
+    elif fetched and leaves_block_by_block(plan):
+        reduced = gradients
+    if leaves_block_by_block(plan):
+        gradients *= 1 - fetched
+    return Widths((1 - fetched) * weights, gathered, gradients, reduced, (1 - hosted) * state, on_host)
 
 
-def hosted_bytes(model: ModelWork, plan: Plan, parameters: float) -> float:
-    """Of the optimizer's state of so many parameters, what lies in the memory of a device's host."""
-    return plan.hosted_share * model.trained * model.state_width * parameters / plan.tp / plan.shards
+def leaves_block_by_block(plan: Plan) -> bool:
+    """Whether a block's gradients are complete, and may leave for the host, before those of the next are begun."""
+    return plan.mb == 1 or plan.schedule == "block-major"
+
+
+def fetched_share(model: ModelWork, plan: Plan) -> float:
+    """Of the parameters of an average place, those that lie on the host and come for each use."""
+    count = dict(plan.offload).get("parameters")
+    if not count or not model.layers:
+        return 0.0 if count is None else 1.0
+    in_layers = sum(model.block(block).parameters for block in model.layers) / model.num_parameters
+    return min(1.0, count * plan.pp / len(model.layers)) * min(1.0, in_layers)
+
+
+def hosted_share(model: ModelWork, plan: Plan) -> float:
+    """Of the elements, those whose optimizer state lies on the host: where parameters lie there, so does it."""
+    stays = (1 - plan.hosted_share) * (1 - fetched_share(model, plan))
+    return 1 - stays
 
 
 def again_bytes(work: BlockWork, rung: str, plan: Plan) -> float:
@@ -76,6 +136,8 @@ def working_bytes(
     """While a block is at work, beside all that is kept: also the gradients of what enters and leaves it. moved: of
     what it keeps, the share that lies on the host in between. logits: bytes of each that every rank has whole."""
     own = (work.working / plan.tp + again_bytes(work, rung, plan) + 2 * work.crossing) * samples / most_slices(plan)
+    if plan.schedule == "block-major":  # all micro-batches wait between two blocks
+        own += (plan.mb - 1) * work.crossing * samples
     moving = MOVING * kept_bytes(work.kept[rung], plan) * samples if moved and work.is_layer else 0.0
     whole = logits * work.logits * samples * (1 - 1 / plan.tp)
     return own + moving + work.fixed / plan.tp + whole
@@ -154,6 +216,6 @@ def memory(
     ]
     held, working = max(moments, key=sum)
     held += sum(past_bytes(model.block(block), plan, samples) for block in blocks)
-    largest = max(model.block(block).parameters for block in blocks)
-    state = state_bytes(model, plan, parameters_of(model, blocks), largest, gradient)
+    largest = largest_of([model.block(block) for block in blocks])
+    state = state_widths(model, plan, gradient).state(parameters_of(model, blocks), largest)
     return {**state, "activations": held, "working": working}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -52,19 +51,24 @@ def counts(num_layers: int, num_options: int) -> NDArray[np.int64]:
     """[row, option]: ways to give each of so many layers an option; of at most two options more than a few."""
     if num_options == 1:
         return np.array([[num_layers]])
-    few = range(min(FEW, num_layers) + 1)
-    rows: set[tuple[int, ...]] = set()
-    for i in range(num_options):
-        for j in range(i):
-            others = [few if place not in (i, j) else range(1) for place in range(num_options)]
-            for some in product(*others):
-                left = num_layers - sum(some)
-                for one in range(left + 1):
-                    row = list(some)
-                    row[i], row[j] = one, left - one
-                    if left >= 0:
-                        rows.add(tuple(row))
-    return np.array(sorted(rows))
+    few = np.arange(min(FEW, num_layers) + 1)
+    rows = np.concatenate([
+        _two_of(num_layers, [few if place not in (i, j) else few[:1] for place in range(num_options)], i, j)
+        for i in range(num_options) for j in range(i)
+    ])  # fmt: skip
+    codes = rows @ (num_layers + 1) ** np.arange(num_options)[::-1]
+    return rows[np.unique(codes, return_index=True)[1]]
+
+
+def _two_of(num_layers: int, others: Sequence[NDArray[np.int64]], i: int, j: int) -> NDArray[np.int64]:
+    """Every way in which two options share what all ways of `others` leave of the layers."""
+    some = np.stack(np.meshgrid(*others, indexing="ij"), axis=-1).reshape(-1, len(others))
+    some = some[some.sum(axis=1) <= num_layers]
+    ways = num_layers - some.sum(axis=1) + 1
+    rows = np.repeat(some, ways, axis=0)
+    rows[:, i] = np.arange(len(rows)) - np.repeat(np.cumsum(ways) - ways, ways)
+    rows[:, j] = num_layers - rows.sum(axis=1)
+    return rows
 
 
 class Mix(NamedTuple):

@@ -75,32 +75,34 @@ def _smallest_limit(num_blocks: int, num_stages: int, time: Time, start: float) 
 
 def _greedy(num_blocks: int, num_stages: int, time: Time, limit: float) -> list[int] | None:
     """Every stage takes as many blocks as it can, and leaves one for each that follows; None where some are left."""
-    ends, begin = [0], 0
+    ends, begin, about = [0], 0, num_blocks // num_stages
     for stage in range(num_stages):
         most = num_blocks - (num_stages - 1 - stage)
-        end = _furthest(stage, begin, most, time, limit)
+        end = _furthest(stage, begin, most, time, limit, about)
         if end is None:
             return None
         ends.append(end)
-        begin = end
+        begin, about = end, end - begin
     return ends if begin == num_blocks else None
 
 
-def _furthest(stage: int, begin: int, most: int, time: Time, limit: float) -> int | None:
-    """By bisection: more blocks never take less."""
-    if most <= begin or time(stage, begin, begin + 1) > limit:
-        return None
-    low, step = begin + 1, 1
-    while low + step <= most and time(stage, begin, low + step) <= limit:
-        low, step = low + step, 2 * step
-    high = min(low + step, most + 1)
+def _furthest(stage: int, begin: int, most: int, time: Time, limit: float, about: int) -> int | None:
+    """By bisection, since more blocks never take less: in growing steps from `about` so many on."""
+    low, high = begin, most + 1  # the first fits or is empty, the second does not fit
+    end, step = min(begin + about, most), 1
     while high - low > 1:
-        middle = (low + high) // 2
-        if time(stage, begin, middle) <= limit:
-            low = middle
+        if time(stage, begin, end) <= limit:
+            low = end
         else:
-            high = middle
-    return low
+            high = end
+        if low == begin:
+            end = max(high - step, low + 1)
+        elif high > most:
+            end = min(low + step, high - 1)
+        else:
+            end = (low + high) // 2
+        step *= 2
+    return low if low > begin else None
 
 
 def _latest(num_blocks: int, num_stages: int, time: Time, limit: float) -> list[int]:

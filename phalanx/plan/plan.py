@@ -79,8 +79,10 @@ class Plan:
     sums: str = ""
 
     def __post_init__(self) -> None:
+        own: dict[str, object] = vars(self)
         for name, default in _DEFAULTS.items():
-            if (value := getattr(self, name)) is not default:
+            kind = type(value := own[name])
+            if value is not default and (kind is tuple or kind is not type(default)):
                 object.__setattr__(self, name, fields.take_value(name, value))
         if self.v == 0:
             object.__setattr__(self, "v", VIRTUAL_STAGES.get(self.schedule, 1))

@@ -61,16 +61,12 @@ MOMENTS = ("micro-batch", "step")
 
 
 NOT_WEIGHED = ("degrees",)
-NOT_WEIGHED_SCHEDULES = ("block-major",)
 SEARCHED = ("stages", "recompute")
 
 
 def require_weighed(given: Mapping[str, Any]) -> None:
     """What an estimate says nothing about is refused, not ignored. given: fields of a plan."""
     unknown = [name for name in NOT_WEIGHED if name in given]
-    if given.get("schedule") in NOT_WEIGHED_SCHEDULES:
-        unknown.append(f"schedule={given['schedule']}")
-    unknown += ["offload=parameters" for word, _ in given.get("offload", ()) if word == "parameters"]
     if unknown:
         message = f"option plan: {unknown[0]} is not in what planning estimates"
         raise PlanError(message, "leave it out, or see what it does with `phalanx program --plan`")
@@ -138,6 +134,8 @@ def _check_stages(plan: Plan) -> None:
 
 
 def _check_slices(plan: Plan) -> None:
+    if not plan.slices:
+        return
     shown = f"slices={write_slicings(plan.slices)}"
     for slicing in plan.slices:
         if not slicing or min(slicing) < 1:
@@ -181,6 +179,11 @@ def _check_moments(plan: Plan) -> None:
     if plan.reduce == "micro-batch" and plan.zero < 2:
         message = f"plan: reduce=micro-batch saves nothing with zero={plan.zero}: every rank has all its gradients"
         raise PlanError(message, "use zero=2 or 3, or reduce=step")
+
+
+def may_host_parameters(plan: Plan) -> bool:
+    """Whether a plan goes with offload=parameters."""
+    return plan.zero not in (1, 2) and plan.gathers != "step" and not plan.pairs
 
 
 def _check_hosted_parameters(plan: Plan) -> None:

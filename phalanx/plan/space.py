@@ -14,9 +14,9 @@ from phalanx.plan.cost import STEP_MOVES, Machine, machines
 from phalanx.plan.fields import Slicings
 from phalanx.plan.offload import Offload
 from phalanx.plan.plan import Plan
-from phalanx.plan.rules import OVERLAPS, SLICED_SCHEDULES, VIRTUAL_STAGES, divisors
+from phalanx.plan.problem import Problem
+from phalanx.plan.rules import OVERLAPS, SLICED_SCHEDULES, VIRTUAL_STAGES, divisors, may_host_parameters
 from phalanx.plan.slice_shares import equal
-from phalanx.plan.stage_times import Problem
 
 MOST_VIRTUAL = 4
 MOST_STAGES = 128
@@ -107,8 +107,12 @@ def _slicings(problem: Problem, base: Base, schedule: str, fixed: Mapping[str, A
     return [(), *((equal(count, attention, GRAINS * count),) for count in counts)]
 
 
-def offloads(problem: Problem, plan: Plan) -> list[tuple[Offload, float]]:
-    """What may lie on the host, with the seconds that it takes at least: state of the optimizer, activations, both."""
+Change = dict[str, Any]  # fields of a plan
+
+
+def offloads(problem: Problem, plan: Plan) -> list[tuple[Change, float]]:
+    """What may lie on the host, with the seconds that it takes at least: state of the optimizer, activations, both;
+    parameters as well, at last block by block."""
     if any(kind.device.name == "CPU" for kind in problem.cluster.nodes):
         return []  # where devices have no memory of their own
     model = problem.model
@@ -122,7 +126,23 @@ def offloads(problem: Problem, plan: Plan) -> list[tuple[Offload, float]]:
     counts = [-(-layers // 2), 0] if layers >= FEWEST_MOVED else []
     moved: list[tuple[Offload, float]] = [((("activations", count),), 0.0) for count in counts]
     both = [((*first, *state[-1][0]), state[-1][1]) for first, _ in moved]
-    return [*state, *moved, *both]
+    found: list[tuple[Change, float]] = [({"offload": words}, extra) for words, extra in (*state, *moved, *both)]
+    return found + [(change, own * ways[word]) for change in _fetched(problem, plan, word)]
+
+
+def _fetched(problem: Problem, plan: Plan, word: str) -> list[Change]:
+    """With all parameters on the host. word: who updates."""
+    if not may_host_parameters(plan):
+        return []
+    updates: Offload = (("optimizer-step", 1.0),) if word == "optimizer-step" else ()
+    words: list[Offload] = [(("parameters", 0), *updates)]
+    if len(problem.model.layers) // plan.num_stages >= FEWEST_MOVED:
+        words.append((("activations", 0), *words[0]))
+    found: list[Change] = [{"offload": own} for own in words]
+    if plan.pp == 1 and plan.mb > 1 and plan.overlap == "none" and not plan.slices:
+        blocks = {"schedule": "block-major", "v": len(problem.model.blocks), "recompute": ("block",)}
+        found += [{"offload": own, **blocks} for own in words]
+    return found
 
 
 def _allowed(values: Sequence[int], fixed: Mapping[str, Any], name: str) -> list[int]:

@@ -1,43 +1,23 @@
 """What runs of consecutive blocks take on each place of a pipeline, with what their layers compute again so that they
-fit. What several plans have in common (a class of blocks under a degree and a number of samples) is worked out once.
+fit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Machine, Seconds, Software, machines
-from phalanx.plan.estimate import (
-    Estimate,
-    Place,
-    budget_of,
-    estimate,
-    longest_slice,
-    message_seconds,
-    step_parts,
-    timed_place,
-)
-from phalanx.plan.footprint import (
-    hosted_bytes,
-    kept_here,
-    moved_share,
-    num_held,
-    past_bytes,
-    state_bytes,
-    working_bytes,
-)
+from phalanx.plan.cost import Machine, Seconds, machines
+from phalanx.plan.estimate import Estimate, Place, estimate, longest_slice, message_seconds, step_parts, timed_place
+from phalanx.plan.footprint import kept_here, moved_share, num_held, past_bytes, state_widths, working_bytes
 from phalanx.plan.mixes import Ends, Mix, Mixer, Option
 from phalanx.plan.partition import evenly, partition
 from phalanx.plan.plan import Plan
-from phalanx.plan.rules import OVERLAPS
-from phalanx.plan.work import RUNGS, BlockWork, ModelWork
-
-Key = tuple[object, ...]
+from phalanx.plan.problem import Key, Problem, Runs
+from phalanx.plan.work import RUNGS, BlockWork
 
 
 class Quick(NamedTuple):
@@ -47,155 +27,6 @@ class Quick(NamedTuple):
     free: float
 
 
-class Sharded(NamedTuple):
-    """room: bytes that the average place of a pipeline has left beside its state, of which `optimizer` may lie on the
-    host. update: seconds of the optimizer there; waits: for what replicas exchange with every micro-batch, at least."""
-
-    room: float
-    optimizer: float
-    update: float
-    waits: float
-
-
-@dataclass
-class Problem:
-    """What is searched for, and what is known of it by now. slot: samples of every micro-batch, where that is given."""
-
-    model: ModelWork
-    cluster: Cluster
-    software: Software
-    batch: int
-    slot: int | None = None
-    seconds: dict[Key, list[Seconds]] = field(default_factory=dict[Key, list[Seconds]])
-    mixers: dict[Key, Mixer] = field(default_factory=dict[Key, Mixer])
-    evens: dict[Key, tuple[int, ...]] = field(default_factory=dict[Key, tuple[int, ...]])
-    drained: dict[Key, float] = field(default_factory=dict[Key, float])
-    held: dict[Key, float] = field(default_factory=dict[Key, float])
-    waiting: dict[Key, float] = field(default_factory=dict[Key, float])
-    shares: dict[Key, float] = field(default_factory=dict[Key, float])
-    looked_at: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
-    sums: dict[Key, list[float]] = field(default_factory=dict[Key, list[float]])
-    rungs: dict[Key, list[tuple[float, float]]] = field(default_factory=dict[Key, list[tuple[float, float]]])
-    shardings: dict[Key, Sharded] = field(default_factory=dict[Key, "Sharded"])
-
-    def samples(self, plan: Plan) -> int:
-        """Of the largest micro-batch."""
-        return -(-self.batch // (plan.dp * plan.mb))
-
-    def attention(self, plan: Plan) -> float:
-        """The share of the time that attention takes, on the first place of a pipeline."""
-        machine = machines(self.cluster, self.software, plan, self.samples(plan))[0]
-        key = _key(machine)
-        if key not in self.shares:
-            self.shares[key] = machine.attention_share(self.model)
-        return self.shares[key]
-
-    def seconds_of(self, machine: Machine, runs: Iterable[tuple[int, int]]) -> float:
-        """Of runs of consecutive blocks that keep everything."""
-        key = _key(machine)
-        if key not in self.sums:
-            own = self.class_seconds(machine)
-            self.sums[key] = list(accumulate((own[place].total for place in self.model.blocks), initial=0.0))
-        before = self.sums[key]
-        return sum(before[end] - before[begin] for begin, end in runs)
-
-    def sharded(self, plan: Plan) -> Sharded:
-        """What a mesh and a way to shard mean, whatever else is planned."""
-        key = (plan.pp, plan.tp, plan.dp, plan.zero, plan.zero_degree, plan.gathers, plan.reduces)
-        if key not in self.shardings:
-            model, parameters = self.model, self.model.num_parameters / plan.pp
-            own = [Machine(kind, self.software, plan, 1) for kind in self.cluster.nodes]
-            state = state_bytes(model, plan, parameters, 0.0, self.software.gradient)
-            update = min(one.update_seconds(model.trained * parameters, model.width, model.state_width) for one in own)
-            room = max(map(budget_of, own)) - sum(state.values())
-            exchanged = min(_exchanged(one, model, parameters) for one in own)
-            waits = min(1.0, self.software.contention) * exchanged
-            self.shardings[key] = Sharded(room, state["optimizer"], update, waits)
-        return self.shardings[key]
-
-    def again_seconds(self, machine: Machine, room: float) -> float:
-        """About what a layer computes again for a micro-batch so that layers keep `room` bytes of it on average; as
-        much as it can where that is not enough."""
-        key = _key(machine)
-        if key not in self.rungs:
-            self.rungs[key] = self._rungs(machine)
-        kept, seconds = self.rungs[key][0]
-        for less, more in self.rungs[key][1:]:
-            if kept <= room:
-                break
-            if less <= room:
-                return seconds + (more - seconds) * (kept - room) / (kept - less)
-            kept, seconds = less, more
-        return seconds
-
-    def _rungs(self, machine: Machine) -> list[tuple[float, float]]:
-        """Bytes that a layer keeps of a micro-batch, and seconds for that beyond those that it takes anyway."""
-        layers = [self.model.classes[kind] for kind in self.kinds]
-        shares = [self.counted[place][-1] / len(self.model.layers) for place in range(len(self.kinds))]
-        every = [rung for rung in RUNGS if all(rung in work.kept for work in layers)]
-        found: list[tuple[float, float]] = []
-        for rung in every:
-            both = list(zip(layers, shares, strict=True))
-            kept = sum(share * kept_here(work, rung, machine.plan, machine.samples) for work, share in both)
-            found.append((kept, sum(share * machine.seconds(work, rung).total for work, share in both)))
-        return _cheapest([(kept, seconds - found[0][1]) for kept, seconds in found])
-
-    def class_seconds(self, machine: Machine) -> list[Seconds]:
-        """Of each class of blocks that keeps everything."""
-        key = _key(machine)
-        if key not in self.seconds:
-            self.seconds[key] = [machine.seconds(work, "none") for work in self.model.classes]
-        return self.seconds[key]
-
-    def __post_init__(self) -> None:
-        blocks = self.model.blocks
-        layers = set(self.model.layers)
-        self.ends = tuple(block for block in range(len(blocks)) if block not in layers)
-        """Blocks that are no layers; before[i]: how many of them are before block i."""
-        self.before = list(accumulate((block not in layers for block in range(len(blocks))), initial=0))
-        kinds = [place for place, work in enumerate(self.model.classes) if work.is_layer]
-        self.kinds = tuple(kinds)
-        self.counted = [
-            list(accumulate((own == kind for own in blocks), initial=0)) for kind in kinds
-        ]  # of each class of layers, how many are before block i
-        self.parameters = list(accumulate((self.model.block(b).parameters for b in range(len(blocks))), initial=0.0))
-
-
-def _cheapest(rungs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without those that a mix of two others beats. rungs: bytes and seconds, in the order of fewer bytes."""
-    left: list[tuple[float, float]] = []
-    for kept, seconds in rungs:
-        if left and kept >= left[-1][0]:
-            continue
-        while len(left) > 1 and _above(left[-2], left[-1], (kept, seconds)):
-            left.pop()
-        left.append((kept, seconds))
-    return left
-
-
-def _above(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    """Whether the middle one takes longer than a mix of the others that keeps as much."""
-    share = (first[0] - middle[0]) / (first[0] - last[0]) if first[0] > last[0] else 1.0
-    return middle[1] >= first[1] + share * (last[1] - first[1])
-
-
-def _exchanged(machine: Machine, model: ModelWork, parameters: float) -> float:
-    """Seconds that replicas take for weights and gradients with every micro-batch."""
-    plan, found = machine.plan, 0.0
-    if plan.gathers == "micro-batch":
-        found += 2 * machine.gather_seconds(parameters, model.width)
-    if plan.reduces == "micro-batch" and plan.dp > 1:
-        found += machine.reduce_seconds(model.trained * parameters)
-    return found
-
-
-def _key(machine: Machine) -> Key:
-    """What a block's seconds and bytes depend on."""
-    plan = machine.plan
-    shared = plan.mb if plan.pairs else 0
-    return machine.number, plan.tp, plan.sequence, plan.saves, machine.samples, plan.overlap, shared, machine.parts
-
-
 class StageTimes:
     """Of one plan whose stages are open."""
 
@@ -203,7 +34,9 @@ class StageTimes:
         self._problem, self._plan, self._samples = problem, plan, problem.samples(plan)
         self._places = machines(problem.cluster, problem.software, plan, self._samples)
         self._held: dict[int, float] = {}
-        self._implied = OVERLAPS[plan.overlap].recompute
+        self._implied = plan.policies[0] if plan.policies != ("none",) else ""  # by every block
+        self._widths = state_widths(problem.model, plan, problem.software.gradient)
+        self._ends_seen: dict[tuple[tuple[int, ...], int], Ends] = {}
         self._times: dict[Key, tuple[float, Mix | None]] = {}
         self._runs_seen: dict[tuple[int, int, int], float] = {}
 
@@ -217,16 +50,9 @@ class StageTimes:
             found = self._runs_seen[key] = self._own(place, ((begin, end),))[0]
         return found
 
-    def _own(self, place: int, runs: tuple[tuple[int, int], ...]) -> tuple[float, Mix | None]:
+    def _own(self, place: int, runs: Runs) -> tuple[float, Mix | None]:
         problem, machine = self._problem, self._places[place]
-        if len(runs) == 1:  # as almost always
-            (begin, end) = runs[0]
-            layers = tuple([own[end] - own[begin] for own in problem.counted])
-            ends = problem.ends[problem.before[begin] : problem.before[end]]
-        else:
-            layers = tuple(sum(own[end] - own[begin] for begin, end in runs) for own in problem.counted)
-            among = ((problem.before[begin], problem.before[end]) for begin, end in runs)
-            ends = tuple(problem.ends[i] for begin, end in among for i in range(begin, end))
+        layers, ends = problem.blocks_of(runs)
         held = self._held.get(place)
         if held is None:
             held = self._held[place] = num_held(self._plan, place)
@@ -236,13 +62,11 @@ class StageTimes:
         return self._times[key]
 
     def _worked_out(
-        self, place: int, runs: tuple[tuple[int, int], ...], layers: tuple[int, ...], ends: tuple[int, ...]
+        self, place: int, runs: Runs, layers: tuple[int, ...], ends: tuple[int, ...]
     ) -> tuple[float, Mix | None]:
-        problem, machine = self._problem, self._places[place]
-        model = problem.model
-        parameters, largest = self._parameters(runs, layers, ends)
-        gradient = problem.software.gradient
-        room = budget_of(machine) - sum(state_bytes(model, self._plan, parameters, largest, gradient).values())
+        machine = self._places[place]
+        parameters, largest = self._problem.parameters_of(runs, layers, ends)
+        room = machine.budget - self._widths.total(parameters, largest)
         if room <= 0:
             return math.inf, None
         if self._plan.slices:
@@ -256,24 +80,15 @@ class StageTimes:
     def _on_host(self, place: int, mix: Mix, layers: tuple[int, ...], parameters: float) -> float:
         """Bytes that a place keeps in the memory of its host."""
         plan, model = self._plan, self._problem.model
+        if not dict(plan.offload).keys() & {"activations"}:
+            return self._widths.hosted * parameters
         moved, samples, total = moved_share(plan, sum(layers)), self._samples, max(1, sum(layers))
         kinds = [(model.classes[kind], n / total) for kind, n in zip(self._problem.kinds, layers, strict=True) if n]
         kept = sum(
             count * share * kept_here(work, rung, plan, samples)
             for rung, count in mix.rungs for work, share in kinds
         )  # fmt: skip
-        return moved * self._held[place] * kept + hosted_bytes(model, plan, parameters)
-
-    def _parameters(
-        self, runs: tuple[tuple[int, int], ...], layers: tuple[int, ...], ends: tuple[int, ...]
-    ) -> tuple[float, float]:
-        """Of a place, and of its largest block."""
-        model, before = self._problem.model, self._problem.parameters
-        total = sum(before[end] - before[begin] for begin, end in runs)
-        if 0 in ends:
-            total -= sum(model.block(block).tied for block in ends)
-        present = [model.classes[kind] for kind, count in zip(self._problem.kinds, layers, strict=True) if count]
-        return total, max(work.parameters for work in (*present, *map(model.block, ends)))
+        return moved * self._held[place] * kept + self._widths.hosted * parameters
 
     def _past(self, layers: tuple[int, ...]) -> float:
         kinds = zip(self._problem.kinds, layers, strict=True)
@@ -288,13 +103,19 @@ class StageTimes:
             return machine.seconds(self._problem.model.block(block), self._end_rung(block)).total
         return self._problem.class_seconds(machine)[self._problem.model.blocks[block]].total
 
-    def _ends(self, runs: tuple[tuple[int, int], ...], ends: tuple[int, ...]) -> Ends:
+    def _ends(self, runs: Runs, ends: tuple[int, ...]) -> Ends:
         """What stands before the first layer, and all else as if it stood behind the last."""
         if not ends:
             return _NOTHING
         first = runs[0][0]
         while first in ends:
             first += 1
+        if (ends, first) not in self._ends_seen:
+            self._ends_seen[ends, first] = self._beside_layers(ends, first)
+        return self._ends_seen[ends, first]
+
+    def _beside_layers(self, ends: tuple[int, ...], first: int) -> Ends:
+        """first: the first layer."""
         sizes = {True: [0.0, 0.0], False: [0.0, 0.0]}
         for block in ends:
             work, rung, own = self._problem.model.block(block), self._end_rung(block), sizes[block < first]
@@ -308,7 +129,7 @@ class StageTimes:
         total = sum(layers) or 1
         shares = tuple(round(count / total, 3) for count in layers)
         moved = moved_share(self._plan, sum(layers))
-        key = (*_key(machine), shares, moved)
+        key = (*machine.key, shares, moved)
         if key not in self._problem.mixers:
             classes = [self._problem.model.classes[kind] for kind in self._problem.kinds]
             present = [(work, share) for work, share in zip(classes, shares, strict=True) if share]
@@ -335,7 +156,7 @@ class StageTimes:
     def even(self) -> tuple[int, ...]:
         """Blocks of each stage, balanced by their time where nothing is computed again."""
         problem, plan = self._problem, self._plan
-        key = (*_key(self._places[0]), plan.num_stages)
+        key = (*self._places[0].key, plan.num_stages)
         if key not in problem.evens:
             seconds = problem.class_seconds(self._places[0])
             problem.evens[key] = evenly([seconds[own].total for own in problem.model.blocks], plan.num_stages)
@@ -347,7 +168,14 @@ class StageTimes:
         places = self._looked_at(counts)
         runs = [self._runs(counts, place) for place in places]
         first = self._timed(0, runs[0])
-        rest = plan.mb * first.waits + first.reduce + first.update + self._waiting() + self._problem.software.step
+        rest = (
+            plan.mb * first.waits
+            + first.reduce
+            + first.update
+            + first.fetch
+            + self._waiting()
+            + self._problem.software.step
+        )
         kept = [self._problem.seconds_of(self._places[place], own) for place, own in zip(places, runs, strict=True)]
         free = self._step(kept, first) + rest
         if free >= limit:
@@ -360,11 +188,11 @@ class StageTimes:
         return Quick(self._step(totals, first) + rest, free)
 
     def _looked_at(self, counts: tuple[int, ...]) -> list[int]:
-        """The first, middle and last place of a pipeline, and the one with most blocks."""
+        """The first, middle and last place of a pipeline, and the one with most layers."""
         plan, known = self._plan, self._problem.looked_at
         key = (plan.pp, plan.v, plan.schedule == "zb-v", counts)
         if key not in known:
-            sizes = [sum(counts[stage] for stage in plan.stages_of(place)) for place in range(plan.pp)]
+            sizes = [sum(self._problem.blocks_of(self._runs(counts, place))[0]) for place in range(plan.pp)]
             known[key] = sorted({0, plan.pp // 2, plan.pp - 1, sizes.index(max(sizes))})
         return known[key]
 
@@ -379,28 +207,21 @@ class StageTimes:
     def _waiting(self) -> float:
         """For messages."""
         problem, plan = self._problem, self._plan
-        key = (*_key(self._places[0]), plan.pp, plan.dp, plan.mb, plan.schedule, plan.v)
+        key = (*self._places[0].key, plan.pp, plan.dp, plan.mb, plan.schedule, plan.v)
         if key not in problem.waiting:
             message = message_seconds(problem.model, plan, self._places)
             parts = step_parts(plan, [_IDLE] * plan.pp, message, problem.software)
             problem.waiting[key] = parts["messages"] + parts["bubble"]
         return problem.waiting[key]
 
-    def _timed(self, place: int, runs: tuple[tuple[int, int], ...]) -> Place:
-        problem, machine = self._problem, self._places[place]
-        seconds = problem.class_seconds(machine)
-        layers = tuple(sum(n[end] - n[begin] for begin, end in runs) for n in problem.counted)
-        among = ((problem.before[begin], problem.before[end]) for begin, end in runs)
-        ends = tuple(problem.ends[i] for begin, end in among for i in range(begin, end))
-        kinds = [*zip(problem.kinds, layers, strict=True), *((problem.model.blocks[block], 1) for block in ends)]
-        own = Seconds(*(sum(n * seconds[kind][part] for kind, n in kinds) for part in range(len(_IDLE.seconds))))
-        parameters, largest = self._parameters(runs, layers, ends)
-        return timed_place(problem.model, self._plan, machine, own, parameters, largest)
+    def _timed(self, place: int, runs: Runs) -> Place:
+        machine = self._places[place]
+        return timed_place(self._problem.model, self._plan, machine, *self._problem.load(machine, runs))
 
     def drained(self) -> float:
         """Of a stage's seconds, the share that adds to the time that others wait."""
         plan, places = self._plan, self._places
-        key = (*_key(places[0]), plan.schedule, plan.v, plan.slices)
+        key = (*places[0].key, plan.schedule, plan.v, plan.slices)
         if key not in self._problem.drained:
             self._problem.drained[key] = self._drained() * longest_slice(self._problem.model, plan, places[0])
         return self._problem.drained[key]
@@ -414,7 +235,7 @@ class StageTimes:
         whole = Seconds(*map(sum, zip(*(own[place] for place in self._problem.model.blocks), strict=True)))
         return max(0.05, whole.drained / whole.total)
 
-    def _runs(self, counts: Sequence[int], place: int) -> tuple[tuple[int, int], ...]:
+    def _runs(self, counts: Sequence[int], place: int) -> Runs:
         plan = self._plan
         edges = list(accumulate(counts, initial=0))
         return tuple((edges[stage], edges[stage + 1]) for stage in plan.stages_of(place))
@@ -424,7 +245,7 @@ class StageTimes:
         among them: layers are alike."""
         plan, blocks = self._plan, len(self._problem.model.blocks)
         if plan.pp == 1:
-            return (blocks,) if math.isfinite(self.time(0, 0, blocks)) else None
+            return self.even() if math.isfinite(self.time(0, 0, blocks)) else None
         if plan.schedule == "zb-v":  # whose first rank has the first stage and the last
             return self._if_fits(self.even())
         kinds = [self._problem.class_seconds(machine) for machine in set(self._places)]
@@ -450,10 +271,17 @@ class StageTimes:
             layers = iter(b for begin, end in runs for b in range(begin, end) if b not in self._problem.ends)
             chosen |= {next(layers): rung for rung, count in mix.rungs for _ in range(count)}
         policies = tuple(chosen[block] for block in self._problem.model.layers)
-        recompute = () if self._implied or set(policies) <= {"none"} else policies
+        recompute = self._plan.recompute if self._implied else policies
         plan = replace(self._plan, stages=counts, recompute=recompute)
         found = estimate(self._problem.model, plan, self._problem.cluster, self._problem.software, self._problem.batch)
         return found if found.fits else None
+
+
+def worked_out(problem: Problem, plan: Plan) -> Estimate | None:
+    """With the best stages and layers that compute again as little as fits; None where nothing does."""
+    stages = StageTimes(problem, plan)
+    counts = stages.best()
+    return None if counts is None else stages.estimate(counts)
 
 
 def _shared_out(held: Sequence[int], v: int) -> tuple[int, ...]:

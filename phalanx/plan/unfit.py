@@ -13,9 +13,9 @@ from phalanx.plan.devices import GIB
 from phalanx.plan.estimate import Estimate, estimate
 from phalanx.plan.partition import evenly
 from phalanx.plan.plan import Plan
+from phalanx.plan.problem import Problem
 from phalanx.plan.rules import OVERLAPS, listed
 from phalanx.plan.space import MOST_STAGES, SHARDING, meshes
-from phalanx.plan.stage_times import Problem
 from phalanx.plan.work import ModelWork
 
 

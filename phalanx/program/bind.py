@@ -6,26 +6,31 @@ in order, by the rules (`rules.py`). A value is freed by the last instruction th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Instruction, Op, Program, is_fetch
 from phalanx.program.moved import moved_of
-from phalanx.program.rules import Key, Rules, bucket_of, of_bucket
+from phalanx.program.rules import Key, Place, Rules, bucket_of, of_bucket, place_of
 from phalanx.program.shape import ModelShape
 from phalanx.program.values import RESIDENT, Collect, Row, Table, Value
 from phalanx.program.visits import Use, seems_split, use_of
 
 # How many parts of the update may be on their way to the host when these begin.
 _LEFT_BEFORE = {Op.OUT: 1, Op.IN: 1, Op.NORM: 0, Op.STEP: 0}
+_GRADIENTS_LEFT_BEFORE = 0  # the same when a bucket's gradients leave
 IN_FLIGHT = 2  # reductions under way at once where whole gradients are not to be kept (ZeRO 2 and 3)
 
 
 def bind(plan: Plan, shape: ModelShape, program: Program, pp_index: int) -> Table:
     """The table of a rank at this place of the pipeline; without a backward in the program nothing is saved for one."""
-    lives = _Lives(plan, shape, seems_split(program))
-    rules = Rules(plan, shape, program, pp_index, lives, moved_of(plan, shape, program, pp_index))
+    split = seems_split(program)
+    lives = _Lives(plan, shape, split)
+    moved = moved_of(plan, shape, program, pp_index)
+    rules = Rules(plan, shape, program, pp_index, lives, moved)
+    lives.asked = _asked(program, split) if moved else {}
     lives.flat = sorted(rules.flat)
     for instruction in program:
         lives.begin_row(instruction)
@@ -34,12 +39,36 @@ def bind(plan: Plan, shape: ModelShape, program: Program, pp_index: int) -> Tabl
     return lives.finish(keeps_losses=all(it.op is not Op.NORM for it in program))
 
 
+def _asked(program: Program, split: bool) -> dict[Place, int]:
+    """Of activations that come back from the host, how many uses of blocks have begun by then."""
+    found: dict[Place, int] = {}
+    uses: set[Use] = set()
+    for it in program:
+        if it.op is Op.IN and it.stage is not None:
+            found[place_of(it)] = len(uses)
+        elif (use := use_of(it, split)) is not None:
+            uses.add(use)
+    return found
+
+
 @dataclass(slots=True)
 class _Sum:
     """The gradient of an activation while it is added up: what is there, and what is on its way to it."""
 
     total: int | None = None
     arriving: list[int] = field(default_factory=list[int])
+
+
+class _Leaving(NamedTuple):
+    """A value on its way to the host. due: the number of uses of blocks by which it is there. micro_batch: of
+    activations, which are there when its backward begins."""
+
+    number: int
+    due: int | None = None
+    micro_batch: int | None = None
+
+    def is_due(self, uses: int, turned: int | None) -> bool:
+        return self.due is not None and (self.due <= uses or self.micro_batch == turned)
 
 
 @dataclass(slots=True)
@@ -58,6 +87,7 @@ class _Lives:
 
     def __init__(self, plan: Plan, shape: ModelShape, split: bool) -> None:
         self._plan, self._shape, self._split = plan, shape, split
+        self.asked: Mapping[Place, int] = {}  # by how many uses of blocks what moved is asked for again
         self.flat: list[int] = []  # buckets whose gradients are not this rank's alone
         self._values: list[Value] = []
         self._last: list[int] = []  # per value, the position of what touches it last
@@ -69,27 +99,25 @@ class _Lives:
         self._held: dict[int, tuple[int, ...]] = {}  # by what is on its way: what its sender needs until it is here
         self._parts: list[tuple[int, int]] = []  # reductions under way: bucket, what they bring
         self._uses: set[Use] = set()  # of blocks, so far
-        self._leaving: list[tuple[int, int]] = []  # on its way to the host, and the number of uses by which it is there
-        self._uses_to_leave = 0
-        self._leaves = False  # whether what an instruction brings to the host is copied there
+        self._leaving: list[_Leaving] = []
+        self._out: Instruction | None = None  # what the row is of, where that copies to the host
         self._rows: list[Row] = []
         self._row = _Draft()
 
     def begin_row(self, it: Instruction) -> None:
         """What left long enough ago is waited for where a block is used anew, so that its memory is free again."""
-        self._leaves = it.op is Op.OUT
+        self._out = it if it.op is Op.OUT else None
         if it.stage is None and it.op in _LEFT_BEFORE and not is_fetch(it):
-            self._let_leave(_LEFT_BEFORE[it.op] if it.op is not Op.STEP or it.block is None else len(self._leaving))
-        if it.op is Op.OUT and it.stage is not None:
-            self._uses_to_leave = self._plan.uses_to_leave(it.stage, self._shape.layers)
+            self._let_leave(self._most_left_before(it))
         use = use_of(it, self._split) if self._plan.offload else None
         if use is None or use in self._uses:
             return
-        for number in [number for due, number in self._leaving if due <= len(self._uses)]:
-            if number in self._pending:
-                self._arrive(number)
+        turned = it.micro_batch if use[0].op is not Op.F else None  # the micro-batch whose backward has begun
+        for leaving in [own for own in self._leaving if own.is_due(len(self._uses), turned)]:
+            if leaving.number in self._pending:
+                self._arrive(leaving.number)
         self._uses.add(use)
-        self._leaving = [(due, number) for due, number in self._leaving if number in self._pending]
+        self._leaving = [leaving for leaving in self._leaving if leaving.number in self._pending]
 
     def end_row(self, it: Instruction) -> None:
         row, self._row = self._row, _Draft()
@@ -156,8 +184,8 @@ class _Lives:
         if arrives:
             self._pending[number] = len(self._rows)
             self._held[number] = holds
-            if self._values[number].is_on_host and self._leaves:
-                self._leaving.append((len(self._uses) + self._uses_to_leave, number))
+            if self._values[number].is_on_host and self._out is not None:
+                self._leaving.append(self._leaving_by(self._out, number))
         return number
 
     def add(self, key: Key, size: str = "") -> int:
@@ -243,10 +271,26 @@ class _Lives:
         for key in [key for key in self._live if key[0] == "loss"]:
             self.read(key)
 
+    def _leaving_by(self, it: Instruction, number: int) -> _Leaving:
+        """Activations have the way to the host for themselves for so many uses; some more are a reserve for when it is
+        shared, as far as they are not asked for again. Gradients and state are waited for by those that leave after
+        them."""
+        if it.stage is None:
+            return _Leaving(number)
+        uses = self._plan.uses_to_leave(it.stage, self._shape.layers)
+        reserve = self._plan.mb // 4 if self._plan.schedule == "block-major" else uses // 2
+        due = len(self._uses) + uses + reserve
+        return _Leaving(number, min(due, self.asked.get(place_of(it), due + 1) - 1), it.micro_batch)
+
+    def _most_left_before(self, it: Instruction) -> int:
+        if it.op is Op.STEP and it.block is not None:
+            return len(self._leaving)
+        return _GRADIENTS_LEFT_BEFORE if it.op is Op.OUT and it.op_index is None else _LEFT_BEFORE[it.op]
+
     def _let_leave(self, most: int) -> None:
         """Waits for what is on its way to the host, the oldest first."""
         while len(self._leaving) > most:
-            _, number = self._leaving.pop(0)
+            number = self._leaving.pop(0).number
             if number in self._pending:
                 self._arrive(number)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from phalanx.plan.offload import spread
+from phalanx.plan.offload import ROUNDING, spread
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import ModelShape
 
@@ -58,20 +58,26 @@ def left_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def hosted_by_share(plan: Plan, shape: ModelShape) -> tuple[int, ...]:
-    """Whole buckets, evenly over the model, so that their share is as close as can be to what the plan wants."""
+    """Whole buckets, evenly over the model, so that their share is as close as can be to what the plan wants. What the
+    model begins with stays on the device unless all goes: the next forward would have to wait for its update."""
     if not plan.hosted_share:
         return ()
+    stays = None if plan.hosted_share >= 1 - ROUNDING else _first_used(shape)
     found: list[int] = []
     hosted = seen = 0
     for bucket in range(shape.num_buckets):
         if shape.trained[bucket]:
             size = _elements(shape, bucket)
             seen += size
-            wanted = plan.hosted_share * seen
-            if abs(hosted + size - wanted) <= abs(hosted - wanted):
+            if bucket != stays and hosted + size / 2 <= plan.hosted_share * seen:
                 found.append(bucket)
                 hosted += size
     return tuple(found)
+
+
+def _first_used(shape: ModelShape) -> int | None:
+    used = (bucket for block in range(shape.num_blocks) for bucket in sorted(shape.buckets(block)))
+    return next((bucket for bucket in used if shape.trained[bucket]), None)
 
 
 def chunks_of(plan: Plan, shape: ModelShape, bucket: int) -> int:

@@ -164,7 +164,7 @@ def _aside(final: Path) -> Path:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes a file that is on the disk, not just in its cache, when this returns."""
     with path.open("w") as file:
-        json.dump(value, file)
+        file.write(json.dumps(value))  # at once: piece by piece, json takes ten times as long
         file.flush()
         os.fsync(file.fileno())
 

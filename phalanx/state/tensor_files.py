@@ -93,7 +93,7 @@ class ShardWriter:
         self._header_bytes = -(-(8 + header_bytes) // ALIGNED) * ALIGNED - 8
         self._lanes = [_Lane() for _ in range(writers)]
         self._queued: deque[tuple[Future[None], int]] = deque()
-        self._num_files = 0
+        self._num_files = self._queued_bytes = 0
 
     def add(self, key: str, tensor: Tensor) -> str:
         """Takes one tensor to be written and returns the name of its file."""
@@ -105,8 +105,11 @@ class ShardWriter:
             lane.shard = self._open()
         lane.shard.take(key, tensor)
         self._queued.append((lane.run(lane.shard.write, tensor), tensor.nbytes))
-        while sum(size for _, size in self._queued) > _QUEUED_BYTES:
-            self._queued.popleft()[0].result()
+        self._queued_bytes += tensor.nbytes
+        while self._queued_bytes > _QUEUED_BYTES:
+            written, size = self._queued.popleft()
+            written.result()
+            self._queued_bytes -= size
         return lane.shard.path.name
 
     def close(self) -> list[WrittenFile]:

@@ -28,6 +28,7 @@ from phalanx.tasks.base import Batch
 from phalanx.training.change import Connected, Member, connect, links_of, migration_of
 
 FirstBatch = Callable[[Compiled], tuple[Batch, int]]  # a rank's part of a batch, and its place in the stream
+PIECE_SECONDS = 0.1  # that a piece of a preparation takes about, between two steps
 _FUNCTIONS = {Op.F: "forward", Op.A: "again", Op.B: "backward", Op.W: "weight", Op.BW: "backward_weight"}
 
 

@@ -7,7 +7,7 @@ all the same is told in the same words.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,24 +56,24 @@ class MemoryGuard:
     """Refuses a plan that cannot fit before anything lies on the device, and explains memory that runs out. batch: the
     part of the first batch that a plan gives this rank, and its place in the stream. replan: the plan to take instead
     of one, given what it needs, how to ask that of others, and what there is; None: the plan stays. held: bytes that
-    make way for what a plan needs."""
+    make way for what a plan needs. foreseen: what is known of plans that may come."""
 
     fit: Fit
 
     def __init__(
         self, given: int | None, device: torch.device, batch_size: int, batch: Callable[[Compiled], tuple[Batch, int]],
-        replan: Replan | None = None, held: int = 0,
+        replan: Replan | None = None, held: int = 0, foreseen: MutableMapping[Compiled, Fit] | None = None,
     ) -> None:  # fmt: skip
         self.held = held
-        self._given, self._device, self._batch_size, self._batch = given, device, batch_size, batch
-        self._replan, self._foreseen = replan, dict[Compiled, Fit]()
+        self._given, self._device, self._batch_size, self.batch = given, device, batch_size, batch
+        self._replan, self._foreseen = replan, {} if foreseen is None else foreseen
         if given is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, given / total), device)
 
     def foresee(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> None:
         """Finds what `look` will ask for."""
-        self._foreseen[compiled] = Fit(compiled, compile, self._batch, self._batch_size)
+        self._foreseen[compiled] = Fit(compiled, compile, self.batch, self._batch_size)
 
     def look(self, compiled: Compiled, compile: Callable[[Plan], Compiled]) -> Compiled:
         """What is to be run: this, or another plan that suits the memory there is."""
@@ -82,7 +82,7 @@ class MemoryGuard:
         def fit(plan: Plan) -> Fit:
             if plan not in made:
                 made[plan] = compile(plan)
-            return self._foreseen.get(made[plan]) or Fit(made[plan], compile, self._batch, self._batch_size)
+            return self._foreseen.get(made[plan]) or Fit(made[plan], compile, self.batch, self._batch_size)
 
         self.fit, budget = fit(compiled.plan), Budget.of(self._given, self._device, self.held)
         plan = self._replan(self.fit, fit, budget) if self._replan is not None else None

@@ -37,11 +37,13 @@ class RankGoingBack(ReadyRank):
 
     def _went_back(
         self, restoring: Restoring, words: Sequence[Word], told: Sequence[Mapping[str, Any]], newest: int,
-        lost: list[str],
+        lost: list[str], mirrors: list[str],
     ) -> dict[str, Any]:  # fmt: skip
-        """What is said of it. lost: tensors of which nobody has all that is needed of the newest step."""
+        """What is said of it. lost: tensors of which nobody has all that is needed of the newest step. mirrors: what is
+        said of those."""
         why = [f"nobody else held {lost[0]}" + (f" and {len(lost) - 1} other tensors" if len(lost) > 1 else "")]
         why += [text for word in words for text in word.damaged]
+        why += [*(text for own in told for text in own.get("damaged", ())), *mirrors]
         copies = next((own["copies"] for own in told if own.get("copies")), [])
         saved = max((own["saved"] for own in told if "saved" in own), default=-1)
         for step, plan, snapshot, optimizer, loss_scale in copies:

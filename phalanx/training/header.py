@@ -6,8 +6,11 @@ import math
 import os
 from typing import Any
 
+import torch
+
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
+from phalanx.observe.metrics import faster_in_half
 from phalanx.params.optimizer_groups import decays
 from phalanx.plan.plan import Plan
 from phalanx.training.budget import Fit
@@ -28,7 +31,7 @@ def header(
         "weights": origin,
         "data": run.batches.describe(),
         "device": f"{run.device} ({run.reasons['device']}), segments compiled: {session.compiled.compiler.mode}",
-        "dtype": config.dtype + (" with float32 master weights" if session.compiled.formation.facts.masters else ""),
+        "dtype": _dtype_text(run, config, session),
         "plan": plan_text(run.plan, config.batch_size),
         **({"chosen": run.choice.reason} if run.choice is not None else {}),
         "optimizer": _optimizer_text(run, config, session, own_rate),
@@ -50,6 +53,13 @@ def header(
     for number, note in enumerate(run.captured.notes, start=1):
         rows[f"note {number}"] = note
     return rows
+
+
+def _dtype_text(run: Prepared, config: RunConfig, session: Session) -> str:
+    if session.compiled.formation.facts.masters:
+        return f"{config.dtype} with float32 master weights"
+    gpu = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
+    return config.dtype + faster_in_half(gpu, config.dtype)
 
 
 def plan_text(plan: Plan, batch_size: int) -> str:

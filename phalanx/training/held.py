@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from phalanx.engine.mirroring import Mirroring
 from phalanx.engine.step import Outcome, Step
 from phalanx.errors import LinkError
 from phalanx.params.matrix_wise import MatrixWise
+from phalanx.params.mirrored import Mirrored
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
 from phalanx.training.change import Member
@@ -21,13 +23,16 @@ from phalanx.training.session import Session
 @dataclass
 class Held:
     """The state of a rank of a plan after so many steps. stepping: the step after those, interrupted when this rank had
-    reduced its gradients. outcome, sums: of the last step, where it was ended here."""
+    reduced its gradients. mirroring: of what another held alone; mirrored: the same,
+    once it is known to be of that step and undamaged. outcome, sums: of the last step, where it was ended here."""
 
     plan: Plan
     rank: int
     step: int
     state: State
     stepping: Step | None = None
+    mirroring: Mirroring | None = None
+    mirrored: Mirrored | None = None
     outcome: Outcome | None = None
     sums: list[float] | None = None
 
@@ -41,6 +46,18 @@ class Held:
             return False
         self.step, self.sums = self.step + 1, list(sums)
         return True
+
+    def take_mirror(self) -> list[str]:
+        """What this rank mirrors can be used where it is of the same step and undamaged; what is said of it if not."""
+        self.mirrored = None
+        if self.mirroring is None:
+            return []
+        self.mirroring.settle()
+        kept = self.mirroring.kept
+        if not (self.mirroring.is_sound and kept.is_sound):
+            return [f"the mirror of rank {kept.rank} in the memory of rank {self.rank} was damaged"]
+        self.mirrored = kept if self.mirroring.step == self.step else None
+        return []
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,7 @@ def hold(member: Member, at: int) -> Held | None:
     assert isinstance(member, Session)
     stepping, run = member.step, member.step.run
     held = Held(member.plan, member.compiled.rank, at - 1 if run is None else stepping.run_number - 1, state)
+    held.mirroring = stepping.mirroring
     if run is not None and run.reduced:
         held.stepping = stepping
         if run.sums is not None and not held.complete(run.sums.tolist()):

@@ -23,7 +23,7 @@ from phalanx.plan.devices import DEVICES, Device, Figure
 from phalanx.plan.rates import Rates, is_of, on_cluster
 from phalanx.profile.hardware import device_name, rates_of
 from phalanx.profile.store import Store, profiles_path
-from phalanx.training.budget import Budget
+from phalanx.training.budget import Budget, free_main_memory
 
 _KEY = "device of rank"
 _USUAL = {"bfloat16": 1.0, "float16": 1.0, "float32": 1 / 8, "float64": 1 / 32}  # of 16-bit rates, where not known
@@ -34,13 +34,15 @@ _UNKNOWN = DEVICES["A100"]  # stands for a GPU of which nothing is known
 @dataclass(frozen=True)
 class RankDevice:
     """What a rank says of itself. place: tells devices apart, cores: that a CPU rank may use; memory: bytes that it may
-    hold, of a CPU rank those of all ranks of its node together."""
+    hold, of a CPU rank those of all ranks of its node together. host: bytes of main memory that are free on the node of
+    a GPU; 0 where that is not known."""
 
     node: int
     name: str
     place: str
     memory: int
     cores: float
+    host: int = 0
 
     @staticmethod
     def of(context: RankContext, memory: int | None) -> RankDevice:
@@ -50,7 +52,7 @@ class RankDevice:
         size = budget.bytes if budget is not None else int(DEVICES["CPU"].memory.value)
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
-            return RankDevice(context.node, name, f"{context.node}/{context.device}", size, 0)
+            return RankDevice(context.node, name, f"{context.node}/{context.device}", size, 0, free_main_memory() or 0)
         return RankDevice(context.node, "CPU", f"{context.node}/{context.rank}", size, cores())
 
 
@@ -96,7 +98,7 @@ def _measured(context: RankContext, cluster: Cluster, dtype: str) -> Rates | Non
 
 
 def _checked(row: Any) -> dict[str, Any]:
-    kinds = {"node": int, "name": str, "place": str, "memory": int, "cores": (int, float)}
+    kinds = {"node": int, "name": str, "place": str, "memory": int, "cores": (int, float), "host": int}
     assert isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
     return {name: row[name] for name in kinds}
 
@@ -121,7 +123,8 @@ def _node(ranks: list[RankDevice], dtype: str, is_shared: bool) -> Nodes:
         most = max(sharing.values())
         device = _divided(known_device(slowest.name, slowest.memory, dtype), most)
         memory = min(rank.memory / (sharing[rank.place] if is_shared else 1) for rank in ranks)
-    return Nodes(1, len(ranks), device, device.link.value, device.network.value, memory)
+    host = min(rank.host for rank in ranks)
+    return Nodes(1, len(ranks), device, device.link.value, device.network.value, memory, host=host)
 
 
 def known_device(name: str, memory: float, dtype: str) -> Device:

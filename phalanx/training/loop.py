@@ -37,6 +37,7 @@ from phalanx.observe.trackers import with_trackers
 from phalanx.plan.plan import Plan
 from phalanx.state.folders import final_folder, replace_text
 from phalanx.tasks.base import Batch
+from phalanx.training.ahead import PIECE_SECONDS
 from phalanx.training.callbacks import Emit
 from phalanx.training.changing import Wanted, refusal
 from phalanx.training.checkpoints import Checkpoints
@@ -54,7 +55,6 @@ from phalanx.training.surviving import SurvivingRank
 
 _SOON = 100  # steps before a change that the options name in which it is made ready for
 _WORTH_WAITING = 8  # steps that must be left for a change that is asked for to be made ready for
-_PIECE_SECONDS = 0.1  # between two steps, for that
 
 
 class Loop(SurvivingRank):
@@ -199,6 +199,7 @@ class Loop(SurvivingRank):
                 if self._change_plan(step, reporter):
                     since, predictor, ahead = step, self._predictor(f" from step {step} on"), self._ahead()
                     self.mirror.renew()
+                    self._mirror(self.snapshot.step, reporter)
                 name = "first step" if step == first_step else "steps"
                 at = self.folder.path / f"memory-step-{step}-rank{self.context.rank}.pickle"
                 predicting = predictor.step(reporter.paused_seconds) if predictor else contextlib.nullcontext()
@@ -207,6 +208,7 @@ class Loop(SurvivingRank):
                     predicting, self.phases.phase(name),
                 ):  # fmt: skip
                     outcome = self._step(step, stop)
+                slot.finish_step()
                 slot.enter("step")  # the first of them also compiled
                 if self._deal_with(step, outcome, reporter, checkpoints, stop, predictor):
                     break
@@ -226,7 +228,8 @@ class Loop(SurvivingRank):
             return
         reporter.flush()
         with reporter.paused(), self.context.slot.within("save"):
-            reporter.mirrored(self.mirror.take(self.session, self.snapshot))
+            if said := self.mirror.take(self.session, self.snapshot):
+                reporter.mirrored(said)
 
     def _make_ahead(self, step: int, ahead: Iterator[Plan], reporter: Reporter) -> None:
         began = time.perf_counter()
@@ -317,7 +320,7 @@ class Loop(SurvivingRank):
                 self.make_ready_for(wanted.period, wanted.plans[0], f"{wanted.name}@{step}")
         if self.coming is not None:
             with reporter.paused(), self.context.slot.within("compile"):
-                self.coming.ahead.go_on(_PIECE_SECONDS)
+                self.coming.ahead.go_on(PIECE_SECONDS)
         if self.coming is None or self.coming.ahead.is_ready:
             self.changes.tell_ready()
 
@@ -369,7 +372,7 @@ class Loop(SurvivingRank):
         run, session = self.run, self.session
         if isinstance(session, Spare):
             return session.step(num_counts=3)
-        session.step.number, session.step.commits = step, self.survives
+        session.step.number, session.step.commits, session.step.mirroring = step, self.survives, self.mirror.live
         batch, first = self._batch(session, step)
         if run.plan.dp * run.plan.mb * run.plan.multiple > 1:
             require_labels(run.captured, batch, run.plan.shown)

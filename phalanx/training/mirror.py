@@ -1,8 +1,10 @@
 """Copies of a run's state in the memory of its ranks, for what one rank alone holds.
 
-After some steps every rank copies its own state to host memory, and what the rank before it holds alone comes to it and
-is kept beside. So whatever one rank held at that step, another still has; all ranks go back to that step together. Two
-copies are kept, because a loss in the middle of taking one leaves ranks that have it and ranks that have not.
+Either what another rank holds alone is kept current by its gradients, and no step that counts is repeated
+(`mirroring.py`). Or after some steps every rank copies its own state to host memory, and what the rank before it holds
+alone comes to it and is kept beside. So whatever one rank held at that step, another still has; all ranks go back to
+that step together. Two copies are kept, because a loss in the middle of taking one leaves ranks that have it and ranks
+that have not.
 """
 
 from __future__ import annotations
@@ -18,18 +20,22 @@ import torch
 from torch import Tensor
 
 from phalanx.adapt.migrate import gather, slots_now
-from phalanx.adapt.mirrors import beside, mirrored
+from phalanx.adapt.mirrors import beside, lone_parameters, mirrored
 from phalanx.adapt.portions import Migration, plan_migration
+from phalanx.engine.mirroring import Mirroring
 from phalanx.params.layout_of import SlotsOf, StateLayout
+from phalanx.params.matrix_wise import MatrixWise
+from phalanx.params.mirrored import checksums
 from phalanx.params.optimizer import is_muon
 from phalanx.plan.plan import Plan
 from phalanx.state.layout import Layout, StateShard
 from phalanx.state.snapshot import Snapshot
 from phalanx.training.change import Member, everyone, everyones
+from phalanx.training.mirroring import MOST_SHARE, Trial, begin_mirroring
 from phalanx.training.session import Session
 
-_MOST_SHARE = 0.01  # of the time of steps that copies may take, where nobody said how often they are taken
 _NUM_KEPT = 2
+_TRIAL_STEPS = 3  # in which it is measured what mirrors cost that are kept current
 
 
 @dataclass(frozen=True)
@@ -42,14 +48,14 @@ class Copy:
     step: int
     own: tuple[StateShard, ...]
     data: Mapping[str, Tensor]
-    sums: Mapping[str, int]
+    sums: list[int]
     snapshot: dict[str, Any]
     optimizer: dict[str, Any]
     loss_scale: dict[str, float] | None
 
     @property
     def is_sound(self) -> bool:
-        return all(checksum(tensor) == self.sums[name] for name, tensor in self.data.items())
+        return checksums(self.data.values()) == self.sums
 
     @property
     def bytes(self) -> int:
@@ -57,10 +63,13 @@ class Copy:
 
 
 class Mirror:
-    """One rank's copies. every: steps between them; None: as few as cost no more than a hundredth of the time."""
+    """One rank's copies. every: steps between them, 0: `live` is kept current; None: that, unless it costs more than a
+    hundredth of the time; then so seldom that they do not."""
 
     def __init__(self, every: int | None) -> None:
-        self._every, self._next = every, 1.0
+        self._every, self._next = every, 1.0 if every else 0.0
+        self.live: Mirroring | None = None
+        self._trial = Trial()
         self.copies: list[Copy] = []
         self._migrations: dict[Plan, Migration] = {}
 
@@ -70,13 +79,24 @@ class Mirror:
 
     def renew(self) -> None:
         """Another plan, or ranks that were lost with their copies: the next one is due at once."""
-        self._next = 0.0
+        self._next, self._trial = 0.0, Trial()
+        self._end_live()
 
     def take(self, member: Member, snapshot: Snapshot) -> dict[str, Any]:
         """On all ranks after the same step; what is said of it."""
         if (none := _why_none(member)) is not None:
             self.copies, self._next = [], math.inf
             return {"step": snapshot.step, "none": none}
+        if self._trial.began is None and not self._every:
+            return self._begin(member, snapshot)
+        if self._trial.share is None and self._every is None:
+            if not self._trial.measure(self.live, member, snapshot):
+                self._next = snapshot.step + _TRIAL_STEPS
+                return {}
+            if self._trial.is_cheap:
+                self._next = math.inf
+                return self._said(snapshot)
+            self._end_live()
         began = time.perf_counter()
         del self.copies[: 1 - _NUM_KEPT]  # all ranks have the newest: each has ended a step since
         copy, sent = self._copied(member, snapshot)
@@ -86,7 +106,25 @@ class Mirror:
         self.copies.append(copy)
         every = self._every or seldom_enough(slowest, trained, snapshot.step)
         self._next = snapshot.step + every
-        return {"step": snapshot.step, "every": every, "bytes": copy.bytes, "moved": sent, "seconds": slowest}
+        record = {"step": snapshot.step, "every": every, "bytes": copy.bytes, "moved": sent, "seconds": slowest}
+        return record if self._trial.share is None else record | {"share": self._trial.share}
+
+    def _begin(self, member: Member, snapshot: Snapshot) -> dict[str, Any]:
+        """With mirrors that are kept current: for good, or on trial from the step after next on."""
+        began, self._trial.began = time.perf_counter(), snapshot.step
+        self._next = math.inf if self._every == 0 else snapshot.step + 2
+        self.live, sent = begin_mirroring(member, snapshot.step)
+        return self._said(snapshot) | {"moved": sent, "seconds": time.perf_counter() - began}
+
+    def _said(self, snapshot: Snapshot) -> dict[str, Any]:
+        size = self.live.kept.bytes if self.live is not None else 0
+        record = {"step": snapshot.step, "every": 0, "bytes": size}
+        return record if self._trial.share is None else record | {"share": self._trial.share}
+
+    def _end_live(self) -> None:
+        if self.live is not None:
+            self.live.close()
+            self.live = None
 
     def _copied(self, member: Member, snapshot: Snapshot) -> tuple[Copy, int]:
         opening, group = member.opening, everyone(member)
@@ -106,7 +144,7 @@ class Mirror:
         optimizer, loss_scale = everyones(group, *member.state.scalars())
         copy = Copy(
             member.plan, rank, snapshot.step, tuple(shard for shard, _ in filled), data,
-            {name: checksum(tensor) for name, tensor in data.items()}, snapshot.to_json(), optimizer, loss_scale,
+            checksums(data.values()), snapshot.to_json(), optimizer, loss_scale,
         )  # fmt: skip
         return copy, migration.bytes_sent
 
@@ -140,18 +178,27 @@ class Mirror:
 
 def seldom_enough(seconds: float, trained: float, steps: int) -> int:
     """After how many steps copies that take so long cost no more than their share. trained: seconds of all steps."""
-    return max(1, math.ceil(seconds * steps / (_MOST_SHARE * trained))) if trained else 1
+    return max(1, math.ceil(seconds * steps / (MOST_SHARE * trained))) if trained else 1
 
 
 def _why_none(member: Member) -> str | None:
     """Why there is nothing to copy under a plan, if so. All ranks come to the same answer."""
     assert member.opening is not None
-    if is_muon(member.opening.config, member.opening.optimizer_class):
+    if is_muon(member.opening.config, member.opening.optimizer_class) or _updates_matrices(member):
         return "the optimizer updates matrices whole: what is lost comes from the newest checkpoint"
-    layout = member.state.layout
-    if layout.facts.slots is None or any(mirrored(layout.all_state()).values()):
+    if member.plan.world == 1:
+        return f"under plan {member.plan.shown} there is no other rank"
+    if any(lone_parameters(member.state.layout).values()):
         return None
     return f"under plan {member.plan.shown} at least two ranks hold every part of the state"
+
+
+def _updates_matrices(member: Member) -> bool:
+    """Whether an optimizer of the user's own does, which a rank without a place cannot tell."""
+    if member.state.layout.facts.slots is not None:
+        return False
+    does = isinstance(member, Session) and isinstance(member.state.optimizer.inner, MatrixWise)
+    return any(everyone(member).texts("yes" if does else ""))
 
 
 def layout_of_copies(layout: StateLayout, ranks: Iterable[int], slots: SlotsOf) -> Layout:
@@ -159,7 +206,3 @@ def layout_of_copies(layout: StateLayout, ranks: Iterable[int], slots: SlotsOf) 
     whole = layout.all_state(slots)
     kept = mirrored(whole)
     return {rank: beside(whole.get(rank, ()), kept.get(rank, ())) for rank in ranks}
-
-
-def checksum(tensor: Tensor) -> int:
-    return int(tensor.reshape(-1).view(torch.uint8).sum(dtype=torch.int64))

@@ -122,15 +122,18 @@ class Updates:
 
     def require_changeable(self) -> None:
         """Refuses to change the plan where something would be left behind."""
+        self.require_own_optimizer()
+        if self.gradients.norm is not None:
+            raise ConfigError(
+                "session.change() found gradients that no update has used", "call session.step() or zero_grad() before"
+            )
+
+    def require_own_optimizer(self) -> None:
         if self.is_users:
             raise ConfigError(
                 "session.change() moves the state of the session's own optimizer, and this session has none",
                 "open it with phalanx.open(…, optimizer='adamw'); or save it, open another one with the new plan, and "
                 "load",
-            )
-        if self.gradients.norm is not None:
-            raise ConfigError(
-                "session.change() found gradients that no update has used", "call session.step() or zero_grad() before"
             )
 
     def _norm(self, asked: str) -> Tensor:

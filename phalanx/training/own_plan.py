@@ -20,6 +20,7 @@ from phalanx.model.captured import Captured
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.plan.plan import Plan
 from phalanx.tasks.base import Batch, Task
+from phalanx.training.ahead import PIECE_SECONDS, Ahead
 from phalanx.training.budget import MemoryGuard
 from phalanx.training.change import Change, change
 from phalanx.training.outputs import Scope
@@ -59,6 +60,8 @@ class OwnPlan:
 
     def __init__(self, session: Session, opened: Opened) -> None:
         self._opened = opened
+        self._coming: Ahead | None = None
+        self._num_prepared = 0
         self._take(session)
 
     def _take(self, session: Session) -> None:
@@ -79,15 +82,52 @@ class OwnPlan:
         self.session = self._schedules[schedule]
         return self.session
 
+    def prepare(self, plan: str | Plan) -> None:
+        """Begins to make ready for a plan, instead of what was prepared before. All ranks at once."""
+        self.forget()
+        session, new, memory = self._first, self._plan(plan), self._opened.memory
+        opening = session.opening
+        assert opening is not None
+        self._num_prepared += 1
+        look = lambda compiled: memory.foresee(compiled, opening.compile)  # noqa: E731
+        self._coming = Ahead(session, new, opening.config, f"own{self._num_prepared}", memory.batch, look)
+
+    def go_on(self) -> None:
+        """A piece of what is made ready, between two batches."""
+        if self._coming is not None:
+            with self._opened.context.slot.within("compile"), torch.no_grad():
+                self._coming.go_on(PIECE_SECONDS)
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._coming is not None and self._coming.is_ready
+
+    def forget(self) -> None:
+        """What was made ready for."""
+        if self._coming is not None:
+            self._coming.drop()
+        self._coming = None
+
+    @property
+    def _first(self) -> Session:
+        """The session whose state all share."""
+        return next(iter(self._schedules.values()))
+
+    def _plan(self, plan: str | Plan) -> Plan:
+        return self._opened.plan_of(plan.full_text if isinstance(plan, Plan) else plan)
+
     @torch.no_grad()
     def change(self, plan: str | Plan) -> tuple[Session, Change]:
         """Any plan for the same ranks. Where it is refused, all is as it was."""
-        opened, session = self._opened, next(iter(self._schedules.values()))  # whose state all share
-        new = opened.plan_of(plan.full_text if isinstance(plan, Plan) else plan)
+        opened, session, new = self._opened, self._first, self._plan(plan)
         optimizer: Any = self.session.state.optimizer.inner
         opened.memory.held = sum(tensor.nbytes for tensor in session.state.tensors())
-        with opened.context.slot.within("compile"):
-            member, done = change(session, new, look=opened.memory.look)
+        coming = self._coming if self._coming is not None and self._coming.suits(session.plan, new) else None
+        try:
+            with opened.context.slot.within("compile"):
+                member, done = change(session, new, look=opened.memory.look, ahead=coming)
+        finally:
+            self.forget()
         assert isinstance(member, Session)
         member.state.optimizer.adopt(optimizer)  # learning-rate schedulers know this one
         self._take(member)

@@ -64,6 +64,7 @@ class OwnSession:
                 "call session(inputs) and the backward() of your loss, or open it with a loss function",
             )
         given = self.opened.form(batch)
+        self._under.go_on()
         self._updates.gradients.begin()
         self._updates.before_batch()
         part, first, _ = part_of(self._session, given, self.samples)
@@ -83,6 +84,7 @@ class OwnSession:
                 "call session.forward_backward(batch); or open it with loss='outer'",
             )
         given = self.opened.form(inputs or (batch[0] if len(batch) == 1 else batch))
+        self._under.go_on()
         self._updates.before_batch()
         part, first, begin = part_of(self._session, given, self.samples)
         with self._running(part):
@@ -211,6 +213,17 @@ class OwnSession:
         """From now on steps follow another schedule of the pipeline, one that leaves blocks where they are."""
         self._updates.under(self._under.use_schedule(schedule))
 
+    def prepare(self, plan: str | Plan) -> None:
+        """Begins to make ready for a change to another plan; every rank calls it. It is done a piece before each batch
+        (`is_prepared`: whether nothing is left here), and `change` to that plan then takes little more than moving
+        state; it can be called at any time, for this or another plan."""
+        self._updates.require_own_optimizer()
+        self._under.prepare(plan)
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._under.is_prepared
+
     def change(self, plan: str | Plan) -> Change:
         """From now on another plan, for the same ranks; every rank calls it. What was made is told: bytes that moved,
         and seconds. Where it is refused (`ChangeRefused`), all is as it was."""
@@ -252,6 +265,7 @@ class OwnSession:
         if self._is_closed:
             return
         self._is_closed = True
+        self._under.forget()
         self._updates.close()
         if error is None:
             self._session.close()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -81,6 +82,7 @@ class ReadyRank:
         self.folder = RunFolder(job.folder, job.config, context)
         self.phases = Phases(job.began)
         self.resumed: Path | None = None  # the checkpoint that the run went on from
+        self._foreseen: dict[tuple[int, Batches], WeakKeyDictionary[Compiled, Fit]] = {}  # by size and data of batches
 
     def set_up(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Prepares the run and puts its state in place, fresh or as a checkpoint holds it; returns the header."""
@@ -256,8 +258,18 @@ class ReadyRank:
     def _memory_guard(self, size: int, batches: Batches, searches: bool = False) -> MemoryGuard:
         """searches: where one rank's plan is open, it is chosen by what fits."""
         replan = self._replan if searches and self.run.subject is not None and self.context.world == 1 else None
-        first_batch = self.first_batch(size, batches)
-        return MemoryGuard(self.config.memory_bytes, self.run.device, size, first_batch, replan)
+        first_batch, foreseen = (
+            self.first_batch(size, batches),
+            self._foreseen.setdefault((size, batches), WeakKeyDictionary()),
+        )
+        return MemoryGuard(
+            self.config.memory_bytes, self.run.device, size, first_batch, replan, foreseen=foreseen
+        )  # fmt: skip
+
+    def foresee(self, compiled: Compiled) -> None:
+        """What memory a plan takes that may come in this period."""
+        opening, size = self.session.opening or self.opening, self.changes.period.batch_size
+        self._memory_guard(size, self.run.batches).foresee(compiled, opening.compile)
 
     def first_batch(self, size: int, batches: Batches) -> FirstBatch:
         """This rank's part of the first batch of so many samples, under whatever plan."""

@@ -6,22 +6,25 @@ was until its new state is complete, so that losing another rank meanwhile loses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.adapt.migrate import Arrived, gather, slots_now
+from phalanx.adapt.mirrors import beside, lone_parameters, lone_state
 from phalanx.adapt.portions import plan_migration
-from phalanx.adapt.survivors import missing
+from phalanx.adapt.survivors import missing, stays
 from phalanx.comm.links import Group, Links
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.layout import ProcessGroups
 from phalanx.params.layout_of import SlotsOf, StateLayout
-from phalanx.params.rank_state import State
+from phalanx.params.mirrored import Mirrored
+from phalanx.params.rank_state import Filled, State
 from phalanx.plan.plan import Plan
-from phalanx.state.layout import Layout
+from phalanx.state.layout import Layout, StateShard
 from phalanx.training.change import Member, homes, made, same_place
 from phalanx.training.held import Held
 from phalanx.training.mirror import Copy, layout_of_copies
@@ -31,10 +34,11 @@ from phalanx.training.spare import Spare
 
 @dataclass(frozen=True)
 class Place:
-    """Whose state a rank holds: of a plan, as a rank of it."""
+    """Whose state a rank holds: of a plan, as a rank of it. mirrors: another rank of it whose state it has besides."""
 
     plan: Plan
     rank: int
+    mirrors: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Restoring:
     ) -> None:
         self.opening, self.plan, self.compiled, self.layout = opening, plan, compiled, layout
         self._links, self._group, self.bytes = links, group, 0
+        self.mirrors: list[str] = []  # that were used, in words
         self._connected = ProcessGroups(compiled.formation, links, owns_links=True) if compiled is not None else None
         opening.told(links, plan)
 
@@ -67,10 +72,27 @@ class Restoring:
             return [each.name for each in self.layout.facts.parameters]
         layouts = {place.plan: self._layout_of(place.plan, held) for place in places.values()}
         filled = list(held.state.shards()) if held is not None else []
+        kept = self._kept(places, held)
         own = layouts[held.plan] if held is not None else self.layout
-        slots = slots_now(own, held.rank if held else None, [shard for shard, _ in filled], self._group)
+        mirrored = list(kept.shards()) if kept is not None else []
+        slots = slots_now(
+            own, held.rank if held else None, _once(shard for shard, _ in (*filled, *mirrored)), self._group,
+            kept.updated if kept is not None else (),
+        )  # fmt: skip
         before: Layout = {rank: layouts[place.plan].state(place.rank, slots) for rank, place in places.items()}
-        return self._from(before, {shard.name: data for shard, data in filled}, slots, held, scalars)
+        data = {shard.name: data for shard, data in filled}
+        for rank, place, lost in _mirrored(places):
+            more = _lone_besides(layouts[place.plan], lost, slots, before[rank])
+            before[rank] = beside(before[rank], more)
+            self.mirrors += [f"of rank {lost} from the mirror on rank {place.rank}"] if more else []
+            if rank == self._rank:
+                data |= _joined(data, mirrored, {shard.name for shard in more})
+        return self._from(before, data, slots, held, scalars)
+
+    def _kept(self, places: Mapping[int, Place], held: Held | None) -> Mirrored | None:
+        """What this rank mirrors, if that was lost."""
+        is_needed = any(rank == self._rank for rank, _, _ in _mirrored(places))
+        return held.mirrored if held is not None and is_needed else None
 
     def from_copies(
         self, places: Mapping[int, Place], copy: Copy | None, plan: Plan, scalars: Scalars
@@ -87,15 +109,15 @@ class Restoring:
     def _from(
         self, before: Layout, data: dict[str, Tensor], slots: SlotsOf, held: Held | None, scalars: Scalars
     ) -> State | list[str] | None:  # fmt: skip
-        after = self.layout.all_state(slots)
+        after, home = self.layout.all_state(slots), homes(self.opening, self.compiled)
+        if stays(before, after):
+            own = {shard.name: data[shard.name] for shard in after.get(self._rank, ())}
+            return self._state_of({name: tensor.to(home(name)) for name, tensor in own.items()}, after, held, scalars)
         if lost := missing(before, after):
             return lost
         migration = plan_migration(self.layout, self.layout, before, after)
         self.bytes = migration.bytes_sent
-        arrived = gather(
-            migration, data, rank=self._rank, group=self._group, device=self.opening.device,
-            home=homes(self.opening, self.compiled),
-        )  # fmt: skip
+        arrived = gather(migration, data, rank=self._rank, group=self._group, device=self.opening.device, home=home)
         return self._state_of(arrived, after, held, scalars)
 
     def _state_of(self, arrived: dict[str, Tensor], after: Layout, held: Held | None, scalars: Scalars) -> State | None:
@@ -134,6 +156,45 @@ class Restoring:
         if held is not None and plan == held.plan:
             return held.state.layout
         return self.layout if plan == self.plan else self.opening.layout(plan)
+
+
+def _lone_besides(layout: StateLayout, lost: int, slots: SlotsOf, own: Sequence[StateShard]) -> list[StateShard]:
+    """Of what a lost rank alone held, what the rank that mirrors it does not have itself, as counters may be."""
+    held = {shard.name: shard.boxes for shard in own}
+    mirrored = lone_state(layout, lost, lone_parameters(layout)[lost], slots)
+    return [shard for shard in mirrored if shard.boxes != held.get(shard.name)]
+
+
+def _joined(data: Mapping[str, Tensor], mirrored: Iterable[Filled], names: Collection[str]) -> dict[str, Tensor]:
+    """What is mirrored, of these names, behind what a rank has of them itself; on the host."""
+    found = {shard.name: tensor for shard, tensor in mirrored if shard.name in names}
+    return {
+        name: torch.cat([data[name].to(tensor.device), tensor]) if name in data else tensor
+        for name, tensor in found.items()
+    }
+
+
+def _once(shards: Iterable[StateShard]) -> list[StateShard]:
+    """One of each name."""
+    return list({shard.name: shard for shard in shards}.values())
+
+
+def _mirrored(places: Mapping[int, Place]) -> Iterator[tuple[int, Place, int]]:
+    """Who mirrors a rank that was lost, and which."""
+    alive = {(place.plan, place.rank) for place in places.values()}
+    for rank, place in places.items():
+        if place.mirrors is not None and (place.plan, place.mirrors) not in alive:
+            yield rank, place, place.mirrors
+
+
+def lost_with_mirrors(places: Sequence[Place]) -> list[str]:
+    """What is said of ranks that nobody who is left mirrors, where ranks mirror each other."""
+    found: list[str] = []
+    for plan in {place.plan: None for place in places if place.mirrors is not None}:
+        own = [place for place in places if place.plan == plan]
+        gone = set(range(plan.world)).difference(*((place.rank, place.mirrors) for place in own))
+        found += [f"no mirror of rank {rank} was left" for rank in sorted(gone)]
+    return found
 
 
 def together(said: Sequence[Mapping[str, Any]]) -> Scalars:

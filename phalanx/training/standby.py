@@ -52,5 +52,7 @@ def _made_for(ready: ReadyRank, plans: Iterable[str], left: int, numbers: range)
 
 def _make(ready: ReadyRank, plan: Plan, number: int) -> None:
     opening, period = ready.session.opening or ready.opening, ready.changes.period
-    for _ in functions(opening.remembered(plan, number), ready.first_batch(period.batch_size, ready.run.batches)):
+    compiled = opening.remembered(plan, number)
+    for _ in functions(compiled, ready.first_batch(period.batch_size, ready.run.batches)):
         pass
+    ready.foresee(compiled)

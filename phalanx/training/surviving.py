@@ -34,7 +34,7 @@ from phalanx.training.going_back import RankGoingBack
 from phalanx.training.held import Held, Word, hold, newest_step, sums_of
 from phalanx.training.job import Job
 from phalanx.training.reporting import Reporter
-from phalanx.training.restoring import Place, Restoring, together
+from phalanx.training.restoring import Place, Restoring, lost_with_mirrors, together
 from phalanx.training.session import Opening, Session
 from phalanx.training.standby import plans_for
 
@@ -168,9 +168,12 @@ class SurvivingRank(RankGoingBack):
         """What the others need of this rank, once it has ended what it could."""
         newest = newest_step(words)
         holds = held is not None and held.step == newest
-        said: dict[str, Any] = {"holds": holds, "optimizer": {}, "loss_scale": None, "outcome": None}
+        said: dict[str, Any] = {"holds": holds, "optimizer": {}, "loss_scale": None, "outcome": None, "mirrors": None}
         if held is not None and holds:
+            said["damaged"] = held.take_mirror()
             said["optimizer"], said["loss_scale"] = held.state.scalars()
+            if held.mirrored is not None:
+                said["mirrors"], said["optimizer"] = held.mirrored.rank, held.mirrored.scalars() | said["optimizer"]
             said["outcome"] = held.outcome.values.tolist() if held.outcome is not None else None
         if context.rank == _best(words):
             said["snapshot"], said["records"] = self.snapshot.to_json(), list(reporter.newest)
@@ -223,7 +226,7 @@ class SurvivingRank(RankGoingBack):
         """The session in its new place, and where its state came from."""
         newest, before = newest_step(words), max(word.reported for word in words)
         places = {
-            rank: Place(Plan(**fields.read(word.plan)), word.rank)
+            rank: Place(Plan(**fields.read(word.plan)), word.rank, own["mirrors"])
             for rank, (word, own) in enumerate(zip(words, told, strict=True))
             if own["holds"]
         }
@@ -232,7 +235,8 @@ class SurvivingRank(RankGoingBack):
             together([own for own in told if own["holds"]]),
         )  # fmt: skip
         if isinstance(found, list):
-            return self._went_back(restoring, words, told, max(newest, before), found)
+            mirrors = lost_with_mirrors(list(places.values()))
+            return self._went_back(restoring, words, told, max(newest, before), found, mirrors)
         self.session = restoring.member(found)
         best = told[_best(words)]
         self._take(Snapshot.from_json(best["snapshot"]))
@@ -241,7 +245,8 @@ class SurvivingRank(RankGoingBack):
         if self.snapshot.step < newest:
             values = next(own["outcome"] for own in told if own["outcome"] is not None)
             self.unreported = newest, Outcome(torch.tensor(values, dtype=torch.float64), None)
-        return {"step": newest + 1, "source": "the ranks that were left", "repeated": 0}
+        source = "; ".join(["the ranks that were left", *restoring.mirrors])
+        return {"step": newest + 1, "source": source, "repeated": 0}
 
     def _enter(self, context: RankContext, plan: Plan) -> None:
         """From now on as a rank of this generation."""

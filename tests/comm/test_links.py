@@ -50,6 +50,10 @@ def test_ranks_send_each_other_different_amounts_and_texts_and_leave_groups(pool
         assert total == [4]
 
 
+def test_groups_that_are_made_beside_others_keep_nobody_from_the_store(pool: WorkerPool):
+    assert pool.run(jobs.store_while_groups_are_made, world=2) == [True, True]
+
+
 def test_a_group_of_one_communicates_nothing(pool: WorkerPool):
     assert pool.run(jobs.alone_in_a_group, world=1) == [([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])]
 

@@ -68,7 +68,10 @@ def test_state_and_counters_of_the_optimizer_are_owned_once_too(case: tuple[Mode
         ones = {name: torch.ones_like(weight.exact) for name, weight in parameters.trained.items()}
         optimizer.step(ones, 0.1, torch.tensor(1.0), torch.tensor(True))
         layout[rank] = [
-            held for held, _ in rank_state.of_checkpoint(formation.state, rank, parameters, optimizer.tensors())
+            held
+            for held, _ in rank_state.of_checkpoint(
+                formation.state, formation.state.kept(rank), parameters.weights, optimizer.tensors()
+            )
         ]
     check_layout(layout)
     owned = {shard.name for held in layout.values() for shard in held if shard.owned}

@@ -83,7 +83,8 @@ def test_training_is_the_same_to_the_last_bit(plan: str) -> None:
 def test_updates_on_either_side_are_the_same_to_the_last_bit(plan: str, options: dict[str, Any]) -> None:
     case = captured.named(captured.LLAMA, samples=4, tokens=8, vocab_size=640)  # the embedding is larger than a layer
     session, plain = case.session(plan, **options), case.session("mb=2", **options)
-    assert max(session.compiled.hosted().values()) > 1
+    # In parts, but for what the model begins with, which stays on the device where not all lies on the host.
+    assert max(session.compiled.hosted().values()) > 1 or session.plan.hosted_share < 1
     require_same(trained(session, case.batch), trained(plain, case.batch))
     session.close()
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from phalanx.state import checkpoint
+from tests import children
 from tests.run_helpers import losses, records, short_run
 
 # Dropout (GPT-2 has it), accumulation, and batches that end inside an epoch.
@@ -33,7 +34,7 @@ def captured_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def started(out: Path, **options: object) -> subprocess.Popen[str]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**OPTIONS, **options, "out": out}.items()]
-    return subprocess.Popen(
+    return children.Popen(
         [sys.executable, "-m", "phalanx", "train", "--tiny", "--json", "--resume=auto", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[2],

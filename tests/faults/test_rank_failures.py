@@ -23,6 +23,7 @@ from phalanx.errors import RankError
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.state import checkpoint
+from tests.children import Popen
 from tests.faults import strike
 from tests.faults.ranks import Breaks, fit
 from tests.faults.strike import Striker, Wanted, is_alive
@@ -217,7 +218,7 @@ class Command:
         given |= {"progress": "plain", "log_every": 10 * ENDLESS}
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if not isinstance(value, bool)]
         flags += [f"--{'' if value else 'no-'}{name}" for name, value in given.items() if isinstance(value, bool)]
-        self.process = subprocess.Popen(
+        self.process = Popen(
             [sys.executable, "-m", "phalanx", "train", *flags], cwd=ROOT, text=True, stderr=subprocess.PIPE,
             stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._scratch)},
         )  # fmt: skip

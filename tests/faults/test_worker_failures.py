@@ -138,7 +138,7 @@ with WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT, silence
 
 
 def test_a_job_that_is_suspended_and_continued_lives(tmp_path: Path):
-    parent = subprocess.Popen(
+    parent = children.Popen(
         [sys.executable, "-c", SUSPENDED.format(folder=str(tmp_path))], stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env=children.environment(),
     )  # fmt: skip
@@ -252,7 +252,7 @@ def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path):
         "    print(*(result[5] for result in pool.run(jobs.describe)), pool._processes._server.pid, flush=True)\n"
         f"    pool.run(jobs.ignores_signals, {str(tmp_path)!r})\n"
     )
-    parent = subprocess.Popen(
+    parent = children.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env=children.environment(),
     )  # fmt: skip

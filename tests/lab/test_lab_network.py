@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.lab.run import Lab
-from phalanx.lab.script import SlowLink
+from phalanx.lab.script import CutLink, RestoreLink, SlowLink
 from tests.lab.labs import is_gone, namespaces_of, needs_namespaces, python, start_cli, wait_for
 from tests.run_helpers import SHORT, losses, records, short_run
 
@@ -61,6 +61,30 @@ def test_a_link_slowed_while_large_packets_are_queued_goes_on(tmp_path: Path):
     script = "0.5s slow_link node=1 rate=8mbit; 5s restore_link node=1"
     with Lab("nodes=2,link=1gbit", grace=1) as lab:
         assert lab.run([sys.executable, SENDER, str(tmp_path / "rate"), "120"], script) == 0
+
+
+def test_a_link_that_was_cut_carries_nothing_until_it_is_restored(tmp_path: Path):
+    knock = (
+        "import socket\n"
+        "def answers():\n"
+        "    try: return bool(socket.create_connection((os.environ['MASTER_ADDR'], 7), 0.5))\n"
+        "    except ConnectionRefusedError: return True\n"  # by the other node: the link carries
+        "    except OSError: return False\n"
+        "while True:\n"
+        "    open(f'{sys.argv[1]}/{rank}', 'a').write(f'{answers()} ')\n"
+        "    time.sleep(0.05)"
+    )
+
+    def newest() -> str:
+        seen = (tmp_path / "1").read_text().split() if (tmp_path / "1").exists() else []
+        return seen[-1] if seen else ""
+
+    with Lab("nodes=2") as lab, lab.start(python(knock, tmp_path)) as session:
+        wait_for(lambda: newest() == "True", "the link does not carry")
+        session.disturb(CutLink(1))
+        wait_for(lambda: newest() == "False", "the link still carries")
+        session.disturb(RestoreLink(1))
+        wait_for(lambda: newest() == "True", "the link does not carry again")
 
 
 def test_nodes_see_each_other_and_nothing_else(tmp_path: Path):

@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
-from phalanx.lab.script import EXAMPLE, AddRank, Event, KillRank, RestoreRank, SlowLink, SlowRank, StopRank, read_script
+from phalanx.lab.script import (
+    EXAMPLE,
+    AddRank,
+    CutLink,
+    Event,
+    KillRank,
+    RestoreRank,
+    SlowLink,
+    SlowRank,
+    StopRank,
+    read_script,
+)
 from phalanx.lab.session import assign_cores
 from phalanx.lab.spec import FASTEST, SLOWEST, LabSpec, rate_text, read_rate
 
@@ -115,6 +126,7 @@ def test_a_script_puts_disturbances_on_a_time_line():
         Event(20.0, KillRank(3)),
         Event(30.0, StopRank(0)),
     )
+    assert [event.disturbance for event in read_script("1s cut_link node=1", FOUR)] == [CutLink(1)]
     assert len(read_script(EXAMPLE, FOUR)) == 3 and read_script("", FOUR) == ()
 
 
@@ -159,6 +171,8 @@ def test_an_added_rank_can_be_disturbed_afterwards():
 def test_what_a_lab_does_not_have_cannot_be_disturbed():
     with pytest.raises(ConfigError, match="one node has no links"):
         read_script("5s slow_link node=0 rate=1mbit", LabSpec(1, 2))
+    with pytest.raises(ConfigError, match="one node has no links"):
+        read_script("5s cut_link node=0", LabSpec(1, 2))
     with pytest.raises(ConfigError, match="GPU share of a rank that runs cannot be changed"):
         read_script("5s slow rank=0 share=50%", LabSpec(1, 2, gpu_share=50))
 

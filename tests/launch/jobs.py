@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -297,3 +298,24 @@ def all_to_all_and_texts(context: RankContext) -> tuple[list[int], list[str], li
             group.barrier().wait()
             links.drop_others([group])
         return into.tolist(), said, silence, total.int().tolist()
+
+
+def store_while_groups_are_made(context: RankContext) -> bool:
+    """Rank 0 begins to make a group that nobody else makes yet; whether its store answers meanwhile."""
+    with Links(context, timeout=20) as links:
+        world = links.group(tuple(range(context.world)))
+        beside = links.beside("ahead")
+        made = threading.Thread(target=lambda: beside.group(tuple(range(context.world)), "ahead"), daemon=True)
+        if context.rank == 0:
+            made.start()
+            time.sleep(0.5)
+            began = time.monotonic()
+            context.store.set("word", "said")
+            assert context.store.get("word") == "said"
+            answered = time.monotonic() - began < 5.0 and made.is_alive()
+        world.barrier().wait()
+        if context.rank > 0:
+            answered = True
+            made.start()
+        made.join(20)
+        return answered and not made.is_alive()

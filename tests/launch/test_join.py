@@ -37,7 +37,7 @@ def clean_environment() -> dict[str, str]:
 def start(template: dict[str, str], world: int, *job: object) -> list[subprocess.Popen[str]]:
     arguments = [job[0], *(json.dumps(argument) for argument in job[1:])]
     return [
-        subprocess.Popen(
+        children.Popen(
             [sys.executable, "-m", "tests.launch.joiner", *map(str, arguments)], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**clean_environment(), **{key: text.format(rank=rank, world=world) for key, text in template.items()}},
@@ -48,10 +48,8 @@ def start(template: dict[str, str], world: int, *job: object) -> list[subprocess
 
 def torchrun(port: int, *job: object) -> subprocess.CompletedProcess[str]:
     arguments = [str(job[0]), *(json.dumps(argument) for argument in job[1:])]
-    return subprocess.run(
-        [*TORCHRUN, str(port), "-m", "tests.launch.joiner", *arguments], cwd=ROOT, text=True, capture_output=True,
-        env=clean_environment(), timeout=60,
-    )  # fmt: skip
+    line = [*TORCHRUN, str(port), "-m", "tests.launch.joiner", *arguments]
+    return children.run(line, cwd=ROOT, env=clean_environment(), timeout=60)
 
 
 def port_for(test: int) -> int:

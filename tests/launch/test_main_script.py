@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import multiprocessing
-import subprocess
 import sys
 from pathlib import Path
 
@@ -91,9 +90,9 @@ def train(model, out, **options):
 def run_script(script: Path, text: str, *arguments: str, started_as: tuple[str, ...] = ()) -> str:
     """What the script says on both its outputs."""
     script.write_text(text)
-    done = subprocess.run(
-        [sys.executable, *(started_as or (str(script),)), *arguments], capture_output=True, text=True,
-        cwd=script.parent, env=children.environment(OMP_NUM_THREADS="1", PHALANX_DEBUG="0"),
+    done = children.run(
+        [sys.executable, *(started_as or (str(script),)), *arguments], cwd=script.parent,
+        env=children.environment(OMP_NUM_THREADS="1", PHALANX_DEBUG="0"),
     )  # fmt: skip
     return done.stdout + done.stderr
 

@@ -7,7 +7,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -19,6 +19,7 @@ from phalanx.launch.renewal import Renewal
 from phalanx.launch.spread import Orders, Spread, SpreadProcesses, orders_key, outcome_of, send, told
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.store import JobStore, host_store
+from phalanx.launch.watch import Trouble, Watch
 from phalanx.launch.worker_pool import WorkerPool
 from tests.launch import jobs
 
@@ -90,19 +91,65 @@ def test_what_a_process_said_is_the_same_on_the_other_side(error: Any) -> None:
     assert type(failed.error) is type(error) and str(failed.error) == str(error)
 
 
+class Machine:
+    """One that has room, or has not; processes that are buried are gone at once."""
+
+    def __init__(self, number: int, room: bool) -> None:
+        self.alive = {process: SimpleNamespace(gone=False) for process in range(number)}
+        self._room = room
+
+    def can_start(self, rank: int) -> bool:
+        return self._room
+
+    def start_one(self, rank: int) -> None:
+        self.alive[rank] = SimpleNamespace(gone=False)
+
+    def bury(self, rank: int) -> None:
+        del self.alive[rank]
+
+
+def test_losses_in_a_row_are_those_without_a_finished_step_between_them(tmp_path: Path) -> None:
+    """Also where ranks go back, and make the same step again."""
+    board = StatusBoard.create(tmp_path / "board", 3)
+    job = SimpleNamespace(members=Generation(0, (0, 1, 2)))
+    store = SimpleNamespace(set=lambda key, text: None)
+    renewal = Renewal(Machine(3, room=True), board, job, store, "replace", lambda *_: None)  # pyright: ignore
+
+    def lose() -> str | None:
+        for slot in board.slots:
+            slot.at_step(7)
+            slot.guard(True)
+        return renewal.renew([1], ["rank 1 was lost"])
+
+    for _ in range(6):
+        board.slots[0].finish_step()
+        assert lose() is None
+    assert [lose(), lose()] == [None, None]
+    assert lose() == "it was the 4th loss in a row without a finished step"
+
+
+def test_a_rank_that_just_came_and_loses_the_others_is_lost_and_does_not_end_the_job(tmp_path: Path) -> None:
+    """Its links break while all of them meet, and it holds nothing that it could go on with."""
+    board = StatusBoard.create(tmp_path / "board", 3)
+    job = SimpleNamespace(members=Generation(0, (0, 1, 2)), silence=15.0)
+    store, machine = SimpleNamespace(set=lambda key, text: None), Machine(3, room=True)
+    renewal = Renewal(machine, board, job, store, "replace", lambda *_: None)  # pyright: ignore
+    watch = Watch(machine, board, job, renewal)  # pyright: ignore[reportArgumentType]
+    for slot in board.slots:
+        slot.guard(True)
+    assert renewal.renew([1], ["rank 1 was lost"]) is None  # a fresh process is in its place
+    failed = Failed(LinkError("lost the connection"), "lost the connection", "")
+    assert watch._add(Trouble(1, board.slots[1].read(), failed=failed)) and renewal.generation.number == 2
+    assert not watch._add(Trouble(0, board.slots[0].read(), failed=failed)) and board.aborted  # it holds state
+
+
 def test_a_job_that_may_not_go_on_with_so_few_ranks_ends_when_no_machine_has_room(tmp_path: Path) -> None:
     """The processes are all of one machine here, and it says that it has no room."""
     board = StatusBoard.create(tmp_path / "board", 2)
     for slot in board.slots:
         slot.guard(True)
 
-    class Full:
-        alive: ClassVar[dict[int, Any]] = {0: SimpleNamespace(gone=False), 1: SimpleNamespace(gone=True)}
-
-        def can_start(self, rank: int) -> bool:
-            return False
-
-    job, processes = SimpleNamespace(members=Generation(0, (0, 1))), Full()
+    job, processes = SimpleNamespace(members=Generation(0, (0, 1))), Machine(2, room=False)
     renewal = Renewal(processes, board, job, {}, "shrink", pytest.fail, 2)  # pyright: ignore[reportArgumentType]
     reason = renewal.renew([1], ["rank 1 was lost"])
     assert reason == "1 ranks are left, min_ranks = 2, and no machine has room for others"

@@ -62,6 +62,14 @@ def test_still_is_who_could_run_and_does_not(looks: list[tuple[int, Activity | N
     assert still_after(looks) == pytest.approx(seconds)
 
 
+def test_while_its_heart_beats_the_system_is_not_asked() -> None:
+    clock = Clock()
+    watch = Stillness(clock, lambda: pytest.fail("was asked"))  # pyright: ignore[reportArgumentType]
+    for beat in range(8):
+        assert watch.seconds(view(beat // 2)) < 0.25
+        clock.now += 0.12
+
+
 def seen(code: str, wanted: bool, number: int = 0) -> bool:
     """Whether a process that runs this comes to sleep or not to sleep, as is wanted."""
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

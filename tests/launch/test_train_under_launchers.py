@@ -19,7 +19,7 @@ from phalanx.cli.main import main
 from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.training import trainer
-from tests.children import environment
+from tests.children import Popen, environment
 from tests.faults.ranks import fit
 from tests.run_helpers import SHORT, losses, records, short_run
 
@@ -50,7 +50,7 @@ def command(out: Path, **options: object) -> list[str]:
 
 
 def started(arguments: list[str], **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return Popen(
         [sys.executable, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=environment(OMP_NUM_THREADS="1", PHALANX_DEBUG="0", **variables),
     )  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,20 @@ def test_a_broken_cache_entry_is_captured_again_and_mended(cache: Path, quick: l
     assert len(quick) == 5
     capture.capture(*gpt2(), check=False)
     assert len(quick) == 5
+
+
+def test_who_wants_the_same_capture_at_once_waits_for_it(cache: Path) -> None:
+    seen: list[str] = []
+
+    def take(_: int) -> None:
+        with capture._alone(cache / "same.json"):
+            seen.append("in")
+            time.sleep(0.1)
+            seen.append("out")
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(take, range(2)))
+    assert seen == ["in", "out"] * 2 and not list(cache.iterdir())
 
 
 def test_modules_of_the_users_own_are_not_cached(cache: Path, quick: list[str]) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from phalanx.model import interpret
+from phalanx.engine import compute
 from phalanx.model.segment import joint
 from phalanx.model.segment.joint import Joint, storage, trace
 from phalanx.model.segment.record import NotPlain, Recorder
@@ -48,12 +47,9 @@ def same_but_for_names(found: Joint) -> list[tuple[object, ...]]:
 
 def joints(case: captured.Case) -> list[Joint]:
     """Of all blocks, traced anew."""
-    mode, dims = FakeTensorMode(), case.captured.dims(case.batch)
-    values = interpret.without_contents(
-        case.captured, case.blocks, case.captured.shapes, captured.DOUBLE, dims, mode
-    )  # fmt: skip
-    tracer = interpret.Tracer(case.blocks, case.captured.trainable, mode)
-    return [tracer.trace(block, values)[0] for block in case.blocks.blocks]
+    session = case.session()
+    [inputs] = case.micro_batches(session, [len(next(iter(case.batch.values())))])
+    return [segment.joint for segment in session.compiled.training.tracer(inputs).segments.values()]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +67,10 @@ def test_what_is_recorded_is_what_torch_traces(
 ) -> None:
     case = captured.named(name, dropout=dropout)
     with monkeypatch.context() as patch:
+        patch.setattr(compute, "_known", {})
         patch.setattr(joint, "_traced", None)  # everything is recorded
         recorded = joints(case)
+    monkeypatch.setattr(compute, "_known", {})
     monkeypatch.setattr(joint, "Recorder", _Never)
     for ours, theirs in zip(recorded, joints(case), strict=True):
         assert same_but_for_names(ours) == same_but_for_names(theirs)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.metrics import Meter, device_peak_flops, peak_flops, peak_memory
+from phalanx.observe.metrics import Meter, device_peak_flops, faster_in_half, peak_flops, peak_memory
 
 
 def feed(meter: Meter, seconds: list[float], tokens: int = 100, flops: float = 1e9) -> list[dict]:
@@ -72,6 +72,12 @@ def test_the_peak_is_found_by_the_devices_name(name: str, dtype: str, peak: floa
 
 def test_a_cpu_has_no_known_peak():
     assert device_peak_flops(torch.device("cpu"), "float32") is None
+
+
+def test_a_header_says_what_half_precision_would_gain() -> None:
+    assert faster_in_half("NVIDIA H200", "float32").endswith("has 15× the peak rate on this device")
+    assert faster_in_half("NVIDIA H200", "bfloat16") == faster_in_half("NVIDIA H200", "float64") == ""
+    assert faster_in_half("Tesla V100-SXM2-16GB", "float32") == faster_in_half("", "float32") == ""
 
 
 def test_peak_memory_on_the_cpu_grows_with_what_was_touched():

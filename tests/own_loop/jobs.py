@@ -215,20 +215,27 @@ def lora(context: RankContext, plan: str, kind: str, folder: Path | None = None,
     return [begun, finished(session, losses)]
 
 
-def changing(context: RankContext, plans: Sequence[str], steps: int = 2, kind: str = "adamw") -> Trained:
-    """The session's own optimizer under a scheduler, a few steps under each plan."""
+def changing(
+    context: RankContext, plans: Sequence[str], steps: int = 2, kind: str = "adamw", prepares: bool = False
+) -> Trained:
+    """The session's own optimizer under a scheduler, a few steps under each plan. prepares: for each of them before."""
     session = opened(context, net(), plans[0], numbers(0), loss=both, has_optimizer=True, optimizer=kind, lr=LR)
     assert session.optimizer is not None
     optimizer, losses = session.optimizer, []
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for number, plan in enumerate(plans):
         if number:
-            session.change(plan)
+            assert session.change(plan).ready is prepares
             assert session.optimizer is optimizer
+        if prepares and number + 1 < len(plans):
+            session.prepare("mb=1")  # which is then given up for another
+            session.prepare(plans[number + 1])
         for step in range(steps):
             losses.append(session.forward_backward(numbers(number * steps + step)))
             session.step()
             scheduler.step()
+        while prepares and number + 1 < len(plans) and not session.is_prepared:
+            session._under.go_on()
     return finished(session, losses)
 
 

@@ -21,6 +21,26 @@ def test_optimizer_and_scheduler_go_on_under_other_plans(pool: WorkerPool) -> No
         torch.testing.assert_close(found.values[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
+def test_a_change_that_was_prepared_finds_everything_made(pool: WorkerPool) -> None:
+    expected = jobs.changing(RankContext.alone(), ["mb=2"], steps=6)
+    found = pool.run(jobs.changing, ["dp=2", "pp=2,mb=2", "tp=2"], 2, "adamw", True, world=2)[0]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+    for name, value in expected.values.items():
+        torch.testing.assert_close(found.values[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_what_cannot_be_is_not_prepared() -> None:
+    with opened(RankContext.alone(), net(), "mb=2", numbers(0), loss=both, has_optimizer=True) as session:
+        with pytest.raises(PlanError, match="pp=2 does not divide the number of ranks: there is 1"):
+            session.prepare("pp=2")
+        assert not session.is_prepared
+        session.prepare("mb=4")
+        assert not session.change("mb=1").ready  # another one than was prepared
+    session = opened(RankContext.alone(), net(), "mb=2", numbers(0), loss=both)
+    with session, pytest.raises(ConfigError, match="moves the state of the session's own optimizer"):
+        session.prepare("mb=4")
+
+
 @pytest.mark.long
 def test_muon_goes_on_where_plans_leave_matrices_whole_and_is_refused_where_owners_keep_them(pool: WorkerPool) -> None:
     expected = jobs.changing(RankContext.alone(), ["mb=2", "mb=4"], steps=3, kind="muon")

@@ -4,7 +4,6 @@ plan."""
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -31,10 +30,8 @@ def plain_script() -> str:
 
 
 def losses(arguments: list[str]) -> list[float]:
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280,
-        env=children.environment(OMP_NUM_THREADS="1"),
-    )  # fmt: skip
+    environment = children.environment(OMP_NUM_THREADS="1")
+    done = children.run([sys.executable, *arguments], cwd=ROOT, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
 

@@ -87,7 +87,7 @@ def test_ranks_keep_what_the_layout_says(case: tuple[Model, Plan]) -> None:
             optimizer = Optimizer(make_optimizer(trained, RunConfig()), trained, clip=None)
             ones = {n: torch.ones_like(w.exact) for n, w in trained.items() if n not in model.unused}
             optimizer.step(ones, 0.0, torch.tensor(1.0), torch.tensor(True))
-            saved = list(rank_state.of_checkpoint(state, rank, parameters, optimizer.tensors()))
+            saved = list(rank_state.of_checkpoint(state, state.kept(rank), parameters.weights, optimizer.tensors()))
             assert [shard for shard, _ in saved] == list(state.state(rank))
         assert all(data.numel() == shard.numel and str(data.dtype) == f"torch.{shard.dtype}" for shard, data in saved)
         found = list(rank_state.of_parameters(state, rank, parameters))

@@ -15,11 +15,11 @@ ARCHITECTURES = [
     "google/flan-t5-base", "meta-llama/Llama-2-13b-chat-hf", "meta-llama/Llama-3.2-1B",
     "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1",
     "google/gemma-2-2b", "google/gemma-3-1b-it", "microsoft/Phi-3-mini-4k-instruct", "EleutherAI/pythia-1.4b",
-    "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B",
+    "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3",
 ]  # fmt: skip
 (
     GPT2, NEO, GPTJ, OPT, BERT, ELECTRA, VIT, WHISPER, T5, FLAN_T5, LLAMA2, LLAMA, LLAMA_70B, QWEN2, QWEN3, MISTRAL,
-    GEMMA2, GEMMA3, PHI3, PYTHIA, MIXTRAL, QWEN3_MOE,
+    GEMMA2, GEMMA3, PHI3, PYTHIA, MIXTRAL, QWEN3_MOE, DEEPSEEK,
 ) = ARCHITECTURES  # fmt: skip
 
 _TASKS = {name: entry.task for name in ARCHITECTURES if (entry := zoo_table.lookup(name))}

@@ -17,6 +17,7 @@ from tests.parity.architectures import (
     ARCHITECTURES,
     BERT,
     DECODERS,
+    DEEPSEEK,
     FLAN_T5,
     GEMMA2,
     GEMMA3,
@@ -31,7 +32,7 @@ from tests.parity.architectures import (
     rows,
 )
 
-QUICK_DROPOUT, QUICK_PADDED, QUICK_PACKED = (GPT2, FLAN_T5, QWEN3_MOE), (BERT, WHISPER, GEMMA2), (GEMMA3, MIXTRAL)
+QUICK_DROPOUT, QUICK_PADDED, QUICK_PACKED = (GPT2, FLAN_T5, QWEN3_MOE), (BERT, WHISPER, GEMMA2), (GEMMA3, DEEPSEEK)
 QUICK_UNITS = (T5,)
 
 

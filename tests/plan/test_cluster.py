@@ -94,3 +94,13 @@ def test_every_figure_of_a_device_has_a_source_and_says_how_it_is_known() -> Non
         for figure in device.figures.values():
             assert figure.value > 0 and figure.source and figure.known in ("published", "measured", "assumed")
     assert find("a100-80gb") is find("A100") and find("RTX3090").name == "RTX 3090"
+
+
+def test_hosts_have_memory_and_sizes_may_be_binary() -> None:
+    cluster = Cluster.read("2x4 H100, memory 16GiB, host 1TB")
+    assert (cluster.nodes[0].memory, cluster.nodes[0].host) == (16 * 2**30, 1e12)
+    assert Cluster.read(str(cluster)).nodes[0].host == 1e12
+    assert Cluster.read("2x4 H100, network 8Gibit/s").nodes[0].network == 2**30
+    with pytest.raises(ConfigError, match="host 'much' is not a size") as error:
+        Cluster.read("H100, host much")
+    assert "write 1TB" in error.value.hint

@@ -13,14 +13,14 @@ import pytest
 from phalanx.errors import PlanError
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.cost import Machine, Software, machines
-from phalanx.plan.estimate import Estimate, budget_of, estimate
+from phalanx.plan.estimate import Estimate, estimate
 from phalanx.plan.footprint import kept_here, memory, moved_share, num_held, place_blocks
 from phalanx.plan.mixes import Ends, Mixer, Option
 from phalanx.plan.partition import evenly, partition
 from phalanx.plan.plan import Plan
+from phalanx.plan.problem import Problem
 from phalanx.plan.search import search
 from phalanx.plan.space import meshes, offloads, variants
-from phalanx.plan.stage_times import Problem
 from phalanx.plan.unfit import leanest_plans
 from phalanx.plan.work import RUNGS, ModelWork, Shape, transformer
 
@@ -60,9 +60,10 @@ def exhaustive(problem: Problem) -> float:
     for base in meshes(problem, {}):
         for fields, _ in variants(problem, base, {}):
             plan = Plan(**fields)
-            for counts in all_stages(len(problem.model.blocks), plan):
-                for offload in ((), *(own for own, _ in offloads(problem, plan))):
-                    own = replace(plan, stages=counts, offload=offload)
+            for change in ({}, *(own for own, _ in offloads(problem, plan))):
+                changed = replace(plan, **change)
+                for counts in all_stages(len(problem.model.blocks), changed):
+                    own = replace(changed, stages=counts)
                     kept = estimate(problem.model, own, problem.cluster, problem.software, problem.batch)
                     if kept.step_seconds < best and may_fit(problem, kept):
                         chosen = kept if kept.fits else best_rungs(problem, own)
@@ -111,7 +112,7 @@ def best_rungs(problem: Problem, plan: Plan) -> Estimate | None:
 def fits(problem: Problem, plan: Plan, place: int, machine: Machine, rungs: dict[int, str]) -> bool:
     every = [rungs.get(block, "none") for block in range(len(problem.model.blocks))]
     used = sum(memory(problem.model, plan, place, problem.samples(plan), every).values())
-    return used <= budget_of(machine) * (1 + 1e-12)
+    return used <= machine.budget * (1 + 1e-12)
 
 
 def compare(seed: int) -> float | None:
@@ -156,7 +157,7 @@ def test_looking_at_every_plan_of_a_large_model_finds_nothing_much_better(
 ) -> None:
     work, cluster = transformer("large", model), Cluster.read(text)
     found = search(work, cluster, Software(), batch).plans[0].step_seconds
-    monkeypatch.setattr("phalanx.plan.search.MOST_LOOKED", math.inf)
+    monkeypatch.setattr("phalanx.plan.candidates.MOST_LOOKED", math.inf)
     monkeypatch.setattr("phalanx.plan.search.MOST_OF_MESH", 12)
     assert found <= 1.02 * search(work, cluster, Software(), batch, most=96).plans[0].step_seconds
 
@@ -233,13 +234,24 @@ def test_memory_that_is_given_is_respected() -> None:
 
 @pytest.mark.parametrize("layers, memory", [(10, 1.2), (24, 2.2)])
 def test_a_model_fits_where_its_leanest_plan_does(layers: int, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.plan.search.FEW_BLOCKS", 8)  # as of many blocks, of which not all plans are looked at
+    monkeypatch.setattr("phalanx.plan.problem.FEW_BLOCKS", 8)  # as of many blocks, of which not all plans are looked at
     model = transformer("m", Shape(layers, 1024, 16, 16, 4096, 32000, 1024))
     cluster = Cluster.read(f"8 H100, memory {memory}GB")
     problem = Problem(model, cluster, Software(), 64)
     assert any(own.fits for own in leanest_plans(problem, {}))
     found = search(model, cluster, Software(), 64).plans
     assert all(own.fits for own in found)
+
+
+@pytest.mark.parametrize("memory, hosts", [("4GB", True), ("60GB", False)])
+def test_parameters_lie_on_the_host_only_where_nothing_else_fits(memory: str, hosts: bool) -> None:
+    model = transformer("m", Shape(24, 2048, 16, 16, 8192, 32000, 1024))
+    best = search(model, Cluster.read(f"H100, memory {memory}, host 256GB"), Software(), 16).plans[0]
+    assert best.fits and best.plan.hosts_parameters == hosts
+    if hosts:
+        assert best.plan.schedule == "block-major" and best.plan.num_stages == len(model.blocks)
+    with pytest.raises(PlanError, match="does not fit"):
+        search(model, Cluster.read("H100, memory 4GB, host 8GB"), Software(), 16)
 
 
 def test_even_stages_take_every_block_and_none_is_empty() -> None:

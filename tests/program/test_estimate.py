@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from phalanx.plan.cost import Seconds, Software
-from phalanx.plan.estimate import Place, step_parts
+from phalanx.plan.estimate import Place, fetch_seconds, step_parts
 from phalanx.plan.plan import Plan
 from phalanx.plan.slice_shares import equal, slowest
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import uniform
+from phalanx.program.costs import BucketCosts, Link, uniform
 from phalanx.program.shape import ModelShape
 from phalanx.program.simulate import simulate
 
@@ -52,6 +52,22 @@ def test_a_step_of_equal_slices_takes_what_its_simulation_does(schedule: str, co
     place = Place(Seconds(BLOCKS / 4, BLOCKS / 4, BLOCKS / 4, 0, 0), 0, 0, 0, 0)
     parts = step_parts(plan, [place] * 4, 0.0, Software(step=0.0, micro_batch=0.0), slowest((1,) * count, 0.0))
     assert sum(parts.values()) == pytest.approx(simulated, rel=0.07)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "block-major"])
+@pytest.mark.parametrize("come", [0.5, 2.0, 6.0])
+def test_a_step_with_parameters_on_the_host_takes_about_what_its_simulation_does(schedule: str, come: float) -> None:
+    """come: seconds in which the parameters of a block come from the host; its gradients leave in twice as many."""
+    offload = (("parameters", 0), ("optimizer-step", 1.0))
+    v = BLOCKS if schedule == "block-major" else 1
+    plan = Plan(mb=4, schedule=schedule, v=v, stages=(BLOCKS // v,) * v, recompute=("block",), offload=offload)
+    buckets = (BucketCosts(weight_bytes=100, gradient_bytes=200),) * SHAPE.num_buckets
+    costs = replace(uniform(SHAPE, 1, 1, 1), buckets=buckets, host_link=Link(bytes_per_s=100 / come))
+    simulated = simulate(compile_plan(plan, SHAPE), costs).makespan
+    own = Seconds(BLOCKS, BLOCKS, BLOCKS, BLOCKS, 0)
+    fetch = fetch_seconds(plan, own, BLOCKS * come, 2 * BLOCKS * come, 1 / BLOCKS)
+    parts = step_parts(plan, [Place(own, 0, 0, 0, 0, fetch)], 0.0, Software(step=0.0, micro_batch=0.0))
+    assert 0.9 <= sum(parts.values()) / simulated <= 1.15, (sum(parts.values()), simulated)
 
 
 def test_slices_of_equal_cost_are_the_shorter_the_more_came_before_them() -> None:

@@ -96,7 +96,13 @@ def save(folder: Path, plan: Plan) -> Checkpoint:
         formation = model(plan.tp).formation(plan, rank, dtype="bfloat16")
         parameters = parameters_from(formation, VALUES)
         saver = AsyncSaver(folder, 1, rank=rank, world=plan.world, rendezvous=LocalRendezvous(rank, board), timeout=20)
-        saver.save(1, rank_state.of_checkpoint(formation.state, rank, parameters, train(parameters).tensors()), {})
+        saver.save(
+            1,
+            rank_state.of_checkpoint(
+                formation.state, formation.state.kept(rank), parameters.weights, train(parameters).tensors()
+            ),
+            {},
+        )
         savers.append(saver)
     path, *_ = [saver.wait() for saver in savers]
     assert path is not None

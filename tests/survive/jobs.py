@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +13,11 @@ from phalanx.engine.reductions import GlobalReductions, StepRun
 from phalanx.errors import LinkError
 from phalanx.launch.context import RankContext
 from phalanx.training.held import hold
+from phalanx.training.mirroring import begin_mirroring
 from phalanx.training.session import Session
 from tests.adapt.jobs import case, opened, step
+
+Mirrors = tuple[dict[str, Tensor], int, dict[str, Tensor]]  # own state, the rank that is mirrored, its state
 
 
 def interrupted(context: RankContext, plan: str, where: str) -> tuple[int, dict[str, Tensor]]:
@@ -59,6 +64,31 @@ def made(context: RankContext, plan: str, steps: int) -> tuple[int, dict[str, Te
     values = {shard.name: data.clone() for shard, data in member.state.shards()}
     member.close()
     return steps, values
+
+
+def mirrored(context: RankContext, plan: str, steps: int, infinite: int, options: dict[str, Any]) -> Mirrors:
+    """What a rank has after so many steps, and what it mirrors, by the same names. infinite: a step whose gradients
+    are not finite."""
+    of = case("gpt2")
+    member = opened(context, of, plan, **options)
+    assert isinstance(member, Session)
+    mirroring, _ = begin_mirroring(member, 0)
+    assert mirroring is not None
+    member.step.mirroring = mirroring
+    whole = GlobalReductions.found
+
+    def found(self: GlobalReductions, run: StepRun, sums: Tensor) -> Tensor:
+        return whole(self, run, sums * math.inf)
+
+    for number in range(steps):
+        GlobalReductions.found = found if number == infinite else whole  # pyright: ignore[reportAttributeAccessIssue]
+        step(member, of, number)
+    GlobalReductions.found = whole  # pyright: ignore[reportAttributeAccessIssue]
+    mirroring.close()
+    assert mirroring.step == steps and mirroring.is_sound and mirroring.kept.is_sound
+    own, kept = ({shard.name: data.clone() for shard, data in each.shards()} for each in (member.state, mirroring.kept))
+    member.close()
+    return own, mirroring.kept.rank, kept
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ class Strike:
         """beside: further processes that are hit at the same time."""
         slot = pool._board.slots[self._process]
         while not ended.is_set():
-            pid = pool.pids.get(self._process)
+            pids = pool.pids
+            pid = pids.get(self._process)
             if pid is None or not self._wanted(slot.read()):
                 time.sleep(1e-4)
                 continue
@@ -73,7 +75,8 @@ class Strike:
             if self._wanted(view := slot.read()):
                 self.at, self.view = time.time(), view
                 for number in (*self._beside, self._process):
-                    os.kill(pool.pids[number], self._number)
+                    with suppress(ProcessLookupError):  # on a busy machine it may have been lost for standing still
+                        os.kill(pids[number], self._number)
                 return
             os.kill(pid, signal.SIGCONT)
 

@@ -1,4 +1,5 @@
-"""A run for several machines whose steps take long until a file says that they need not: `OUT RELEASE ON_LOSS`."""
+"""A run for several machines whose steps take long until a file says that they need not: `OUT RELEASE ON_LOSS PLAN
+MIRROR_EVERY`."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def config(out: Path, **options: Any) -> RunConfig:
 
 
 if __name__ == "__main__":
-    out, release, on_loss = sys.argv[1:]
+    out, release, on_loss, plan, every = sys.argv[1:]
     from tests.survive.spread_run import Patient as Samples  # as ranks that unpickle it know it
 
-    Trainer("gpt2", Samples(Path(release)), config(Path(out), plan="dp=2", on_loss=on_loss)).fit()
+    options = {"plan": plan, "on_loss": on_loss, "mirror_every": int(every) if every.isdecimal() else every}
+    Trainer("gpt2", Samples(Path(release)), config(Path(out), **options)).fit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.adapt.survivors import missing
+from phalanx.adapt.survivors import missing, stays
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.plan import Plan
 from phalanx.plan.shrink import shrunk
@@ -42,6 +42,15 @@ def test_what_only_lost_ranks_held_is_missing() -> None:
     assert missing({0: (shard(0, 1),)}, after) == ["w"]
     assert missing({}, {0: ()}) == []
     assert missing(after, {0: (shard(2),), 1: (shard(3, 1),)}) == []
+
+
+def test_ranks_that_have_what_they_are_to_have_move_nothing() -> None:
+    def state(rank: int, owned: bool, *names: str) -> dict[int, tuple[StateShard, ...]]:
+        return {rank: tuple(StateShard(name, (2,), "float32", (Box((0,), (2,)),), owned) for name in names)}
+
+    assert stays({**state(0, True, "a"), **state(1, False, "a"), **state(2, True, "b")}, state(1, True, "a"))
+    assert not stays(state(0, True, "a"), {**state(0, True, "a"), **state(1, False, "a")})
+    assert not stays(state(0, True, "a"), state(0, True, "a", "b"))
 
 
 def test_plans_for_fewer_ranks_keep_what_they_can() -> None:

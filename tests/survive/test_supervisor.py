@@ -15,7 +15,7 @@ import pytest
 from phalanx.launch import orphans
 from phalanx.launch.status_board import StatusBoard
 from phalanx.state.folders import latest
-from tests.children import ROOT, environment
+from tests.children import ROOT, Popen, environment
 
 
 def start(out: Path, scratch: Path, *options: str) -> subprocess.Popen[str]:
@@ -25,7 +25,7 @@ def start(out: Path, scratch: Path, *options: str) -> subprocess.Popen[str]:
         "--no-export", "--progress", "plain", "--log-every", "100000", "--out", str(out), *options,
     ]  # fmt: skip
     scratch.mkdir()
-    return subprocess.Popen(
+    return Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=environment(OMP_NUM_THREADS="1", TMPDIR=str(scratch)),
     )  # fmt: skip

@@ -241,8 +241,9 @@ COPIES = "copies of step"
 def test_what_nobody_else_held_comes_from_copies_in_other_ranks_memory(
     pool: WorkerPool, tmp_path: Path, alone: Path
 ) -> None:
-    """A stage without a replica: its state was copied after the last step, and at most that step is made again."""
-    strike = Strike(1, in_step(5, "F"))
+    """A stage without a replica: its state was copied after the last step. That the other rank has its copy by then is
+    certain once there is something to do backward: that came from it."""
+    strike = Strike(1, in_step(5, "BW"))
     fit(pool, tmp_path, 2, "replace", plan="pp=2,mb=2", strikes=[strike], mirror_every=1)
     require_same_run(tmp_path, alone)
     (loss,) = losses_of_ranks(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -174,7 +173,7 @@ def test_a_script_verifies_its_own_module(module: str, condition: str, message: 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(module=module, condition=condition))
     environment = children.environment(OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    done = children.run([sys.executable, str(script)], env=environment)
     assert message in done.stdout + done.stderr, done.stderr
 
 

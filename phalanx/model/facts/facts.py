@@ -1,7 +1,7 @@
 """What planning needs to know about a model, as plain data: blocks, units, parameters, FLOPs, bytes, crossing shapes.
 
 Importing it loads neither torch nor transformers, and the facts of every zoo model are shipped, so that a 70B model can
-be reasoned about in milliseconds. `model/measure.py` computes facts from a capture; how long anything takes is not
+be reasoned about in milliseconds. `engine/measure.py` computes facts from a capture; how long anything takes is not
 known here.
 """
 

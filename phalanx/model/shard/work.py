@@ -1,9 +1,8 @@
-"""What one rank of a tensor-parallel group really computes, and what its segments keep for the backward.
+"""What one rank of a tensor-parallel group really computes: matrix FLOPs and heads.
 
 Counted on the rank's own graphs at one shape of micro-batch, on tensors without contents, so what several ranks do
-alike is counted on each of them: matrix FLOPs and heads by walking each segment, what is kept by tracing it. Nothing is
-computed and nothing allocated, whatever the size of the model. `model/measure.py` does the same for a model that is not
-split, at several shapes.
+alike is counted on each of them. Nothing is computed and nothing allocated, whatever the size of the model. What
+segments keep for the backward is `engine/trace.py`'s business.
 """
 
 from __future__ import annotations

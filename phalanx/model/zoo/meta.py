@@ -7,23 +7,30 @@ could bring them back. Loading values into such a module is `weights.py`'s busin
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from phalanx.errors import ModelError
+
+_FILLS = {
+    "normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "zeros_", "ones_", "constant_", "kaiming_uniform_",
+    "kaiming_normal_", "xavier_uniform_", "xavier_normal_",
+}  # fmt: skip
 
 
 @contextmanager
 def parameters_on_meta(*, enabled: bool = True) -> Iterator[None]:
     """Within it every parameter that a module registers is moved to the meta device at once.
 
-    So at most one parameter has storage at a time, and initialisation, which comes after registration, costs nothing.
+    So at most one parameter has storage at a time, and initialisation, which comes after registration, is left out.
     """
     if not enabled:
         yield
@@ -41,9 +48,25 @@ def parameters_on_meta(*, enabled: bool = True) -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta
     try:
-        yield
+        with _NothingToFill():
+            yield
     finally:
         nn.Module.register_parameter = register
+
+
+class _NothingToFill(TorchFunctionMode):
+    """Within it what fills tensors leaves those alone that have no storage: to no effect it would take milliseconds,
+    twice for every parameter of a model."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__name__", "") in _FILLS:
+            tensor = args[0] if args else given.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **given)
 
 
 def twin(module: nn.Module, dtype: torch.dtype, device: str, name: str) -> nn.Module:

@@ -43,6 +43,11 @@ def _gpt3(layers: int, hidden: int, heads: int) -> dict[str, object]:
     return _gpt2(layers, hidden, heads, tokens=2048)
 
 
+def _oases(hidden: int) -> dict[str, object]:
+    """Of its widths, the layers, heads and tokens of the example in Oases' README."""
+    return _gpt2(24, hidden, hidden // 64) | {"vocab_size": 50304}
+
+
 def _opt(layers: int, hidden: int, heads: int) -> dict[str, object]:
     return {
         "num_hidden_layers": layers,
@@ -179,6 +184,18 @@ _QWEN3_30B_A3B = _qwen3(
     moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
 )  # fmt: skip
 
+_DEEPSEEK_V3 = _decoder(
+    61, 7168, 128, 128, 18432,
+    vocab_size=129280, max_position_embeddings=163840, bos_token_id=0, eos_token_id=1,
+    moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1,
+    first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5, norm_topk_prob=True,
+    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    rope_parameters=_rope(
+        10000.0, rope_type="yarn", factor=40.0, original_max_position_embeddings=4096,
+        beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+    ),
+)  # fmt: skip
+
 _FLAN_T5_BASE = {
     "d_model": 768,
     "d_ff": 2048,
@@ -258,6 +275,7 @@ _ROWS: tuple[tuple[str, str, str, Mapping[str, object]], ...] = (
     ("google-t5/t5-small", "t5", "text-to-text", {"decoder_start_token_id": 0}),
     ("google/flan-t5-base", "t5", "text-to-text", _FLAN_T5_BASE),
     ("mistralai/Mixtral-8x7B-v0.1", "mixtral", "causal-lm", _MIXTRAL_8X7B),
+    ("deepseek-ai/DeepSeek-V3", "deepseek_v3", "causal-lm", _DEEPSEEK_V3),
     ("Qwen/Qwen3-30B-A3B", "qwen3_moe", "causal-lm", _QWEN3_30B_A3B),
     ("gpt3-125m", "gpt2", "causal-lm", _gpt3(12, 768, 12)),
     ("gpt3-350m", "gpt2", "causal-lm", _gpt3(24, 1024, 16)),
@@ -272,6 +290,13 @@ _ROWS: tuple[tuple[str, str, str, Mapping[str, object]], ...] = (
     ("terapipe-13b", "gpt2", "causal-lm", _gpt3(40, 5120, 40)),
     ("terapipe-44b", "gpt2", "causal-lm", _gpt3(96, 6144, 48)),
     ("terapipe-175b", "gpt2", "causal-lm", _gpt3(96, 12288, 96)),
+    ("oases-1024", "gpt2", "causal-lm", _oases(1024)),
+    ("oases-2048", "gpt2", "causal-lm", _oases(2048)),
+    ("oases-3072", "gpt2", "causal-lm", _oases(3072)),
+    ("oases-4096", "gpt2", "causal-lm", _oases(4096)),
+    ("oases-6144", "gpt2", "causal-lm", _oases(6144)),
+    ("oases-8192", "gpt2", "causal-lm", _oases(8192)),
+    ("oases-12288", "gpt2", "causal-lm", _oases(12288)),
     ("phalanx-demo", "llama", "causal-lm", _DEMO),
 )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Moving values to the memory of the host and back: instructions put into lowered programs.
 
-What the backward of an op needs leaves after the last of the forward that touches it, and is asked for one use of a
-block ahead of its own. Where its backward follows so closely that its memory would not be free by then, it stays.
+What the backward of an op needs leaves after the last of the forward that touches it, and is asked for as many uses of
+blocks ahead of its own as the way back takes. Where its backward follows so closely that its memory would not be free
+by then, it stays.
 
 The optimizer's state of a bucket comes to the device part by part around STEP and leaves again; or stays, and the
 bucket's gradients come to it. Where a bucket's parameters lie on the host, its gradients leave in any case. When
@@ -23,8 +24,6 @@ from phalanx.program.moved import movable
 from phalanx.program.rules import Place
 from phalanx.program.shape import ModelShape
 from phalanx.program.visits import Use, seems_split, use_of
-
-NUM_AHEAD = 1  # uses of blocks by which something is asked for before its own
 
 
 def move_activations(programs: Sequence[Program], plan: Plan, shape: ModelShape) -> tuple[Program, ...]:
@@ -54,11 +53,14 @@ def _moved(program: Program, plan: Plan, shape: ModelShape, pp_index: int) -> Pr
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
     for place, move in movable(plan, shape, program, pp_index).items():
-        asked = max(0, numbers[move.first] - NUM_AHEAD)
-        left = bisect_right(begins, move.last) - 1  # the use during which, or after which, it leaves
         stage = program[move.first].stage
         assert stage is not None
-        if asked - left - 1 > plan.uses_to_leave(stage, shape.layers):
+        to_leave = plan.uses_to_leave(stage, shape.layers)
+        to_come = to_leave // 2 + 1  # a block's backward takes twice as long as its forward
+        left = bisect_right(begins, move.last) - 1  # the use during which, or after which, it leaves
+        free, first = left + to_leave + 2, numbers[move.first]  # uses by which its memory is free, and that needs it
+        asked = max(first - to_come, free)
+        if asked < first:
             after[move.last].append(_instruction(Op.OUT, stage, place))
             before[begins[asked]].append(_instruction(Op.IN, stage, place))
     return insert(program, before, after)

@@ -6,14 +6,15 @@ splits or slices the model makes of it; how long segments take is the profiler's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from phalanx.engine.probe import Prober
+from phalanx.engine.trace import RESIDENT
 from phalanx.errors import CaptureError
 from phalanx.expressions import Fit
 from phalanx.model.captured import Captured
@@ -27,22 +28,24 @@ from phalanx.model.facts.facts import (
 )
 from phalanx.model.graph import graphs
 from phalanx.model.graph.blocks import Block, Blocks
-from phalanx.model.interpret import HELD, SHARED, Tracer, tensor_ports, without_contents
+from phalanx.model.interpret import tensor_ports
 from phalanx.model.ops.operators import as_on_gpu
-from phalanx.model.segment.joint import Joint, storage
+from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.joint import storage
 from phalanx.model.segment.segments import Segment
 from phalanx.model.zoo.zoo import ModelSpec
+from phalanx.program.split_facts import Split
 
+_SHARED = ("activation", "value", "input")  # ports whose tensors blocks may have in common
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
 def measure(spec: ModelSpec, captured: Captured, dtype: torch.dtype) -> ModelFacts:
     """The facts of a model that was captured in `dtype`, as it is trained on a GPU."""
-    dims = tuple(dict.fromkeys(dim for spec in captured.inputs for dim in spec.dims if isinstance(dim, str)))
-    fit = Fit(dims)
-    prober = _Prober(captured, dtype)
+    prober = Prober(captured, Split(), dtype)
     with as_on_gpu():
-        fitted = _Fitted(captured, fit, [prober.probe(point) for point in fit.points])
+        probes = [_described(captured.blocks, probe.traced.segments) for probe in prober.probes(Compiler("off"))]
+    fitted, dims = _Fitted(captured, prober.fit, probes), tuple(prober.fit.dims)
     return ModelFacts(
         name=spec.name,
         task=spec.task,
@@ -65,28 +68,20 @@ class _Probe:
     shared: tuple[tuple[str, int], ...]  # name of the tensor, bytes
 
 
-class _Prober:
-    """Walks through the blocks on tensors without contents."""
-
-    def __init__(self, captured: Captured, dtype: torch.dtype) -> None:
-        self._captured, self._dtype, self._mode = captured, dtype, FakeTensorMode()
-        self._tracer = Tracer(captured.blocks, captured.trainable, self._mode)
-
-    def probe(self, dims: dict[str, int]) -> list[_Probe]:
-        """Each block, in order, for a batch of these dims."""
-        captured = self._captured
-        values = without_contents(captured, captured.blocks, captured.shapes, self._dtype, dims, self._mode)
-        return [_describe(block, *self._tracer.trace(block, values)) for block in captured.blocks.blocks]
+def _described(blocks: Blocks, segments: Mapping[int, Segment]) -> list[_Probe]:
+    """Each block, in order: where nothing is split or done again, it is one segment."""
+    return [_describe(block, segments[number]) for number, block in enumerate(blocks.blocks)]
 
 
-def _describe(block: Block, joint: Joint, segment: Segment) -> _Probe:
+def _describe(block: Block, segment: Segment) -> _Probe:
     """What the segment keeps, by storage: views of one tensor are kept at the price of one."""
+    joint = segment.joint
     kept = {storage(node): node.meta["val"].untyped_storage().nbytes() for node in segment.saved}
     ports = tensor_ports(block)
     for port, node in zip(ports, joint.inputs, strict=True):
-        if port.kind in HELD:
+        if port.kind in RESIDENT:
             kept.pop(storage(node), None)
-    places = {storage(node): port.name for port, node in zip(ports, joint.inputs, strict=True) if port.kind in SHARED}
+    places = {storage(node): port.name for port, node in zip(ports, joint.inputs, strict=True) if port.kind in _SHARED}
     places |= {storage(node): name for name, node in zip(block.outputs, joint.outputs, strict=True)}
     return _Probe(
         outputs=tuple((tuple(n.meta["val"].shape), _dtype_name(n.meta["val"].dtype)) for n in joint.outputs),

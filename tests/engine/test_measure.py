@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from phalanx import tasks
 from phalanx.engine.describe import describe
+from phalanx.engine.measure import measure
 from phalanx.errors import CaptureError
 from phalanx.expressions import evaluate
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import load
-from phalanx.model.measure import measure
 from phalanx.model.zoo.zoo import ModelSpec, build, resolve
 from phalanx.plan.plan import Plan
 from phalanx.program.from_facts import shipped
