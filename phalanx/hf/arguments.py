@@ -57,17 +57,17 @@ _KNOWN = {
     *_REFUSED, *_MOOT, "output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate",
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "optim", "optim_args", "weight_decay",
     "adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps", "max_grad_norm",
-    "label_smoothing_factor", "bf16", "fp16", "tf32", "gradient_checkpointing", "gradient_checkpointing_kwargs",
-    "torch_compile", "use_cache", "logging_strategy", "logging_steps", "logging_first_step", "logging_dir",
-    "log_on_each_node", "logging_nan_inf_filter", "log_level", "log_level_replica", "disable_tqdm", "report_to",
-    "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_strategy",
-    "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only", "eval_on_start",
-    "eval_do_concat_batches", "include_for_metrics", "save_only_model", "save_strategy", "save_steps",
-    "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "ignore_data_skip",
-    "full_determinism", "seed", "data_seed", "use_cpu", "dataloader_drop_last", "dataloader_num_workers",
-    "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
-    "remove_unused_columns", "label_names", "train_sampling_strategy", "length_column_name", "do_train", "do_eval",
-    "do_predict", "resume_from_checkpoint", "local_rank",
+    "label_smoothing_factor", "bf16", "fp16", "tf32", "activation_checkpointing", "activation_checkpointing_kwargs",
+    "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "use_cache", "logging_strategy",
+    "logging_steps", "logging_first_step", "logging_dir", "log_on_each_node", "logging_nan_inf_filter", "log_level",
+    "log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
+    "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size",
+    "prediction_loss_only", "eval_on_start", "eval_do_concat_batches", "include_for_metrics", "save_only_model",
+    "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better", "ignore_data_skip", "full_determinism", "seed", "data_seed", "use_cpu", "dataloader_drop_last",
+    "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context", "remove_unused_columns", "label_names", "train_sampling_strategy",
+    "length_column_name", "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank",
 }  # fmt: skip
 _SAMPLING = ("random", "sequential", "group_by_length")
 
@@ -169,15 +169,22 @@ def options_of(args: transformers.TrainingArguments, dtype: torch.dtype) -> dict
 
 
 def plan_of(args: transformers.TrainingArguments, plan: str) -> str:
-    """As given, or in PHALANX_PLAN; gradient checkpointing is what plans call recompute."""
+    """As given, or in PHALANX_PLAN; activation checkpointing is what plans call recompute."""
     text = plan or os.environ.get("PHALANX_PLAN", "")
-    kwargs: dict[str, Any] = dict(args.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
+    name = _checkpointing()
+    kwargs: dict[str, Any] = dict(getattr(args, f"{name}_kwargs") or {})
     kwargs.pop("use_reentrant", None)  # there is one way to compute again here
     if kwargs:
         raise ConfigError(
-            f"TrainingArguments: gradient_checkpointing_kwargs = {kwargs!r} does nothing in phalanx.hf.Trainer",
+            f"TrainingArguments: {name}_kwargs = {kwargs!r} does nothing in phalanx.hf.Trainer",
             "say in the plan which blocks are computed again: recompute=block*8+none*24; see docs/plans.md",
         )
-    if args.gradient_checkpointing and "recompute" not in fields.read(text):
+    if getattr(args, name) and "recompute" not in fields.read(text):
         text = ",".join(filter(None, (text, "recompute=block")))
     return text
+
+
+def _checkpointing() -> str:
+    """What transformers calls it; from 5.23 on the older name is an alias of the newer one."""
+    named = {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
+    return "activation_checkpointing" if "activation_checkpointing" in named else "gradient_checkpointing"

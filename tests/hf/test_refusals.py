@@ -42,13 +42,22 @@ def trainer(folder: Path, kind: type[Trainer] = Trainer, **given: Any) -> Traine
         ({"push_to_hub": True}, "push_to_hub = True does nothing", "trainer.model.push_to_hub"),
         ({"train_sampling_strategy": "batch_rebalance"}, "'batch_rebalance' is unknown here", "random, sequential"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
-         "gradient_checkpointing_kwargs = {'every_n_layers': 2} does nothing", "recompute=block"),
+         "_checkpointing_kwargs = {'every_n_layers': 2} does nothing", "recompute=block"),
     ],
 )  # fmt: skip
 def test_arguments_that_would_do_nothing(tmp_path: Path, changes: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         trainer(tmp_path, arguments=changes)
     assert message in str(error.value) and hint in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpointing_of_activations_is_a_part_of_the_plan_by_both_of_its_names(tmp_path: Path, name: str) -> None:
+    if name not in {each.name for each in dataclasses.fields(transformers.TrainingArguments)}:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    given = arguments_of_hf.TrainingArguments(output_dir=str(tmp_path), **{name: True})
+    assert arguments_of_hf.plan_of(given, "dp=2") == "dp=2,recompute=block"
+    assert arguments_of_hf.plan_of(given, "recompute=light") == "recompute=light"
 
 
 class OwnStep(Trainer):
