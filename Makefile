@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One thread per test process: more of them than cores makes small tensor operations many times slower.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Hundreds of modules are imported by every process of a test: what Python made of them is kept, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 # A worker takes a part of the tests as they stand, so that neighbours share what they made, and of another's when idle.
 BOTH := -n 2 --dist worksteal
 
@@ -35,13 +37,13 @@ check: $(STAMP) ## for the inner loop: lint, types and the tests that need no ot
 	$(MAKE) --no-print-directory --jobs 2 --output-sync lint light
 
 light: $(STAMP)
-	$(PYTEST) -q -m "light and not long"
+	$(PYTEST) $(BOTH) -q -m "light and not long"
 
 test: lint $(VENV)/triton ## lint, types and every test that is not marked long
 	$(PYTEST) $(BOTH) -m "not long"
 
-test-all: lint $(VENV)/triton ## the same with the long tests
-	$(PYTEST) $(BOTH)
+test-all: lint $(VENV)/triton ## the same with the long tests, and more random cases of each property
+	$(PYTEST) $(BOTH) --hypothesis-profile=all
 
 soak: $(STAMP) ## a thousand random faults; each run is held against one that nothing happened to; goes on where it was
 	$(BIN)/python benchmarks/soak.py --folder runs/soak --out docs/results/soak.json $(SOAK)

@@ -5,12 +5,13 @@ A fixture here is made when the first test asks for it, so that tests of plans a
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import os
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from phalanx.verification.plain_side import PlainProcess
 
 # A busy machine must not fail a test: what is too slow is caught by pytest's timeout, not per example.
-settings.register_profile("phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("phalanx")
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", PATIENT, max_examples=20)  # others in every run
+settings.register_profile("all", PATIENT, max_examples=150)  # `make test-all`
+settings.load_profile("quick")
 
 FOLDER = Path(__file__).parent
 # Folders whose tests take longest come first, so that both workers are busy to the end.
@@ -38,13 +41,34 @@ HEAVY_NAMES = {
     "subprocess", "children", "Popen", "multiprocessing", "WorkerPool", "PlainProcess", "main", "train", "fit",
     "short_run", "capture", "captured", "named", "capture_model", "traced", "build",
 }  # fmt: skip
+RANKS = {"pool", "plain_process"}  # fixtures that are other processes
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where light tests alone are asked for, modules without any are not even imported."""
+    is_test = collection_path.match("test_*.py")
+    return (is_test and config.option.markexpr.startswith("light") and not _is_light(collection_path)) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
-        if _folder(item) not in HEAVY_FOLDERS and not HEAVY_NAMES & vars(item.module).keys():
+        if _is_light(item.path) and RANKS.isdisjoint(item.fixturenames):
             item.add_marker("light")
     items.sort(key=_order)
+
+
+@cache
+def _is_light(module: Path) -> bool:
+    return _folder(module) not in HEAVY_FOLDERS and HEAVY_NAMES.isdisjoint(_names(module))
+
+
+def _names(module: Path) -> Iterator[str]:
+    """What is imported and defined at the top of a module."""
+    for node in ast.parse(module.read_bytes()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
 
 
 def pytest_collection_finish() -> None:
@@ -54,13 +78,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _folder(item: pytest.Function) -> str:
-    return item.path.relative_to(FOLDER).parts[0]
+def _folder(module: Path) -> str:
+    return module.relative_to(FOLDER).parts[0]
 
 
 def _order(item: pytest.Function) -> tuple[int, str]:
     """Parity's cases of one architecture stand together, so that one worker runs them from one capture."""
-    folder = _folder(item)
+    folder = _folder(item.path)
     if folder not in LONGEST_FIRST:
         return len(LONGEST_FIRST), ""
     case = item.callspec.params if folder == "parity" and hasattr(item, "callspec") else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.complete import complete
@@ -42,7 +42,6 @@ seconds = st.integers(1, 9).map(float)
 per_block = st.tuples(*[seconds] * BLOCKS)
 
 
-@settings(max_examples=20, deadline=None)
 @given(per_block, per_block, per_block, st.integers(0, 3).map(float))
 def test_a_profile_of_two_schedules_predicts_all_of_them(
     forward: tuple[float, ...], backward: tuple[float, ...], weight: tuple[float, ...], latency: float

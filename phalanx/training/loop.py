@@ -16,11 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.adapt.migrate import ChangeRefused
 from phalanx.engine.inputs import split
 from phalanx.engine.measured import writing
 from phalanx.engine.step import Outcome, training_flops
-from phalanx.errors import CheckpointError, PhalanxError, PlanError
+from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
 from phalanx.launch.context import RankContext
@@ -30,18 +29,16 @@ from phalanx.model.separable import require_labels
 from phalanx.observe.memory_snapshot import memory_snapshot
 from phalanx.observe.metrics import Meter, device_peak_flops
 from phalanx.observe.progress import Progress, make_progress
-from phalanx.observe.requests import Answer
 from phalanx.observe.runlog import RunLog, newest_steps, read_log
 from phalanx.observe.trace import StepProfiler
 from phalanx.observe.trackers import with_trackers
 from phalanx.plan.plan import Plan
 from phalanx.state.folders import final_folder, replace_text
 from phalanx.tasks.base import Batch
-from phalanx.training.ahead import PIECE_SECONDS
 from phalanx.training.callbacks import Emit
-from phalanx.training.changing import Wanted, refusal
+from phalanx.training.changing_rank import ChangingRank
 from phalanx.training.checkpoints import Checkpoints
-from phalanx.training.deterministic import changes_bits, fixed_kernels
+from phalanx.training.deterministic import fixed_kernels
 from phalanx.training.exporting import export_dcp, export_model
 from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.metrics import perplexity
@@ -51,22 +48,14 @@ from phalanx.training.session import Session
 from phalanx.training.spare import Spare
 from phalanx.training.spikes import RollBack, spike_limit
 from phalanx.training.standby import made_ahead
-from phalanx.training.surviving import SurvivingRank
-
-_SOON = 100  # steps before a change that the options name in which it is made ready for
-_WORTH_WAITING = 8  # steps that must be left for a change that is asked for to be made ready for
 
 
-class Loop(SurvivingRank):
+class Loop(ChangingRank):
     """One rank's part of a job, from its beginning to its end."""
 
     def __init__(self, job: Job, context: RankContext, emit: Emit) -> None:
         super().__init__(job, context)
         self._emit = emit
-
-    @property
-    def _is_rank0(self) -> bool:
-        return self.context.rank == 0
 
     def fit(self) -> Summary:
         """Trains to the end, from the beginning or from a checkpoint.
@@ -98,7 +87,7 @@ class Loop(SurvivingRank):
                 was, record = self.context.rank, self.join(reporter)
                 progress = progress if self.context.rank == was else self._speak(reporter)
                 self._went_on(record, reporter, checkpoints, progress)
-            with stop_request(speaks=self._is_rank0) as stop:
+            with stop_request(speaks=self.is_rank0) as stop:
                 return self._live(reporter, checkpoints, stop)
 
     @property
@@ -109,9 +98,9 @@ class Loop(SurvivingRank):
     def _progress(self) -> Progress:
         """What is shown, by rank 0."""
         config = self.config
-        shown = config.progress if self._is_rank0 else "off"
-        progress = make_progress(shown, config.json_output and self._is_rank0, config.log_every)
-        if self._is_rank0:
+        shown = config.progress if self.is_rank0 else "off"
+        progress = make_progress(shown, config.json_output and self.is_rank0, config.log_every)
+        if self.is_rank0:
             progress = with_trackers(progress, config.report_to, self.folder.path, config.model_dump(mode="json"))
         self._stack.callback(progress.close)
         return progress
@@ -129,7 +118,7 @@ class Loop(SurvivingRank):
 
     def _live(self, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest) -> Summary:
         """To the end of the run, whoever is lost on the way if that is to be survived."""
-        if self.survives and self._is_rank0:
+        if self.survives and self.is_rank0:
             self.tell_others()
         self.context.slot.guard(self.survives)
         while True:
@@ -147,7 +136,7 @@ class Loop(SurvivingRank):
 
     def _speak(self, reporter: Reporter) -> Progress:
         """Under another number: with the log of that rank, and as rank 0 with all that it shows."""
-        if self._is_rank0:
+        if self.is_rank0:
             show_output()
         progress, log = self._progress(), self._stack.enter_context(RunLog(self.folder.path, rank=self.context.rank))
         reporter.speak_through(log, progress)
@@ -158,7 +147,7 @@ class Loop(SurvivingRank):
     ) -> None:
         """After a loss. progress: of a rank that has none to show what went before."""
         told: int | None = None
-        if self._is_rank0:
+        if self.is_rank0:
             if progress is not None:
                 self.folder.take_over(self._stack, progress.message)
                 progress.start({}, self.run.total_steps, self.snapshot.step)
@@ -175,7 +164,7 @@ class Loop(SurvivingRank):
     def _train(self, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest) -> None:
         """Every step that is left: batch → step → evaluate → log → checkpoint."""
         config, slot = self.config, self.context.slot
-        profiled = config.profile_steps if self._is_rank0 else None
+        profiled = config.profile_steps if self.is_rank0 else None
         if self.unreported is not None:
             step, outcome = self.unreported
             self.unreported = None
@@ -196,7 +185,7 @@ class Loop(SurvivingRank):
             for step in range(first_step, self.run.total_steps + 1):
                 self.at = step
                 slot.at_step(step)
-                if self._change_plan(step, reporter):
+                if self.change_plan(step, reporter):
                     since, predictor, ahead = step, self._predictor(f" from step {step} on"), self._ahead()
                     self.mirror.renew()
                     self._mirror(self.snapshot.step, reporter)
@@ -216,10 +205,10 @@ class Loop(SurvivingRank):
                     checkpoints.prepare(self.session)
                 self._mirror(step, reporter)
                 if step - since >= NUM_STEPS - 1:  # steps before were measured
-                    self._make_ready(step, reporter)
+                    self.make_ready(step, reporter)
                 if predictor is None or predictor.was_due:
                     self._make_ahead(step, ahead, reporter)
-        if self._is_rank0 and predictor is not None and not predictor.was_due:
+        if self.is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
 
     def _mirror(self, step: int, reporter: Reporter) -> None:
@@ -289,70 +278,6 @@ class Loop(SurvivingRank):
         session = self.session
         return Predictor(session, self.context, self.config.timeout, name) if isinstance(session, Session) else None
 
-    def _change_plan(self, step: int, reporter: Reporter) -> bool:
-        """Before a step: whatever its options or somebody else want changed. Whether something was."""
-        changed = False
-        for wanted in self.changes.at(step, self.session, reporter.changes):
-            if wanted.later and self._comes_later(wanted, step):
-                continue
-            reporter.flush()
-            with reporter.paused(), self.context.slot.within("compile"):
-                record = self._try(wanted, step)
-            reporter.changed(record)
-            changed = changed or "refused" not in record
-        reporter.changes = False
-        return changed
-
-    def _comes_later(self, wanted: Wanted, step: int) -> bool:
-        """Begins to make ready for a plan that was asked for, where that pays; what cannot be is refused at once."""
-        if self.run.total_steps - step < _WORTH_WAITING:
-            return False
-        with contextlib.suppress(PlanError):
-            self.make_ready_for(wanted.period, wanted.plans[0], f"{wanted.name}@{step}")
-            return True
-        return False
-
-    def _make_ready(self, step: int, reporter: Reporter) -> None:
-        """After a step: a piece of what is known to be wanted soon."""
-        wanted = self.changes.next(step)
-        if self.coming is None and wanted is not None and step + 1 < wanted.period.step <= step + _SOON:
-            with contextlib.suppress(PlanError):  # it will be refused then
-                self.make_ready_for(wanted.period, wanted.plans[0], f"{wanted.name}@{step}")
-        if self.coming is not None:
-            with reporter.paused(), self.context.slot.within("compile"):
-                self.coming.ahead.go_on(PIECE_SECONDS)
-        if self.coming is None or self.coming.ahead.is_ready:
-            self.changes.tell_ready()
-
-    def _try(self, wanted: Wanted, step: int) -> dict[str, Any]:
-        """Changes to the first of the plans that is not refused; what is said of it."""
-        began, old, before = time.perf_counter(), self.session.plan, self.changes.period
-        record: dict[str, Any] = {"step": step, "old": old.shown, "how": wanted.how}
-        refused: PhalanxError = ChangeRefused("no plan was named")
-        for text in wanted.plans:
-            try:
-                done = self.change(wanted.period, text)
-            except (ChangeRefused, PlanError) as error:
-                refused = error
-                continue
-            record |= {"plan": done.new.shown, "bytes": done.bytes, "parts": done.seconds, "ready": done.ready}
-            for name in ("batch_size", "seq_len"):
-                if getattr(wanted.period, name) != getattr(before, name):
-                    record[name] = getattr(wanted.period, name)
-            if self.config.deterministic and (fields := changes_bits(old, done.new)):
-                record["bits"] = list(fields)
-            record["seconds"] = time.perf_counter() - began
-            self.changes.plan, self.changes.whole, self.changes.since = text, done.new.full_text, step
-            self.changes.answer(wanted, Answer(done.new.shown, step, seconds=record["seconds"], bytes=done.bytes))
-            if self._is_rank0:
-                replace_text(self.folder.path / "plan.json", done.new.to_json() + "\n")
-            return record
-        if wanted.must:
-            raise refused
-        self.changes.period, self.changes.since = wanted.period, step
-        self.changes.answer(wanted, Answer(wanted.plans[0], refused=refused.message, hint=refused.hint))
-        return record | {"plan": wanted.plans[0], "refused": refusal(refused)}
-
     def _timeline(self, step: int) -> contextlib.AbstractContextManager[None]:
         if step != self.config.timeline_step or not isinstance(self.session, Session):
             return contextlib.nullcontext()
@@ -377,7 +302,7 @@ class Loop(SurvivingRank):
         if run.plan.dp * run.plan.mb * run.plan.multiple > 1:
             require_labels(run.captured, batch, run.plan.shown)
         sizes = split(next(iter(batch.values())).shape[0], run.plan.mb)
-        asked = self._is_rank0 and stop_file(self.folder.path).exists()
+        asked = self.is_rank0 and stop_file(self.folder.path).exists()
         counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes), float(asked))
         with self.memory.explained():
             return session.step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.order import Order, keys, mix
@@ -12,14 +12,12 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 @given(seed=SEEDS, num_samples=st.integers(1, 700), epoch=st.integers(0, 2**31))
-@settings(max_examples=150, deadline=None)
 def test_every_epoch_visits_every_sample_exactly_once(seed, num_samples, epoch):
     visited = Order(seed, num_samples).indices(epoch * num_samples, num_samples)
     assert sorted(visited.tolist()) == list(range(num_samples))
 
 
 @given(seed=SEEDS, num_samples=st.integers(1, 10**12), first=st.integers(0, 2**40), count=st.integers(1, 50))
-@settings(max_examples=100, deadline=None)
 def test_a_range_is_the_same_as_its_positions_one_by_one(seed, num_samples, first, count):
     order = Order(seed, num_samples)
     together = order.indices(first, count)

@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.stream import GrowingStream, TokenStream, build_stream, open_array, token_dtype
@@ -24,7 +24,6 @@ def build(cache, documents, key="k", vocab_size=256):
 
 
 @given(documents=DOCUMENTS, length=st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
 def test_windows_cover_the_documents_end_to_end(tmp_path_factory, documents, length):
     stream, _ = build(tmp_path_factory.mktemp("cache"), documents)
     flat = [token for document in documents for token in document]
@@ -37,7 +36,6 @@ def test_windows_cover_the_documents_end_to_end(tmp_path_factory, documents, len
 
 
 @given(documents=DOCUMENTS, length=st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
 def test_documents_start_where_they_were_written_and_at_every_window(documents, length):
     lengths = [len(document) for document in documents if document]
     tokens, ends = np.zeros(sum(lengths), np.uint16), np.cumsum(lengths, dtype=np.int64)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from phalanx.comm.links import Links
@@ -34,7 +34,6 @@ MODEL = Model(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(case: tuple[Model, Plan]) -> None:
     model, plan = case
@@ -52,7 +51,6 @@ def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(case: tup
     assert owned == set(model.shapes)
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_state_and_counters_of_the_optimizer_are_owned_once_too(case: tuple[Model, Plan]) -> None:
     model, plan = case
@@ -149,7 +147,6 @@ def connect(model: Model, plan: Plan, rank: int, *cells: Any) -> tuple[ProcessGr
     return ProcessGroups(model.formation(plan, rank, *cells), cast(Links, links)), links
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_ranks_that_meet_in_several_groups_make_them_in_the_same_order(case: tuple[Model, Plan]) -> None:
     model, plan = case
@@ -169,7 +166,6 @@ def test_an_redistribution_runs_over_the_ranks_of_its_cell_in_their_order() -> N
     assert ((6, 7), "tp") in links.made and ((4, 5, 6, 7), "tp") in links.made
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_gradients_are_summed_over_dp_and_the_cell_of_their_bucket_once_each(case: tuple[Model, Plan]) -> None:
     model, plan = case

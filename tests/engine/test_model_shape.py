@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from phalanx.engine.compose import bucket_names
 from phalanx.plan.plan import Plan
@@ -39,7 +39,6 @@ def test_parameters_that_need_a_sum_of_their_own_get_a_bucket_of_their_own() -> 
     ]
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_every_rank_sees_the_same_buckets_and_every_parameter_is_in_one(case: tuple[Model, Plan]) -> None:
     model, plan = case

@@ -124,7 +124,6 @@ def test_values_may_have_another_size_than_keys() -> None:
     keys=st.integers(1, 9), chunk=st.integers(1, 200), causal=st.booleans(), window=st.integers(0, 4),
     data=st.data(),
 )  # fmt: skip
-@settings(max_examples=20)
 def test_chunking_does_not_matter(batch, groups, kv_heads, queries, keys, chunk, causal, window, data) -> None:
     queries = min(queries, keys) if causal else queries
     qkv = tensors(batch, groups * kv_heads, kv_heads, queries, keys)

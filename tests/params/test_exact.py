@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,7 +29,6 @@ def summed(found: list[Tensor]) -> Tensor:
     return total
 
 
-@settings(max_examples=20)
 @given(seeds, st.integers(1, 11))
 def test_a_sum_of_gradients_does_not_depend_on_order_or_parts(seed: int, cut: int) -> None:
     found = gradients(seed)
@@ -61,7 +60,6 @@ def test_what_is_not_finite_or_too_large_stays_visible(wrong: float) -> None:
     assert not exact.total(exact.words_of_squares(exact.value(total, torch.float32))).isfinite()
 
 
-@settings(max_examples=20)
 @given(seeds, st.integers(1, 400))
 def test_sums_of_squares_and_losses_do_not_depend_on_who_adds_what(seed: int, size: int) -> None:
     values = torch.cat([own.reshape(-1) for own in gradients(seed, shape=(35,))])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,7 +32,6 @@ from tests.state.layouts import check_layout
 ADAM = (Slot("step", "float32", is_counter=True), Slot("exp_avg", "float32"), Slot("exp_avg_sq", "float32"))
 
 
-@settings(max_examples=250, deadline=None)
 @given(varied_cases())
 def test_every_element_of_every_tensor_is_owned_by_exactly_one_rank(case: tuple[Model, Plan]) -> None:
     model, plan = case
@@ -49,7 +48,6 @@ def test_every_element_of_every_tensor_is_owned_by_exactly_one_rank(case: tuple[
     assert owned == expected
 
 
-@settings(max_examples=100, deadline=None)
 @given(varied_cases())
 def test_a_parameter_and_its_state_lie_in_the_same_boxes_and_every_replica_is_owned_elsewhere(
     case: tuple[Model, Plan],
@@ -73,7 +71,6 @@ def test_a_parameter_and_its_state_lie_in_the_same_boxes_and_every_replica_is_ow
             assert not left and (shard.shape, shard.dtype) == (owned[shard.name][0].shape, owned[shard.name][0].dtype)
 
 
-@settings(max_examples=60, deadline=None)
 @given(varied_cases())
 def test_ranks_keep_what_the_layout_says(case: tuple[Model, Plan]) -> None:
     model, plan = case
@@ -97,7 +94,6 @@ def test_ranks_keep_what_the_layout_says(case: tuple[Model, Plan]) -> None:
             assert torch.equal(data, take_boxes(value, shard.boxes))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_the_state_of_any_plan_moves_to_any_other_with_every_element_once_and_nothing_sent_that_is_there(
     data: st.DataObject,
@@ -121,7 +117,6 @@ def test_the_state_of_any_plan_moves_to_any_other_with_every_element_once_and_no
             assert sum(box.numel for box in boxes) == shard.numel
 
 
-@settings(max_examples=50, deadline=None)
 @given(varied_cases())
 def test_facts_read_back_from_json(case: tuple[Model, Plan]) -> None:
     facts = case[0].facts("bfloat16", ADAM)

@@ -57,7 +57,6 @@ def tables(draw: st.DrawFn, num_grains: int) -> Times:
     return np.array(draw(st.lists(row, min_size=num_grains + 1, max_size=num_grains + 1)))
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.integers(1, 7).flatmap(tables), st.integers(1, 60))
 def test_no_slicing_is_better_than_the_planned_one(times: Times, num_stages: int) -> None:
     best = least_by_trying({1: times}, 1, num_stages)
@@ -72,7 +71,6 @@ def test_no_slicing_is_better_than_the_planned_one(times: Times, num_stages: int
     assert planned.seconds == step_seconds(own, num_stages)
 
 
-@settings(deadline=None, max_examples=40)
 @given(tables(3), tables(3), st.integers(1, 5), st.integers(1, 20))
 def test_no_micro_batches_are_better_than_the_planned_ones(
     one: Times, two: Times, num_samples: int, num_stages: int
@@ -86,7 +84,7 @@ def test_no_micro_batches_are_better_than_the_planned_ones(
     assert all(sum(part.lengths) == 3 for part in planned.parts)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 100))
 def test_at_hundreds_of_grains_no_neighbour_of_the_planned_slicing_is_better(seed: int, num_stages: int) -> None:
     noise = 1 + 0.1 * np.random.default_rng(seed).random((129, 128))

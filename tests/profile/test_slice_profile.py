@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
@@ -23,7 +23,6 @@ def measured(device: ModelledTimes, tokens: int = 4096, noise: float = 0.0, seed
     return fit(measure(lambda n, past: seconds(device, n, past) * (1 + noise * random.standard_normal()), tokens))
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.floats(0, 5e-3), st.floats(1e-6, 1e-4), st.floats(1e-10, 1e-7), st.integers(8, 1024), st.integers(0, 2**32 - 1)
 )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
@@ -40,7 +40,6 @@ def test_the_number_of_stages_that_was_asked_for_is_among_the_depths() -> None:
     assert found.depth(3).stages == 3 and found.fit_of_two is None
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.integers(32, 5000), st.floats(0, 1e-2), st.integers(1, 100))
 def test_what_is_planned_is_a_plan_that_is_never_slower_than_no_slices(tokens: int, start: float, stages: int) -> None:
     (depth,) = depths_of(replace(LAYER, start=start), tokens, [stages])

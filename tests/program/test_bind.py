@@ -26,7 +26,7 @@ from tests.program.tensor_shapes import chained_cases, redistribution, segment, 
 
 Case = tuple[Plan, ModelShape]
 every_case = cases() | chained_cases() | tensor_cases() | sliced_cases()
-quick = settings(max_examples=15, deadline=None)
+quick = settings(max_examples=15)
 
 
 def tables_of(case: Case) -> Iterator[Table]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
@@ -360,7 +360,6 @@ def test_an_evaluation_runs_every_micro_batch_whole() -> None:
         check(whole.plan, layers, [from_text("I.0 F0.0a/0:0")], 1, training=False)
 
 
-@settings(max_examples=25, deadline=None)
 @given(every_case, st.data())
 def test_no_instruction_can_be_left_out_or_done_twice(case: Case, data: st.DataObject) -> None:
     plan, shape = case
@@ -374,7 +373,6 @@ def test_no_instruction_can_be_left_out_or_done_twice(case: Case, data: st.DataO
         assert "<-- here" in refusal(plan, shape, programs)
 
 
-@settings(max_examples=20, deadline=None)
 @given(every_case, st.data())
 def test_no_computation_can_move_before_what_writes_its_values(case: Case, data: st.DataObject) -> None:
     """What is written once and read later is not there the other way around."""
@@ -424,7 +422,6 @@ def test_more_forwards_at_once_than_1f1b_promises_are_refused() -> None:
     )
 
 
-@settings(max_examples=20, deadline=None)
 @given(cases())
 def test_as_many_activations_and_gathered_blocks_are_held_as_promised(case: Case) -> None:
     plan, shape = case

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
@@ -12,8 +12,6 @@ from phalanx.program.lower import lower, schedule_of
 from phalanx.program.shape import ModelShape
 from tests.program.random_plans import plans, simple_shape
 from tests.program.tensor_shapes import tensor_cases
-
-quick = settings(max_examples=25, deadline=None)
 
 
 def test_instructions_stand_at_their_time_and_waiting_is_a_dot() -> None:
@@ -54,14 +52,12 @@ def test_programs_without_computation_draw_empty_rows() -> None:
     assert draw([(), ()], ["0", "1"], Mark(0)) == "0 <-- here\n1"
 
 
-@quick
 @given(plans())
 def test_the_short_view_is_found_again_in_the_lowered_one(plan: Plan) -> None:
     programs = lower(plan, simple_shape(sum(plan.stages)))
     assert tuple(short_view(program) for program in programs) == schedule_of(plan)
 
 
-@quick
 @given(tensor_cases())
 def test_the_short_view_has_one_word_per_visit_whatever_it_was_lowered_to(case: tuple[Plan, ModelShape]) -> None:
     plan, shape = case
@@ -71,7 +67,6 @@ def test_the_short_view_has_one_word_per_visit_whatever_it_was_lowered_to(case: 
         assert fused == {it._replace(op=Op.BW) if it.op is Op.B else it for it in order if it.op is not Op.W}
 
 
-@quick
 @given(plans(), st.integers(20, 100))
 def test_every_instruction_is_drawn(plan: Plan, width: int) -> None:
     programs = schedule_of(plan)

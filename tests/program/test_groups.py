@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from phalanx.plan.plan import Plan
 from phalanx.program.compile import compile_plan
@@ -64,7 +64,6 @@ def test_redistributions_run_over_a_cell_and_sums_over_the_replicas_of_a_cell(
     assert group_of(Plan.parse(plan), TENSOR, rank, instruction) == group
 
 
-@settings(max_examples=20, deadline=None)
 @given(cases() | tensor_cases())
 def test_every_rank_is_in_its_groups_and_the_others_see_the_same_one(case: tuple[Plan, ModelShape]) -> None:
     compiled = compile_plan(*case)

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
@@ -19,7 +19,6 @@ from phalanx.program.shape import ModelShape
 from tests.program.random_plans import cases, simple_shape
 
 Case = tuple[Plan, ModelShape]
-quick = settings(max_examples=20, deadline=None)
 
 
 def lowered(text: str, *shared: tuple[int, ...]) -> list[str]:
@@ -31,13 +30,11 @@ def of_op(program: Program, *ops: Op) -> list[str]:
     return [str(instruction) for instruction in program if instruction.op in ops]
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_every_schedule_on_every_model_passes_the_check(case: Case) -> None:
     compile_plan(*case)
 
 
-@quick
 @given(cases(), st.integers(1, 9))
 def test_every_evaluation_passes_the_check_and_only_moves_forward(case: Case, num_micro_batches: int) -> None:
     compiled = compile_forward(*case, num_micro_batches)
@@ -45,7 +42,6 @@ def test_every_evaluation_passes_the_check_and_only_moves_forward(case: Case, nu
     assert ops <= {Op.INPUT, Op.F, Op.SEND_F, Op.RECV_F, Op.GATHER}
 
 
-@quick
 @given(cases())
 def test_ranks_of_a_place_differ_in_their_peers_only_which_are_in_their_own_pipeline(case: Case) -> None:
     compiled = compile_plan(*case)
@@ -57,7 +53,6 @@ def test_ranks_of_a_place_differ_in_their_peers_only_which_are_in_their_own_pipe
             assert it.peer is None or mesh.coordinates(it.peer) == (placed.peer, dp_index, tp_index)
 
 
-@quick
 @given(cases())
 def test_a_result_is_sent_directly_after_it_is_computed(case: Case) -> None:
     for program in lower(*case):
@@ -67,7 +62,6 @@ def test_a_result_is_sent_directly_after_it_is_computed(case: Case) -> None:
                 assert before.op in ((Op.F,) if it.op is Op.SEND_F else (Op.B, Op.BW))
 
 
-@quick
 @given(cases())
 def test_items_are_counted_first_and_inputs_come_directly_before_their_first_use(case: Case) -> None:
     plan, shape = case
@@ -81,7 +75,6 @@ def test_items_are_counted_first_and_inputs_come_directly_before_their_first_use
                 assert first.op is Op.F and all(other.op in RECEIVES | {Op.GATHER} for other in between)
 
 
-@quick
 @given(cases())
 def test_a_receive_is_posted_one_computation_ahead_or_two_and_not_more(case: Case) -> None:
     num_ahead = 2 if case[0].schedule == "eager-1f1b" else 1
@@ -97,7 +90,6 @@ def test_a_receive_is_posted_one_computation_ahead_or_two_and_not_more(case: Cas
                 assert num_begun == max(0, use - num_ahead)
 
 
-@quick
 @given(cases())
 def test_each_trained_bucket_is_reduced_once_per_step_or_micro_batch(case: Case) -> None:
     plan, shape = case

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
@@ -60,7 +60,6 @@ def live(compiled: CompiledPlan, *, on_host: bool = False) -> dict[str, int]:
     return dict(zip(map(str, compiled.programs[0]), found, strict=True))
 
 
-@settings(max_examples=25)
 @given(offloaded())
 def test_moves_are_added_to_the_programs_of_any_plan_and_what_moves_is_on_one_side_only(case: Case) -> None:
     plan, shape = case

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
@@ -17,7 +17,6 @@ from phalanx.program.schedules import SCHEDULES
 
 ranks, counts = st.integers(1, 8), st.integers(1, 24)
 names = st.sampled_from(sorted(SCHEDULES))
-quick = settings(max_examples=30, deadline=None)
 
 
 def virtual(name: str) -> int:
@@ -40,7 +39,6 @@ def span(name: str, pp: int, v: int, num_micro_batches: int) -> int:
     return max(row[-1].end for row in rows)
 
 
-@quick
 @given(names, ranks, counts)
 def test_every_stage_does_every_micro_batch_once_and_in_order(name: str, pp: int, num_micro_batches: int) -> None:
     v = virtual(name)
@@ -55,7 +53,6 @@ def test_every_stage_does_every_micro_batch_once_and_in_order(name: str, pp: int
     assert all(ops == parts for ops in seen.values())
 
 
-@quick
 @given(names, st.integers(2, 8), counts)
 def test_ranks_run_the_stages_that_the_plan_gives_them(name: str, pp: int, num_micro_batches: int) -> None:
     whole = Plan(pp=pp, mb=num_micro_batches, schedule=name, v=virtual(name))
@@ -63,7 +60,6 @@ def test_ranks_run_the_stages_that_the_plan_gives_them(name: str, pp: int, num_m
         assert {instruction.stage for instruction in program} == set(whole.stages_of(pp_index))
 
 
-@quick
 @given(ranks, counts)
 def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_there_are_stages_ahead(pp: int, mb: int) -> None:
     assert [most_open(program, [Op.BW]) for program in SCHEDULES["gpipe"](pp, 1, mb)] == [mb] * pp
@@ -74,7 +70,6 @@ def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_there_are_stages_ahea
     assert [most_open(program, [Op.B]) for program in SCHEDULES["zb-h1"](pp, 1, mb)] == expected
 
 
-@quick
 @given(ranks, counts)
 def test_zero_bubble_needs_no_more_memory_than_1f1b_on_its_first_rank(pp: int, mb: int) -> None:
     assert all(most_open(program, [Op.W]) <= pp for program in SCHEDULES["zb-h1"](pp, 1, mb))
@@ -82,28 +77,24 @@ def test_zero_bubble_needs_no_more_memory_than_1f1b_on_its_first_rank(pp: int, m
     assert all(most_open(program, [Op.W]) <= 2 * pp for program in SCHEDULES["zb-v"](pp, 2, mb))
 
 
-@quick
 @given(ranks, counts)
 def test_gpipe_and_1f1b_take_one_full_pass_per_further_rank(pp: int, mb: int) -> None:
     assert span("gpipe", pp, 1, mb) == span("1f1b", pp, 1, mb) == 3 * mb + 3 * (pp - 1)
     assert span("eager-1f1b", pp, 1, mb) == 3 * mb + 3 * (pp - 1)
 
 
-@quick
 @given(ranks, st.integers(2, 4), counts)
 def test_interleaving_divides_the_bubble_by_the_virtual_stages_for_any_number(pp: int, v: int, mb: int) -> None:
     assert span("interleaved", pp, v, max(mb, pp)) == 3 * v * max(mb, pp) + 3 * (pp - 1)
     assert span("interleaved", pp, v, mb) >= 3 * v * mb  # fewer micro-batches than ranks: it can run
 
 
-@quick
 @given(ranks, st.integers(1, 4), counts)
 def test_block_major_has_the_bubble_of_interleaving_where_micro_batches_go_round(pp: int, v: int, mb: int) -> None:
     assert span("block-major", pp, v, max(mb, pp)) == 3 * v * max(mb, pp) + 3 * (pp - 1)
     assert span("block-major", pp, v, mb) >= 3 * v * mb
 
 
-@quick
 @given(ranks, st.integers(1, 4), counts)
 def test_block_major_comes_to_each_stage_twice_and_holds_every_micro_batch_of_all(pp: int, v: int, mb: int) -> None:
     for program in SCHEDULES["block-major"](pp, v, mb):
@@ -112,21 +103,18 @@ def test_block_major_comes_to_each_stage_twice_and_holds_every_micro_batch_of_al
         assert most_open(program, [Op.BW]) == v * mb
 
 
-@quick
 @given(ranks, counts)
 def test_zb_h1_leaves_a_third_of_the_bubble_of_1f1b(pp: int, mb: int) -> None:
     mb = max(mb, pp)
     assert span("zb-h1", pp, 1, mb) == 3 * mb + (pp - 1)
 
 
-@quick
 @given(st.integers(2, 8), counts)
 def test_zb_v_has_less_bubble_than_interleaving_the_same_stages(pp: int, mb: int) -> None:
     mb = max(mb, pp)
     assert span("zb-v", pp, 2, mb) < span("interleaved", pp, 2, mb)
 
 
-@quick
 @given(names, st.integers(2, 8), counts)
 def test_an_evaluation_runs_every_forward_once_and_nothing_else(name: str, pp: int, mb: int) -> None:
     whole = Plan(pp=pp, schedule=name, v=virtual(name))

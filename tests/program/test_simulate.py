@@ -173,7 +173,6 @@ times = st.integers(1, 5)
 
 
 @given(sizes, st.sampled_from(["gpipe", "1f1b"]), times, times, times)
-@settings(deadline=None, max_examples=25)
 def test_the_bubble_of_gpipe_and_1f1b_is_the_closed_form(
     size: tuple[int, int], schedule: str, f: int, b: int, w: int
 ) -> None:
@@ -185,7 +184,7 @@ def test_the_bubble_of_gpipe_and_1f1b_is_the_closed_form(
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 4), times)
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_virtual_stages_divide_the_bubble_when_micro_batches_are_a_multiple_of_ranks(
     p: int, n: int, v: int, f: int
 ) -> None:
@@ -196,7 +195,6 @@ def test_virtual_stages_divide_the_bubble_when_micro_batches_are_a_multiple_of_r
 
 
 @given(st.integers(1, 8), st.integers(0, 8), times, times, times)
-@settings(deadline=None, max_examples=20)
 def test_zb_h1_idles_for_a_forward_and_a_backward_less_a_weight_gradient_per_further_stage(
     p: int, more: int, f: int, b: int, w: int
 ) -> None:
@@ -209,7 +207,6 @@ def test_zb_h1_idles_for_a_forward_and_a_backward_less_a_weight_gradient_per_fur
 
 
 @given(st.integers(2, 6), st.integers(1, 12), times, times, st.floats(0, 0.5))
-@settings(deadline=None, max_examples=20)
 def test_eager_1f1b_waits_for_messages_only_while_it_fills_and_drains(
     p: int, m: int, f: int, b: int, part: float
 ) -> None:
@@ -221,7 +218,6 @@ def test_eager_1f1b_waits_for_messages_only_while_it_fills_and_drains(
 
 
 @given(cases(), st.sampled_from([0, 0.25]))
-@settings(deadline=None, max_examples=20)
 def test_every_compiled_plan_can_be_simulated_for_all_ranks(case: tuple[Plan, object], send: float) -> None:
     plan = case[0]
     shape = simple_shape(sum(plan.stages))
@@ -238,7 +234,7 @@ def test_every_compiled_plan_can_be_simulated_for_all_ranks(case: tuple[Plan, ob
 
 
 @given(cases())
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_one_pipeline_stands_for_all_where_links_are_alike(case: tuple[Plan, object]) -> None:
     """A link that is named and no different makes every rank be simulated by itself."""
     plan = replace(case[0], dp=2, zero=min(case[0].zero, 1), zero_degree=0, gather="", reduce="", mb=min(case[0].mb, 4))

@@ -153,7 +153,7 @@ def test_messages_of_halves_are_half_as_large() -> None:
     assert [e.seconds for e in sends] == [1.0] * 4
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(tensor_cases())
 def test_every_program_of_steps_can_be_simulated_and_computes_all_it_should(case: Case) -> None:
     plan, shape = case
@@ -232,7 +232,6 @@ def test_what_does_not_depend_on_the_tokens_is_done_for_every_slice() -> None:
     assert work_of("source * 3 + tokens", DIMS, (16, 48)) == 30 + 32
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 5), slicings, st.sampled_from(["1f1b", "gpipe"]))
 def test_one_sequence_takes_the_published_time(pp: int, slices: tuple[tuple[int, ...], ...], schedule: str) -> None:
     """Σ t + (K - 1) max t, of the forward and of the backward."""
@@ -250,7 +249,7 @@ def test_slices_of_one_sequence_fill_a_pipeline_that_is_idle_without() -> None:
     assert (whole.makespan, cut.makespan) == (pytest.approx(12), pytest.approx(3 * 19 / 16))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(sliced_cases())
 def test_every_program_with_slices_can_be_simulated_and_computes_as_long_as_without(case: Case) -> None:
     plan, shape = case

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
@@ -23,7 +23,6 @@ from tests.program.random_plans import cases, simple_shape
 from tests.program.sliced_plans import Case, grains, sliced_cases
 from tests.program.tensor_shapes import stack, tensor_cases
 
-quick = settings(max_examples=20, deadline=None)
 counts = st.lists(st.integers(1, 6), min_size=1, max_size=6)
 
 
@@ -41,21 +40,18 @@ def most_open(program: Program) -> int:
     return most
 
 
-@settings(max_examples=25, deadline=None)
 @given(sliced_cases())
 def test_every_slicing_on_every_schedule_mode_and_mesh_passes_the_check(case: Case) -> None:
     compile_plan(*case)
     compile_forward(*case, 4)
 
 
-@quick
 @given(sliced_cases())
 def test_programs_with_slices_read_back_from_their_text(case: Case) -> None:
     for program in lower(*case):
         assert from_text(to_text(program)) == program
 
 
-@quick
 @given(sliced_cases())
 def test_no_rank_holds_more_than_the_bound(case: Case) -> None:
     plan, shape = case
@@ -68,7 +64,6 @@ def test_no_rank_holds_more_than_the_bound(case: Case) -> None:
             assert held_activations(program) == min(bound, plan.v * sum(number)) * plan.halves
 
 
-@quick
 @given(cases() | tensor_cases(), st.data())
 def test_without_slices_grains_change_nothing_and_no_slice_is_named(case: Case, data: st.DataObject) -> None:
     plan, shape = case
@@ -78,7 +73,6 @@ def test_without_slices_grains_change_nothing_and_no_slice_is_named(case: Case, 
     assert all(it.slice is None for program in programs for it in program)
 
 
-@quick
 @given(st.integers(1, 6), counts)
 def test_one_slice_to_each_micro_batch_is_the_order_without_slices(pp: int, number: list[int]) -> None:
     for name in SLICED_SCHEDULES:
@@ -88,7 +82,6 @@ def test_one_slice_to_each_micro_batch_is_the_order_without_slices(pp: int, numb
         assert tuple(tuple(it._replace(slice=None) for it in order) for order in ones) == whole, name
 
 
-@quick
 @given(st.integers(1, 6), counts, st.sampled_from(sorted(SLICED_SCHEDULES)))
 def test_slices_go_forward_in_order_and_backward_in_reverse(pp: int, number: list[int], name: str) -> None:
     for stage, order in enumerate(SCHEDULES[name](pp, 1, len(number), number)):
@@ -103,7 +96,6 @@ def test_slices_go_forward_in_order_and_backward_in_reverse(pp: int, number: lis
             assert [(it.micro_batch, it.slice) for it in order if it.op is Op.W] == backwards
 
 
-@quick
 @given(st.integers(1, 6), counts, st.sampled_from(sorted(SLICED_SCHEDULES)))
 def test_slices_take_one_full_pass_per_further_rank(pp: int, number: list[int], name: str) -> None:
     rows = place(SCHEDULES[name](pp, 1, len(number), number))
@@ -115,7 +107,6 @@ def test_slices_take_one_full_pass_per_further_rank(pp: int, number: list[int], 
         assert max(row[-1].end for row in rows) == whole
 
 
-@quick
 @given(sliced_cases())
 def test_the_short_view_of_a_lowered_program_is_its_schedule_without_visits_of_nothing(case: Case) -> None:
     plan, shape = case
@@ -155,7 +146,6 @@ def test_a_micro_batch_that_is_not_cut_has_slice_0() -> None:
     assert program == "COUNT I.0 F0.0.0/0 F0.0.1/0 BW0.0.1/0 I.1 F0.1.0/0 BW0.0.0/0 BW0.1.0/0 NORM STEP"
 
 
-@quick
 @given(sliced_cases())
 def test_gradients_are_reduced_after_the_last_slice_of_the_step_or_micro_batch(case: Case) -> None:
     plan, shape = case
@@ -184,7 +174,6 @@ def test_halves_of_a_slice_take_turns() -> None:
     assert text.index("F0.0.0b/0:8") < text.index("F0.0.1a/0:0") < text.index("BW0.0.1a/0:8") < text.index("BW0.0.0a")
 
 
-@quick
 @given(sliced_cases())
 def test_a_message_crosses_for_each_slice_and_half_or_once_where_blocks_run_once(case: Case) -> None:
     plan, shape = case
@@ -207,7 +196,6 @@ def test_slicings_are_counted_for_the_micro_batches_there_are() -> None:
     assert slices_of(plan, 1) == (2,) and slices_of(plan, 3) == (2, 5, 2) and slices_of(Plan(), 3) == ()
 
 
-@quick
 @given(sliced_cases())
 def test_a_receive_is_posted_before_its_computation_and_each_computation_names_its_slice(case: Case) -> None:
     plan, shape = case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from phalanx.plan.plan import Plan
 from phalanx.program.block_ops import BlockOps
@@ -203,14 +203,12 @@ def test_an_evaluation_has_whole_micro_batches_and_computes_nothing_again() -> N
     assert to_text(program) == "I.0 F0.0/0:0 F0.0/0:2 CF0.0/0:3 F0.0/0:4 F0.0/0:6 CF0.0/0:7 F0.0/0:8 SF0.0>1"
 
 
-@settings(max_examples=25, deadline=None)
 @given(tensor_cases())
 def test_every_mode_on_every_schedule_and_mesh_passes_the_check(case: Case) -> None:
     compile_plan(*case)
     compile_forward(*case, 2)
 
 
-@settings(max_examples=25, deadline=None)
 @given(tensor_cases())
 def test_the_gradient_of_an_input_is_sent_before_the_weight_gradients_of_its_segment(case: Case) -> None:
     plan, shape = case
@@ -226,7 +224,6 @@ def test_the_gradient_of_an_input_is_sent_before_the_weight_gradients_of_its_seg
             assert it.op is Op.W or not own
 
 
-@settings(max_examples=25, deadline=None)
 @given(tensor_cases())
 def test_what_is_computed_again_is_all_of_a_block_or_nothing(case: Case) -> None:
     plan, shape = case

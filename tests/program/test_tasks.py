@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
@@ -124,7 +124,6 @@ def test_a_network_is_divided_among_the_transfers_between_nodes() -> None:
 
 
 @given(cases())
-@settings(max_examples=30)
 def test_a_step_without_contention_is_the_same_step(case: tuple[Plan, ModelShape]) -> None:
     plan, shape = case
     costs = uniform(shape, send=0.25)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,7 +22,6 @@ from tests.state.state_workers import Mail, data_of, on_threads, random_case, sa
 seeds = st.randoms(use_true_random=False)
 
 
-@settings(max_examples=150, deadline=None)
 @given(seeds, st.integers(1, 4))
 def test_every_element_of_the_new_layout_moves_exactly_once(rng: random.Random, world: int) -> None:
     old, new, _ = random_case(rng, world)
@@ -38,7 +37,6 @@ def test_every_element_of_the_new_layout_moves_exactly_once(rng: random.Random, 
     assert all(move.taken_from.held.contains(move.box) for move in moves)
 
 
-@settings(max_examples=100, deadline=None)
 @given(seeds, st.integers(2, 4))
 def test_what_a_rank_has_already_is_not_sent_to_it(rng: random.Random, world: int) -> None:
     old, new, _ = random_case(rng, world)
@@ -48,7 +46,6 @@ def test_what_a_rank_has_already_is_not_sent_to_it(rng: random.Random, world: in
             assert not any(box.intersect(move.box) for shard in own for box in shard.boxes)
 
 
-@settings(max_examples=60, deadline=None)
 @given(seeds, st.integers(1, 4))
 def test_any_layout_becomes_any_other_bit_for_bit(rng: random.Random, world: int) -> None:
     old, new, values = random_case(rng, world)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import tasks
@@ -21,7 +21,6 @@ CONFIG = SimpleNamespace(vocab_size=300, pad_token_id=None)
 
 
 @given(seed=st.integers(0, 2**32), tokens=st.integers(4, 40))
-@settings(max_examples=60, deadline=None)
 def test_rows_hold_two_to_four_documents_of_at_least_two_tokens(seed, tokens):
     made = tasks.get("causal-lm").synthetic(CONFIG, batch=3, tokens=tokens, seed=seed, documents=True)
     for positions, documents, labels in zip(made["position_ids"], made["document_ids"], made["labels"], strict=True):
@@ -84,7 +83,6 @@ def test_huggingface_derives_the_decoder_inputs_that_we_give(padding):
 
 
 @given(length=st.integers(2, 200), key=st.integers(0, 2**63 - 1))
-@settings(max_examples=60, deadline=None)
 def test_masking_hides_fifteen_percent_and_labels_exactly_what_it_may_have_changed(length, key):
     ids = torch.arange(length)[None] % 100
     hidden, labels = hide(ids, torch.ones_like(ids), [key], mask_id=299, size=300)

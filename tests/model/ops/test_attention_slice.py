@@ -131,14 +131,12 @@ def test_uneven_slices_equal_the_whole_in_both_directions(case: str, kv_heads: i
 
 
 @given(case=st.sampled_from(list(CASES)), edges=slicings, kv_heads=st.sampled_from([4, 2, 1]))
-@settings(max_examples=60)
 def test_any_slicing_equals_the_whole(case: str, edges: list[int], kv_heads: int) -> None:
     *qkv, d_out = tensors(kv_heads)
     require_same(in_slices(qkv, d_out, CASES[case], edges), whole(qkv, d_out, CASES[case]))
 
 
 @given(edges=slicings, window=st.integers(0, TOKENS + 1), softcap=st.sampled_from([0.0, 0.8]), data=st.data())
-@settings(max_examples=40)
 def test_any_documents_and_windows_equal_the_whole(edges, window, softcap, data) -> None:
     row = st.lists(st.integers(0, 3), min_size=TOKENS, max_size=TOKENS)
     segments_ = torch.tensor([data.draw(row) for _ in range(SAMPLES)])

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.model.ops import operators  # noqa: F401  (defines what is tested)
@@ -23,7 +23,6 @@ def activation() -> torch.Tensor:
 
 
 @given(inner=st.sets(st.integers(1, TOKENS - 1)))
-@settings(max_examples=30)
 def test_slices_drop_what_the_whole_drops(inner: set[int]) -> None:
     x, edges = activation(), [0, *sorted(inner), TOKENS]
     parts = [ours.dropout_part(x[:, a:b], KEYS, 0.4, 0, 0, torch.tensor(a)) for a, b in pairwise(edges)]
@@ -33,7 +32,6 @@ def test_slices_drop_what_the_whole_drops(inner: set[int]) -> None:
 
 
 @given(start=st.integers(0, 8), rank=st.integers(0, 1), first=st.integers(0, 3))
-@settings(max_examples=30)
 def test_ranks_that_share_the_tokens_of_a_slice_count_from_its_first_token(start: int, rank: int, first: int) -> None:
     x, half = activation(), slice(start + 2 * rank, start + 2 * rank + 2)  # each of two ranks has two of four tokens
     part = ours.dropout_part(x[:, half, first:], KEYS, 0.4, rank, first, torch.tensor(start))

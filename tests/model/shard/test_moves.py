@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -78,7 +78,6 @@ def _whole(tp: int, tokens: int) -> Tensor:
     return torch.randn(2 * tp, tokens, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
 
 
-@settings(max_examples=300)
 @given(journeys())
 def test_a_value_arrives_as_it_is_wanted(way: Journey) -> None:
     whole = _whole(way.tp, way.tokens)
@@ -87,7 +86,6 @@ def test_a_value_arrives_as_it_is_wanted(way: Journey) -> None:
         torch.testing.assert_close(got, expected)
 
 
-@settings(max_examples=300)
 @given(journeys())
 def test_its_gradient_comes_back_as_the_value_lay(way: Journey) -> None:
     """Where ranks compute different things their gradients are summands; else each has all of it, or its tokens."""
@@ -99,7 +97,6 @@ def test_its_gradient_comes_back_as_the_value_lay(way: Journey) -> None:
         torch.testing.assert_close(got, expected)
 
 
-@settings(max_examples=100)
 @given(journeys())
 def test_what_is_the_same_for_all_samples_gets_the_gradients_of_all_of_them(way: Journey) -> None:
     way = Journey(way.tp, "whole", way.degree, "whole", way.to, way.heavy, way.tokens, has_batch=False)
