@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.state.layout import Box, Layout, StateShard, placed
 
@@ -71,25 +71,26 @@ def plan_moves(old: Layout, new: Layout) -> list[Move]:
     """
     sources, wanted = _by_name(old), _by_name(new)
     sent = Counter[int]()
+    cuts: dict[Boxes, _Cuts] = {}
     known: dict[_Key, _Sources] = {}
-    alike: dict[tuple[_Key, _Key], tuple[list[Move], Counter[int]]] = {}
+    alike: dict[tuple[_Key, _Key], tuple[list[tuple[Any, ...]], Counter[int]]] = {}
     moves: list[Move] = []
     for name in sorted(wanted):
         held, own = sources.get(name, []), wanted[name]
         key, pair = _key(held), (_key(held), _key(own))
         if key not in known:  # a parameter and its averages lie in the same boxes
-            known[key] = _Sources([(rank, shard.boxes) for rank, shard in held])
+            known[key] = _Sources([(rank, shard.boxes) for rank, shard in held], cuts)
         _check_kind(name, [*held, *own])
         if pair in alike:
             before, given = alike[pair]
-            dtype = own[0][1].dtype
-            moves += [Move(name, dtype, *move[2:]) for move in before]
+            kind = (name, own[0][1].dtype)
+            moves += [Move._make(kind + move) for move in before]
             sent += given
             continue
         found = list(_moves_of(known[key], {rank for rank, shard in held if not shard.owned}, own, sent))
         moves += found
         if not known[key].has_choice:
-            alike[pair] = found, _sent(found)
+            alike[pair] = [move[2:] for move in found], _sent(found)
     return moves
 
 
@@ -130,7 +131,7 @@ def _moves_of(sources: _Sources, replicas: set[int], wanted: Shards, sent: Count
     """Covers what every destination wants of one tensor; `sent` counts the elements that each rank sends to others."""
     senders = _Senders(sources, replicas, sent)
     for rank, shard in wanted:
-        for put_to, parts in sources.cover(shard.boxes):
+        for put_to, parts in sources.cuts.cover(shard.boxes):
             if parts is None:
                 parts = _chosen(sources, senders, rank, shard.name, put_to.held)
             for number, box, numel in parts:
@@ -145,7 +146,7 @@ def _moves_of(sources: _Sources, replicas: set[int], wanted: Shards, sent: Count
 def _chosen(sources: _Sources, senders: _Senders, rank: int, name: str, box: Box) -> Iterator[Part]:
     """Of sources that overlap each other the rank's own first, then those whose next sender has sent least."""
     left = [box]
-    found = sources.overlaps(box)
+    found = sources.cuts.overlaps(box)
     for number, common, _ in sorted(found, key=lambda it: (rank not in sources.places[it[0]], *senders.order(it[0]))):
         for part in (each.intersect(common) for each in left):
             if part is not None:
@@ -179,9 +180,9 @@ class _Senders:
 
 
 class _Sources:
-    """The distinct boxes of one tensor that ranks hold, in order along the dim in which most of them differ."""
+    """Who holds which box of one tensor, and where."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, cuts: dict[Boxes, _Cuts]) -> None:
         by_box: dict[Box, dict[int, Place]] = {}
         seen: dict[int, list[tuple[dict[int, Place], Place]]] = {}  # ranks that hold the same share their boxes
         for rank, boxes in held:
@@ -189,41 +190,51 @@ class _Sources:
                 seen[id(boxes)] = [(by_box.setdefault(place.held, {}), place) for place in _places(boxes)]
             for places, place in seen[id(boxes)]:
                 places[rank] = place
-        dims = range(len(next(iter(by_box)).shape) if by_box else 0)
-        self._dim = max(dims, key=lambda dim: len({box.offset[dim] for box in by_box}), default=None)
-        self._boxes = sorted(by_box, key=lambda box: (self._begin(box), box.offset))
-        self.places = [by_box[box] for box in self._boxes]
-        self._begins = [self._begin(box) for box in self._boxes]
-        self._reach = list(accumulate(map(self._end, self._boxes), max))
-        self._covers: dict[int, list[tuple[Place, list[Part] | None]]] = {}
-
-    def cover(self, boxes: Boxes) -> list[tuple[Place, list[Part] | None]]:
-        """What each box is made of; None where that depends on who wants it, or where something is missing."""
-        if id(boxes) not in self._covers:
-            found = [(place, self.overlaps(place.held)) for place in _places(boxes)]
-            self._covers[id(boxes)] = [
-                (place, parts if self._is_disjoint and sum(part[2] for part in parts) == place.held.numel else None)
-                for place, parts in found
-            ]
-        return self._covers[id(boxes)]
-
-    def overlaps(self, box: Box) -> list[Part]:
-        """The sources that hold some of a box, and what of it."""
-        first = bisect_right(self._reach, self._begin(box))
-        last = bisect_left(self._begins, self._end(box))
-        found = ((number, self._boxes[number].intersect(box)) for number in range(first, last))
-        return [(number, common, common.numel) for number, common in found if common is not None]
+        distinct = tuple(by_box)
+        if distinct not in cuts:  # layers of a model are cut alike
+            cuts[distinct] = _Cuts(distinct)
+        self.cuts = cuts[distinct]
+        self.places = [by_box[box] for box in self.cuts.boxes]
 
     @cached_property
     def has_choice(self) -> bool:
         """Whether it may depend on what ranks sent before who sends what."""
-        return not self._is_disjoint or any(len(places) > 1 for places in self.places)
+        return not self.cuts.is_disjoint or any(len(places) > 1 for places in self.places)
+
+
+class _Cuts:
+    """The distinct boxes that a tensor lies in, in order along the dim in which most of them differ."""
+
+    def __init__(self, boxes: Boxes) -> None:
+        dims = range(len(boxes[0].shape) if boxes else 0)
+        self._dim = max(dims, key=lambda dim: len({box.offset[dim] for box in boxes}), default=None)
+        self.boxes = sorted(boxes, key=lambda box: (self._begin(box), box.offset))
+        self._begins = [self._begin(box) for box in self.boxes]
+        self._reach = list(accumulate(map(self._end, self.boxes), max))
+        self._covers: dict[Boxes, list[tuple[Place, list[Part] | None]]] = {}
+
+    def cover(self, boxes: Boxes) -> list[tuple[Place, list[Part] | None]]:
+        """What each box is made of; None where that depends on who wants it, or where something is missing."""
+        if boxes not in self._covers:
+            found = [(place, self.overlaps(place.held)) for place in _places(boxes)]
+            self._covers[boxes] = [
+                (place, parts if self.is_disjoint and sum(part[2] for part in parts) == place.held.numel else None)
+                for place, parts in found
+            ]
+        return self._covers[boxes]
+
+    def overlaps(self, box: Box) -> list[Part]:
+        """The boxes that hold some of one, and what of it."""
+        first = bisect_right(self._reach, self._begin(box))
+        last = bisect_left(self._begins, self._end(box))
+        found = ((number, self.boxes[number].intersect(box)) for number in range(first, last))
+        return [(number, common, common.numel) for number, common in found if common is not None]
 
     @cached_property
-    def _is_disjoint(self) -> bool:
-        """Whether no two sources overlap, so that what covers a box does not depend on who wants it."""
+    def is_disjoint(self) -> bool:
+        """Whether no two boxes overlap, so that what covers another does not depend on who wants it."""
         reached: list[Box] = []
-        for box in self._boxes:
+        for box in self.boxes:
             reached = [other for other in reached if self._end(other) > self._begin(box)]
             if any(other.intersect(box) for other in reached):
                 return False
