@@ -25,6 +25,7 @@ import offload
 import overlap_page
 import own_runs_page
 import peers_page
+import planner
 import recovery
 import robustness_page
 import sabotage
@@ -33,6 +34,7 @@ import schedules_page
 import single_gpu_page
 import slices_page
 import soak_page
+import state_moves
 import step_api
 import terapipe_published_page
 import tp_dispatch
@@ -54,6 +56,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "tp_shares": tp_shares_page.page,
     "overlap": overlap_page.page,
     "own_runs": own_runs_page.page,
+    "planner": planner.page,
     "recovery": recovery.page,
     "robustness": robustness_page.page,
     "faults": faults.page,
@@ -63,6 +66,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "hf_trainer": hf_trainer.page,
     "migrate": migrate.page,
     "tp_dispatch": tp_dispatch.page,
+    "state_moves": state_moves.page,
     "step_api": step_api.page,
     "vigilance": vigilance.page,
     **{name: partial(compare_page.page, name) for name in compare_page.INTRO},

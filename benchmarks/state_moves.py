@@ -10,6 +10,7 @@ time.
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,13 @@ from phalanx.state.layout import Layout
 from phalanx.state.local import Local
 from phalanx.state.moves import Move, plan_moves
 
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+INTRO = """# How long it takes to plan what moves when the plan changes
+
+Of a decoder with about 1,000 tensors (masters, averages and counters counted) every rank works out, for both plans,
+which boxes of which tensors lie on which rank (*layouts*) and which of them go from whom to whom (*moves*). Nothing is
+moved. The seconds are processor time of one rank.
+"""
 LAYERS, WIDTH, VOCABULARY = 31, 1024, 32_003
 ADAM = (Slot("step", "float32", is_counter=True), Slot("exp_avg", "float32"), Slot("exp_avg_sq", "float32"))
 LAYER = {  # shape, and the dim along which tensor-parallel ranks split it
@@ -122,6 +130,16 @@ def row(result: Mapping[str, Any]) -> list[str]:
     counts = [f"{result[name]:,}" for name in ("tensors", "shards", "moves")]
     times = [f"{result[name]['median']:.2f}" for name in ("layout_seconds", "move_seconds")]
     return [str(result["ranks"]), result["old"], result["new"], *counts, *times]
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The whole page, from the result file."""
+    data = json.loads((folder / "state_moves.json").read_text(encoding="utf-8"))
+    machine = data["machine"]
+    command = f"`python benchmarks/state_moves.py --repeats {data['setting']['repeats']}`"
+    where = f"{command} on {machine['processor']}, {machine['date']}. Data: [state_moves.json](state_moves.json)."
+    table = report.markdown(HEADERS, [row(result) for result in data["results"]])
+    return "\n".join([INTRO, where, report.busy(machine), "", table, ""])
 
 
 def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
