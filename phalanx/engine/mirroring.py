@@ -89,10 +89,10 @@ End = tuple[Gradients, Channel]
 
 class Mirroring:
     """One rank's part. out: to the rank that mirrors this one; into: from the one that it mirrors; None where there is
-    nothing to send. kept: what it mirrors, after `step` steps. rate: bytes per second between ranks, as measured."""
+    nothing to send. kept: what it mirrors, after `step` steps. on_trial: whether it is measured what this costs."""
 
-    def __init__(self, out: End | None, into: End | None, kept: Mirrored, step: int, rate: float) -> None:
-        self._out, self._into, self.kept, self.step, self._rate = out, into, kept, step, rate
+    def __init__(self, out: End | None, into: End | None, kept: Mirrored, step: int, on_trial: bool) -> None:
+        self._out, self._into, self.kept, self.step, self.on_trial = out, into, kept, step, on_trial
         self.is_sound = True
         self._seconds, self._counted = 0.0, 0  # that were measured, in so many steps
         self._row: Tensor | None = None  # of all gradients that came, on the host
@@ -101,33 +101,32 @@ class Mirroring:
         self._updated: Future[None] | None = None
 
     def cost(self) -> float:
-        """Seconds that it takes of a step, on average since this was last asked: packing, bytes by the measured rate,
-        and on a CPU the update, which takes nothing beside a GPU. Waiting for a rank that is late is not counted: NORM
-        would wait for it, too."""
+        """Seconds that it takes of a step on trial, on average since this was last asked: the exchange, and on a CPU
+        the update, which takes nothing beside a GPU."""
         self.settle()
-        size = sum(own.bytes for own, _ in filter(None, (self._out, self._into)))
         seconds, self._seconds, self._counted = self._seconds / max(1, self._counted), 0.0, 0
-        return seconds + size / self._rate
+        return seconds
 
     def exchange(self, gradients: Mapping[str, Tensor], world: Group) -> None:
         """Returns when those have come that this rank is to have. world: all ranks of the plan."""
         self.settle()
+        if self.on_trial:  # waiting for a rank that is late costs nothing: NORM would wait for it, too
+            world.barrier().wait(_WHAT)
+        began = time.perf_counter()
+        self._exchange_kinds(gradients)
         outgoing = self._out[0].rounds() if self._out is not None else []
         incoming = self._into[0].rounds() if self._into is not None else []
-        self._exchange_kinds(gradients)
         for number in range(max(len(outgoing), len(incoming))):
             pending: list[Pending] = []
             if self._out is not None and number < len(outgoing):
-                began = time.perf_counter()
-                packed = self._out[0].packed(gradients, *outgoing[number])
-                self._seconds += time.perf_counter() - began
-                pending.append(self._out[1].send(packed))
+                pending.append(self._out[1].send(self._out[0].packed(gradients, *outgoing[number])))
             if self._into is not None and number < len(incoming):
                 self._receive(self._into, *incoming[number], pending, world)
             for each in pending:
                 each.wait(_WHAT)
         if self._into is not None and self._row is not None:
             self._came = self._into[0].unpacked(self._row)
+        self._seconds += time.perf_counter() - began
 
     def _exchange_kinds(self, gradients: Mapping[str, Tensor]) -> None:
         pending: list[Pending] = []

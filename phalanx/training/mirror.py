@@ -95,6 +95,8 @@ class Mirror:
                 return {}
             if self._trial.is_cheap:
                 self._next = math.inf
+                if self.live is not None:
+                    self.live.on_trial = False
                 return self._said(snapshot)
             self._end_live()
         began = time.perf_counter()
@@ -113,7 +115,7 @@ class Mirror:
         """With mirrors that are kept current: for good, or on trial from the step after next on."""
         began, self._trial.began = time.perf_counter(), snapshot.step
         self._next = math.inf if self._every == 0 else snapshot.step + 2
-        self.live, sent = begin_mirroring(member, snapshot.step)
+        self.live, sent = begin_mirroring(member, snapshot.step, on_trial=self._every is None)
         return self._said(snapshot) | {"moved": sent, "seconds": time.perf_counter() - began}
 
     def _said(self, snapshot: Snapshot) -> dict[str, Any]:

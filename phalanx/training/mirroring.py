@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import torch
 
@@ -22,7 +21,7 @@ from phalanx.training.session import Session
 MOST_SHARE = 0.01  # of the time of steps that copies of any kind may take, where nobody said how often they are taken
 
 
-def begin_mirroring(member: Member, step: int) -> tuple[Mirroring | None, int]:
+def begin_mirroring(member: Member, step: int, on_trial: bool) -> tuple[Mirroring | None, int]:
     """What this rank does from now on, and how many bytes went between ranks; None where it has no place in the plan.
     All ranks of the job call this after the same step."""
     opening, group = member.opening, everyone(member)
@@ -37,11 +36,9 @@ def begin_mirroring(member: Member, step: int) -> tuple[Mirroring | None, int]:
     scalars, _ = everyones(group, *member.state.scalars())
     after = {mirrors[own]: lone_state(layout, own, names[own], slots) for own in mirrors}
     migration = plan_migration(layout, layout, layout.all_state(slots), after)
-    began = time.perf_counter()
     arrived = gather(
         migration, held, rank=rank, group=group, device=opening.device, home=lambda name: torch.device("cpu")
     )
-    seconds = time.perf_counter() - began
     links_of(member).open_channels((own, keeper, "m") for own, keeper in mirrors.items())
     if not has_place:
         return None, migration.bytes_sent
@@ -53,8 +50,8 @@ def begin_mirroring(member: Member, step: int) -> tuple[Mirroring | None, int]:
         opening.config.clip,
     )  # fmt: skip
     ends = _Ends(layout, links_of(member), opening.device, names)
-    rate = migration.bytes_sent / len(mirrors) / seconds
-    return Mirroring(ends.out(rank, mirrors[rank]), ends.into(kept), mirrored, step, rate), migration.bytes_sent
+    mirroring = Mirroring(ends.out(rank, mirrors[rank]), ends.into(kept), mirrored, step, on_trial)
+    return mirroring, migration.bytes_sent
 
 
 class Trial:
