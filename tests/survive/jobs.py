@@ -72,7 +72,7 @@ def mirrored(context: RankContext, plan: str, steps: int, infinite: int, options
     of = case("gpt2")
     member = opened(context, of, plan, **options)
     assert isinstance(member, Session)
-    mirroring, _ = begin_mirroring(member, 0)
+    mirroring, _ = begin_mirroring(member, 0, on_trial=False)
     assert mirroring is not None
     member.step.mirroring = mirroring
     whole = GlobalReductions.found
