@@ -19,6 +19,7 @@ from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.model.zoo.zoo import resolve
 from phalanx.state import checkpoint
+from phalanx.state.lock import RunLock
 from phalanx.training.early import require_usable
 from phalanx.training.initial_weights import open_weights
 from tests.run_helpers import losses, records, short_run
@@ -87,6 +88,22 @@ def test_of_joined_ranks_only_the_first_tells_what_all_of_them_find(tmp_path: Pa
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
         require_usable(MODEL, "nowhere", None, config)
+
+
+def test_a_machine_that_comes_back_to_a_run_may_find_what_that_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    survives, ends = (RunConfig(out=str(tmp_path), data=(DATA,), on_loss=how) for how in ("regrow", "stop"))
+    with pytest.raises(SystemExit):
+        require_usable(MODEL, DATA, None, survives)  # nobody trains there
+    with RunLock(tmp_path):
+        require_usable(MODEL, DATA, None, survives)
+        with pytest.raises(SystemExit):
+            require_usable(MODEL, DATA, None, ends)
 
 
 def test_weights_without_the_tokenizer_they_were_trained_with_are_refused_for_text(tmp_path: Path):

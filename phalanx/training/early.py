@@ -15,11 +15,12 @@ from phalanx.data.mixture import weighted_sources
 from phalanx.data.named import is_named_dataset
 from phalanx.data.sources import NAMED, existing
 from phalanx.errors import ConfigError, ModelError, PhalanxError
-from phalanx.launch.join import find_place
+from phalanx.launch.join import Place, find_place
 from phalanx.model.zoo.names import require_found
 from phalanx.observe.trackers import require_trackers
 from phalanx.records import read_json
 from phalanx.state.folders import refuse_used
+from phalanx.state.lock import read_holder
 from phalanx.state.remote import is_remote
 
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -27,18 +28,25 @@ _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 def require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> None:
     """What is given as objects is left to those who know it. Of ranks that a launcher started, the first speaks."""
+    place = find_place(os.environ)
     try:
-        _require_usable(model, data, eval_data, config)
+        _require_usable(model, data, eval_data, config, _may_come_back(place, config))
     except PhalanxError:
-        place = find_place(os.environ)
         if place is not None and place.rank > 0:
             raise SystemExit(1) from None
         raise
 
 
-def _require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> None:
+def _may_come_back(place: Place | None, config: RunConfig) -> bool:
+    """Whether this process may be that of a machine which comes back to a run, and finds what that has saved. Should
+    there be no such run, its ranks refuse the folder."""
+    several = place is not None and place.world > 1 and not place.one_machine
+    return several and config.on_loss != "stop" and read_holder(Path(config.out).expanduser()) is not None
+
+
+def _require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig, may_be_used: bool) -> None:
     require_trackers(config.report_to)
-    _require_out(Path(config.out).expanduser(), config.resume)
+    _require_out(Path(config.out).expanduser(), may_be_used or config.resume != "never")
     for source in (data, eval_data) if isinstance(model, str | Path) else ():
         for item in _paths(source):
             if item.partition(":")[0] not in NAMED and not is_named_dataset(item):
@@ -49,7 +57,7 @@ def _require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) ->
             _require_whole(file)
 
 
-def _require_out(out: Path, resume: str) -> None:
+def _require_out(out: Path, may_be_used: bool) -> None:
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not there.is_dir():
         what = "is a file" if there == out else f"lies below {there}, which is a file"
@@ -58,7 +66,7 @@ def _require_out(out: Path, resume: str) -> None:
         raise ConfigError(f"option out = '{out}': nothing can be written in {there}", "name another folder (--out)")
     if (out / "config.json").is_file():
         raise ConfigError(f"option out = '{out}' is the folder of a model", "name another folder for the run (--out)")
-    if resume == "never":
+    if not may_be_used:
         refuse_used(out)
 
 

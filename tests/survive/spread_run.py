@@ -36,6 +36,7 @@ def config(out: Path, **options: Any) -> RunConfig:
     given = {
         "tiny": True, "seq_len": 8, "batch_size": 4, "steps": STEPS, "lr": 3e-3, "export": False, "device": "cpu",
         "dtype": "float64", "progress": "off", "silence": 5.0, "shuffle": False, "compile": "off", "out": str(out),
+        "checkpoint_every": 2,
         **options,
     }  # fmt: skip
     return RunConfig.create(**given)
