@@ -54,6 +54,8 @@ def run(setting: Setting, out: Path) -> tuple[list[Struck], list[str]]:
 class _Nodes:
     """What can be done to both."""
 
+    comes_back = False  # whether the second one's command was started again, and ought to run
+
     def __init__(self, session: Session, out: Path, orders: Path) -> None:
         self.session, self.orders, self.log = session, orders, Followed(out)
 
@@ -73,6 +75,8 @@ class _Nodes:
         while not condition():
             if not self.session.ranks[0].running:
                 return False
+            if self.comes_back and not self.session.ranks[1].running:
+                raise RuntimeError(f"the second node left with exit code {self.session.ranks[1].exit_code}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{_LONGEST:.0f} s were not enough {what}")
             time.sleep(0.005)
@@ -92,7 +96,9 @@ class _Nodes:
         """The second node's command, started again; waits until its rank takes part."""
         self.session.ranks[1].end()
         self.session.ranks[1] = self.session._start_rank(1, 2, 1, 0)
+        self.comes_back = True
         self.loses()
+        self.comes_back = False
 
 
 def _lose_node(nodes: _Nodes, draw: random.Random) -> None:

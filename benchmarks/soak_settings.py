@@ -15,7 +15,7 @@ from soak_strikes import PLANS
 
 KINDS = tuple(dict.fromkeys([*soak_strikes.KINDS, *soak_supervisor.KINDS, *soak_nodes.KINDS]))
 _PLACES = {"pool": tuple(soak_strikes.KINDS), "supervisor": soak_supervisor.KINDS, "nodes": tuple(soak_nodes.KINDS)}
-_TURNS = (*["pool"] * 6, "nodes", *["pool"] * 6, "nodes", *["pool"] * 5, "supervisor")
+_TURNS = ("pool", "pool", "nodes", "pool", "pool", "supervisor")  # so that soon every kind has happened
 _FAULTS = {"pool": 30, "supervisor": 3, "nodes": 6}  # of a run
 
 
@@ -33,13 +33,14 @@ class Setting:
 
     @classmethod
     def of(cls, number: int, kinds: Sequence[str]) -> Setting:
-        draw, place = random.Random(number), _TURNS[number % len(_TURNS)]
-        if not any(kind in kinds for kind in _PLACES[place]):
-            place = next(name for name, own in _PLACES.items() if any(kind in kinds for kind in own))
+        draw = random.Random(number)
+        places = [place for place in _TURNS if any(kind in kinds for kind in _PLACES[place])]
+        turn, place = divmod(number, len(places))[0], places[number % len(places)]
+        nth = turn * places.count(place) + places[: number % len(places)].count(place)  # of the runs of its place
         world = 2 if place != "pool" else draw.choice([2, 3, 4, 4])
-        left_out = soak_strikes.FATAL if number % 8 and set(kinds) - set(soak_strikes.FATAL) else ()
+        left_out = soak_strikes.FATAL if nth % 8 and set(kinds) - set(soak_strikes.FATAL) else ()
         own = [kind for kind in _PLACES[place] if kind in kinds and kind not in left_out]
-        faults = _faults(number, own, draw, _FAULTS[place])
+        faults = _faults(nth, own, draw, _FAULTS[place])
         options: dict[str, Any] = {"checkpoint_every": draw.choice([1, 2, 3, 5])}
         if draw.random() < 0.6 or any(fault.kind == "corrupt copy" for fault in faults):
             options["mirror_every"] = draw.choice([0, 1, 2, 3, "auto"])
@@ -49,9 +50,9 @@ class Setting:
         return cls(number, place, world, plan, on_loss, faults, options)
 
 
-def _faults(number: int, kinds: Sequence[str], draw: random.Random, count: int) -> tuple[Fault, ...]:
+def _faults(nth: int, kinds: Sequence[str], draw: random.Random, count: int) -> tuple[Fault, ...]:
     """All kinds have their turn, from run to run; in a run they come in a random order."""
-    chosen = [kinds[(number * count + n) % len(kinds)] for n in range(count)]
+    chosen = [kinds[(nth * count + n) % len(kinds)] for n in range(count)]
     draw.shuffle(chosen)
     chosen.sort(key=lambda kind: {"first step": -1, "last step": 1}.get(kind, 0))
     return tuple(Fault(kind, draw.randint(1, 3), draw.random() * 0.06, draw.getrandbits(32)) for kind in chosen)
