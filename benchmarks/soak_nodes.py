@@ -1,5 +1,5 @@
-"""Runs of the soak on two nodes of a lab, each with a supervisor of its own: a node is lost and comes back, its link is
-slow or cut, a rank is killed on one of them."""
+"""Runs of the soak on two nodes of a lab, each with a supervisor of its own: a node is lost and comes back, the one
+that leads or the other; its link is slow or cut; a rank is killed on one of them."""
 
 from __future__ import annotations
 
@@ -44,17 +44,22 @@ def run(setting: Setting, out: Path) -> tuple[list[Struck], list[str]]:
                 time.sleep(fault.delay)
                 struck.append(Struck(fault.kind, nodes.step, setting.world, time.time()))
                 KINDS[fault.kind](nodes, random.Random(fault.seed))
-            code = session.ranks[0].process.wait(_LONGEST)
+            codes = [rank.process.wait(_LONGEST) for rank in session.ranks]
         except Exception as error:
             return struck, [f"{type(error).__name__}: {error}"]
-    said = (orders / "node0.txt").read_text(errors="replace").splitlines()[-3:]
-    return struck, [f"the first node's command left with exit code {code}: {' '.join(said)}"] if code else []
+    said = {node: (orders / f"node{node}.txt").read_text(errors="replace").splitlines()[-3:] for node in (0, 1)}
+    left = (
+        f"node {node}'s command left with exit code {code}: {' '.join(said[node])}"
+        for node, code in enumerate(codes)
+        if code
+    )
+    return struck, list(left)
 
 
 class _Nodes:
-    """What can be done to both."""
+    """What can be done to both. leader: the one whose supervisor leads."""
 
-    comes_back = False  # whether the second one's command was started again, and ought to run
+    leader = 0
 
     def __init__(self, session: Session, out: Path, orders: Path) -> None:
         self.session, self.orders, self.log = session, orders, Followed(out)
@@ -73,10 +78,11 @@ class _Nodes:
         """Waits; False when the run is over."""
         deadline = time.monotonic() + _LONGEST
         while not condition():
-            if not self.session.ranks[0].running:
+            ended = [rank for rank in self.session.ranks if not rank.running and not rank.ended]
+            if failed := [rank for rank in ended if rank.exit_code]:
+                raise RuntimeError(f"node {failed[0].place.node}'s command left with exit code {failed[0].exit_code}")
+            if ended:
                 return False
-            if self.comes_back and not self.session.ranks[1].running:
-                raise RuntimeError(f"the second node left with exit code {self.session.ranks[1].exit_code}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{_LONGEST:.0f} s were not enough {what}")
             time.sleep(0.005)
@@ -92,20 +98,27 @@ class _Nodes:
         before = self.log.num_losses
         return self.until(lambda: self.log.num_losses > before, "to tell of it")
 
-    def bring_back(self) -> None:
-        """The second node's command, started again; waits until its rank takes part."""
-        self.session.ranks[1].end()
-        self.session.ranks[1] = self.session._start_rank(1, 2, 1, 0)
-        self.comes_back = True
+    def bring_back(self, node: int) -> None:
+        """A node's command, started again; waits until its rank takes part."""
+        self.session.ranks[node].end()
+        self.session.ranks[node] = self.session._start_rank(node, 2, node, 0)
         self.loses()
-        self.comes_back = False
+
+    def lose(self, node: int) -> None:
+        """It is lost, and comes back."""
+        with hold(self.orders):
+            self.session.ranks[node].end()
+            if self.loses():
+                self.bring_back(node)
 
 
 def _lose_node(nodes: _Nodes, draw: random.Random) -> None:
-    with hold(nodes.orders):
-        nodes.session.ranks[1].end()
-        if nodes.loses():
-            nodes.bring_back()
+    nodes.lose(1 - nodes.leader)
+
+
+def _lose_leader(nodes: _Nodes, draw: random.Random) -> None:
+    lost, nodes.leader = nodes.leader, 1 - nodes.leader
+    nodes.lose(lost)
 
 
 def _slow_link(nodes: _Nodes, draw: random.Random) -> None:
@@ -122,13 +135,14 @@ def _cut_link(nodes: _Nodes, draw: random.Random) -> None:
 
 
 def _cut_off(nodes: _Nodes, draw: random.Random) -> None:
-    """For so long that the node is lost."""
+    """For so long that the node that does not lead is lost."""
+    cut = 1 - nodes.leader
     with hold(nodes.orders):
-        nodes.session.disturb(CutLink(1))
+        nodes.session.disturb(CutLink(cut))
         lost = nodes.loses()
-        nodes.session.disturb(RestoreLink(1))
+        nodes.session.disturb(RestoreLink(cut))
         if lost:
-            nodes.bring_back()
+            nodes.bring_back(cut)
 
 
 def _kill_rank(nodes: _Nodes, draw: random.Random) -> None:
@@ -139,8 +153,8 @@ def _kill_rank(nodes: _Nodes, draw: random.Random) -> None:
 
 
 KINDS: Mapping[str, Callable[[_Nodes, random.Random], None]] = {
-    "node lost and back": _lose_node, "link slow": _slow_link, "link cut": _cut_link, "node cut off": _cut_off,
-    "rank of a node": _kill_rank,
+    "node lost and back": _lose_node, "leading node lost and back": _lose_leader, "link slow": _slow_link,
+    "link cut": _cut_link, "node cut off": _cut_off, "rank of a node": _kill_rank,
 }  # fmt: skip
 
 

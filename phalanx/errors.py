@@ -51,6 +51,10 @@ class LinkError(RankError):
     """This rank is sound, but what it waited for did not come: the cause usually lies with another rank."""
 
 
+class StoreError(LinkError, RuntimeError):
+    """The store of the job does not answer: the process that has it is gone, or cannot be reached."""
+
+
 class LateError(LinkError):
     """This rank is sound and waited as long as it may; those that it leaves then only lose the connection."""
 

@@ -49,13 +49,13 @@ class RankContext:
         """This rank in the job's next generation; None where there is none, or none in so many seconds."""
         if self.membership is None:
             return None
-        # A connection of its own: a thread that was given up may wait for ever with the other one.
-        store = self.job_store.clone()
-        if not self.membership.follow(store, seconds):
+        store = self.membership.follow(self.job_store, seconds)
+        if store is None:
             return None
         now = self.membership.generation
         return replace(
             self, rank=self.membership.rank, world=len(now.members), abort=self.membership.abort, job_store=store,
+            store_port=store.address[1] if store.address else self.store_port,
             store=store.part(f"generation{now.number}", self.membership.abort),
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""The supervisor of a node that is not the first: it has the processes that the first one orders, and tells of them.
+"""The supervisor of a node that does not lead: it has the processes that the one that does orders, and tells of them.
 
-It decides nothing but one thing: when it has heard nothing from the first supervisor for a while it ends its ranks,
-because they will soon be taken for lost, and others may be in their places.
+It decides nothing but one thing: what becomes of its ranks when the supervisor that leads is gone. Whoever claims the
+next term first leads from then on (`succession.py`), if its ranks train; the others follow it, and their ranks end
+unless it wants them.
 """
 
 from __future__ import annotations
@@ -11,92 +12,174 @@ import contextlib
 import dataclasses
 import secrets
 import selectors
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import LinkError
+from phalanx.errors import LinkError, StoreError
+from phalanx.launch.abort import Late, within
+from phalanx.launch.lifeline import Lifeline
 from phalanx.launch.membership import Generation
 from phalanx.launch.processes import Process
 from phalanx.launch.rank_main import Event, Job
+from phalanx.launch.renewal import OnLoss
 from phalanx.launch.signals import stop_request
-from phalanx.launch.spread import FENCE, Heard, Orders, Report, Spread, read_orders, report_key, send, told
+from phalanx.launch.spread import Heard, Orders, Report, Spread, read_orders, report_key, send, told
 from phalanx.launch.worker_pool import HandOver, WorkerPool, read_result
 from phalanx.records import read_record
 
 _TICK_SECONDS = 0.1
+_PATIENCE = 2.0  # silences without a word of who leads, after which it is gone: by then it has claimed a term, if not
+_BEGIN_PATIENCE = 10.0  # the same before its first word
+_CLAIM_PATIENCE = 3.0  # silences for another node to lead
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What a run is asked to do when ranks are lost: as in `WorkerPool.run`."""
+
+    on_loss: OnLoss
+    least: int = 1
 
 
 class Follower:
-    """Of one job, in a pool that was entered."""
+    """Of one job, in a pool that was entered. `spread`: as it is now; it may come to lead."""
 
     def __init__(self, pool: WorkerPool, spread: Spread) -> None:
-        self._pool, self._spread = pool, spread
+        self._pool = pool
         self._processes, self._board = pool.processes, pool.board
         self._starts: dict[int, int] = {}
         self._gone: dict[int, Process] = {}  # that were ended or ended by themselves
         self._said: dict[int, dict[str, Any]] = {}
         self._incarnation, self._count = secrets.token_hex(8), 0
-        self._heard = Heard()
+        self._newest = Generation(0, tuple(range(pool.size)))
+        self._enter(spread)
 
-    def run(self, on_event: Callable[[str, Any], None], target: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def _enter(self, spread: Spread) -> None:
+        self.spread, self._heard, self._orders = spread, Heard(), Orders(-1, spread.term)
+        self._lifeline = Lifeline(spread.store, self._incarnation)
+
+    def run(
+        self, on_event: Callable[[str, Any], None], survival: Survival, target: Callable[..., Any], *arguments: Any
+    ) -> list[Any]:
         """Until the job is over: what those of its processes returned that came to the end. on_event: for what rank 0
         tells, should it come to be here."""
         self._on_event = on_event
         job = self._pool.post(self._pool.size)
-        with (
-            self._pool.handing(target, arguments) as (hand_over, results),
-            selectors.DefaultSelector() as selector,
-            stop_request(speaks=False),  # signals come to all nodes; the first one passes them on
-        ):
-            while not (orders := self._orders()).over:
-                self._obey(orders, job, hand_over, selector)
-                for key, _ in selector.select(_TICK_SECONDS):
-                    self._hear(key.data, selector)
-                self._processes.note_ended()
-                self._tell()
+        with self._pool.handing(target, arguments) as (hand_over, results):
+            while (lost := self._follow(job, hand_over)) is not None:
+                self._lifeline.close()
+                spread = self._next_term(lost)
+                if spread.leads:
+                    self.spread, job = spread, dataclasses.replace(job, members=self._bumped())
+                    handing = hand_over, results
+                    on_loss, least = survival.on_loss, survival.least
+                    return self._pool.take_over(spread, self._orders.leader, job, handing, on_event, on_loss, least)
+                self._enter(spread)
             self._processes.end()
-            self._tell()
+            with contextlib.suppress(StoreError):  # who leads may have left
+                self._tell()
+            self._lifeline.close()
             found = (read_result(results[number]) for number in self._said if self._said[number]["kind"] == "done")
             return [each for each in found if each is not None]
 
-    def _orders(self) -> Orders:
-        """The newest; raises when the first supervisor is not heard any more."""
-        try:
-            orders = read_orders(self._spread.store, self._spread.node)
-        except RuntimeError as error:
-            self._processes.end()
-            raise LinkError(f"node {self._spread.node} lost the store of its job") from error
-        seconds = self._heard.seconds_since(str(orders.count) if orders else "")
-        if seconds > FENCE * self._spread.silence and (orders is not None or seconds > 10 * self._spread.silence):
-            self._processes.end()
-            raise LinkError(
-                f"node {self._spread.node} has heard nothing of the first node's supervisor for {seconds:.0f} s, and "
-                "ended its ranks",
-                "see what became of the first node; the node can be started again and is taken in if the run goes on",
-            )
-        return orders or Orders(-1)
+    def _bumped(self) -> Generation:
+        """The ranks as they are, under a number that no other node can have seen: another generation may have been
+        published that did not come to be known here."""
+        return dataclasses.replace(self._newest, number=self._newest.number + 1)
 
-    def _obey(self, orders: Orders, job: Job, hand_over: HandOver, selector: selectors.BaseSelector) -> None:
-        board = self._board
-        if orders.count >= 0:
-            board.invite(orders.invited)
-            board.let_grow(orders.grows)
-            board.publish(orders.generation)
+    def _follow(self, job: Job, hand_over: HandOver) -> LinkError | None:
+        """Until the job is over; or why nobody leads it any more."""
+        with selectors.DefaultSelector() as selector, stop_request(speaks=False):  # who leads passes signals on
+            for process in self._processes.alive.values():
+                selector.register(process.wire, selectors.EVENT_READ, process)
+            try:
+                while not self._learn().over:
+                    self._obey(job, hand_over, selector)
+                    for key, _ in selector.select(_TICK_SECONDS):
+                        self._hear(key.data, selector)
+                    self._processes.note_ended()
+                    self._within_patience(self._tell)
+            except LinkError as lost:
+                return lost
+        return None
+
+    def _learn(self) -> Orders:
+        """The newest orders; raises when who gives them is not heard any more."""
+        found = self._within_patience(lambda: read_orders(self.spread.store, self.spread.node))
+        seconds = self._heard.seconds_since(str(found.count) if found else "")
+        silence = self.spread.silence
+        if seconds > (_PATIENCE if found is not None else _BEGIN_PATIENCE) * silence:
+            raise LinkError(f"node {self.spread.node} heard nothing of the supervisor that leads for {seconds:.0f} s")
+        self._orders = found or self._orders
+        if self._orders.generation > self._newest.number:
+            self._newest = self._within_patience(self._read_generation)
+        return self._orders
+
+    def _read_generation(self) -> Generation:
+        key = Generation(self._orders.generation, ()).key
+        return read_record(Generation, self.spread.ranks_store.get(key))
+
+    def _within_patience(self, call: Callable[[], Any]) -> Any:
+        """A link that is cut keeps a call waiting for long."""
+        seconds = _PATIENCE * self.spread.silence
+        try:
+            return within(seconds, call)
+        except Late:
+            raise StoreError(f"node {self.spread.node} cannot reach the store of its job for {seconds:.0f} s") from None
+
+    def _next_term(self, lost: LinkError) -> Spread:
+        """Who leads from now on: this one, if its ranks train and nobody else was first."""
+        spread, term = self.spread, self._orders.term + 1
+        trains = not self._said and not self._board.aborted and any(
+            self._board.slots[number].guarded for number in self._processes.alive
+        )  # fmt: skip
+        try:
+            own = spread.succession.succeed(spread.root, term) if trains else None
+        except (StoreError, OSError):
+            own = None
+        if own is not None:
+            return dataclasses.replace(spread, root=own, leads=True, term=term)
+        deadline = time.monotonic() + _CLAIM_PATIENCE * spread.silence
+        while time.monotonic() < deadline:
+            if (found := spread.succession.successor(spread.root, term)) is not None:
+                return dataclasses.replace(spread, root=found, term=term)
+            time.sleep(_TICK_SECONDS)
+        self._processes.end()
+        raise LinkError(
+            f"{lost.message}; node {spread.node} ended its ranks",
+            "see what became of the first node; if the run goes on, this node can be started again and is taken in; "
+            "else go on with --resume auto",
+        )
+
+    def _obey(self, job: Job, hand_over: HandOver, selector: selectors.BaseSelector) -> None:
+        orders, board = self._orders, self._board
+        if orders.count < 0:
+            return
+        board.invite(orders.invited)
+        board.let_grow(orders.grows)
+        if self.spread.term and self.spread.root.address is not None:
+            board.move_store(*self.spread.root.address)
+        board.publish(orders.generation)
         if orders.aborted:
             board.abort()
         wanted = {int(number): start for number, (start, _) in orders.processes.items()}
         for number in [n for n in self._processes.alive if self._starts[n] != wanted.get(n)]:
             self._end(number, selector)
-        for number, start in wanted.items():
-            if self._starts.get(number, 0) < start:
-                board.slots[number].clear()
-                self._said.pop(number, None)
-                self._processes.start_one(number)
-                self._starts[number] = start
-                members = read_record(Generation, orders.processes[str(number)][1])
-                hand_over([number], dataclasses.replace(job, members=members))
-                process = self._processes.alive[number]
-                selector.register(process.wire, selectors.EVENT_READ, process)
+        for number in [n for n, start in wanted.items() if self._starts.get(n, 0) < start]:
+            self._begin(number, wanted, job, hand_over)
+            process = self._processes.alive[number]
+            selector.register(process.wire, selectors.EVENT_READ, process)
+
+    def _begin(self, number: int, wanted: Mapping[int, int], job: Job, hand_over: HandOver) -> None:
+        self._board.slots[number].clear()
+        self._said.pop(number, None)
+        self._processes.start_one(number)
+        self._starts[number] = wanted[number]
+        members = read_record(Generation, self._orders.processes[str(number)][1])
+        store = self.spread.ranks_store.ticket
+        hand_over([number], dataclasses.replace(job, members=members, store=store))
 
     def _end(self, number: int, selector: selectors.BaseSelector) -> None:
         process = self._processes.alive[number]
@@ -116,6 +199,7 @@ class Follower:
 
     def _tell(self) -> None:
         self._count += 1
+        self._lifeline.hold()
         ended = {**self._gone, **self._processes.alive}
         codes = {str(number): process.code for number, process in ended.items() if process.code is not None}
         report = Report(
@@ -123,4 +207,4 @@ class Follower:
             {str(n): base64.b64encode(self._board.slots[n].content()).decode() for n in self._starts}, codes,
             {str(number): said for number, said in self._said.items()},
         )  # fmt: skip
-        send(self._spread.store, report_key(self._spread.node), report)
+        send(self.spread.store, report_key(self.spread.node), report)

@@ -29,7 +29,8 @@ from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.hosts import slurm_hosts
 from phalanx.launch.monitor import Monitor, Notice
 from phalanx.launch.status_board import SILENCE, StatusBoard
-from phalanx.launch.store import JobStore, host_store, share_secret
+from phalanx.launch.store import SECRET_VARIABLE, JobStore, host_store, share_secret
+from phalanx.launch.succession import Claim, reach
 
 _MEET_SECONDS = 120.0
 # A script may train several times. All ranks count alike, so that the keys of one job never meet another's.
@@ -53,11 +54,13 @@ class Place:
 
 
 def join(
-    device: str = "auto", *, folder: Path | None = None, variables: Mapping[str, str] | None = None
-) -> RankContext | None:
+    device: str = "auto", *, folder: Path | None = None, claim: Claim | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> RankContext | None:  # fmt: skip
     """The context that a launcher gave this process, None when there is no launcher.
 
-    folder: one that all ranks share, where rank 0 leaves the job's secret unless PHALANX_SECRET gives it.
+    folder: one that all ranks share, where rank 0 leaves the job's secret unless PHALANX_SECRET gives it. claim: of who
+    leads a run that goes on, to which this process comes back.
     """
     variables = os.environ if variables is None else variables
     place = find_place(variables)
@@ -65,9 +68,10 @@ def join(
         return None
     board = StatusBoard.private(place.world)
     board.reset()
+    store = _meet(place, folder, variables) if claim is None else _come_back(claim, variables)
     return RankContext(
         place.rank, place.world, place.local_rank, place.node, local_device(device, place.local_rank, place.world),
-        _meet(place, folder, variables), place.port, generation=0, board=board, slot=board.slots[place.rank],
+        store, place.port, generation=0, board=board, slot=board.slots[place.rank],
         address="127.0.0.1" if place.one_machine else "",
     )  # fmt: skip
 
@@ -163,6 +167,19 @@ def _meet(place: Place, folder: Path | None, variables: Mapping[str, str]) -> Jo
         folder = Path(tempfile.gettempdir())
     secret = share_secret(dist.PrefixStore(name, store), place.rank, folder, variables)
     return JobStore(store, secret, name)
+
+
+def _come_back(claim: Claim, variables: Mapping[str, str]) -> JobStore:
+    """To the store of a run whose first node is lost."""
+    store = reach(claim)
+    if store is None:
+        raise RankError(f"the supervisor on node {claim.node}, which led the run, is gone", "go on with --resume auto")
+    if SECRET_VARIABLE not in variables:
+        raise ConfigError(
+            f"a machine comes back to a run only with the run's secret, and {SECRET_VARIABLE} is not set",
+            f"set {SECRET_VARIABLE} for all processes when the run begins, and the same when one comes back",
+        )
+    return JobStore(store, share_secret(store, 1, None, variables), claim.name)
 
 
 @functools.cache  # one that is hosted here lives as long as the process

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from phalanx.errors import StoreError
 from phalanx.launch.abort import AbortEvent
 from phalanx.launch.status_board import StatusBoard, StatusSlot
+from phalanx.launch.store import JobStore
 from phalanx.records import read_record
 
 _LOOK_SECONDS = 0.002
@@ -76,9 +77,10 @@ class Membership:
         elif self._board.generation > self.generation.number and not self.generation.is_ahead:
             self.abort.set("a rank was lost")
 
-    def follow(self, store: Any, seconds: float) -> bool:
-        """Waits for the next generation that this process is in, and enters it; False when the job is over, or none
-        came in so many seconds."""
+    def follow(self, store: JobStore, seconds: float) -> JobStore | None:
+        """Waits for the next generation that this process is in, and enters it; the job's store then, over a connection
+        of its own: a thread that was given up may wait for ever with the other one. None when the job is over, or none
+        came in so many seconds. store: as it was."""
         seen, deadline = self.generation.number, time.monotonic() + seconds
         while not self._board.aborted and time.monotonic() < deadline:
             self._slot.await_generation(seen + 1)
@@ -86,9 +88,13 @@ class Membership:
                 time.sleep(_LOOK_SECONDS)
                 continue
             seen = self._board.generation
-            found = read_record(Generation, store.get(Generation(seen, ()).key))
+            try:
+                own = store.reached_at(self._board.store)
+                found = read_record(Generation, own.get(Generation(seen, ()).key))
+            except StoreError:
+                continue  # whoever published it is gone already; another will
             if self.process in found.members:
                 self.abort, self.generation = AbortEvent(), found
                 self._slot.await_generation(0)
-                return True
-        return False
+                return own
+        return None

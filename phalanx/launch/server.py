@@ -23,7 +23,6 @@ from pathlib import Path
 from phalanx.launch.orphans import STORE, end_all, let_go
 from phalanx.launch.wire import Wire
 
-_STORE_SECONDS = 300.0  # as long as torch's stores wait where nothing is said
 _outputs: list[int] = []  # of a rank: where output goes that is to be shown
 
 
@@ -117,9 +116,9 @@ def _host_store(control: Wire) -> int:
             signal.set_wakeup_fd(-1)
             control.close()
             _say_into(os.devnull, 1)
-            from phalanx.launch.store import host_store
+            from phalanx.launch.store import WAIT_SECONDS, host_store
 
-            store = host_store("127.0.0.1", 0, timedelta(seconds=_STORE_SECONDS))
+            store = host_store("127.0.0.1", 0, timedelta(seconds=WAIT_SECONDS))
             os.write(port, str(store.port).encode())
             os.close(port)
             while True:

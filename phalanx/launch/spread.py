@@ -3,8 +3,10 @@
 Both sides write one key of the job's store over and over. *Orders* say which processes a node is to have, with a number
 that tells one start of a process from the next, and what the board says; a *report* says which it has, what they said
 last, how they ended, and what they show on their board, which the first supervisor copies onto its own. Neither is a
-message that could be lost or come twice. A node whose report does not change any more is lost; a supervisor that no
-longer hears from the first one ends its ranks before that is assumed of it (`follower.py`).
+message that could be lost or come twice. A node is lost when the connection to its supervisor closes
+(`lifeline.py`), or when its report does not change for a while; before the others go on without one that may still
+live, a term is claimed (`succession.py`). A supervisor that has lost the first one leads then, or follows who does
+(`follower.py`).
 """
 
 from __future__ import annotations
@@ -15,31 +17,46 @@ import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from phalanx import errors
+from phalanx.errors import LinkError
+from phalanx.launch.lifeline import Lifelines
 from phalanx.launch.membership import Generation
 from phalanx.launch.processes import Process, Processes
 from phalanx.launch.rank_main import Done, Failed, Job, Left
 from phalanx.launch.status_board import RunningClock, StatusBoard
 from phalanx.launch.store import JobStore
+from phalanx.launch.succession import Succession
 from phalanx.launch.wire import Wire
 from phalanx.records import read_record
 
-FENCE = 0.6  # of the silence after which a node is lost: when its supervisor ends its ranks, if it still can
+_CLOSED_SECONDS = 1.0  # without a report, after which a node whose connection closed is lost
+_STARTS_OF_A_TERM = 1_000_000  # fewer processes are started by one that leads
 _DOUBT_SECONDS = 1.0  # without a report, after which a node may be about to be lost
 _LATEST = 0.3  # seconds that one look counts for at most, of whoever watches another
 
 
 @dataclass(frozen=True)
 class Spread:
-    """node: this one's number. places: of every process, its node and its number there. silence: in seconds."""
+    """root: the store of the run. node: this one's number. places: of every process, its node and its number there.
+    silence: in seconds. leads: whether this one's supervisor says what is to be, in this term. succession: what becomes
+    of the run when that changes."""
 
-    store: JobStore
+    root: JobStore
     node: int
     places: Mapping[int, tuple[int, int]]
     silence: float
+    leads: bool
+    succession: Succession
+    term: int = 0
+
+    @cached_property
+    def store(self) -> JobStore:
+        """Of the supervisors."""
+        return self.root.part("spread")
 
     def numbers(self, node: int) -> list[int]:
         return [number for number, (where, _) in self.places.items() if where == node]
@@ -56,9 +73,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Orders:
-    """processes: number → which start of it, and the generation (JSON) that it begins in."""
+    """term, leader: of and which node orders. processes: number → which start of it, and the generation (JSON) that it
+    begins in."""
 
     count: int
+    term: int = 0
+    leader: int = 0
     generation: int = 0
     aborted: bool = False
     invited: bool = False
@@ -154,8 +174,9 @@ class _Node:
     """Another node, as the first one sees it."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.incarnation, self.is_here, self.in_doubt = number, "", False, False
+        self.number, self.incarnation, self.is_here, self.in_doubt = number, "", True, False
         self.heard, self.count = Heard(), 0
+        self.is_adopted = True  # False: it has processes that were started by orders of another
 
 
 class SpreadProcesses(Processes):
@@ -163,19 +184,45 @@ class SpreadProcesses(Processes):
 
     def __init__(self, folder: Path, preload: tuple[str, ...], spread: Spread, board: StatusBoard) -> None:
         super().__init__(folder, preload, saves=False)
-        self._spread, self._board = spread, board
-        self._nodes = [_Node(number) for number in spread.others]
-        self._starts = 0
+        self._spread, self._board, self._term = spread, board, spread.term
+        self._nodes, self._starts = list[_Node](), 0
+        self._lifelines: Lifelines | None = None
+        if spread.leads:
+            self._lead()
+
+    def _lead(self) -> None:
+        """All others have told where their processes are."""
+        self._starts = self._term * _STARTS_OF_A_TERM
+        self._nodes = [_Node(number) for number in self._spread.others]
+        self._lifelines = Lifelines(self._spread.store)
+
+    def take_over(self, spread: Spread, now: Generation, lost: int) -> None:
+        """Leads from now on, with the processes that there are. now: who the ranks are. lost: the node that led before;
+        the processes of others become known when these report."""
+        for rank in [rank for rank in self.alive if rank not in now.members]:
+            self.bury(rank)
+        self._spread, self._term = spread, spread.term
+        self._lead()
+        for rank in [rank for rank in now.members if rank not in self.alive]:
+            self.alive[rank] = self._remote_process(rank, start=0, members=now)
+            if self._node_of(rank) is None:  # it was to be started here
+                self.alive[rank].code = -9
         for node in self._nodes:
-            node.is_here = True  # it has told us where its processes are
+            node.is_adopted = False
+            if node.number == lost:
+                node.is_here = False
+                self._lose(node, f"was lost with node {lost}, whose supervisor led the run,")
 
     def _start(self, missing: Sequence[int]) -> None:
         super()._start([rank for rank in missing if self._node_of(rank) is None])
         for rank in missing:
             if self._node_of(rank) is not None:
-                ours, theirs = socket.socketpair()
                 self._starts += 1
-                self.alive[rank] = RemoteProcess(rank, 0, Wire(ours), None, start=self._starts, far=Wire(theirs))
+                self.alive[rank] = self._remote_process(rank, start=self._starts)
+
+    def _remote_process(self, rank: int, start: int, members: Generation | None = None) -> RemoteProcess:
+        ours, theirs = socket.socketpair()
+        return RemoteProcess(rank, 0, Wire(ours), None, start=start, members=members, far=Wire(theirs))
 
     def can_start(self, rank: int) -> bool:
         node = self._node_of(rank)
@@ -190,10 +237,17 @@ class SpreadProcesses(Processes):
         for node in self._nodes:
             self._exchange(node)
 
+    @property
+    def nodes_here(self) -> list[int]:
+        """That were not lost, this one among them."""
+        return [self._spread.node, *(node.number for node in self._nodes if node.is_here)]
+
     def close(self) -> None:
         self.end()
         for node in self._nodes:
             self._order(node, over=True)
+        if self._lifelines is not None:
+            self._lifelines.close()
         super().close()
 
     def _node_of(self, rank: int) -> _Node | None:
@@ -210,8 +264,12 @@ class SpreadProcesses(Processes):
         report = read_record(Report, store.get(key)) if store.check([key]) else None
         seconds = node.heard.seconds_since(f"{report.incarnation} {report.count}" if report else "")
         node.in_doubt = seconds > _DOUBT_SECONDS
-        if node.is_here and seconds > self._spread.silence:
+        if node.is_here and seconds > _CLOSED_SECONDS and self._is_closed(node):
             node.is_here = False
+            self._lose(node, f"was lost with node {node.number}, whose supervisor ended,")
+        elif node.is_here and seconds > self._spread.silence:
+            node.is_here = False
+            self._claim(node)
             self._lose(node, f"was lost with node {node.number}, of which nothing was heard for {seconds:.0f} s,")
         if report is not None and seconds == 0.0:
             if node.incarnation and report.incarnation != node.incarnation:
@@ -220,9 +278,23 @@ class SpreadProcesses(Processes):
             self._take(node, report)
         self._order(node)
 
+    def _is_closed(self, node: _Node) -> bool:
+        return self._lifelines is not None and self._lifelines.closed(node.incarnation)
+
+    def _claim(self, node: _Node) -> None:
+        """Before others are ranks in the places of those of a node that may still live, and may lead."""
+        self._term += 1
+        if not self._spread.succession.affirm(self._spread.root, self._term):
+            raise LinkError(
+                f"node {self._spread.node} has heard nothing of node {node.number} for {self._spread.silence:g} s, and "
+                "another node leads the run now",
+                "the run goes on there; this node can be started again and is taken in",
+            )
+
     def _take(self, node: _Node, report: Report) -> None:
         for number, process in self._remote(node).items():
             name = str(number)
+            process.start = process.start or report.starts.get(name, 0)
             if report.starts.get(name) != process.start or process.code is not None:
                 continue
             self._board.slots[number].fill(base64.b64decode(report.slots[name]))
@@ -237,6 +309,8 @@ class SpreadProcesses(Processes):
 
     def _order(self, node: _Node, over: bool = False) -> None:
         node.count += 1
+        if not (node.is_adopted or node.incarnation or over):
+            return  # it would end processes of which nothing is known here yet
         board, wanted = self._board, self._remote(node)
         processes = {
             str(number): (process.start, process.members.to_json())
@@ -244,7 +318,8 @@ class SpreadProcesses(Processes):
             if process.wanted and process.code is None and process.members is not None
         }
         orders = Orders(
-            node.count, board.generation, board.aborted, board.invited, board.room > 0, over, processes
+            node.count, self._term, self._spread.node, board.generation, board.aborted, board.invited, board.room > 0,
+            over, processes,
         )  # fmt: skip
         send(self._spread.store, orders_key(node.number), orders)
 
@@ -261,7 +336,8 @@ def told(outcome: Done | Left | Failed) -> dict[str, Any]:
 
 
 _KINDS: dict[str, type[errors.PhalanxError]] = {
-    kind.__name__: kind for kind in (errors.RankError, errors.LinkError, errors.LateError, errors.ConfigError)
+    kind.__name__: kind
+    for kind in (errors.RankError, errors.LinkError, errors.StoreError, errors.LateError, errors.ConfigError)
 }
 
 

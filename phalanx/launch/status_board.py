@@ -22,7 +22,7 @@ PHASES = ("start", "capture", "compile", "step", "evaluate", "save", "generate",
 QUICK_PHASES = ("step", "evaluate")
 _LONGEST_LOOK = 2.0
 
-_HEADER = 64
+_HEADER = 256
 _SLOT = 1024
 _COUNTERS = struct.Struct("<Qq")  # sign of life, step
 _PHASE = slice(16, 32)
@@ -37,6 +37,7 @@ _FINISHED_AT = 1016  # how many steps the rank has finished
 _GENERATION_AT = 8  # of the board: the newest that was published
 _INVITED_AT, _GROWS_AT = 16, 17  # of the board: whether processes wait to be taken in; whether more can be had
 _WANTED_AT = 24  # of the board: how many ranks are asked for
+_STORE = slice(64, 256)  # of the board: where the job's store is now
 
 
 @dataclass(frozen=True)
@@ -226,8 +227,19 @@ class StatusBoard:
     def want(self, num_ranks: int) -> None:
         _BEGUN.pack_into(self._memory, _WANTED_AT, num_ranks)
 
+    @property
+    def store(self) -> tuple[str, int] | None:
+        """Host and port of the job's store, where that has moved since the job began."""
+        host, _, port = self._memory[_STORE].rstrip(b"\0").decode().rpartition(" ")
+        return (host, int(port)) if host else None
+
+    def move_store(self, host: str, port: int) -> None:
+        """Before a generation is published that meets there."""
+        self._memory[_STORE] = f"{host} {port}".encode().ljust(_STORE.stop - _STORE.start, b"\0")
+
     def reset(self) -> None:
         self._memory[0] = 0
+        self._memory[_STORE] = bytes(_STORE.stop - _STORE.start)
         self.invite(False)
         self.let_grow(False)
         self.want(0)

@@ -17,12 +17,12 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import ConfigError, LinkError, PhalanxError, RankError
+from phalanx.errors import ConfigError, LinkError, PhalanxError, RankError, StoreError
 from phalanx.launch.abort import AbortEvent
 
 SECRET_VARIABLE = "PHALANX_SECRET"
@@ -31,6 +31,8 @@ _MAC_BYTES = hashlib.sha256().digest_size
 _SECRET_BYTES = 32
 _SECRET_FILE = ".secret-{}"
 _HELLO = "hello"
+_CONNECT_SECONDS = 30.0  # to a store that is there
+WAIT_SECONDS = 300.0  # for a key, as torch's stores wait where nothing is said
 _SEE_SECONDS = 60.0  # until a file that rank 0 wrote is seen on another machine
 _EXAMPLE = f"{SECRET_VARIABLE}=$(openssl rand -hex 32)"
 _WHO_WRITES = "something else writes to this job's store: see who can reach its port (docs/security.md)"
@@ -76,30 +78,53 @@ class JobStore:
         """The same keys over a connection of its own."""
         return JobStore(self._store.clone(), self._secret, self._name)
 
+    def reached_at(self, address: tuple[str, int] | None) -> JobStore:
+        """The same keys over a connection of its own, where they are now; None: where they were."""
+        where = address or self.address
+        return self.clone() if where is None else self.at(connect_store(*where))
+
+    def at(self, store: Any) -> JobStore:
+        """The same keys in another store of torch."""
+        return JobStore(store, self._secret, self._name)
+
+    @property
+    def torch_store(self) -> Any:
+        """Without this job's prefix."""
+        return self._store
+
+    @property
+    def name(self) -> str:
+        return self._name
+
     def set(self, key: str, text: str) -> None:
-        self.for_torch.set(key, self._signed(key, text))
+        with _answering():
+            self.for_torch.set(key, self._signed(key, text))
 
     def get(self, key: str) -> str:
         """Waits for the key as torch's stores do."""
-        return self._opened(key, self.for_torch.get(key))
+        with _answering():
+            return self._opened(key, self.for_torch.get(key))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all these keys are there. That a rank wrote them is known when they are read."""
         if self._abort is not None and self._abort.reason is not None:
             raise LinkError(f"stopped waiting for what other ranks say: {self._abort.reason}")
-        return self.for_torch.check(list(keys))
+        with _answering():
+            return self.for_torch.check(list(keys))
 
     def set_once(self, key: str, text: str) -> str:
         """What the key holds from now on: what a rank wrote before, else `text`."""
         signed = self._signed(key, text)
         try:
-            return self._opened(key, self.for_torch.compare_set(key, "", signed))
+            with _answering():
+                return self._opened(key, self.for_torch.compare_set(key, "", signed))
         except ForgedValue:
             self.for_torch.set(key, signed)
             return text
 
     def delete_key(self, key: str) -> None:
-        self.for_torch.delete_key(key)
+        with _answering():
+            self.for_torch.delete_key(key)
 
     def _signed(self, key: str, text: str) -> str:
         # Text throughout: not all of the store's calls take bytes.
@@ -119,11 +144,24 @@ class JobStore:
         return hmac.digest(self._secret, len(place).to_bytes(8, "big") + place + body, "sha256").hex()
 
 
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    import torch.distributed as dist
+
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        first = str(error).splitlines()[0]
+        raise StoreError(
+            f"the store of the job does not answer: {first}", "see what became of the process that has it"
+        ) from error
+
+
 def host_store(host: str, port: int, timeout: timedelta) -> Any:
     """A store of torch that is reached at this host's address and no other; port 0 lets the system choose."""
     import torch.distributed as dist
 
-    listener = socket.create_server((_listening_address(host), port), backlog=1024)
+    listener = socket.create_server((listening_address(host), port), backlog=1024)
     port = listener.getsockname()[1]
     return dist.TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -131,13 +169,16 @@ def host_store(host: str, port: int, timeout: timedelta) -> Any:
 
 
 def connect_store(host: str, port: int) -> Any:
-    """A client of a store of torch."""
+    """A client of a store of torch that is there."""
     import torch.distributed as dist
 
-    return dist.TCPStore(host, port, is_master=False)
+    with _answering():
+        found = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
+    found.set_timeout(timedelta(seconds=WAIT_SECONDS))
+    return found
 
 
-def _listening_address(host: str) -> str:
+def listening_address(host: str) -> str:
     """The address of this machine that `host` stands for; all of them where that cannot be told.
 
     Many machines know their own name as a loopback address, and some are reached by an address that is not theirs.

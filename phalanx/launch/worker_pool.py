@@ -33,6 +33,7 @@ from phalanx.launch.watch import Watch
 _TICK_SECONDS = 0.2
 _ROOM = 64  # for ranks that come to a job beside those that it began with
 Results = dict[int, IO[bytes]]  # by process: what it returned
+OnEvent = Callable[[str, Any], None] | None
 HandOver = Callable[[Iterable[int], Job], None]  # to these processes
 PRELOAD = ("torch", "phalanx.comm.links", "phalanx.training.trainer")
 
@@ -94,7 +95,7 @@ class WorkerPool:
         target: Callable[..., Any],
         *arguments: Any,
         world: int | None = None,
-        on_event: Callable[[str, Any], None] | None = None,
+        on_event: OnEvent = None,
         on_loss: OnLoss = "stop",
         least: int = 1,
     ) -> list[Any]:
@@ -115,20 +116,40 @@ class WorkerPool:
                 self._processes.start(world)
                 job = self.post(world)
                 hand_over(range(world), job)
-                renewal = self._renewal(job, on_loss, hand_over, least)
-                watch = Watch(self._processes, self._board, job, renewal)
-                with stop_signal() as stop:
-                    self._follow(watch, on_event, stop)
-                if renewal is not None:
-                    renewal.newcomers.dismiss()
-                found = [read_result(results[number]) for number in watch.members]
-                for number in [number for number in self._processes.alive if number >= self.size]:
-                    self._processes.bury(number)
-                return found
+                return self._watched(job, self._renewal(job, on_loss, hand_over, least), results, on_event)
             except BaseException:
                 # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
                 self._processes.end()
                 raise
+
+    def take_over(
+        self, spread: Spread, lost: int, job: Job, handing: tuple[HandOver, Results], on_event: OnEvent,
+        on_loss: OnLoss, least: int,
+    ) -> list[Any]:  # fmt: skip
+        """Goes on with a job that the supervisor of a node led that is lost. job: with the ranks that it had."""
+        assert isinstance(self._processes, SpreadProcesses) and spread.root.address is not None
+        self._spread, self._store = spread, spread.ranks_store
+        self._processes.take_over(spread, job.members, lost)
+        self._board.invite(False)
+        self._board.move_store(*spread.root.address)
+        job = dataclasses.replace(job, store=self._store.ticket)
+        renewal = self._renewal(job, on_loss, handing[0], least)
+        assert renewal is not None
+        if on_loss in ("regrow", "replace"):
+            renewal.newcomers.expect([number for number in range(self.size) if number not in job.members.members])
+        return self._watched(job, renewal, handing[1], on_event)
+
+    def _watched(self, job: Job, renewal: Renewal | None, results: Results, on_event: OnEvent) -> list[Any]:
+        """Until the job is over."""
+        watch = Watch(self._processes, self._board, job, renewal)
+        with stop_signal() as stop:
+            self._follow(watch, on_event, stop)
+        if renewal is not None:
+            renewal.newcomers.dismiss()
+        found = [read_result(results[number]) for number in watch.members if number in results]
+        for number in [number for number in self._processes.alive if number >= self.size]:
+            self._processes.bury(number)
+        return found
 
     @contextlib.contextmanager
     def handing(self, target: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[tuple[HandOver, Results]]:
@@ -150,8 +171,6 @@ class WorkerPool:
     def _new_processes(self) -> Processes:
         if self._spread is None:
             return Processes(self._folder, self._preload)
-        if self._spread.node > 0:
-            return Processes(self._folder, self._preload, saves=False)
         return SpreadProcesses(self._folder, self._preload, self._spread, self._board)
 
     def post(self, world: int) -> Job:
@@ -200,7 +219,7 @@ class WorkerPool:
 
         return Renewal(self._processes, self._board, job, self._store, on_loss, start, least)
 
-    def _follow(self, watch: Watch, on_event: Callable[[str, Any], None] | None, stop: StopSignal) -> None:
+    def _follow(self, watch: Watch, on_event: OnEvent, stop: StopSignal) -> None:
         """Returns when every rank is done, raises when the job is over in another way."""
         forwarded, heard = 0, list(watch.members)
         with selectors.DefaultSelector() as selector:

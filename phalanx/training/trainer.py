@@ -21,9 +21,10 @@ from phalanx.contradictions import require_eval_data
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch import early
 from phalanx.launch.context import RankContext, local_device
-from phalanx.launch.follower import Follower
+from phalanx.launch.follower import Follower, Survival
 from phalanx.launch.join import find_place, join, run_joined
 from phalanx.launch.main_script import refuse_while_loading
+from phalanx.launch.succession import live_claim
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.observe.requests import ask
@@ -182,9 +183,10 @@ class Trainer:
     def _fit_guarded(self, one_machine: bool) -> Summary:
         """Ranks that may be lost, where a launcher would end the job with them."""
         self._refuse_several_jobs()
-        guard = join("cpu", folder=self.folder)
+        claim = None if one_machine else live_claim(self.folder)
+        guard = join("cpu", folder=self.folder, claim=claim)
         assert guard is not None
-        self._speaks = guard.rank == 0
+        self._speaks = guard.rank == 0 and claim is None
         if self._speaks:
             refuse_second_run(self.folder)
 
@@ -195,11 +197,15 @@ class Trainer:
             return _run(pool, self.job, on_event)
 
         def follow(follower: Follower) -> list[Summary]:
+            survival = Survival(self.config.on_loss, self.config.min_ranks)
             with pack(self.job) as payload:
-                return follower.run(on_event, fit_on_rank, payload)
+                found = follower.run(on_event, survival, fit_on_rank, payload)
+            self._speaks = self._speaks or follower.spread.leads
+            return found
 
         if not one_machine:  # a guard that is lost is the loss of its machine, and not the end of the others
-            return fit_guarded(guard, self.job, self.config.device, run, follow)
+            term = claim.term if claim is not None else 0
+            return fit_guarded(guard, self.job, self.config.device, run, follow, term)
         return run_joined(guard, fit_guarded, self.job, self.config.device, run, silence=self.config.silence)
 
     def _try_out(self, run: Callable[[Job], Summary]) -> None:

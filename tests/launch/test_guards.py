@@ -61,11 +61,12 @@ class Gone(Store):
         raise RuntimeError("Broken pipe")
 
 
-def test_a_guard_whose_store_is_gone_says_who_had_it() -> None:
+def test_a_guard_whose_store_is_gone_says_who_had_it(tmp_path: Path) -> None:
     context: Any = SimpleNamespace(
         rank=1, world=2, node=1, local_rank=1, store=Gone(), abort=AbortEvent(), name="rank 1"
     )  # fmt: skip
     with pytest.raises(LinkError) as lost:
-        fit_guarded(context, SimpleNamespace(), "cpu", pytest.fail, pytest.fail)  # pyright: ignore
+        job: Any = SimpleNamespace(folder=tmp_path, config=SimpleNamespace(silence=0.1))
+        fit_guarded(context, job, "cpu", pytest.fail, pytest.fail)
     assert lost.value.message == "rank 1 lost the store of its job: the first process of the run is gone"
     assert lost.value.hint == "see what became of it; go on with --resume auto"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ConfigError, LateError, LinkError
-from phalanx.launch.follower import Follower
+from phalanx.launch.follower import Follower, Survival
 from phalanx.launch.membership import Generation
 from phalanx.launch.rank_main import Done, Failed, Left
 from phalanx.launch.renewal import Renewal
 from phalanx.launch.spread import Orders, Spread, SpreadProcesses, orders_key, outcome_of, send, told
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.store import JobStore, host_store
+from phalanx.launch.succession import Succession
 from phalanx.launch.watch import Trouble, Watch
 from phalanx.launch.worker_pool import WorkerPool
 from tests.launch import jobs
@@ -30,7 +32,13 @@ def store() -> JobStore:
 
 
 def spread(store: JobStore, name: str, node: int, silence: float = 20.0) -> Spread:
-    return Spread(store.part(name).clone(), node, {0: (0, 0), 1: (1, 0)}, silence)
+    """Node 0 leads."""
+    succession = Succession(Path(tempfile.mkdtemp(prefix=f"phalanx-{name}-")), node, {})
+    return Spread(store.part(name).clone(), node, {0: (0, 0), 1: (1, 0)}, silence, node == 0, succession)
+
+
+def ignored(name: str, given: Any) -> None:
+    """What rank 0 tells."""
 
 
 def pool(where: Spread) -> WorkerPool:
@@ -42,7 +50,7 @@ def test_each_node_has_its_ranks_and_the_first_one_hears_of_all(store: JobStore)
 
     def follow() -> None:
         with pool(second) as theirs:
-            found.extend(Follower(theirs, second).run(lambda name, given: None, jobs.describe, "there"))
+            found.extend(Follower(theirs, second).run(ignored, Survival("shrink"), jobs.describe, "there"))
 
     thread = threading.Thread(target=follow)
     thread.start()
@@ -58,9 +66,9 @@ def test_a_supervisor_that_hears_nothing_any_more_ends_its_ranks_and_says_so(sto
     where = spread(store, "silent", 1, silence=0.5)
     send(where.store, orders_key(1), Orders(1))
     with pool(where) as theirs, pytest.raises(LinkError) as ended:
-        Follower(theirs, where).run(lambda name, given: None, jobs.describe)
-    words = r"node 1 has heard nothing of the first node's supervisor for \d s, and ended its ranks"
-    assert re.fullmatch(words, ended.value.message) and "is taken in if the run goes on" in ended.value.hint
+        Follower(theirs, where).run(ignored, Survival("shrink"), jobs.describe)
+    words = r"node 1 heard nothing of the supervisor that leads for \d s; node 1 ended its ranks"
+    assert re.fullmatch(words, ended.value.message) and "can be started again and is taken in" in ended.value.hint
 
 
 def test_processes_of_a_node_that_says_nothing_are_lost_and_come_back_with_it(store: JobStore, tmp_path: Path) -> None:

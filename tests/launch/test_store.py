@@ -135,7 +135,7 @@ def test_a_store_that_one_machine_needs_is_reached_from_it_alone(server: Any):
 def test_a_name_that_means_another_address_to_others_is_listened_for_everywhere(monkeypatch: pytest.MonkeyPatch):
     known = {"own": "127.0.1.1", "translated": "203.0.113.7"}
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: [(2, 1, 6, "", (known[host], 0))])
-    assert job_store._listening_address("own") == "" == job_store._listening_address("translated")
+    assert job_store.listening_address("own") == "" == job_store.listening_address("translated")
 
 
 def shared(folder: Path | None, variables: dict[str, str]) -> list[bytes]:
