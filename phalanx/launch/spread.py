@@ -15,6 +15,7 @@ import base64
 import dataclasses
 import json
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,7 @@ from phalanx.records import read_record
 _CLOSED_SECONDS = 1.0  # without a report, after which a node whose connection closed is lost
 _STARTS_OF_A_TERM = 1_000_000  # fewer processes are started by one that leads
 _DOUBT_SECONDS = 1.0  # without a report, after which a node may be about to be lost
+_LOOK_SECONDS = 0.02
 _LATEST = 0.3  # seconds that one look counts for at most, of whoever watches another
 
 
@@ -212,6 +214,9 @@ class SpreadProcesses(Processes):
             if node.number == lost:
                 node.is_here = False
                 self._lose(node, f"was lost with node {lost}, whose supervisor led the run,")
+        while any(node.is_here and not node.incarnation for node in self._nodes):
+            self.note_ended()  # until all others have reported here, or are lost, too
+            time.sleep(_LOOK_SECONDS)
 
     def _start(self, missing: Sequence[int]) -> None:
         super()._start([rank for rank in missing if self._node_of(rank) is None])

@@ -129,6 +129,10 @@ class WorkerPool:
         """Goes on with a job that the supervisor of a node led that is lost. job: with the ranks that it had."""
         assert isinstance(self._processes, SpreadProcesses) and spread.root.address is not None
         self._spread, self._store = spread, spread.ranks_store
+        step = max(slot.read().step for slot in self._board.slots)
+        for number in spread.numbers(lost):
+            self._board.slots[number].enter("step")
+            self._board.slots[number].at_step(step)  # what it showed was not seen here; ranks are in a step together
         self._processes.take_over(spread, job.members, lost)
         self._board.invite(False)
         self._board.move_store(*spread.root.address)

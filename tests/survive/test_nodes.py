@@ -36,31 +36,34 @@ def of_kind(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("node", "on_loss", "plan", "every"),
+    ("world", "node", "on_loss", "plan", "every"),
     [
-        (1, "shrink", "dp=2", "never"), (1, "regrow", "dp=2", "never"), (1, "shrink", "pp=2,mb=2", "0"),
-        (0, "shrink", "pp=2,mb=2", "0"), (0, "regrow", "dp=2", "never"),
+        (2, 1, "shrink", "dp=2", "never"), (2, 1, "regrow", "dp=2", "never"), (2, 1, "shrink", "pp=2,mb=2", "0"),
+        (2, 0, "shrink", "pp=2,mb=2", "0"), (2, 0, "regrow", "dp=2", "never"), (3, 0, "shrink", "pp=3,mb=2", "0"),
     ],
 )  # fmt: skip
-def test_a_node_is_lost_and_the_other_goes_on(node: int, on_loss: str, plan: str, every: str, tmp_path: Path) -> None:
+def test_a_node_is_lost_and_the_others_go_on(
+    world: int, node: int, on_loss: str, plan: str, every: str, tmp_path: Path
+) -> None:
     """With mirrors where it alone held something. Node 0's supervisor leads and has the store: without it the other's
     does."""
     out, release = tmp_path / "run", tmp_path / "release"
     command = [sys.executable, "-m", "tests.survive.spread_run", str(out), str(release), on_loss, plan, every]
-    with Lab("nodes=2,device=cpu:1thread", logs=tmp_path / "logs") as lab, lab.start(command) as session:
+    with Lab(f"nodes={world},device=cpu:1thread", logs=tmp_path / "logs") as lab, lab.start(command) as session:
         wait_until(lambda: len(of_kind(out, "step")) >= 2, session, "no step")
         session.ranks[node].end()
         wait_until(lambda: of_kind(out, "loss"), session, "the loss was not told")
         if on_loss == "regrow":
-            session.ranks[node] = session._start_rank(node, 2, node, 0)
+            session.ranks[node] = session._start_rank(node, world, node, 0)
             wait_until(lambda: len(of_kind(out, "loss")) == 2, session, "the node was not taken in")
         release.touch()
         for rank in (rank for rank in session.ranks if not rank.ended):
             assert rank.process.wait(300) == 0, rank.last_output()
     lost, *came = of_kind(out, "loss")
     how = "whose supervisor ended," if node else "whose supervisor led the run,"
-    assert lost["ranks"] == 1 and f"was lost with node {node}, {how}" in lost["lost"][0] and lost["repeated"] == 0
-    assert (f"; of rank {node} from the mirror on rank " in lost["source"]) == (every == "0")
+    assert (lost["ranks"], lost["repeated"]) == (world - 1, 0)
+    assert f"was lost with node {node}, {how}" in lost["lost"][0]
+    assert (f"; of rank {node} from the mirror on rank" in lost["source"]) == (every == "0")
     assert [(each["ranks"], each["plan"]) for each in came] == ([(2, "dp=2")] if on_loss == "regrow" else [])
     Trainer("gpt2", Patient(release), config(tmp_path / "alone", plan="mb=2")).fit()
     require_same_run(out, tmp_path / "alone")
