@@ -137,7 +137,7 @@ class Follower:
         )  # fmt: skip
         try:
             own = spread.succession.succeed(spread.root, term) if trains else None
-        except (StoreError, OSError):
+        except StoreError:  # no way to where the others are
             own = None
         if own is not None:
             return dataclasses.replace(spread, root=own, leads=True, term=term)

@@ -36,16 +36,22 @@ class Lifelines:
         store.set(_KEY, json.dumps([host, self._listener.getsockname()[1]]))
 
     def closed(self, name: str) -> bool:
-        """Whether there was a connection of this name, and it is closed."""
-        self._look()
+        """Whether there was a connection of this name when it was last looked, and it is closed."""
         line = self._open.get(name)
         return line is not None and line.fileno() < 0
+
+    def look(self) -> None:
+        """Takes connections, and finds those that were closed; often, for who connects waits for it."""
+        self._take()
+        for line in self._open.values():
+            if line.fileno() >= 0 and _received(line) == b"":
+                line.close()
 
     def close(self) -> None:
         for line in (self._listener, *self._open.values(), *self._strangers):
             line.close()
 
-    def _look(self) -> None:
+    def _take(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 line, _ = self._listener.accept()
@@ -60,9 +66,6 @@ class Lifelines:
                     self._open[name] = line
                 else:
                     line.close()
-        for line in self._open.values():
-            if line.fileno() >= 0 and _received(line) == b"":
-                line.close()
 
 
 def _received(line: socket.socket) -> bytes | None:

@@ -141,6 +141,10 @@ class Processes:
         """Whether there is a place for it."""
         return True
 
+    def hears_of(self, rank: int) -> bool:
+        """Whether what it shows is known here; else its silence is that of its machine."""
+        return True
+
     def start_one(self, rank: int) -> None:
         """A process in the place of one that was buried."""
         self._start([rank])

@@ -233,12 +233,18 @@ class SpreadProcesses(Processes):
         node = self._node_of(rank)
         return node is None or node.is_here
 
+    def hears_of(self, rank: int) -> bool:
+        node = self._node_of(rank)
+        return node is None or not node.in_doubt
+
     @property
     def in_doubt(self) -> bool:
         return any(node.is_here and node.in_doubt for node in self._nodes)
 
     def note_ended(self) -> None:
         super().note_ended()
+        if self._lifelines is not None:
+            self._lifelines.look()
         for node in self._nodes:
             self._exchange(node)
 

@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import StoreError
+from phalanx.errors import LinkError, StoreError
 from phalanx.launch.store import WAIT_SECONDS, JobStore, connect_store, host_store
 from phalanx.records import Malformed, read_record
 
@@ -111,14 +111,19 @@ class Succession:
         claim = Claim(term, self.node, host, port, root.name, secrets.token_hex(8))
         root.torch_store.set(_IS_HERE.format(claim.token), "yes")
         written = self.folder / f"{_FILE.format(term)}.{claim.token}"
-        # Linked and not written in place: whoever sees the file sees all of it.
-        written.write_text(json.dumps(dataclasses.asdict(claim)))
         try:
+            # Linked and not written in place: whoever sees the file sees all of it.
+            written.write_text(json.dumps(dataclasses.asdict(claim)))
             os.link(written, self.folder / _FILE.format(term))
         except FileExistsError:
             return False
+        except OSError as error:
+            raise LinkError(
+                f"a node was lost, and node {self.node} cannot say in {self.folder} that it leads: {error.strerror}",
+                "the folder must be one that all machines can write to; go on with --resume auto",
+            ) from error
         finally:
-            written.unlink()
+            written.unlink(missing_ok=True)
         return True
 
 

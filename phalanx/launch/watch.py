@@ -123,6 +123,8 @@ class Watch:
             return Trouble(rank, self._view(rank), process.cause)
         if process.code is not None:
             return _died(rank, self._view(rank), process.code, self._output(rank), self._memory_kills)
+        if not self._processes.hears_of(rank):
+            return None
         suspect = _GONE_SECONDS if process.gone else self._job.silence if process.stopped else None
         if (seconds := self._silence[rank].silent_for(self._glance(rank), suspect=suspect)) is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 import threading
@@ -14,6 +15,7 @@ import pytest
 
 from phalanx.errors import ConfigError, LateError, LinkError
 from phalanx.launch.follower import Follower, Survival
+from phalanx.launch.lifeline import Lifeline
 from phalanx.launch.membership import Generation
 from phalanx.launch.rank_main import Done, Failed, Left
 from phalanx.launch.renewal import Renewal
@@ -69,6 +71,39 @@ def test_a_supervisor_that_hears_nothing_any_more_ends_its_ranks_and_says_so(sto
         Follower(theirs, where).run(ignored, Survival("shrink"), jobs.describe)
     words = r"node 1 heard nothing of the supervisor that leads for \d s; node 1 ended its ranks"
     assert re.fullmatch(words, ended.value.message) and "can be started again and is taken in" in ended.value.hint
+
+
+def test_a_node_whose_supervisor_ends_is_lost_before_its_silence_is(store: JobStore, tmp_path: Path) -> None:
+    where, board = spread(store, "ends", 0, silence=1000.0), StatusBoard.create(tmp_path / "board", 2)
+    processes = SpreadProcesses(tmp_path, jobs.LIGHT, where, board)
+    try:
+        processes.start_one(1)
+        line = Lifeline(where.store, "a")
+        report = {"incarnation": "a", "count": 1, "starts": {}, "slots": {}, "ended": {}, "said": {}}
+        where.store.set("report/1", json.dumps(report))
+        while "a" not in processes._lifelines._open:  # pyright: ignore[reportOptionalMemberAccess]
+            line.hold()
+            processes.note_ended()
+        line.close()
+        while not processes.alive[1].gone:
+            processes.note_ended()
+        assert processes.alive[1].cause == "was lost with node 1, whose supervisor ended,"
+    finally:
+        processes.close()
+
+
+def test_who_leads_ends_when_another_has_claimed_the_run(store: JobStore, tmp_path: Path) -> None:
+    where, board = spread(store, "deposed", 0, silence=0.5), StatusBoard.create(tmp_path / "board", 2)
+    assert Succession(where.succession.folder, 1, {}).affirm(where.root, 1)
+    processes = SpreadProcesses(tmp_path, jobs.LIGHT, where, board)
+    try:
+        with pytest.raises(LinkError) as ended:
+            while True:
+                processes.note_ended()
+        words = "node 0 has heard nothing of node 1 for 0.5 s, and another node leads the run now"
+        assert ended.value.message == words and "the run goes on there" in ended.value.hint
+    finally:
+        processes.close()
 
 
 def test_processes_of_a_node_that_says_nothing_are_lost_and_come_back_with_it(store: JobStore, tmp_path: Path) -> None:

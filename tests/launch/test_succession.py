@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import ConfigError, RankError
+from phalanx.errors import ConfigError, LinkError, RankError
 from phalanx.launch.join import join
 from phalanx.launch.store import JobStore, host_store
 from phalanx.launch.succession import Claim, Succession, forget_claims, live_claim, newest_claim
@@ -54,6 +54,14 @@ def test_claims_are_forgotten_when_the_run_is_over_but_not_by_a_node_that_no_lon
     assert newest_claim(tmp_path) is not None
     forget_claims(tmp_path, node=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(root: JobStore, tmp_path: Path) -> None:
+    with pytest.raises(LinkError) as refused:
+        Succession(tmp_path / "nowhere", 1, {}).affirm(root, 1)
+    assert refused.value.message == (
+        f"a node was lost, and node 1 cannot say in {tmp_path / 'nowhere'} that it leads: No such file or directory"
+    )
 
 
 def test_a_machine_comes_back_only_with_the_secret_and_to_a_run_that_is_there(root: JobStore, tmp_path: Path) -> None:

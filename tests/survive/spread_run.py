@@ -13,7 +13,7 @@ import torch
 from phalanx.config import RunConfig
 from phalanx.training.trainer import Trainer
 
-STEPS = 12
+STEPS = 40  # so that a run that is not released lasts longer than whatever is waited for
 
 
 class Patient:
@@ -23,7 +23,7 @@ class Patient:
         self._release = release
 
     def __len__(self) -> int:
-        return 64
+        return 4 * STEPS
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if index >= 8 and not self._release.exists():

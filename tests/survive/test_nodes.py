@@ -16,7 +16,7 @@ from phalanx.training.trainer import Trainer
 from tests.lab.labs import needs_namespaces
 from tests.run_helpers import records
 from tests.survive.runs import ledger, require_same_run
-from tests.survive.spread_run import Patient, config
+from tests.survive.spread_run import STEPS, Patient, config
 
 pytestmark = [needs_namespaces, pytest.mark.long]
 
@@ -67,4 +67,4 @@ def test_a_node_is_lost_and_the_others_go_on(
     assert [(each["ranks"], each["plan"]) for each in came] == ([(2, "dp=2")] if on_loss == "regrow" else [])
     Trainer("gpt2", Patient(release), config(tmp_path / "alone", plan="mb=2")).fit()
     require_same_run(out, tmp_path / "alone")
-    assert [step for step, *_ in ledger(out)] == list(range(1, 13))
+    assert [step for step, *_ in ledger(out)] == list(range(1, STEPS + 1))
