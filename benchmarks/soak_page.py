@@ -22,14 +22,17 @@ to three steps after it recovered from the one before. *Went on*: the ranks that
 killed); the run ended and was resumed. *Untouched*: nobody was lost. At its end every run was compared with a run of
 one process that nothing happened to: parameters (1e-7), losses (1e-9) and samples of every step, how many steps were
 made again, processes, shared memory and open files left behind. *Back to work*: from when a loss was noticed until
-ranks train again. *link slow*, *link cut*, *node lost and back*, *node cut off* and *rank of a node* happen on two
-nodes of a lab (network namespaces), with a supervisor each.
+ranks train again; the machine had up to ten times as many processes as cores. *link slow*, *link cut*, *node cut off*,
+*node lost and back* (one that does not lead), *leading node lost and back* and *rank of a node* happen on two nodes of
+a lab (network namespaces), with a supervisor each.
 
-What earlier runs found was mended; those runs (of `3b8cfb6`, and run 11 of `1b32dca`) do not count here, and were made
-again: a rank killed while others made ready for a plan left them waiting on one connection to the store; losses between
-which steps were made again counted as losses in a row; a rank that just came and lost the others ended the job. Two
-runs on nodes failed: a node that had been cut off was not taken back within 150 s. The machine had ten times as many
-processes as cores, which may be why; that was not shown, and the runs were not made again."""
+What earlier runs found was mended; those runs (of `3b8cfb6`, run 11 of `1b32dca`, and runs 6 and 13) do not count here,
+and others of their kind were made: a rank killed while others made ready for a plan left them waiting on one connection
+to the store; losses between which steps were made again counted as losses in a row; a rank that just came and lost the
+others ended the job; a node that came back to a run that had saved something was refused because of what it found in
+the run's folder. Runs 0 to 15 are of commits of a branch that became `7adc69c`. After `11b7452` the supervision of
+several nodes changed (the loss of the leading node is survived), and ranks find the job's store in another way when one
+of them is lost: runs on nodes of earlier commits are not among these."""
 
 
 def rows(found: Sequence[dict[str, Any]]) -> list[list[str]]:
