@@ -25,13 +25,12 @@ from phalanx.launch.processes import Process
 from phalanx.launch.rank_main import Event, Job
 from phalanx.launch.renewal import OnLoss
 from phalanx.launch.signals import stop_request
-from phalanx.launch.spread import Heard, Orders, Report, Spread, read_orders, report_key, send, told
+from phalanx.launch.spread import BEGIN_SILENCES, Heard, Orders, Report, Spread, read_orders, report_key, send, told
 from phalanx.launch.worker_pool import HandOver, WorkerPool, read_result
 from phalanx.records import read_record
 
 _TICK_SECONDS = 0.1
 _PATIENCE = 2.0  # silences without a word of who leads, after which it is gone: by then it has claimed a term, if not
-_BEGIN_PATIENCE = 10.0  # the same before its first word
 _CLAIM_PATIENCE = 3.0  # silences for another node to lead
 
 
@@ -110,7 +109,7 @@ class Follower:
         found = self._within_patience(lambda: read_orders(self.spread.store, self.spread.node))
         seconds = self._heard.seconds_since(str(found.count) if found else "")
         silence = self.spread.silence
-        if seconds > (_PATIENCE if found is not None else _BEGIN_PATIENCE) * silence:
+        if seconds > (_PATIENCE if found is not None else BEGIN_SILENCES) * silence:
             raise LinkError(f"node {self.spread.node} heard nothing of the supervisor that leads for {seconds:.0f} s")
         self._orders = found or self._orders
         if self._orders.generation > self._newest.number:

@@ -37,6 +37,8 @@ from phalanx.records import read_record
 _CLOSED_SECONDS = 1.0  # without a report, after which a node whose connection closed is lost
 _STARTS_OF_A_TERM = 1_000_000  # fewer processes are started by one that leads
 _DOUBT_SECONDS = 1.0  # without a report, after which a node may be about to be lost
+BEGIN_SILENCES = 10.0  # before the first word of a supervisor, on either side
+_FIND_SILENCES = 2.0  # before the first word to one that leads now
 _LOOK_SECONDS = 0.02
 _LATEST = 0.3  # seconds that one look counts for at most, of whoever watches another
 
@@ -278,7 +280,7 @@ class SpreadProcesses(Processes):
         if node.is_here and seconds > _CLOSED_SECONDS and self._is_closed(node):
             node.is_here = False
             self._lose(node, f"was lost with node {node.number}, whose supervisor ended,")
-        elif node.is_here and seconds > self._spread.silence:
+        elif node.is_here and seconds > self._patience(node):
             node.is_here = False
             self._claim(node)
             self._lose(node, f"was lost with node {node.number}, of which nothing was heard for {seconds:.0f} s,")
@@ -288,6 +290,12 @@ class SpreadProcesses(Processes):
             node.incarnation, node.is_here = report.incarnation, True
             self._take(node, report)
         self._order(node)
+
+    def _patience(self, node: _Node) -> float:
+        """Seconds without a word of a node, after which it is lost. Before its first one its supervisor makes ready, or
+        finds out who leads."""
+        silences = 1.0 if node.incarnation else BEGIN_SILENCES if node.is_adopted else _FIND_SILENCES
+        return silences * self._spread.silence
 
     def _is_closed(self, node: _Node) -> bool:
         return self._lifelines is not None and self._lifelines.closed(node.incarnation)

@@ -47,6 +47,12 @@ def pool(where: Spread) -> WorkerPool:
     return WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT, spread=where)
 
 
+def report(where: Spread, count: int) -> None:
+    """Of node 1, which has no processes."""
+    said = {"incarnation": "a", "count": count, "starts": {}, "slots": {}, "ended": {}, "said": {}}
+    where.store.set("report/1", json.dumps(said))
+
+
 def test_each_node_has_its_ranks_and_the_first_one_hears_of_all(store: JobStore) -> None:
     first, second, found = spread(store, "both", 0), spread(store, "both", 1), list[Any]()
 
@@ -79,8 +85,7 @@ def test_a_node_whose_supervisor_ends_is_lost_before_its_silence_is(store: JobSt
     try:
         processes.start_one(1)
         line = Lifeline(where.store, "a")
-        report = {"incarnation": "a", "count": 1, "starts": {}, "slots": {}, "ended": {}, "said": {}}
-        where.store.set("report/1", json.dumps(report))
+        report(where, 1)
         while "a" not in processes._lifelines._open:  # pyright: ignore[reportOptionalMemberAccess]
             line.hold()
             processes.note_ended()
@@ -96,6 +101,7 @@ def test_who_leads_ends_when_another_has_claimed_the_run(store: JobStore, tmp_pa
     where, board = spread(store, "deposed", 0, silence=0.5), StatusBoard.create(tmp_path / "board", 2)
     assert Succession(where.succession.folder, 1, {}).affirm(where.root, 1)
     processes = SpreadProcesses(tmp_path, jobs.LIGHT, where, board)
+    report(where, 1)
     try:
         with pytest.raises(LinkError) as ended:
             while True:
@@ -112,13 +118,14 @@ def test_processes_of_a_node_that_says_nothing_are_lost_and_come_back_with_it(st
     try:
         processes.start_one(1)
         remote = processes.alive[1]
+        report(where, 1)
         assert processes.can_start(1) and not remote.gone
         while not remote.gone:
             processes.note_ended()
         assert remote.cause == "was lost with node 1, of which nothing was heard for 1 s," and not processes.can_start(
             1
         )
-        where.store.set("report/1", '{"incarnation":"a","count":1,"starts":{},"slots":{},"ended":{},"said":{}}')
+        report(where, 2)
         processes.note_ended()
         assert processes.can_start(1)
     finally:
