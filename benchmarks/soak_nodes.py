@@ -107,9 +107,20 @@ class _Nodes:
     def lose(self, node: int) -> None:
         """It is lost, and comes back."""
         with hold(self.orders):
+            if not self.both_train():
+                return
             self.session.ranks[node].end()
             if self.loses():
                 self.bring_back(node)
+
+    def both_train(self) -> bool:
+        """Waits until a rank that was lost before has come back; without it the other node's would be the only one."""
+
+        def have_come() -> bool:
+            told = [record["ranks"] for record in self.log.read() if record["kind"] == "loss"]
+            return not told or told[-1] == 2
+
+        return self.until(have_come, "to have two ranks again")
 
 
 def _lose_node(nodes: _Nodes, draw: random.Random) -> None:
@@ -138,6 +149,8 @@ def _cut_off(nodes: _Nodes, draw: random.Random) -> None:
     """For so long that the node that does not lead is lost."""
     cut = 1 - nodes.leader
     with hold(nodes.orders):
+        if not nodes.both_train():
+            return
         nodes.session.disturb(CutLink(cut))
         lost = nodes.loses()
         nodes.session.disturb(RestoreLink(cut))

@@ -130,10 +130,7 @@ class Follower:
 
     def _next_term(self, lost: LinkError) -> Spread:
         """Who leads from now on: this one, if its ranks train and nobody else was first."""
-        spread, term = self.spread, self._orders.term + 1
-        trains = not self._said and not self._board.aborted and any(
-            self._board.slots[number].guarded for number in self._processes.alive
-        )  # fmt: skip
+        spread, term, trains = self.spread, self._orders.term + 1, self._trains()
         try:
             own = spread.succession.succeed(spread.root, term) if trains else None
         except StoreError:  # no way to where the others are
@@ -146,11 +143,17 @@ class Follower:
                 return dataclasses.replace(spread, root=found, term=term)
             time.sleep(_TICK_SECONDS)
         self._processes.end()
+        what = "ended its ranks" if trains else "has no rank that could go on by itself"
         raise LinkError(
-            f"{lost.message}; node {spread.node} ended its ranks",
+            f"{lost.message}; node {spread.node} {what}",
             "see what became of the first node; if the run goes on, this node can be started again and is taken in; "
             "else go on with --resume auto",
         )
+
+    def _trains(self) -> bool:
+        """Whether ranks of this node would go on without others."""
+        guarded = (self._board.slots[number].guarded for number in self._processes.alive)
+        return not self._said and not self._board.aborted and any(guarded)
 
     def _obey(self, job: Job, hand_over: HandOver, selector: selectors.BaseSelector) -> None:
         orders, board = self._orders, self._board

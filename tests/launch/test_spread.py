@@ -70,12 +70,21 @@ def test_each_node_has_its_ranks_and_the_first_one_hears_of_all(store: JobStore)
     assert (rank, world, local_rank, device, given) == (1, 2, 0, "cpu", ("there",))
 
 
-def test_a_supervisor_that_hears_nothing_any_more_ends_its_ranks_and_says_so(store: JobStore) -> None:
-    where = spread(store, "silent", 1, silence=0.5)
+@pytest.mark.parametrize(
+    ("trains", "what"), [(True, "ended its ranks"), (False, "has no rank that could go on by itself")]
+)
+def test_a_supervisor_that_hears_nothing_any_more_ends_its_ranks_and_says_so(
+    trains: bool, what: str, store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they train it would lead, but for a claim of another that cannot be reached."""
+    where = spread(store, f"silent {trains}", 1, silence=0.5)
+    assert Succession(where.succession.folder, 0, {}).affirm(where.root, 1)
+    monkeypatch.setattr("phalanx.launch.succession.reach", lambda claim: None)
+    monkeypatch.setattr(Follower, "_trains", lambda follower: trains)
     send(where.store, orders_key(1), Orders(1))
     with pool(where) as theirs, pytest.raises(LinkError) as ended:
         Follower(theirs, where).run(ignored, Survival("shrink"), jobs.describe)
-    words = r"node 1 heard nothing of the supervisor that leads for \d s; node 1 ended its ranks"
+    words = rf"node 1 heard nothing of the supervisor that leads for \d s; node 1 {what}"
     assert re.fullmatch(words, ended.value.message) and "can be started again and is taken in" in ended.value.hint
 
 
