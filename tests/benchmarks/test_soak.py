@@ -34,7 +34,7 @@ def struck(kind: str, losses: list[float], why: str = "") -> Struck:
 def test_a_number_always_means_the_same_faults_and_every_kind_has_its_turn() -> None:
     settings = [Setting.of(number, KINDS) for number in range(20)]
     assert settings == [Setting.of(number, KINDS) for number in range(20)]
-    assert {fault.kind for setting in settings for fault in setting.faults} == set(KINDS)
+    assert {fault.kind for setting in settings[:6] for fault in setting.faults} == set(KINDS)
     assert {setting.place for setting in settings} == {"pool", "nodes", "supervisor"}
     firsts = [setting.faults[0].kind for setting in settings if "first step" in {f.kind for f in setting.faults}]
     assert set(firsts) == {"first step"}
