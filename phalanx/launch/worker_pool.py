@@ -23,9 +23,10 @@ from phalanx.launch.main_script import MainScript, explained_pickling, refuse_wh
 from phalanx.launch.membership import Generation
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
+from phalanx.launch.remote import SpreadProcesses
 from phalanx.launch.renewal import OnLoss, Renewal
 from phalanx.launch.signals import StopSignal, stop_signal
-from phalanx.launch.spread import Spread, SpreadProcesses
+from phalanx.launch.spread import Spread
 from phalanx.launch.status_board import SILENCE, StatusBoard
 from phalanx.launch.store import JobStore, connect_store, new_secret
 from phalanx.launch.watch import Watch

@@ -23,8 +23,9 @@ from torch import nn
 from phalanx.errors import LinkError
 from phalanx.launch.context import RankContext
 from phalanx.launch.follower import Follower
+from phalanx.launch.remote import SpreadProcesses
 from phalanx.launch.signals import stop_request
-from phalanx.launch.spread import Spread, SpreadProcesses
+from phalanx.launch.spread import Spread
 from phalanx.launch.store import JobStore
 from phalanx.launch.succession import Succession, forget_claims
 from phalanx.launch.worker_pool import WorkerPool

@@ -67,6 +67,6 @@ def test_a_guard_whose_store_is_gone_says_who_had_it(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(LinkError) as lost:
         job: Any = SimpleNamespace(folder=tmp_path, config=SimpleNamespace(silence=0.1))
-        fit_guarded(context, job, "cpu", pytest.fail, pytest.fail)
+        fit_guarded(context, job, "cpu", pytest.fail, pytest.fail)  # pyright: ignore[reportArgumentType]
     assert lost.value.message == "rank 1 lost the store of its job: the first process of the run is gone"
     assert lost.value.hint == "see what became of it; go on with --resume auto"

@@ -18,8 +18,9 @@ from phalanx.launch.follower import Follower, Survival
 from phalanx.launch.lifeline import Lifeline
 from phalanx.launch.membership import Generation
 from phalanx.launch.rank_main import Done, Failed, Left
+from phalanx.launch.remote import SpreadProcesses
 from phalanx.launch.renewal import Renewal
-from phalanx.launch.spread import Orders, Spread, SpreadProcesses, orders_key, outcome_of, send, told
+from phalanx.launch.spread import Orders, Spread, orders_key, outcome_of, send, told
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.store import JobStore, host_store
 from phalanx.launch.succession import Succession
