@@ -30,11 +30,13 @@ What earlier runs found was mended; those runs (of `3b8cfb6`, run 11 of `1b32dca
 and others of their kind were made: a rank killed while others made ready for a plan left them waiting on one connection
 to the store; losses between which steps were made again counted as losses in a row; a rank that just came and lost the
 others ended the job; a node that came back to a run that had saved something was refused because of what it found in
-the run's folder. Runs 0 to 15 are of commits of a branch that became `7adc69c`; `11b7452` and `70af19e` became
-`1757697` and `f821cc2` when their branch was put onto `7ef610b`. After `11b7452` the supervision of several nodes
-changed (the loss of the leading node is survived), and ranks find the job's store in another way when one of them is
-lost: runs on nodes of earlier commits are not among these. Run 101 of `70af19e` does not count: it lost the leading
-node when that had the only rank, since the other's was still coming, and ended as it must; the soak waits now."""
+the run's folder. Runs 0 to 15 are of commits of a branch that became `7adc69c`; `11b7452`, `70af19e`, `4e4d174` and
+`40e83e1` became `5b26981`, `082bbc8`, `5a8cc9e` and `58a19eb` when their branch was put onto `1cde385`, which changed
+how mirrors are priced (`--mirror-every auto`). After `11b7452` the supervision of several nodes changed (the loss of
+the leading node is survived), and ranks find the job's store in another way when one of them is lost: runs on nodes of
+earlier commits are not among these. Run 101 of `70af19e` does not count: it lost the leading node when that had the
+only rank, since the other's was still coming, and ended as it must; the soak waits now. Runs from 100 on were asked
+for with `--kinds` of nodes, those from 16 on with all other kinds."""
 
 
 def rows(found: Sequence[dict[str, Any]]) -> list[list[str]]:
