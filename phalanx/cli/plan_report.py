@@ -50,9 +50,12 @@ def print_estimate(case: Case, own: Estimate) -> None:
     console.print(_parts_table(own))
     console.print(_memory_table(own))
     _say(console, f"limits: {what_limits(own)}")
-    if not own.fits:
-        short = own.peak_bytes - own.budget[own.fullest]
-        _say(console, f"does not fit: {bytes_text(short)} too much at place {own.fullest} of the pipeline")
+    if own.plan.offload:
+        _say(console, f"on the host: {_hosted(own)} for each device of place {own.fullest_host}")
+    if own.lacks > 0:
+        _say(console, f"does not fit: {bytes_text(own.lacks)} too much at place {own.fullest} of the pipeline")
+    if own.lacks_on_host > 0:
+        _say(console, f"does not fit: {bytes_text(own.lacks_on_host)} of main memory are missing for each device there")
     _say(console, f"rates are {_rates(case)}")
 
 
@@ -92,6 +95,8 @@ def estimate_data(own: Estimate) -> dict[str, Any]:
         "memory_bytes": [{name: round(size) for name, size in place.items()} for place in own.memory],
         "budget_bytes": [round(size) for size in own.budget],
         "fullest": own.fullest,
+        "host_bytes": [round(size) for size in own.on_host],
+        "host_budget_bytes": [round(size) for size in own.host_budget],
         "fits": own.fits,
     } | ({"dollars_per_million_tokens": own.dollars_per_million_tokens} if own.price else {})
 
@@ -117,11 +122,16 @@ def _plan_table(plans: Sequence[Estimate], best: Estimate) -> Table:
     table = _table(("", "plan"), titles)
     for number, own in enumerate(plans):
         full = f"{bytes_text(own.peak_bytes)} of {bytes_text(own.budget[own.fullest])}"
+        full += f", host {_hosted(own)}" if own.lacks_on_host > 0 else ""
         cells = [number_text(own.tokens_per_second), f"{own.mfu:.1%}", seconds_text(own.step_seconds)]
         cells += [f"{own.bubble:.1%}", f"{own.exposed:.1%}", full if own.fits else f"{full}: too much"]
         cells += [f"{own.dollars_per_million_tokens:.3f}"] if priced else []
         table.add_row("best" if own is best and len(plans) > 1 else str(number + 1), _short(own), *cells)
     return table
+
+
+def _hosted(own: Estimate) -> str:
+    return f"{bytes_text(own.on_host[own.fullest_host])} of {bytes_text(own.host_budget[own.fullest_host])}"
 
 
 def _short(own: Estimate) -> str:

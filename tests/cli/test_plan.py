@@ -126,7 +126,27 @@ def test_a_model_that_fits_nowhere_says_what_it_lacks_and_what_would_help(capsys
     error = refused(capsys, "plan", "--model", "meta-llama/Llama-3.1-405B", "--cluster", "8 H100")
     assert "meta-llama/Llama-3.1-405B does not fit on 1x8 H100: the leanest plan (tp=8" in error
     assert "lacks" in error and "optimizer" in error
-    assert "→ use 16 times the nodes, devices with" in error
+    assert "; main memory is missing, too: with tp=8" in error and "assumed where a cluster does not say" in error
+    assert "GiB of main memory or more, 8 times the nodes, devices with" in error
+
+
+def test_the_leanest_plan_has_room_on_its_hosts_and_what_hosts_lack_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ("plan", "--model", "meta-llama/Meta-Llama-3-8B", "--cluster")
+    error = refused(capsys, *plan, "1 RTX 4090, host 64GB")
+    assert "offload=" not in error.partition("main memory is missing, too: ")[0]  # what lies there has no room
+    assert "GiB of its host, of 59.6" in error and "assumed" not in error and "→ use nodes with" in error
+    assert "best" in shown(capsys, *plan, "1 RTX 4090, host 256GB")
+    error = refused(capsys, *plan, "1 RTX 4090, memory 6GB, host 256GB")
+    assert "the leanest plan (mb=8,schedule=block-major" in error and "main memory is missing" not in error
+
+
+def test_an_estimate_says_what_a_host_holds_and_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ("--model", "meta-llama/Meta-Llama-3-8B", "--plan", "offload=optimizer", "--batch-size", "1")
+    text = shown(capsys, "estimate", *plan, "--cluster", "1 H100, host 16GB")
+    assert "on the host: 89.7 GiB of 14.9 GiB for each device of place 0" in text
+    assert "does not fit: 74.8 GiB of main memory are missing for each device there" in text
+    data = json.loads(shown(capsys, "estimate", *plan, "--cluster", "1 H100, host 256GB", "--json"))
+    assert data["fits"] and data["host_bytes"][0] < data["host_budget_bytes"][0] == 256e9
 
 
 def run_row(**given: object) -> str:
