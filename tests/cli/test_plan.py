@@ -10,6 +10,8 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.plan.plan import Plan
 from phalanx.plan.runs import COLUMNS
+from phalanx.profile.data import DataProfile, to_rows
+from phalanx.profile.store import Row, Store
 
 GPT2 = ("--model", "gpt2", "--seq-len", "512")
 
@@ -147,6 +149,67 @@ def test_an_estimate_says_what_a_host_holds_and_lacks(capsys: pytest.CaptureFixt
     assert "does not fit: 74.8 GiB of main memory are missing for each device there" in text
     data = json.loads(shown(capsys, "estimate", *plan, "--cluster", "1 H100, host 256GB", "--json"))
     assert data["fits"] and data["host_bytes"][0] < data["host_budget_bytes"][0] == 256e9
+
+
+def padded(path: Path, *, tokens: int = 512) -> str:
+    """A profile of 1,000 samples, half of them full and half of a quarter."""
+    found = DataProfile(1000, (tokens // 4,) * 8 + (tokens,) * 8, tokens, has_padding=True)
+    Store(path.parent / "unused.sqlite").export(path, to_rows(found, "chat.jsonl"))
+    return str(path)
+
+
+def test_a_range_of_batches_is_judged_by_how_fast_it_gets_through_the_data(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = padded(tmp_path / "data.json")
+    plan = ("plan", "--model", "gpt2", "--cluster", "4 A100", "--data", data, "--batch-size", "128-512")
+    text = shown(capsys, *plan)
+    assert "useful/s" in text and ", 500 samples of 512 tokens" in text
+    words = " ".join(text.split())
+    assert "1,000 samples; 37.5% of the tokens of a batch are padding" in words
+    assert "an epoch is 2 steps, all of them full: 62.5% of what is computed is new data" in words
+    assert "batch: 500 samples, of those looked at the fastest through the data; others 128: -" in words
+    assert "what a batch's size does to the loss is not weighed" in words
+    found = json.loads(shown(capsys, *plan, "--json"))
+    assert found["batch_size"] == 500 and [own["batch_size"] for own in found["batches"]] == [128, 250, 256, 500, 512]
+    best = found["plans"][0]
+    assert best["useful_tokens_per_second"] == pytest.approx(0.625 * best["tokens_per_second"])
+    assert found["data"]["useful"] == 0.625 and found["data"]["steps"] == 2
+
+
+def test_a_batch_that_the_data_does_not_fill_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = padded(tmp_path / "data.json", tokens=1024)
+    plan = ("plan", "--model", "gpt2", "--cluster", "4 A100", "--data", data)
+    words = " ".join(shown(capsys, *plan, "--batch-size", "300").split())
+    assert "an epoch is 4 steps, the last of which sees 200 samples again" in words
+    assert "--seq-len 256 would waste least" not in words  # cutting would lose more than padding
+    assert ", 32 samples of 512 tokens" in shown(capsys, *plan, "--seq-len", "512")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--batch-size", "many"), "option batch_size = 'many' is neither a number of samples nor a range of them"),
+        (("--batch-size", "0"), "option batch_size = '0' is neither a number"),
+        (("--batch-size", "64-8"), "option batch_size = '64-8' is a range that ends before it begins → write 8-64"),
+        (("--seq-len", "1024"), "option seq_len = 1024: 'DATA' is about samples that were cut at 512 tokens"),
+        (("--data", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_ranges_and_data_that_cannot_be_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    data = padded(tmp_path / "data.json")
+    given = () if "--data" in arguments else ("--data", data)
+    error = refused(capsys, "plan", "--model", "gpt2", "--cluster", "4 A100", *given, *arguments)
+    assert message.replace("DATA", data) in error and "→" in error
+
+
+def test_a_profile_of_devices_is_no_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "devices.json"
+    Store(tmp_path / "unused.sqlite").export(path, [Row("memory", {"device": "A100", "size": 8}, 1e12, "today")])
+    error = refused(capsys, "plan", *GPT2, "--cluster", "4 A100", "--data", str(path))
+    assert "is a profile of devices, not of data" in error and "phalanx profile --data DATA --out FILE" in error
 
 
 def run_row(**given: object) -> str:
