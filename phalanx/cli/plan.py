@@ -86,8 +86,10 @@ def plan(
         str, typer.Option("--plan", help="what is decided already, for example tp=8,zero=1; the rest is searched")
     ] = "",
     compare: Annotated[
-        list[str] | None, typer.Option(help="a plan to lay beside the best one (repeatable)", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="P1 [P2 …]", help="plans to lay beside the best one (repeatable)", show_default=False),
     ] = None,
+    more: Annotated[list[str] | None, typer.Argument(hidden=True, show_default=False)] = None,
     task: Task = None,
     dtype: Dtype = DTYPES[0],
     tiny: Tiny = False,
@@ -109,6 +111,10 @@ def plan(
 
     if export is not None:
         _require_framework(export)
+    if more and not compare:
+        raise ConfigError(
+            f"plan {' '.join(more)!r} stands by itself", "give it to --plan as one word or in quotes, or to --compare"
+        )
     between, used = read_range(batch_size), read_data(data, model, task, seq_len) if data else None
     seq_len = used.tokens if used is not None else seq_len
     case = _case(model, cluster, between and between.last, seq_len, task, dtype, tiny, calibration, profile)
@@ -120,7 +126,7 @@ def plan(
         lambda batch: search(case.work, case.cluster, case.software, batch, case.fixed),
     )  # fmt: skip
     case.batch, found = best.batch, best.found
-    beside = [_estimate(case, text) for text in compare or ()]
+    beside = [_estimate(case, text) for text in (*(compare or ()), *(more or ()))]
     from phalanx.cli import plan_report
 
     if html is not None:

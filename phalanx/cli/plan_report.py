@@ -32,7 +32,7 @@ def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
     _say(console, f"\nthe best: {best.plan.shown}")
     if best.plan.pp > 1:
         _say(console, f"stages: {'-'.join(map(str, best.plan.stages))} blocks")
-    for other in found.plans[1:]:
+    for other in (*found.plans[1:], *beside):
         _say(console, f"  {other.plan.shown}\n      {why_lost(best, other)}")
     _say(console, f"\nlimits: {what_limits(best)}")
     helps = what_helps(case.work, case.cluster, case.software, best, case.fixed)

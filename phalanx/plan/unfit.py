@@ -27,6 +27,9 @@ def no_candidates(model: ModelWork, cluster: Cluster, batch: int, fixed: Mapping
         hint = (
             f"leave some of them open, or give numbers whose product divides the devices; pp × v ≤ {len(model.blocks)}"
         )
+        parts = fixed.get("dp", 1) * fixed.get("mb", 1)
+        if batch % parts:
+            hint += f"; a batch of {-(-batch // parts) * parts} samples can be cut so"
         return PlanError(message, hint)
     largest = 2 * cluster.per_node * min(len(model.blocks), MOST_STAGES)
     message = f"plan: a batch of {batch} samples is too small for {cluster.world} devices: every replica needs a sample"

@@ -52,6 +52,18 @@ def test_json_holds_all_that_is_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert {"limits", "helps", "pipeline_or_tensor", "slices", "rates", "candidates", "num_parameters"} <= set(data)
 
 
+def test_plans_are_compared_side_by_side_with_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    compared = ("plan", *GPT2, "--cluster", "4 A100", "--batch-size", "32", "--compare", "pp=4", "dp=2,tp=2")
+    text = shown(capsys, *compared)
+    table, _, lines = text.partition("the best: ")
+    for plan in ("pp=4,mb=16", "dp=2,tp=2"):
+        assert plan in table and plan in lines
+    assert len(json.loads(shown(capsys, *compared, "--json"))["compared"]) == 2
+    assert "would help: a second node: " in text
+    error = refused(capsys, "plan", *GPT2, "--cluster", "4 A100", "dp=2,tp=2")
+    assert "plan 'dp=2,tp=2' stands by itself → give it to --plan as one word or in quotes, or to --compare" in error
+
+
 def test_a_page_holds_the_answer_and_the_simulated_step_and_needs_nothing_else(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -100,6 +112,10 @@ def test_an_estimate_says_where_time_and_memory_go(capsys: pytest.CaptureFixture
         (("--cluster", "nowhere.yaml"), "cluster: nowhere.yaml: cannot be read: No such file or directory"),
         (("--cluster", "3 A100", "--plan", "tp=2"), "no plan with tp=2 divides 3 devices and a batch of 24 samples"),
         (("--cluster", "8 A100", "--batch-size", "2", "--plan", "dp=8"), "no plan with dp=8 divides 8 devices"),
+        (("--cluster", "4 A100", "--plan", "mb=5", "--batch-size", "12"), "a batch of 15 samples can be cut so"),
+        (("--cluster", "4 A100", "--compare", "pp=3"), "plan: pp=3 does not divide the number of ranks: there are 4"),
+        (("--cluster", "4 A100", "--profile", "no.json"), "profile no.json cannot be read: No such file"),
+        (("--cluster", "4 A100", "--export", "megatrn"), "option export = 'megatrn' is not one of megatron"),
         (("--cluster", "4 A100", "--plan", "recompute=block"), "recompute is what the search decides"),
         (("--cluster", "4 A100", "--plan", "tp=2,degrees=1"), "option plan: degrees is not in what planning estimates"),
         (("--cluster", "4 A100", "--plan", "schedule=interleaved,v=9,pp=2"), "no plan with schedule=interleaved"),
