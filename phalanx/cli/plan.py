@@ -228,15 +228,14 @@ def _timed(path: Path, every: list[Row], work: ModelWork, cluster: Cluster, dtyp
 def _profile_of(given: Path | None, cluster: Cluster, dtype: str) -> tuple[Path, list[Row], Rates] | None:
     """Rows of a file that is given, which must be about the cluster's devices, or of what was measured here, where it
     is about them."""
-    from phalanx.profile.store import Store, profiles_path, read_profile
+    from phalanx.profile.store import profiles_path, read_profile, rows_here
 
     if given is not None and str(given) == "none":
         return None
     if given is not None:
         rows = read_profile(given)
         return given, rows, _given_rates(given, rows, cluster, dtype)
-    path = profiles_path()
-    rows = Store(path, lambda text: typer.echo(text, err=True)).rows() if path.is_file() else []
+    path, rows = profiles_path(), rows_here()
     rates = _rates(rows, cluster, dtype)
     if rates is None:
         return None

@@ -34,7 +34,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.search import search
 from phalanx.plan.work import ModelWork
 from phalanx.profile.model import times_here
-from phalanx.profile.store import Store, profiles_path
+from phalanx.profile.store import rows_here
 from phalanx.training.budget import Budget, Fit
 from phalanx.training.did_not_fit import NONE_TRIED, Tried
 from phalanx.training.here import planned_here
@@ -185,10 +185,8 @@ def _work(subject: Subject, compiled: Compiled, ranks: int, light: bool = True) 
     """ranks: of a node. With the seconds of its blocks, where `phalanx profile --model` measured them here."""
     causal = subject.spec.task == "causal-lm"
     work = work_of_graph(subject.spec.name, compiled, subject.batches.batch(0, 1), subject.heads, light, causal)
-    path = profiles_path()
-    rows = Store(path).rows() if path.is_file() else []
     return work.timed(
-        times_here(rows, subject.captured, subject.config.dtype, compiled.device, ranks, work.tokens)
+        times_here(rows_here(), subject.captured, subject.config.dtype, compiled.device, ranks, work.tokens)
     )  # fmt: skip
 
 

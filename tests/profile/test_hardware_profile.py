@@ -53,6 +53,19 @@ def test_a_file_that_is_no_store_is_put_aside_and_that_is_said(tmp_path: Path) -
     assert len(said) == 1 and "cannot be read" in said[0] and "measured anew" in said[0]
 
 
+def test_a_plan_and_a_run_say_that_a_damaged_store_was_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path))
+    for planned in (
+        lambda: main(["plan", "--model", "gpt2", "--cluster", "2 A100", "--batch-size", "4"]),
+        lambda: planned_here(RankContext.alone(), None, "float32"),
+    ):
+        profiles_path().write_text("no database at all, but long enough to be looked at as one" * 20)
+        planned()
+        assert "put aside as profiles.broken, what it held is measured anew" in capsys.readouterr().err
+
+
 def test_a_damaged_row_of_a_store_is_left_out(tmp_path: Path) -> None:
     store = Store(tmp_path / "p.sqlite")
     store.put("memory", {"size": 1}, 3.0)
