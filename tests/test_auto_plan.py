@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +22,12 @@ from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 from phalanx.plan.search import search
 from phalanx.training.auto import Choice, Subject, choose
+from phalanx.training.did_not_fit import DoesNotFit
 from phalanx.training.here import RankDevice, cluster_of, known_device
 from phalanx.training.job import Job
 from phalanx.training.trials import STEPS, with_fastest
 from tests.captured import named
-from tests.run_helpers import losses, records, short_run
+from tests.run_helpers import NoDecay, losses, records, short_run
 
 MODEL, DATA = "phalanx-demo", "synthetic:8"
 
@@ -303,3 +306,70 @@ def test_a_run_that_was_tried_out_trains_as_if_it_had_not(tmp_path: Path) -> Non
     (record,) = records(tmp_path / "b", "plan")
     assert record["chosen"] == "measured" and len(record["measured"]) == 2
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-5)
+
+
+# Plans that do not fit after all.
+
+
+class Greedy(NoDecay):
+    """Memory runs out on one of the ranks, in the moments that the environment names, as often as it says."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        if sum(own.numel() for group in self.param_groups for own in group["params"]) > 1000:  # else it is looked at
+            _run_out("state")
+
+    def step(self, closure: Any = None) -> None:
+        if sum(own.numel() for group in self.param_groups for own in group["params"]) > 1000:
+            _run_out("step")
+        super().step()
+
+
+def _run_out(moment: str) -> None:
+    """Whoever makes one of the files first."""
+    folder, when, times = os.environ["TEST_GREEDY"].split(",")
+    for number in range(int(times) if when == moment else 0):
+        with contextlib.suppress(FileExistsError), (Path(folder) / f"greedy-{number}").open("x"):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def greedy(monkeypatch: pytest.MonkeyPatch, folder: Path, when: str, times: int) -> None:
+    monkeypatch.setenv("TEST_GREEDY", f"{folder},{when},{times}")
+
+
+@pytest.mark.parametrize("when", ["state", "step"])
+def test_on_several_ranks_a_plan_for_which_one_of_them_lacks_memory_gives_way_to_another(
+    tmp_path: Path, lent_ranks: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], when: str
+) -> None:
+    short_run(MODEL, DATA, tmp_path / "a", plan="simple", optimizer_class=NoDecay)
+    greedy(monkeypatch, tmp_path, when, 1)
+    short_run(MODEL, DATA, tmp_path / "b", ranks=2, optimizer_class=Greedy, progress="plain")
+    record = records(tmp_path / "b", "plan")[-1]
+    (first,) = record["did_not_fit"]
+    assert Plan.parse(record["plan"]) != Plan.parse(first) and record["reason"].endswith(f"; {first} did not fit")
+    said = capfd.readouterr().out
+    assert f"plan {first} did not fit, and gives way to one that needs less: " in said and "were predicted" in said
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-5)
+
+
+def test_one_rank_that_lacks_memory_in_its_first_step_takes_a_plan_that_needs_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy(monkeypatch, tmp_path, "step", 1)
+    short_run(MODEL, DATA, tmp_path / "a", optimizer_class=Greedy, memory="1GiB")
+    first, second = records(tmp_path / "a", "memory")
+    record = records(tmp_path / "a", "plan")[-1]
+    assert second["predicted_bytes"] <= 0.95 * first["predicted_bytes"]
+    assert record["did_not_fit"] == ["mb=1"] and record["reason"].endswith("; mb=1 did not fit")
+
+
+def test_where_no_plan_needs_less_the_last_one_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy(monkeypatch, tmp_path, "step", 9)
+    with pytest.raises(DoesNotFit, match=r"a micro-batch of .* does not fit .*finds no plan that needs less"):
+        short_run(MODEL, DATA, tmp_path / "a", optimizer_class=Greedy, memory="1GiB", batch_size=1)
+
+
+def test_a_plan_that_was_given_does_not_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy(monkeypatch, tmp_path, "step", 1)
+    with pytest.raises(DoesNotFit, match=r"a micro-batch of 2 samples .* does not fit"):
+        short_run(MODEL, DATA, tmp_path / "a", optimizer_class=Greedy, plan="mb=2")

@@ -18,8 +18,10 @@ from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.written import plan_text, read_mapping
 
 if TYPE_CHECKING:
+    from phalanx.cli.plan_data import Looked
     from phalanx.plan.cluster import Cluster
     from phalanx.plan.cost import Software
+    from phalanx.plan.data_use import DataUse
     from phalanx.plan.estimate import Estimate
     from phalanx.plan.plan import Plan
     from phalanx.plan.rates import Rates
@@ -36,6 +38,13 @@ ClusterText = Annotated[
 ]
 BatchSize = Annotated[
     int | None, typer.Option(min=1, help=f"samples of the global batch (default: {SAMPLES_PER_DEVICE} for each device)")
+]
+BatchSizes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|N-M",
+        help=f"samples of the global batch, or the best between two (default: {SAMPLES_PER_DEVICE} for each device)",
+    ),
 ]
 SeqLen = Annotated[
     int | None, typer.Option(min=1, help=f"tokens per sample (default: {TOKENS}, or as many as the model takes)")
@@ -64,14 +73,23 @@ def register(app: typer.Typer) -> None:
 def plan(
     model: Model,
     cluster: ClusterText,
-    batch_size: BatchSize = None,
+    batch_size: BatchSizes = None,
     seq_len: SeqLen = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="what is trained on, or a file of `phalanx profile --data … --out`: what padding and repeated samples "
+            "waste is counted (repeatable)"
+        ),
+    ] = None,
     given: Annotated[
         str, typer.Option("--plan", help="what is decided already, for example tp=8,zero=1; the rest is searched")
     ] = "",
     compare: Annotated[
-        list[str] | None, typer.Option(help="a plan to lay beside the best one (repeatable)", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="P1 [P2 …]", help="plans to lay beside the best one (repeatable)", show_default=False),
     ] = None,
+    more: Annotated[list[str] | None, typer.Argument(hidden=True, show_default=False)] = None,
     task: Task = None,
     dtype: Dtype = DTYPES[0],
     tiny: Tiny = False,
@@ -88,14 +106,27 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the best plan for a model on a cluster: how fast it is, what it needs, why others lost."""
+    from phalanx.cli.plan_data import Range, best_batch, read_data, read_range
     from phalanx.plan.search import search
 
     if export is not None:
         _require_framework(export)
-    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration, profile)
-    case.fixed = _fixed(given)
-    found = search(case.work, case.cluster, case.software, case.batch, case.fixed)
-    beside = [_estimate(case, text) for text in compare or ()]
+    if more and not compare:
+        raise ConfigError(
+            f"plan {' '.join(more)!r} stands by itself", "give it to --plan as one word or in quotes, or to --compare"
+        )
+    between, used = read_range(batch_size), read_data(data, model, task, seq_len) if data else None
+    seq_len = used.tokens if used is not None else seq_len
+    case = _case(model, cluster, between and between.last, seq_len, task, dtype, tiny, calibration, profile)
+    case.fixed, case.data = _fixed(given), used
+    if between is None and used is not None and used.samples is not None:
+        case.batch = min(case.batch, used.samples)
+    best, case.looked = best_batch(
+        between or Range(case.batch, case.batch), used,
+        lambda batch: search(case.work, case.cluster, case.software, batch, case.fixed),
+    )  # fmt: skip
+    case.batch, found = best.batch, best.found
+    beside = [_estimate(case, text) for text in (*(compare or ()), *(more or ()))]
     from phalanx.cli import plan_report
 
     if html is not None:
@@ -135,11 +166,14 @@ def estimate(
 
 
 class Case:
-    """What is planned for: a model's work, a cluster, what software reaches there, and the batch."""
+    """What is planned for: a model's work, a cluster, what software reaches there, and the batch. looked: the batches
+    among which it was chosen."""
 
     def __init__(self, work: ModelWork, cluster: Cluster, software: Software, batch: int) -> None:
         self.work, self.cluster, self.software, self.batch = work, cluster, software, batch
         self.fixed: dict[str, Any] = {}  # fields of a plan that are given
+        self.data: DataUse | None = None
+        self.looked: list[Looked] = []
 
 
 def _case(
@@ -194,15 +228,14 @@ def _timed(path: Path, every: list[Row], work: ModelWork, cluster: Cluster, dtyp
 def _profile_of(given: Path | None, cluster: Cluster, dtype: str) -> tuple[Path, list[Row], Rates] | None:
     """Rows of a file that is given, which must be about the cluster's devices, or of what was measured here, where it
     is about them."""
-    from phalanx.profile.store import Store, profiles_path, read_profile
+    from phalanx.profile.store import profiles_path, read_profile, rows_here
 
     if given is not None and str(given) == "none":
         return None
     if given is not None:
         rows = read_profile(given)
         return given, rows, _given_rates(given, rows, cluster, dtype)
-    path = profiles_path()
-    rows = Store(path, lambda text: typer.echo(text, err=True)).rows() if path.is_file() else []
+    path, rows = profiles_path(), rows_here()
     rates = _rates(rows, cluster, dtype)
     if rates is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.models import PIPED_WIDTH
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from phalanx.cli.plan import Case
+    from phalanx.plan.data_use import DataUse
     from phalanx.plan.estimate import Estimate
     from phalanx.plan.search import Found
 
@@ -25,11 +27,12 @@ def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
 
     best, console = found.plans[0], _console()
     _say(console, _title(case))
-    console.print(_plan_table([*found.plans, *beside], best))
+    console.print(_plan_table([*found.plans, *beside], best, case.data))
+    _say_batches(console, case)
     _say(console, f"\nthe best: {best.plan.shown}")
     if best.plan.pp > 1:
         _say(console, f"stages: {'-'.join(map(str, best.plan.stages))} blocks")
-    for other in found.plans[1:]:
+    for other in (*found.plans[1:], *beside):
         _say(console, f"  {other.plan.shown}\n      {why_lost(best, other)}")
     _say(console, f"\nlimits: {what_limits(best)}")
     helps = what_helps(case.work, case.cluster, case.software, best, case.fixed)
@@ -41,6 +44,37 @@ def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
     _say(console, f"\n{found.tried} of {found.known} candidates worked out; rates are {_rates(case)}")
 
 
+def _say_batches(console: Console, case: Case) -> None:
+    """What data and batch sizes make of it, where these were asked for."""
+    if case.data is not None:
+        _say(console, f"\n{data_sentence(case)}")
+    if len(case.looked) > 1:
+        best = max(own.rate for own in case.looked)
+        rows = ", ".join(f"{own.batch}: {own.rate / best - 1:+.1%}" for own in case.looked if own.batch != case.batch)
+        _say(
+            console,
+            f"batch: {case.batch} samples, of those looked at the fastest through the data; others {rows} (what a "
+            "batch's size does to the loss is not weighed)",
+        )
+
+
+def data_sentence(case: Case) -> str:
+    """What of the work is data."""
+    data, batch = case.data, case.batch
+    assert data is not None
+    there = "a stream" if data.samples is None else f"{data.samples:,} samples"
+    words = f"data: {data.name}, {there}; {data.padding:.1%} of the tokens of a batch are padding"
+    if data.cut:
+        words += f", {data.cut:.1%} of the data's are cut off"
+    if data.best_tokens and data.best_padding + data.best_cut < data.padding + data.cut - 0.005:
+        words += f"; --seq-len {data.best_tokens} would waste least ({data.best_padding:.1%} and {data.best_cut:.1%})"
+    if (steps := data.steps(batch)) is not None:
+        repeated = data.repeated(batch)
+        again = f", the last of which sees {repeated:,} samples again" if repeated else ", all of them full"
+        words += f"; an epoch is {steps:,} step{'s' * (steps > 1)}{again}"
+    return f"{words}: {data.useful(batch):.1%} of what is computed is new data"
+
+
 def print_estimate(case: Case, own: Estimate) -> None:
     from phalanx.plan.explain import what_limits
 
@@ -50,9 +84,12 @@ def print_estimate(case: Case, own: Estimate) -> None:
     console.print(_parts_table(own))
     console.print(_memory_table(own))
     _say(console, f"limits: {what_limits(own)}")
-    if not own.fits:
-        short = own.peak_bytes - own.budget[own.fullest]
-        _say(console, f"does not fit: {bytes_text(short)} too much at place {own.fullest} of the pipeline")
+    if own.plan.offload:
+        _say(console, f"on the host: {_hosted(own)} for each device of place {own.fullest_host}")
+    if own.lacks > 0:
+        _say(console, f"does not fit: {bytes_text(own.lacks)} too much at place {own.fullest} of the pipeline")
+    if own.lacks_on_host > 0:
+        _say(console, f"does not fit: {bytes_text(own.lacks_on_host)} of main memory are missing for each device there")
     _say(console, f"rates are {_rates(case)}")
 
 
@@ -67,8 +104,8 @@ def as_data(case: Case, found: Found, beside: Sequence[Estimate]) -> dict[str, A
         "cluster": str(case.cluster),
         "batch_size": case.batch,
         "seq_len": case.work.tokens,
-        "plans": [estimate_data(own) | {"lost": why_lost(best, own) if own is not best else ""} for own in found.plans],
-        "compared": [estimate_data(own) | {"lost": why_lost(best, own)} for own in beside],
+        "plans": [_shown(case, own) | {"lost": why_lost(best, own) if own is not best else ""} for own in found.plans],
+        "compared": [_shown(case, own) | {"lost": why_lost(best, own)} for own in beside],
         "limits": what_limits(best),
         "helps": [{"what": help.what, "speedup": help.speedup} for help in helps],
         "pipeline_or_tensor": pipeline_or_tensor(case.work, case.cluster, case.software, best),
@@ -76,7 +113,27 @@ def as_data(case: Case, found: Found, beside: Sequence[Estimate]) -> dict[str, A
         "num_parameters": case.work.num_parameters,
         "rates": _rates(case),
         "candidates": {"known": found.known, "worked_out": found.tried},
-    }
+    } | _data_of_batches(case)
+
+
+def _shown(case: Case, own: Estimate) -> dict[str, Any]:
+    if case.data is None:
+        return estimate_data(own)
+    return estimate_data(own) | {"useful_tokens_per_second": own.tokens_per_second * case.data.useful(own.batch)}
+
+
+def _data_of_batches(case: Case) -> dict[str, Any]:
+    """What was asked for beside plans: data, a range of batches."""
+    data, found = case.data, dict[str, Any]()
+    if data is not None:
+        useful = data.useful(case.batch)
+        found["data"] = asdict(data) | {"steps": data.steps(case.batch), "useful": useful, "says": data_sentence(case)}
+    if len(case.looked) > 1:
+        found["batches"] = [
+            {"batch_size": own.batch, "useful_tokens_per_second": own.rate, "plan": own.found.plans[0].plan.full_text}
+            for own in case.looked
+        ]
+    return found
 
 
 def estimate_data(own: Estimate) -> dict[str, Any]:
@@ -92,6 +149,8 @@ def estimate_data(own: Estimate) -> dict[str, Any]:
         "memory_bytes": [{name: round(size) for name, size in place.items()} for place in own.memory],
         "budget_bytes": [round(size) for size in own.budget],
         "fullest": own.fullest,
+        "host_bytes": [round(size) for size in own.on_host],
+        "host_budget_bytes": [round(size) for size in own.host_budget],
         "fits": own.fits,
     } | ({"dollars_per_million_tokens": own.dollars_per_million_tokens} if own.price else {})
 
@@ -111,17 +170,33 @@ def _rates(case: Case) -> str:
     return f"{' and '.join(known)} figures of {', '.join(kinds)} times assumed shares (`phalanx calibrate` fits them)"
 
 
-def _plan_table(plans: Sequence[Estimate], best: Estimate) -> Table:
+def _plan_table(plans: Sequence[Estimate], best: Estimate, data: DataUse | None = None) -> Table:
     priced = any(own.price for own in plans)
-    titles = ["tokens/s", "MFU", "step", "bubble", "exposed", "memory", *(["$/Mtoken"] if priced else [])]
+    titles = [
+        "tokens/s",
+        *(["useful/s"] if data is not None else []),
+        "MFU",
+        "step",
+        "bubble",
+        "exposed",
+        "memory",
+        *(["$/Mtoken"] if priced else []),
+    ]
     table = _table(("", "plan"), titles)
     for number, own in enumerate(plans):
         full = f"{bytes_text(own.peak_bytes)} of {bytes_text(own.budget[own.fullest])}"
-        cells = [number_text(own.tokens_per_second), f"{own.mfu:.1%}", seconds_text(own.step_seconds)]
+        full += f", host {_hosted(own)}" if own.lacks_on_host > 0 else ""
+        cells = [number_text(own.tokens_per_second)]
+        cells += [number_text(own.tokens_per_second * data.useful(own.batch))] if data is not None else []
+        cells += [f"{own.mfu:.1%}", seconds_text(own.step_seconds)]
         cells += [f"{own.bubble:.1%}", f"{own.exposed:.1%}", full if own.fits else f"{full}: too much"]
         cells += [f"{own.dollars_per_million_tokens:.3f}"] if priced else []
         table.add_row("best" if own is best and len(plans) > 1 else str(number + 1), _short(own), *cells)
     return table
+
+
+def _hosted(own: Estimate) -> str:
+    return f"{bytes_text(own.on_host[own.fullest_host])} of {bytes_text(own.host_budget[own.fullest_host])}"
 
 
 def _short(own: Estimate) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, nearest
-from phalanx.written import AUTO
 
 if TYPE_CHECKING:
     import torch
@@ -60,13 +58,15 @@ def profile(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="measure again what was measured before")] = False,
     take: Annotated[Path | None, typer.Option("--import", help="take over the measurements in this .json file")] = None,
-    out: Annotated[Path | None, typer.Option(help="write what is known of this device to this .json file")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="write what is known of this device, or of the data, to this .json file")
+    ] = None,
 ) -> None:
     """Measure this machine's devices and a model's blocks for planning, or look at data."""
     of_blocks = {"tiny": tiny or None, "degrees": degrees, "samples": samples, "seconds": seconds}
     if data:
         _refuse(of_blocks, "data is looked at")
-        _print_data(data, model or "phalanx-demo", task, seq_len)
+        _look_at_data(data, model or "phalanx-demo", task, seq_len, out)
         return
     if model is None:
         _refuse({**of_blocks, "task": task, "seq_len": seq_len}, "no model is named")
@@ -235,15 +235,17 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-def _print_data(data: list[str], model: str, task: str | None, seq_len: int | None) -> None:
-    from phalanx.profile.data import profile_data
-    from phalanx.training.prepare import training_data
+def _look_at_data(data: list[str], model: str, task: str | None, seq_len: int | None, out: Path | None) -> None:
+    from phalanx.cli.plan_data import look_at
+    from phalanx.profile.data import to_rows
+    from phalanx.profile.store import Store, profiles_path
 
-    given: dict[str, Any] = {"model": model, "data": tuple(data), "task": task, "seq_len": seq_len}
-    config = RunConfig.create(plan=AUTO, **{name: value for name, value in given.items() if value is not None})
-    batches = training_data(config)
-    typer.echo(batches.describe())
-    _print_lengths(profile_data(batches))
+    described, found = look_at(data, model, task, seq_len)
+    typer.echo(described)
+    _print_lengths(found)
+    if out is not None:
+        Store(profiles_path()).export(out, to_rows(found, " + ".join(data)))
+        typer.echo(f"written to {out}: plan with --data {out}")
 
 
 def _print_lengths(found: DataProfile) -> None:

@@ -73,7 +73,7 @@ def _numbers(
         inside = min(working, gradients)  # gradients of weights are made whatever the number of samples
         own = BlockNumbers(
             block.name, number == 0, *flops, sum(sizes.values()), tied, crossing[number], crossing[number + 1],
-            len(captured.blocks.units(block)), kept, (working - inside) / samples, gradients + inside,
+            len(captured.blocks.units(block)), kept, (working - inside) / samples, inside,
             compiled.dtype.itemsize,
         )  # fmt: skip
         found.append(own)

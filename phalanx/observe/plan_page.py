@@ -94,5 +94,6 @@ def _sentences(data: Mapping[str, Any]) -> list[str]:
     found = [f"What limits it: {data['limits']}.", f"Pipeline or tensor: {data['pipeline_or_tensor']}."]
     found += [f"The same batch with {', '.join(helps)} of the speed."] if helps else []
     found += [f"Slices: {data['slices']}."] if data["slices"] else []
+    found += [f"D{data['data']['says'].removeprefix('d')}."] if "data" in data else []
     known, tried = data["candidates"]["known"], data["candidates"]["worked_out"]
     return [*found, f"{known} candidates were looked at, {tried} worked out; rates are {data['rates']}."]

@@ -254,6 +254,8 @@ def make_optimizer(
             return chosen(made, **kinds[""].arguments)
         find = partial(entry_number, entries=entries, groups=groups, kinds=kinds)
         return MatrixWise(made, kinds, weights, config.lr, find, holders)
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError) as error:
         own = ("params", "weight_decay", *_own_options(chosen, config))
         allowed = [name for name in inspect.signature(chosen).parameters if name not in own]

@@ -22,7 +22,8 @@ MOST_DEVICES = 1_000_000
 _RATES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _LINKS = ("link", "nvlink", "pcie", "xgmi")
 _WORDS = (*_LINKS, "network", "memory", "host", "flops", "bandwidth", "price")
-_KIND = re.compile(r"(?:(\d{1,7}) ?[x×] ?)?(?:(\d{1,7}) ?[x×]? )?\s*(\S.*)")
+_KINDS_OF_WORDS = {"memory": "size", "host": "size", "price": "price"}
+_KIND = re.compile(r"(?:(-?\d{1,18}) ?[x×] ?)?(?:(-?\d{1,18}) ?[x×]? )?\s*(\S.*)")
 
 
 @dataclass(frozen=True)
@@ -220,9 +221,7 @@ def _number(word: str, text: str) -> float:
     )
     needs_unit = word not in ("flops", "price")
     if match is None or (match[3] is None) == needs_unit:
-        raise ConfigError(
-            f"cluster: {word} {text!r} is not a {'size' if word in ('memory', 'host') else 'rate'}", f"write {form}"
-        )
+        raise ConfigError(f"cluster: {word} {text!r} is not a {_KINDS_OF_WORDS.get(word, 'rate')}", f"write {form}")
     times, number, unit = match.groups()
     value = int(times or 1) * float(number)
     if unit:

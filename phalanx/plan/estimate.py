@@ -15,6 +15,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.cost import Machine, Seconds, Software, add, machines, times
 from phalanx.plan.footprint import (
     fetched_share,
+    host_bytes,
     hosted_share,
     memory,
     most_slices,
@@ -42,7 +43,7 @@ PARTS = (
 @dataclass(frozen=True)
 class Estimate:
     """parts: where the seconds of a step go, as the busiest place in the pipeline sees them. memory: of each place, by
-    component; budget: what each has."""
+    component; budget: what each has. on_host, host_budget: the same of the memory of its host, for each device."""
 
     plan: Plan
     batch: int
@@ -54,6 +55,8 @@ class Estimate:
     flops: float
     peak_flops: float
     price: float = 0.0
+    on_host: tuple[float, ...] = ()
+    host_budget: tuple[float, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -84,8 +87,22 @@ class Estimate:
         return sum(self.memory[self.fullest].values())
 
     @property
+    def lacks(self) -> float:
+        """bytes of its device that the fullest place would need beyond what it has; below 0: that it has left."""
+        return self.peak_bytes - self.budget[self.fullest]
+
+    @property
+    def fullest_host(self) -> int:
+        """The place whose host has the least room left."""
+        return max(range(len(self.on_host)), key=lambda place: self.on_host[place] - self.host_budget[place])
+
+    @property
+    def lacks_on_host(self) -> float:
+        return self.on_host[self.fullest_host] - self.host_budget[self.fullest_host] if self.plan.offload else 0.0
+
+    @property
     def fits(self) -> bool:
-        return all(sum(own.values()) <= budget for own, budget in zip(self.memory, self.budget, strict=True))
+        return self.lacks <= 0 and self.lacks_on_host <= 0
 
     @property
     def dollars_per_million_tokens(self) -> float:
@@ -100,10 +117,12 @@ def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software,
     parts = parts_of(model, plan, places, loads_of(model, plan))
     bytes_of = software.gradient, software.logits
     used = [memory(model, plan, place, samples, rungs, *bytes_of) for place in range(plan.pp)]
+    hosted = [host_bytes(model, plan, place, samples, rungs, software.gradient) for place in range(plan.pp)]
     peak = sum(kind.total * kind.device.flops.value for kind in cluster.nodes) / cluster.world * plan.world
     return Estimate(
         plan, batch, sum(parts.values()), parts, tuple(used), tuple(place.budget for place in places),
-        model.tokens * batch, model.flops * batch, peak, cluster.price * plan.world / cluster.world,
+        model.tokens * batch, model.flops * batch, peak, cluster.price * plan.world / cluster.world, tuple(hosted),
+        tuple(place.host_memory for place in places),
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def what_helps(
     """The most helpful first, each at least so much: the schedule stays. fixed: fields of a plan that are given; with
     more devices the mesh is open."""
     kinds = cluster.nodes
-    changes = {"twice the nodes": cluster.scaled(2)}
+    changes = {"a second node" if cluster.num_nodes == 1 else "twice the nodes": cluster.scaled(2)}
     changes["twice the memory"] = Cluster(tuple(replace(kind, memory=2 * kind.memory) for kind in kinds))
     if cluster.num_nodes > 1:
         changes["twice the network"] = Cluster(tuple(replace(kind, network=2 * kind.network) for kind in kinds))

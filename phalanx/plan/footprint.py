@@ -219,3 +219,17 @@ def memory(
     largest = largest_of([model.block(block) for block in blocks])
     state = state_widths(model, plan, gradient).state(parameters_of(model, blocks), largest)
     return {**state, "activations": held, "working": working}
+
+
+def host_bytes(
+    model: ModelWork, plan: Plan, place: int, samples: int, rungs: Sequence[str], gradient: float = 4.0
+) -> float:  # fmt: skip
+    """What a rank keeps in the memory of its host."""
+    if not plan.offload:
+        return 0.0
+    blocks = place_blocks(plan, place)
+    layers = [block for block in blocks if model.block(block).is_layer]
+    moved = moved_share(plan, len(layers))
+    kept = sum(kept_here(model.block(block), rungs[block], plan, samples) for block in layers) if moved else 0.0
+    state = state_widths(model, plan, gradient).hosted * parameters_of(model, blocks)
+    return moved * num_held(plan, place) * kept + state

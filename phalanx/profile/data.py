@@ -7,11 +7,18 @@ padding at all; there any length will do.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from phalanx.data.batches import Batches
+from phalanx.profile.store import FORMAT, Row, provenance
 
+if TYPE_CHECKING:
+    from phalanx.data.batches import Batches
+
+KIND = "samples of a length"
 LOOKED_AT = 512
 STEPS = 8  # lengths that are tried, up to the longest
 MULTIPLE = 8  # of tokens: devices are slow with other lengths
@@ -77,3 +84,35 @@ def profile_data(batches: Batches, most: int = LOOKED_AT) -> DataProfile:
     tokens = int(first.shape[1]) if first.dim() > 1 else 1
     lengths = [int(own.sum()) for own in mask] if mask is not None else [tokens] * count
     return DataProfile(batches.num_samples, tuple(sorted(max(1, own) for own in lengths)), tokens, mask is not None)
+
+
+def to_rows(found: DataProfile, name: str) -> list[Row]:
+    """As a profile is written: how many samples have which length."""
+    about = {"data": name, "samples": -1 if found.samples is None else found.samples, "tokens": found.tokens}
+    about["padded"] = int(found.has_padding)
+    counts = sorted(Counter(found.lengths).items())
+    return [Row(KIND, {**about, "size": length}, float(count), provenance()) for length, count in counts]
+
+
+def from_rows(rows: Sequence[Row]) -> DataProfile | None:
+    """None where they say nothing of data."""
+    own = [row for row in rows if row.kind == KIND]
+    numbers = [[row.key.get(name) for name in ("size", "samples", "tokens", "padded")] for row in own]
+    if not own or not all(isinstance(each, int) for row in numbers for each in row):
+        return None
+    lengths = [int(row.key["size"]) for row in own for _ in range(int(row.value))]
+    if not lengths or min(lengths) < 1 or int(own[0].key["tokens"]) < 1:
+        return None
+    samples = int(own[0].key["samples"])
+    return DataProfile(
+        None if samples < 0 else samples, tuple(sorted(lengths)), int(own[0].key["tokens"]), bool(own[0].key["padded"])
+    )
+
+
+def is_profile(path: Path) -> bool:
+    """Whether a file begins as `phalanx profile --out` writes it; data may be JSON, too."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return f'"format": "{FORMAT}"' in file.read(200)
+    except OSError:
+        return False

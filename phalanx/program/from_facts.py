@@ -53,7 +53,8 @@ def costs_of_facts(
 
 
 def block_seconds(shape: ModelShape, dims: Dims, device: Device) -> tuple[float, ...]:
-    """The forward of each block: its arithmetic or the writing of what it keeps, whichever takes longer."""
+    """The forward of each block: its arithmetic, or the writing of what it keeps, whichever takes longer; of one
+    without either, such as an embedding, the writing of what it puts out: what takes no time is never at work."""
     known: dict[str, int] = {}
     whole = {**dims, "whole_tokens": dims[TOKENS]} if TOKENS in dims else dims
 
@@ -69,7 +70,8 @@ def block_seconds(shape: ModelShape, dims: Dims, device: Device) -> tuple[float,
         saved = sum(number(op.bw.saved_b) + number(op.bw.saved_bw) for op in chain)
         saved += sum(number(shape.sizes[name]) for name in kept)
         flops = sum(number(op.flops) for op in chain)
-        found.append(max(flops / device.flops_per_s, saved / device.memory_bytes_per_s))
+        leaving = sum(number(shape.sizes[name]) for name in shape.crossing(block + 1))
+        found.append(max(flops / device.flops_per_s, (saved or leaving) / device.memory_bytes_per_s))
     return tuple(found)
 
 

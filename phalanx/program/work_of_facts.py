@@ -120,13 +120,13 @@ def kept_by(shape: ModelShape, number: int, dims: Dims) -> float:
 
 
 def _working(shape: ModelShape, number: int, dims: Dims) -> tuple[float, float]:
-    """Bytes for each sample, and whatever their number: a line through two numbers of samples."""
+    """Bytes for each sample, and whatever their number: a line through two numbers of samples. What is computed of
+    weight gradients is among them, and their sums are not."""
 
     def needed(samples: int) -> float:
         own = {**dims, "batch": samples, "whole_tokens": dims.get("tokens", 0)}
         chain = [op for op in shape.ops_of(number) if op.kind == "segment"]
-        weights = max(evaluate(op.bw.d_parameters or "0", own) for op in chain)
-        return weights + max((evaluate(text, own) for op in chain for text in op.working), default=0)
+        return max((evaluate(text, own) for op in chain for text in op.working), default=0)
 
     one, two = needed(1), needed(2)
     return two - one, 2 * one - two

@@ -34,8 +34,9 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.search import search
 from phalanx.plan.work import ModelWork
 from phalanx.profile.model import times_here
-from phalanx.profile.store import Store, profiles_path
+from phalanx.profile.store import rows_here
 from phalanx.training.budget import Budget, Fit
+from phalanx.training.did_not_fit import NONE_TRIED, Tried
 from phalanx.training.here import planned_here
 
 _KEY = "plan"
@@ -67,7 +68,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned for. simple: the plan that is taken where nothing can be judged."""
+    """What is planned for. simple: the plan that is taken where nothing can be judged. tried: what did not fit."""
 
     spec: ModelSpec
     captured: Captured
@@ -76,6 +77,7 @@ class Subject:
     config: RunConfig
     simple: Plan
     optimizer_class: type[Any] | None = None
+    tried: Tried = NONE_TRIED
 
     @property
     def cuts(self) -> bool:
@@ -110,13 +112,16 @@ def choose(subject: Subject, context: RankContext) -> Choice:
 
 
 def _or_simple(subject: Subject, make: Callable[[], Choice]) -> Choice:
-    """A run that would go on with the simple plan never ends because of the search for a better one."""
+    """A run that would go on with the simple plan never ends because of the search for a better one; one whose plan
+    did not fit does, where nothing needs less."""
     try:
         return make()
     except PhalanxError as error:
         why = error.message
     except Exception as error:  # whatever a model of the user's own leads to
         why = f"{type(error).__name__}: {error}"
+    if subject.tried.plans:
+        raise subject.tried.nothing_else()
     return Choice(subject.simple, f"simple, because the search cannot judge this: {why}", {"unsearched": why})
 
 
@@ -125,6 +130,7 @@ def _searched(subject: Subject, context: RankContext) -> Choice:
     if not subject.cuts:
         raise PlanError("whether samples depend on each other is not known, and the simple plan does not cut batches")
     cluster, software = planned_here(context, config.memory_bytes, config.dtype)
+    software = replace(software, slack=1 - subject.tried.share * (1 - software.slack))
     compiled = _whole(subject, torch.device(context.device))
     if not subject.heads or compiled.formation.facts.slots is None:  # heads, or how elements are updated, are not known
         fixed = {"tp": 1, **fixed}
@@ -179,10 +185,8 @@ def _work(subject: Subject, compiled: Compiled, ranks: int, light: bool = True) 
     """ranks: of a node. With the seconds of its blocks, where `phalanx profile --model` measured them here."""
     causal = subject.spec.task == "causal-lm"
     work = work_of_graph(subject.spec.name, compiled, subject.batches.batch(0, 1), subject.heads, light, causal)
-    path = profiles_path()
-    rows = Store(path).rows() if path.is_file() else []
     return work.timed(
-        times_here(rows, subject.captured, subject.config.dtype, compiled.device, ranks, work.tokens)
+        times_here(rows_here(), subject.captured, subject.config.dtype, compiled.device, ranks, work.tokens)
     )  # fmt: skip
 
 
@@ -212,9 +216,9 @@ def _choice(
     simply = f"{_shown(simple)}{'' if simple.fits else ', which would not fit'}"
     reason = (
         f"{plan.shown}: {seconds_text(best.step_seconds)} a step predicted on {shown_cluster(cluster)}{given}, "
-        f"{known_of(cluster, work)}{_beside(best, others)}; simple {simply}"
+        f"{known_of(cluster, work)}{_beside(best, others)}; simple {simply}{subject.tried.words}"
     )
-    return Choice(plan, reason, record_of(best, [*others, simple]))
+    return Choice(plan, reason, record_of(best, [*others, simple]) | subject.tried.record)
 
 
 def shown_cluster(cluster: Cluster) -> str:
@@ -243,6 +247,7 @@ def record_of(best: Estimate, others: Sequence[Estimate]) -> dict[str, Any]:
     return {
         "planned_step_seconds": best.step_seconds,
         "planned_memory_bytes": int(best.peak_bytes),
+        "planned_budget_bytes": int(best.budget[best.fullest]),
         "runners_up": [{"plan": own.plan.text, "step_seconds": own.step_seconds, "fits": own.fits} for own in others],
     }
 
@@ -256,10 +261,15 @@ def choose_alone(
     """For one rank, whose simple plan needs `fit`; None where nothing fits, as is then said of that plan. look: what
     another plan needs. budget: what there is, where that is known."""
     simple, there = subject.simple, "" if budget is None else f" of {bytes_text(budget.bytes)}"
-    if budget is None or fit.bytes <= budget.bytes:
+    if budget is None or fit.bytes <= subject.tried.share * budget.bytes:
         needs = f"all that the backward needs fits ({bytes_text(fit.bytes)}{there})"
         return Choice(simple, f"{simple.shown}: one device, and {needs}")
-    return lightened(subject, context, fit, look, budget.bytes)
+    found, tried = lightened(subject, context, fit, look, int(subject.tried.share * budget.bytes)), subject.tried
+    if not tried.plans:
+        return found
+    if found is None:
+        raise tried.nothing_else()
+    return replace(found, reason=found.reason + tried.words, record=found.record | tried.record)
 
 
 def lightened(

@@ -18,7 +18,6 @@ from phalanx.engine.compiled import Compiled
 from phalanx.engine.inputs import split
 from phalanx.engine.memory import RankMemory, bucket_costs, rank_memory
 from phalanx.engine.step import micro_batches
-from phalanx.errors import PhalanxError
 from phalanx.observe.format import bytes_text
 from phalanx.observe.metrics import peak_memory
 from phalanx.plan.lighter import Lighter, Needs, lighter_plans
@@ -27,6 +26,7 @@ from phalanx.program.costs import Costs
 from phalanx.program.from_facts import Device, block_seconds
 from phalanx.program.simulate import simulate
 from phalanx.tasks.base import Batch
+from phalanx.training.did_not_fit import DoesNotFit
 
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _ASSUMED = Device()
@@ -59,6 +59,7 @@ class MemoryGuard:
     make way for what a plan needs. foreseen: what is known of plans that may come."""
 
     fit: Fit
+    budget: Budget | None
 
     def __init__(
         self, given: int | None, device: torch.device, batch_size: int, batch: Callable[[Compiled], tuple[Batch, int]],
@@ -84,11 +85,11 @@ class MemoryGuard:
                 made[plan] = compile(plan)
             return self._foreseen.get(made[plan]) or Fit(made[plan], compile, self.batch, self._batch_size)
 
-        self.fit, budget = fit(compiled.plan), Budget.of(self._given, self._device, self.held)
-        plan = self._replan(self.fit, fit, budget) if self._replan is not None else None
+        self.fit, self.budget = fit(compiled.plan), Budget.of(self._given, self._device, self.held)
+        plan = self._replan(self.fit, fit, self.budget) if self._replan is not None else None
         if plan is not None and plan != compiled.plan:
             self.fit = fit(plan)
-        self.fit.require(budget)
+        self.fit.require(self.budget)
         return made[self.fit.plan]
 
     @contextmanager
@@ -130,27 +131,27 @@ class Fit:
     def require(self, budget: Budget | None) -> None:
         """Refuses what cannot be."""
         if budget is not None and self.bytes > budget.bytes:
-            raise PhalanxError(
+            raise DoesNotFit(
                 f"plan {self.plan.shown} does not fit: {self._place} needs {bytes_text(self.bytes)} "
                 f"({_listed(self.components)}), and {bytes_text(budget.bytes)} are there ({budget.source})",
-                self.advice(budget.bytes),
-            )
+                self.advice(budget.bytes), self.plan.shown,
+            )  # fmt: skip
         free, needed = free_main_memory(), sum(self.on_host.values())
         if self.device.type == "cuda" and free is not None and needed > free:
-            raise PhalanxError(
+            raise DoesNotFit(
                 f"plan {self.plan.shown} does not fit: {self._place} needs {bytes_text(needed)} of main memory "
                 f"({_listed(self.on_host)}), and {bytes_text(free)} are free",
-                "offload less, or use more ranks on other machines",
-            )
+                "offload less, or use more ranks on other machines", self.plan.shown,
+            )  # fmt: skip
 
-    def error(self, error: RuntimeError, what: str = "") -> PhalanxError:
+    def error(self, error: RuntimeError, what: str = "") -> DoesNotFit:
         """Memory ran out: what was tried, what was predicted of it, and what would need less."""
         held = f", {bytes_text(peak_memory(self.device))} were held at most" if self.device.type == "cuda" else ""
-        return PhalanxError(
+        return DoesNotFit(
             f"{what or self._micro_batch()} does not fit in the memory of {self.device}: {str(error).splitlines()[0]}; "
             f"{bytes_text(self.bytes)} were predicted ({_listed(self.components)}){held}",
-            self.advice(self.bytes - 1),
-        )
+            self.advice(self.bytes - 1), self.plan.shown,
+        )  # fmt: skip
 
     def advice(self, budget: int) -> str:
         """The cheapest changes after which the plan needs no more than so many bytes."""

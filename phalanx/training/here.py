@@ -22,7 +22,7 @@ from phalanx.plan.cost import Software
 from phalanx.plan.devices import DEVICES, Device, Figure
 from phalanx.plan.rates import Rates, is_of, on_cluster
 from phalanx.profile.hardware import device_name, rates_of
-from phalanx.profile.store import Store, profiles_path
+from phalanx.profile.store import rows_here
 from phalanx.training.budget import Budget, free_main_memory
 
 _KEY = "device of rank"
@@ -87,10 +87,10 @@ def planned_here(context: RankContext, memory: int | None, dtype: str) -> tuple[
 
 def _measured(context: RankContext, cluster: Cluster, dtype: str) -> Rates | None:
     """Of devices that are all alike, with as many ranks on a node; of GPUs of their own also with one."""
-    path, device = profiles_path(), torch.device(context.device)
-    if len(cluster.nodes) > 1 or not path.is_file():
+    device, ranks = torch.device(context.device), cluster.per_node
+    if len(cluster.nodes) > 1:
         return None
-    rows, ranks = Store(path).rows(), cluster.per_node
+    rows = rows_here()
     found = rates_of(rows, device_name(device), dtype, ranks)
     if found is None and device.type == "cuda" and torch.cuda.device_count() >= ranks:
         found = rates_of(rows, device_name(device), dtype, 1)

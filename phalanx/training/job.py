@@ -35,6 +35,7 @@ from phalanx.params.groups import ParameterGroup
 from phalanx.params.lr_functions import LrFunction
 from phalanx.state import checkpoint
 from phalanx.training.auto import Choice
+from phalanx.training.did_not_fit import NONE_TRIED, Tried
 from phalanx.training.metrics import Metric
 from phalanx.training.prepare import Collate
 
@@ -58,6 +59,7 @@ class Job:
     passed_over: int = 0  # samples that a run which goes on leaves out, in all; 0: as its checkpoint says
     began: float = field(default_factory=time.time, compare=False)
     choice: Choice | None = None  # of the plan, where it was measured
+    tried: Tried = NONE_TRIED  # plans that the search found and that did not fit
 
     @property
     def folder(self) -> Path:

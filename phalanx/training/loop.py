@@ -197,6 +197,7 @@ class Loop(ChangingRank):
                     predicting, self.phases.phase(name),
                 ):  # fmt: skip
                     outcome = self._step(step, stop)
+                self.has_stepped = True
                 slot.finish_step()
                 slot.enter("step")  # the first of them also compiled
                 if self._deal_with(step, outcome, reporter, checkpoints, stop, predictor):
@@ -304,7 +305,7 @@ class Loop(ChangingRank):
         sizes = split(next(iter(batch.values())).shape[0], run.plan.mb)
         asked = self.is_rank0 and stop_file(self.folder.path).exists()
         counts = (run.task.num_tokens(batch), training_flops(run.captured, batch, sizes), float(asked))
-        with self.memory.explained():
+        with self.or_another_plan(), self.memory.explained():
             return session.step(
                 batch, first, self.lr(step), counts, stop=lambda: stop.signal is not None,
                 change=self.changes.is_asked, most_loss=self._most_loss(step),

@@ -35,6 +35,7 @@ from phalanx.tasks.base import Task
 from phalanx.tasks.custom import Custom, infer_inputs
 from phalanx.tasks.vocabulary import vocab_size
 from phalanx.training.auto import Choice, Subject
+from phalanx.training.did_not_fit import NONE_TRIED, Tried
 from phalanx.training.initial_weights import require_no_weights
 from phalanx.training.read_model import Phase, find_model, read_model, require_fit, require_may_cut, untimed
 from phalanx.written import parse_steps
@@ -90,9 +91,11 @@ def prepare(
     model: Model, data: Any, eval_data: Any, config: RunConfig, context: RankContext, *,
     collate: Collate | None = None, groups: Sequence[ParameterGroup] = (), step: int = 1,
     optimizer_class: type[Any] | None = None, plan: str | None = None, phase: Phase = untimed,
+    tried: Tried = NONE_TRIED,
 ) -> Prepared:  # fmt: skip
     """Resolves everything in the order in which mistakes are cheapest to find: options, model, data, capture, plan.
-    step: the first that will be made. plan: the one that the run has by now, instead of what its options say."""
+    step: the first that will be made. plan: the one that the run has by now, instead of what its options say. tried:
+    plans of it that did not fit."""
     device, dtype = torch.device(context.device), getattr(torch, config.dtype)
     if plan is None:
         require_fit(config, context.world)
@@ -120,7 +123,7 @@ def prepare(
                 eval_batches.mask_like(own)
                 own.mask_like(eval_batches)
     total_steps, length_reason = run_length(config, batches)
-    read = read_model(spec, task, batches, config, context, groups, step, optimizer_class, plan, phase)
+    read = read_model(spec, task, batches, config, context, groups, step, optimizer_class, plan, phase, tried)
     if config.export and context.rank == 0:
         _warn_of_changed_layers(model)
     if eval_batches is not None:

@@ -41,6 +41,7 @@ from phalanx.training.budget import Budget, Fit, MemoryGuard
 from phalanx.training.change import Change, Member, open_member
 from phalanx.training.change import change as change_plan
 from phalanx.training.changing import Changes
+from phalanx.training.did_not_fit import LESS, DoesNotFit
 from phalanx.training.folder import RunFolder
 from phalanx.training.generating import Generator
 from phalanx.training.header import header
@@ -76,6 +77,7 @@ class ReadyRank:
     generator: Generator | None = None
     snapshot: Snapshot
     coming: Coming | None = None
+    has_stepped = False
 
     def __init__(self, job: Job, context: RankContext) -> None:
         self.job, self.context, self.config = job, context, job.config
@@ -121,6 +123,7 @@ class ReadyRank:
             run = self.run = prepare(
                 job.model, job.data, job.eval_data, config, context, collate=job.collate, groups=job.groups,
                 step=first_step, optimizer_class=job.optimizer_class, plan=plan, phase=self.phases.phase,
+                tried=job.tried,
             )  # fmt: skip
         self.changes = Changes(config, context, self.folder.path, first_step)
         context.slot.enter("compile")
@@ -138,7 +141,7 @@ class ReadyRank:
         self._open_metrics()
         require_cuda(config.memory_snapshot, run.device.type)
         self.memory = self._memory_guard(period.batch_size, run.batches, searches=True)
-        with self.phases.phase("weights"), self.memory.explained("the model's state"):
+        with self.phases.phase("weights"), self.or_another_plan(), self.memory.explained("the model's state"):
             self.opening, weights, origin = self._new_opening()
             look = self._expecting(self._look(self.memory), weights if found is None else None)
             self.session = open_member(self.opening, run.plan, reader(found, weights), look)
@@ -286,6 +289,25 @@ class ReadyRank:
         choice = choose_alone(self.run.subject, self.context, fit, look, budget)
         self.run = dataclasses.replace(self.run, choice=choice)
         return choice and choice.plan
+
+    @contextlib.contextmanager
+    def or_another_plan(self) -> Iterator[None]:
+        """What does not fit within it is told with how much memory is left to plan with, where a plan is open."""
+        try:
+            yield
+        except DoesNotFit as error:
+            error.share = None if self.has_stepped else self._share_left()
+            raise
+
+    def _share_left(self) -> float | None:
+        """Of the memory there is, less than what the plan was thought to need; None where the search cannot tell."""
+        choice, memory = self.run.choice, self.memory
+        if self.run.subject is None or choice is None:
+            return None
+        if self.context.world == 1:
+            return LESS * memory.fit.bytes / memory.budget.bytes if memory.budget is not None else None
+        planned, budget = (choice.record.get(f"planned_{name}_bytes") for name in ("memory", "budget"))
+        return LESS * self.job.tried.share * planned / budget if planned and budget else None
 
     @contextlib.contextmanager
     def _rank_0_first(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
 from phalanx.state.remote import is_remote, local_copy
 from phalanx.training.callbacks import Callbacks
+from phalanx.training.did_not_fit import with_plans_that_fit
 from phalanx.training.early import require_usable
 from phalanx.training.guarded import fit_guarded
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, stop_file, unpack
@@ -142,8 +143,7 @@ class Trainer:
             try:
                 return self._fit()
             except RollBack as back:
-                if self.config.progress != "off" and not self.config.json_output:
-                    print(back.message, flush=True)
+                self._say(back.message)
                 config = self.config.override(resume=back.checkpoint)
                 self.job = replace(self.job, config=config, passed_over=back.passed_over)
         try:
@@ -175,10 +175,10 @@ class Trainer:
             self._refuse_survival("the only rank of a run cannot be survived", "leave on_loss out, or use more ranks")
             alone = RankContext.alone(local_device(device, 0))
             self._try_out(lambda job: Loop(job, alone, _nobody).fit())
-            return self._fit_here(alone)
+            return self._fitting(lambda job: self._fit_here(alone, job))
         with WorkerPool(ranks, device=device, silence=self.config.silence) as pool:
             self._try_out(lambda job: _run(pool, job))
-            return _run(pool, self.job, lambda hook, given: self._on_event(hook, *given))
+            return self._fitting(lambda job: _run(pool, job, lambda hook, given: self._on_event(hook, *given)))
 
     def _fit_guarded(self, one_machine: bool) -> Summary:
         """Ranks that may be lost, where a launcher would end the job with them."""
@@ -194,7 +194,9 @@ class Trainer:
             self._on_event(hook, *given)
 
         def run(pool: WorkerPool) -> Summary | None:
-            return _run(pool, self.job, on_event)
+            if not one_machine:  # other machines' supervisors have begun the same job
+                return _run(pool, self.job, on_event)
+            return self._fitting(lambda job: _run(pool, job, on_event))
 
         def follow(follower: Follower) -> list[Summary]:
             survival = Survival(self.config.on_loss, self.config.min_ranks)
@@ -211,8 +213,16 @@ class Trainer:
     def _try_out(self, run: Callable[[Job], Summary]) -> None:
         """From now on the job has the fastest of its best plans, where that was asked for."""
         if self.config.measure_top is not None:
-            self.job = with_fastest(self.job, run)
+            self.job = with_fastest(self.job, lambda job: with_plans_that_fit(job, run, self._say))
             self.config = self.job.config
+
+    def _fitting(self, run: Callable[[Job], Summary]) -> Summary:
+        """Where the plan is open, one that does not fit gives way to another."""
+        return with_plans_that_fit(self.job, run, self._say)
+
+    def _say(self, text: str) -> None:
+        if self.config.progress != "off" and not self.config.json_output:
+            print(text, flush=True)
 
     def _refuse_several_jobs(self) -> None:
         if self.config.on_spike == "rollback":
@@ -230,8 +240,8 @@ class Trainer:
         if self.config.on_loss != "stop":
             raise ConfigError(f"option on_loss = {self.config.on_loss!r} is not supported here: {why}", hint)
 
-    def _fit_here(self, context: RankContext) -> Summary:
-        self.loop = Loop(self.job, context, self._on_event if context.rank == 0 else _nobody)
+    def _fit_here(self, context: RankContext, job: Job | None = None) -> Summary:
+        self.loop = Loop(job or self.job, context, self._on_event if context.rank == 0 else _nobody)
         return self.loop.fit()
 
     def _on_event(self, hook: str, *arguments: Any) -> None:

@@ -10,6 +10,8 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.plan.plan import Plan
 from phalanx.plan.runs import COLUMNS
+from phalanx.profile.data import DataProfile, to_rows
+from phalanx.profile.store import Row, Store
 
 GPT2 = ("--model", "gpt2", "--seq-len", "512")
 
@@ -48,6 +50,18 @@ def test_json_holds_all_that_is_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(own["step_seconds"] >= best["step_seconds"] for own in data["plans"])
     assert "pp=4" in data["compared"][0]["plan"] and "slower" in data["compared"][0]["lost"]
     assert {"limits", "helps", "pipeline_or_tensor", "slices", "rates", "candidates", "num_parameters"} <= set(data)
+
+
+def test_plans_are_compared_side_by_side_with_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    compared = ("plan", *GPT2, "--cluster", "4 A100", "--batch-size", "32", "--compare", "pp=4", "dp=2,tp=2")
+    text = shown(capsys, *compared)
+    table, _, lines = text.partition("the best: ")
+    for plan in ("pp=4,mb=16", "dp=2,tp=2"):
+        assert plan in table and plan in lines
+    assert len(json.loads(shown(capsys, *compared, "--json"))["compared"]) == 2
+    assert "would help: a second node: " in text
+    error = refused(capsys, "plan", *GPT2, "--cluster", "4 A100", "dp=2,tp=2")
+    assert "plan 'dp=2,tp=2' stands by itself → give it to --plan as one word or in quotes, or to --compare" in error
 
 
 def test_a_page_holds_the_answer_and_the_simulated_step_and_needs_nothing_else(
@@ -98,6 +112,10 @@ def test_an_estimate_says_where_time_and_memory_go(capsys: pytest.CaptureFixture
         (("--cluster", "nowhere.yaml"), "cluster: nowhere.yaml: cannot be read: No such file or directory"),
         (("--cluster", "3 A100", "--plan", "tp=2"), "no plan with tp=2 divides 3 devices and a batch of 24 samples"),
         (("--cluster", "8 A100", "--batch-size", "2", "--plan", "dp=8"), "no plan with dp=8 divides 8 devices"),
+        (("--cluster", "4 A100", "--plan", "mb=5", "--batch-size", "12"), "a batch of 15 samples can be cut so"),
+        (("--cluster", "4 A100", "--compare", "pp=3"), "plan: pp=3 does not divide the number of ranks: there are 4"),
+        (("--cluster", "4 A100", "--profile", "no.json"), "profile no.json cannot be read: No such file"),
+        (("--cluster", "4 A100", "--export", "megatrn"), "option export = 'megatrn' is not one of megatron"),
         (("--cluster", "4 A100", "--plan", "recompute=block"), "recompute is what the search decides"),
         (("--cluster", "4 A100", "--plan", "tp=2,degrees=1"), "option plan: degrees is not in what planning estimates"),
         (("--cluster", "4 A100", "--plan", "schedule=interleaved,v=9,pp=2"), "no plan with schedule=interleaved"),
@@ -126,7 +144,88 @@ def test_a_model_that_fits_nowhere_says_what_it_lacks_and_what_would_help(capsys
     error = refused(capsys, "plan", "--model", "meta-llama/Llama-3.1-405B", "--cluster", "8 H100")
     assert "meta-llama/Llama-3.1-405B does not fit on 1x8 H100: the leanest plan (tp=8" in error
     assert "lacks" in error and "optimizer" in error
-    assert "→ use 16 times the nodes, devices with" in error
+    assert "; main memory is missing, too: with tp=8" in error and "assumed where a cluster does not say" in error
+    assert "GiB of main memory or more, 8 times the nodes, devices with" in error
+
+
+def test_the_leanest_plan_has_room_on_its_hosts_and_what_hosts_lack_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ("plan", "--model", "meta-llama/Meta-Llama-3-8B", "--cluster")
+    error = refused(capsys, *plan, "1 RTX 4090, host 64GB")
+    assert "offload=" not in error.partition("main memory is missing, too: ")[0]  # what lies there has no room
+    assert "GiB of its host, of 59.6" in error and "assumed" not in error and "→ use nodes with" in error
+    assert "best" in shown(capsys, *plan, "1 RTX 4090, host 256GB")
+    error = refused(capsys, *plan, "1 RTX 4090, memory 6GB, host 256GB")
+    assert "the leanest plan (mb=8,schedule=block-major" in error and "main memory is missing" not in error
+
+
+def test_an_estimate_says_what_a_host_holds_and_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ("--model", "meta-llama/Meta-Llama-3-8B", "--plan", "offload=optimizer", "--batch-size", "1")
+    text = shown(capsys, "estimate", *plan, "--cluster", "1 H100, host 16GB")
+    assert "on the host: 89.7 GiB of 14.9 GiB for each device of place 0" in text
+    assert "does not fit: 74.8 GiB of main memory are missing for each device there" in text
+    data = json.loads(shown(capsys, "estimate", *plan, "--cluster", "1 H100, host 256GB", "--json"))
+    assert data["fits"] and data["host_bytes"][0] < data["host_budget_bytes"][0] == 256e9
+
+
+def padded(path: Path, *, tokens: int = 512) -> str:
+    """A profile of 1,000 samples, half of them full and half of a quarter."""
+    found = DataProfile(1000, (tokens // 4,) * 8 + (tokens,) * 8, tokens, has_padding=True)
+    Store(path.parent / "unused.sqlite").export(path, to_rows(found, "chat.jsonl"))
+    return str(path)
+
+
+def test_a_range_of_batches_is_judged_by_how_fast_it_gets_through_the_data(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = padded(tmp_path / "data.json")
+    plan = ("plan", "--model", "gpt2", "--cluster", "4 A100", "--data", data, "--batch-size", "128-512")
+    text = shown(capsys, *plan)
+    assert "useful/s" in text and ", 500 samples of 512 tokens" in text
+    words = " ".join(text.split())
+    assert "1,000 samples; 37.5% of the tokens of a batch are padding" in words
+    assert "an epoch is 2 steps, all of them full: 62.5% of what is computed is new data" in words
+    assert "batch: 500 samples, of those looked at the fastest through the data; others 128: -" in words
+    assert "what a batch's size does to the loss is not weighed" in words
+    found = json.loads(shown(capsys, *plan, "--json"))
+    assert found["batch_size"] == 500 and [own["batch_size"] for own in found["batches"]] == [128, 250, 256, 500, 512]
+    best = found["plans"][0]
+    assert best["useful_tokens_per_second"] == pytest.approx(0.625 * best["tokens_per_second"])
+    assert found["data"]["useful"] == 0.625 and found["data"]["steps"] == 2
+
+
+def test_a_batch_that_the_data_does_not_fill_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = padded(tmp_path / "data.json", tokens=1024)
+    plan = ("plan", "--model", "gpt2", "--cluster", "4 A100", "--data", data)
+    words = " ".join(shown(capsys, *plan, "--batch-size", "300").split())
+    assert "an epoch is 4 steps, the last of which sees 200 samples again" in words
+    assert "--seq-len 256 would waste least" not in words  # cutting would lose more than padding
+    assert ", 32 samples of 512 tokens" in shown(capsys, *plan, "--seq-len", "512")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--batch-size", "many"), "option batch_size = 'many' is neither a number of samples nor a range of them"),
+        (("--batch-size", "0"), "option batch_size = '0' is neither a number"),
+        (("--batch-size", "64-8"), "option batch_size = '64-8' is a range that ends before it begins → write 8-64"),
+        (("--seq-len", "1024"), "option seq_len = 1024: 'DATA' is about samples that were cut at 512 tokens"),
+        (("--data", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_ranges_and_data_that_cannot_be_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    data = padded(tmp_path / "data.json")
+    given = () if "--data" in arguments else ("--data", data)
+    error = refused(capsys, "plan", "--model", "gpt2", "--cluster", "4 A100", *given, *arguments)
+    assert message.replace("DATA", data) in error and "→" in error
+
+
+def test_a_profile_of_devices_is_no_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "devices.json"
+    Store(tmp_path / "unused.sqlite").export(path, [Row("memory", {"device": "A100", "size": 8}, 1e12, "today")])
+    error = refused(capsys, "plan", *GPT2, "--cluster", "4 A100", "--data", str(path))
+    assert "is a profile of devices, not of data" in error and "phalanx profile --data DATA --out FILE" in error
 
 
 def run_row(**given: object) -> str:

@@ -64,6 +64,11 @@ def test_a_file_says_the_same_and_may_describe_a_device() -> None:
         ("8x8 H100, network 0GB/s", "cluster: network '0GB/s' is nothing"),
         ("8x8 H100, network 1GB/s, network 2GB/s", "cluster: 'network' is given twice"),
         ("9999999x8 H100", "cluster: 79999992 devices are more than can be planned for"),
+        ("99999999 H100", "cluster: 99999999 devices are more than can be planned for"),
+        ("-1 H100", "cluster: '-1 H100' has no devices"),
+        ("8 H100, price x", "cluster: price 'x' is not a price"),
+        ("8 H100, host -1TB", "cluster: host '-1TB' is not a size"),
+        ("8 H100, memory 0GB", "cluster: memory '0GB' is nothing"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_what_may_stand_there(text: str, message: str) -> None:

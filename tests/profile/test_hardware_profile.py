@@ -21,7 +21,7 @@ from phalanx.plan.cost import Software
 from phalanx.plan.devices import DEVICES
 from phalanx.plan.rates import Rates, is_of, on_cluster, saturation
 from phalanx.profile import hardware
-from phalanx.profile.data import DataProfile, profile_data
+from phalanx.profile.data import DataProfile, from_rows, is_profile, profile_data, to_rows
 from phalanx.profile.hardware import Question, key_of, measure, measure_on_rank, questions, rates_of
 from phalanx.profile.store import Row, Store, profiles_path, rates_from, read_profile
 from phalanx.training.here import planned_here
@@ -51,6 +51,19 @@ def test_a_file_that_is_no_store_is_put_aside_and_that_is_said(tmp_path: Path) -
     store.put("memory", {"size": 1}, 3.0)
     assert store.get("memory", {"size": 1}) == 3.0 and (tmp_path / "p.broken").read_text().startswith("no database")
     assert len(said) == 1 and "cannot be read" in said[0] and "measured anew" in said[0]
+
+
+def test_a_plan_and_a_run_say_that_a_damaged_store_was_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path))
+    for planned in (
+        lambda: main(["plan", "--model", "gpt2", "--cluster", "2 A100", "--batch-size", "4"]),
+        lambda: planned_here(RankContext.alone(), None, "float32"),
+    ):
+        profiles_path().write_text("no database at all, but long enough to be looked at as one" * 20)
+        planned()
+        assert "put aside as profiles.broken, what it held is measured anew" in capsys.readouterr().err
 
 
 def test_a_damaged_row_of_a_store_is_left_out(tmp_path: Path) -> None:
@@ -292,7 +305,20 @@ def test_packed_data_has_no_padding() -> None:
     assert found == DataProfile(None, (16, 16), 16, has_padding=False)
 
 
+def test_lengths_are_written_as_a_profile_and_read_back(tmp_path: Path) -> None:
+    found = DataProfile(None, (3, 3, 9), 16, has_padding=True)
+    path = tmp_path / "data.json"
+    Store(tmp_path / "store").export(path, to_rows(found, "chat"))
+    assert is_profile(path) and from_rows(read_profile(path)) == found
+    assert from_rows([]) is None and not is_profile(tmp_path / "nowhere")
+    wrong = [Row("samples of a length", {"size": "3", "samples": 1, "tokens": 4, "padded": 1}, 1.0, "")]
+    assert from_rows(wrong) is None
+
+
 def test_the_command_looks_at_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("some words\n" * 100)
     assert main(["profile", "--data", str(tmp_path / "text.txt"), "--seq-len", "16"]) == 0
     assert "no padding: every sample has 16 tokens" in capsys.readouterr().out
+    out = tmp_path / "data.json"
+    assert main(["profile", "--data", str(tmp_path / "text.txt"), "--seq-len", "16", "--out", str(out)]) == 0
+    assert f"written to {out}: plan with --data {out}" in capsys.readouterr().out

@@ -20,6 +20,8 @@ from phalanx.program.from_facts import Device, shipped
 from phalanx.program.predict import predict
 from phalanx.program.work_of_facts import work_of_facts
 
+BLOCK_MAJOR = "schedule=block-major,recompute=block,offload="
+
 
 def work_of(name: str, tokens: int | None = None) -> ModelWork:
     facts = load(name)
@@ -58,6 +60,12 @@ def test_models_of_every_kind_are_planned(name: str) -> None:
         ("gpt2", "pp=4,mb=2,slices=4", 0.2),
         ("gpt2", "mb=2,offload=optimizer", 0.1),
         ("gpt2", "mb=2,offload=activations", 0.2),
+        ("gpt2", f"mb=8,{BLOCK_MAJOR}activations+parameters+optimizer-step", 0.15),
+        ("gpt2", f"mb=4,{BLOCK_MAJOR}parameters", 0.15),
+        ("gpt2-xl", f"mb=16,{BLOCK_MAJOR}activations+parameters", 0.15),
+        ("meta-llama/Meta-Llama-3-8B", f"mb=16,{BLOCK_MAJOR}activations+parameters+optimizer-step", 0.15),
+        ("meta-llama/Meta-Llama-3-8B", f"mb=4,{BLOCK_MAJOR}parameters+optimizer-step", 0.15),
+        ("meta-llama/Llama-3.3-70B-Instruct", f"mb=8,{BLOCK_MAJOR}activations+parameters+optimizer-step", 0.15),
         ("meta-llama/Llama-3.3-70B-Instruct", "pp=8,mb=8", 0.06),
         ("meta-llama/Llama-3.3-70B-Instruct", "pp=8,tp=8,mb=2", 0.15),
         ("meta-llama/Llama-3.3-70B-Instruct", "pp=8,tp=8,mb=2,recompute=unit", 0.2),

@@ -1,0 +1,74 @@
+"""A run whose plan is open goes on with another one where memory did not suffice for the plan that was chosen.
+
+A rank on which memory runs out before its first step is over ends the attempt on all ranks, since they wait for each
+other. Whoever started them begins anew, and the search then has less memory to plan with: less than the estimate of the
+plan that did not fit. Ranks of a launcher run one job, which ends instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from phalanx.errors import PhalanxError
+
+if TYPE_CHECKING:
+    from phalanx.training.job import Job
+
+T = TypeVar("T")
+LESS = 0.95  # times what did not fit, what the next plan may need
+MOST_OTHERS = 4  # plans that are tried after the first
+
+
+class DoesNotFit(PhalanxError):
+    """A rank lacks memory for its plan. plan: as it is shown. share: of the memory there is, what another plan may be
+    looked for in; None where there is to be no other."""
+
+    def __init__(self, message: str, hint: str = "", plan: str = "", share: float | None = None) -> None:
+        super().__init__(message, hint)
+        self.plan, self.share = plan, share
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Plans of this run that did not fit, the share of the memory that is left to plan with, and what was said of the
+    last one."""
+
+    plans: tuple[str, ...] = ()
+    share: float = 1.0
+    message: str = ""
+    hint: str = ""
+
+    def then(self, error: DoesNotFit) -> Tried:
+        assert error.share is not None
+        return Tried((*self.plans, error.plan), error.share, error.message, error.hint)
+
+    def nothing_else(self) -> DoesNotFit:
+        return DoesNotFit(f"{self.message}; the search finds no plan that needs less", self.hint, self.plans[-1])
+
+    @property
+    def words(self) -> str:
+        """For the reason of the plan that is chosen after them."""
+        return f"; {', '.join(self.plans)} did not fit" if self.plans else ""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return {"did_not_fit": list(self.plans)} if self.plans else {}
+
+
+NONE_TRIED = Tried()
+
+
+def with_plans_that_fit(job: Job, run: Callable[[Job], T], say: Callable[[str], None]) -> T:
+    """run: trains a job to its end, on all its ranks."""
+    for _ in range(MOST_OTHERS):
+        try:
+            return run(job)
+        except DoesNotFit as error:
+            if error.share is None:
+                raise
+            tried = job.tried.then(error)
+        say(f"plan {tried.plans[-1]} did not fit, and gives way to one that needs less: {tried.message}")
+        job = replace(job, tried=tried)
+    return run(job)
