@@ -22,7 +22,7 @@ from phalanx.plan.work import BlockWork, ModelWork
 STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
 MOST_RESERVED = 0.1  # of a device's memory, what libraries keep of it at most
 NARROW_HEAD = 64  # elements of a head, of which attention reaches half of what it could
-ALONE, MEETING = 6, 2  # how sharply a device passes from waiting for its host to computing without a pause
+ALONE, MEETING = 6.0, 2.5  # how sharply a device passes from waiting for its host to computing without a pause
 SLICED_ATTENTION = 1.25  # of the time of attention, where it is computed in slices (measured 1.12 to 1.33 on an H200)
 
 
