@@ -28,14 +28,14 @@ MESHES = [(1, 1, 8, 2), (1, 2, 4, 2), (2, 1, 4, 4), (8, 1, 1, 8), (2, 4, 1, 1), 
 def table(path: Path) -> Path:
     """Of two models, as a program of other shares would take; and a row that says too little."""
     made = Software(products=0.6, small=250.0)
-    rows: list[dict[str, str]] = [ROW | {"model": "gpt"}]
+    rows = [ROW | {"model": "gpt"}]
     for layers in (12, 24):
         for tp, pp, dp, samples in MESHES:
             mesh = {"tp": str(tp), "pp": str(pp), "dp": str(dp), "micro_batch": str(samples), "layers": str(layers)}
             row = ROW | mesh | {"model": f"gpt-{layers}", "measured_iter_s": "1"}
             rows.append(row | {"measured_iter_s": str(step_seconds(read_run(row), made))})
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, list[str](COLUMNS))
         writer.writeheader()
         writer.writerows(rows)
     return path
