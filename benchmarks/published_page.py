@@ -30,6 +30,10 @@ ranks takes less for four samples than for two, and one of width 2048 over four 
 formula of sizes tells that. One of the two is in the best plan of 27 of the 72 sweeps, and nearly all of *top 1* and
 *top 3* there is theirs.
 
+Two things were chosen with all of vTrain's runs in sight: how sharply a device passes from waiting for its host to
+computing, and that softmax which is not fused starts as many kernels again as a unit. What is fitted is fitted to the
+other half alone.
+
 A publisher with few models, or whose halves are of different kinds (zero-bubble on several nodes, Sailor, torchtitan,
 Korthikanti), says little about itself; AMP's T4 and Megatron-Bridge's B200 are judged with what is assumed of any
 device. NeMo and Megatron-Bridge compute in 8 bits, which is taken to halve the time of a layer's products and nothing
