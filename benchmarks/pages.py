@@ -26,6 +26,7 @@ import overlap_page
 import own_runs_page
 import peers_page
 import planner
+import published_page
 import recovery
 import robustness_page
 import sabotage
@@ -50,6 +51,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "scaling": scaling_page.page,
     "slices": slices_page.page,
     "peers": peers_page.page,
+    "published": published_page.page,
     "sabotage": sabotage.page,
     "soak": soak_page.page,
     "terapipe_published": terapipe_published_page.page,

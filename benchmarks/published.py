@@ -1,6 +1,6 @@
 """How well steps that others measured are predicted: calibrated on some models, judged on others.
 
-    python benchmarks/published.py FILE.csv [--out published.json]
+    python benchmarks/published.py FILE.csv [--out docs/results/published.json]
 
 Runs are grouped by who published them and whether they took one node or several. The models of a group are halved: what
 software reaches of a device is fitted to one half (of few runs, starting from a fit to that half of all groups on the
@@ -11,8 +11,6 @@ best (and the best of three) is than the best measured, and how often running ou
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,6 +19,8 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+import plot
+import report
 
 from phalanx.plan.calibrate import fit, fit_memory, step_seconds
 from phalanx.plan.cost import Software
@@ -32,11 +32,10 @@ FEW = 40  # of every group, for the fit that those with fewer begin with
 Judged = tuple[Run, Software]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.options(__doc__ or "")
+    parser.add_argument("file", type=Path, help="a table of runs; its columns are those of `phalanx calibrate`")
+    options = parser.parse_args(arguments)
     runs, left_out = read_runs(options.file)
     for reason, count in left_out.most_common():
         print(f"left out {count:4}: {reason}")
@@ -47,13 +46,20 @@ def main() -> None:
     print(f"\n{'':52}  runs  error   rank   top 1  top 3  memory told rightly")
     for row in rows:
         print(_line(row))
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    setting = {"runs": len(runs), "left_out": dict(left_out.most_common())}
+    report.publish(options, "published", setting, rows, panels(rows))
+
+
+def panels(rows: Sequence[dict[str, Any]]) -> list[plot.Panel]:
+    told = [(f"{row['device']}: {row['group']}", 100 * row["error"]) for row in rows if row["error"] is not None]
+    points = [plot.Point(name, error, error, error) for name, error in told]
+    return [plot.Panel("Step times that others published", "published by", "mean error, %", {"told": points})]
 
 
 def group_name(run: Run) -> str:
-    """Who published it, and whether it took one node."""
-    return f"{re.split(r'[@ ]', run.source)[0]}, {'one node' if run.cluster.num_nodes == 1 else 'several nodes'}"
+    """Who published it, whether it took one node, and what its products are computed in."""
+    nodes = "one node" if run.cluster.num_nodes == 1 else "several nodes"
+    return f"{re.split(r'[@ ]', run.source)[0]}, {nodes}" + (f", {run.bits} bits" if run.bits < 16 else "")
 
 
 def judge_device(device: str, groups: dict[tuple[str, str], list[Run]]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +31,9 @@ def calibrate(
     from phalanx.plan.runs import read_runs
 
     found, left_out = read_runs(runs)
-    chosen = [run for run in found if source in run.source]
+    wide = [run for run in found if run.bits == 16]
+    left_out += Counter({"products in 8 bits, which plans do not have": len(found) - len(wide)})
+    chosen = [run for run in wide if source in run.source]
     devices = sorted({run.device for run in chosen})
     with patiently(f"fitting to {len(chosen)} runs"):
         sections = {device: section for device in devices if (section := _section(chosen, device)) is not None}

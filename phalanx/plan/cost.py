@@ -22,6 +22,7 @@ from phalanx.plan.work import BlockWork, ModelWork
 STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
 MOST_RESERVED = 0.1  # of a device's memory, what libraries keep of it at most
 NARROW_HEAD = 64  # elements of a head, of which attention reaches half of what it could
+ALONE, MEETING = 6.0, 2.5  # how sharply a device passes from waiting for its host to computing without a pause
 SLICED_ATTENTION = 1.25  # of the time of attention, where it is computed in slices (measured 1.12 to 1.33 on an H200)
 
 
@@ -106,10 +107,14 @@ def times(seconds: Seconds, count: int) -> Seconds:
     return Seconds(*(count * own for own in seconds))
 
 
-def _launched(busy: float, launch: float) -> float:
+def _launched(busy: float, launch: float, meets: bool) -> float:
     """Seconds of a device that is busy so long with kernels that a host starts in so long: the longer of both, and some
-    more where they are alike, since not every kernel is as long as its start."""
-    return (busy**3 + launch**3) ** (1 / 3) if launch else busy
+    more where they are alike, since not every kernel is as long as its start. A host that is ahead makes up for most
+    of that, unless ranks meet: at every sum all of them wait for the one that was started last."""
+    if not launch:
+        return busy
+    sharpness = MEETING if meets else ALONE
+    return (busy**sharpness + launch**sharpness) ** (1 / sharpness)
 
 
 class Machine:
@@ -184,10 +189,10 @@ class Machine:
         ahead, behind = self._hidden(sums, repeated, computed, inputs + again, weight) if sums else (0.0, 0.0)
         lost = 1 - self.software.contention
         waits, first = sums + repeated - lost * behind, sums - lost * ahead
-        launch = self._launch(work)
-        again = _launched(again, launch) if rung in ("unit", "block") else again
-        forward = _launched(computed + first, launch)
-        backward = _launched(inputs + waits + weight, launch) - weight
+        launch, meets = self._launch(work), sums > 0
+        again = _launched(again, launch, meets) if rung in ("unit", "block") else again
+        forward = _launched(computed + first, launch, meets)
+        backward = _launched(inputs + waits + weight, launch, meets) - weight
         return Seconds(forward, backward, weight, again, first + waits)
 
     def _computed(self, work: BlockWork) -> tuple[float, float, float]:
@@ -209,7 +214,7 @@ class Machine:
         if self._is_measured(work):
             return 0.0
         calls = work.exchanges * self.software.call if self.plan.tp > 1 else 0.0
-        return self.software.launch * max(1, work.units) + calls
+        return self.software.launch * (max(1, work.units) + work.apart) + calls
 
     def _hidden(
         self, sums: float, repeated: float, forward: float, backward: float, weight: float

@@ -2,7 +2,7 @@
 
 Columns are those of the header below; what a row leaves empty is unknown. Kernels, sequence parallelism, schedule and
 virtual stages are read from its notes. A row that says too little, or is about something that plans do not have
-(expert or context parallelism, 8-bit products), is left out and counted with its reason.
+(expert or context parallelism, adapters, 4-bit products), is left out and counted with its reason.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from phalanx.errors import DataError, PhalanxError
 from phalanx.plan.cluster import Cluster, Nodes
-from phalanx.plan.devices import DEVICES, Device, find
+from phalanx.plan.devices import Device, find
 from phalanx.plan.estimate import Load, loads_of
 from phalanx.plan.plan import Plan
 from phalanx.plan.work import ModelWork, Shape, transformer
@@ -26,6 +26,7 @@ COLUMNS = ("source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "v
            "gpus_per_node", "interconnect", "tp", "pp", "cp", "dp", "zero_stage", "micro_batch", "global_batch",
            "recompute", "dtype", "measured_tokens_per_s", "measured_iter_s", "notes")  # fmt: skip
 VOCABULARY = 50257  # GPT-2's, where a row does not say it
+FUSED_HEADS = 4  # of all samples of a micro-batch, which Megatron's fused softmax takes at a time
 _RUNGS = {"full": "block", "none": "none", "": "none", "selective": "light", "selective-op": "light", "none+SP": "none",
           "selective+SP": "light"}  # fmt: skip
 _SCHEDULES = {"1F1B": "1f1b", "ZB-1p": "zb-h1", "ZB-H1": "zb-h1", "1F1B-I": "interleaved"}
@@ -33,7 +34,7 @@ _SCHEDULES = {"1F1B": "1f1b", "ZB-1p": "zb-h1", "ZB-H1": "zb-h1", "1F1B-I": "int
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: of a step; None where it ran out of memory."""
+    """seconds: of a step; None where it ran out of memory. bits: of what a layer's products multiply."""
 
     source: str
     model: str
@@ -43,6 +44,7 @@ class Run:
     cluster: Cluster
     batch: int
     seconds: float | None
+    bits: int = 16
 
     @cached_property
     def loads(self) -> list[Load]:
@@ -82,8 +84,9 @@ def read_run(row: Mapping[str, str]) -> Run:
     notes = row["notes"]
     if row["cp"] not in ("", "1") or re.search(r"EP=(?!1\b)\d", notes):
         raise _Skip("context or expert parallelism")
-    if row["dtype"].lower() not in ("", "bf16", "fp16", "amp_bf16"):
-        raise _Skip("products in 8 bits or fewer")
+    bits = _bits(row["dtype"].lower())
+    if "LoRA" in notes:
+        raise _Skip("adapters of which more is not known")
     if ("TeraPipe" in notes and "w/o" not in notes) or "token slices" in notes:
         raise _Skip("token slices")
     batch = _number(row, "global_batch")
@@ -93,11 +96,26 @@ def read_run(row: Mapping[str, str]) -> Run:
         raise _Skip("a mesh that is not that of its devices")
     cluster = _cluster(row)
     work = transformer(row["model"], _shape(row))
+    work = _in_eight_bits(work) if bits == 8 else work
     try:
         plan = _plan(row, work, tp, pp, dp, batch)
     except PhalanxError as error:
         raise _Skip("a plan that there is not") from error
-    return Run(row["source"], row["model"], cluster.nodes[0].device.name, work, plan, cluster, batch, seconds)
+    return Run(row["source"], row["model"], cluster.nodes[0].device.name, work, plan, cluster, batch, seconds, bits)
+
+
+def _bits(dtype: str) -> int:
+    if dtype in ("", "bf16", "fp16", "amp_bf16"):
+        return 16
+    if "fp8" in dtype:
+        return 8
+    raise _Skip("products in other than 16 or 8 bits")
+
+
+def _in_eight_bits(work: ModelWork) -> ModelWork:
+    """Tensor cores take half as long; the head's products and attention stay as they are."""
+    halved = (replace(own, products=own.products / 2) if own.is_layer else own for own in work.classes)
+    return replace(work, classes=tuple(halved))
 
 
 def _number(row: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -146,7 +164,7 @@ def _device(name: str) -> Device:
     try:
         return find(name)
     except PhalanxError:
-        raise _Skip(f"a device that is not known ({name}; known: {', '.join(DEVICES)})") from None
+        raise _Skip(f"a device that is not known ({name})") from None
 
 
 def _network(text: str, devices: int) -> float | None:
@@ -167,6 +185,8 @@ def _shape(row: Mapping[str, str]) -> Shape:
     attention = {"torch": "unfused", "fused": "fused"}.get(named, "flash1" if "v1" in named else "flash")
     if kernel is None and "Megatron-DeepSpeed" in notes:
         attention = "fused"  # as that program computed it before flash attention
+    if attention == "fused" and heads * _number(row, "micro_batch") // _number(row, "tp") % FUSED_HEADS:
+        attention = "unfused"
     fused_norms = "RMS kernel" in notes if kernel else True
     return Shape(
         _number(row, "layers"), hidden, heads, _number(row, "kv_heads", default=heads),

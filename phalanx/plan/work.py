@@ -45,7 +45,8 @@ class BlockWork:
     is not computed in one go. odd: a side of its products is not a multiple of 8, which tensor cores are slow with.
     keys: elements of its keys and values; where that is not known, as many as there can be. times: what it was seen to
     take on the device that is planned for. head_dim: elements of a head, where its scores are products by themselves;
-    logits: that a head puts out; 0 where that is not known."""
+    logits: that a head puts out; 0 where that is not known. apart: of its attention, so many times the kernels of a
+    unit that are started one by one."""
 
     name: str
     products: float
@@ -65,6 +66,7 @@ class BlockWork:
     times: Times = field(default_factory=dict[int, tuple[BlockTime, ...]])
     head_dim: float = 0.0
     logits: float = 0.0
+    apart: float = 0.0
 
     @property
     def is_layer(self) -> bool:
@@ -140,6 +142,7 @@ _SCORE_BYTES = {"flash": 0.0, "flash1": 0.0, "fused": 2.0, "unfused": 5.0}  # ke
 _SCORE_MOVES = {"flash": 0.0, "flash1": 0.0, "fused": 8.0, "unfused": 24.0}  # moved for every score
 _DROPPED = 5.0  # more, where some are dropped: read, written, and a mask
 _SCORE_WORK = {"flash": 0.0, "flash1": 0.0, "fused": 4.0, "unfused": 12.0}  # needed besides, while it is computed
+_UNFUSED = 1.0  # casts, scaling, mask and softmax, and their gradients: about as many kernels again as a unit has
 # The first flash attention took so much longer (Dao 2023); those that keep scores compute also what is masked.
 _SLOWER = {"flash1": 1.7, "fused": 2.0, "unfused": 2.0}
 
@@ -158,6 +161,7 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
         _kept_of_layer(shape, width), _moved_by_layer(shape, width), width * s * h, exchanges=2, units=2,
         working=4.0 * s * f + _SCORE_WORK[shape.attention] * scores, scores=moves * scores,
         keys=2.0 * s * keys, head_dim=h / shape.heads if moves else 0.0,
+        apart=_UNFUSED if shape.attention == "unfused" else 0.0,
     )  # fmt: skip
     vocabulary = shape.vocabulary * h
     token = kept(8.0 * s, 0, 0)

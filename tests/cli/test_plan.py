@@ -246,7 +246,7 @@ def test_a_calibration_is_written_with_its_residuals_and_used(
     runs.write_text("\n".join([",".join(COLUMNS), *rows, *skipped]) + "\n", encoding="utf-8")
     text = shown(capsys, "calibrate", str(runs), "--out", str(out))
     assert "A100: 3 runs, mean error" in text
-    assert "left out 1: context or expert parallelism" in text and "left out 1: products in 8 bits or fewer" in text
+    assert "left out 1: context or expert parallelism" in text and "left out 1: products in 8 bits, which" in text
     section = json.loads(out.read_text("utf-8"))["devices"]["A100"]
     assert section["residuals"]["here"]["runs"] == 3 and section["mean_error"] < 0.1
     plan = ("plan", *GPT2, "--cluster", "4 A100", "--calibration", str(out))

@@ -58,7 +58,7 @@ def test_the_worked_example_is_what_is_computed() -> None:
     assert math.sqrt(layer.parameters / 2) / 4 == pytest.approx(2611, rel=1e-3)
     first = ("products of a layer, forward", "attention", "element-wise work", "reading weights")
     busy = sum(by_hand[name][0] for name in first) + 2 * by_hand["one sum of 33.55 MB over 4 ranks"][0]
-    assert (busy**3 + by_hand["started by the host"][0] ** 3) ** (1 / 3) == pytest.approx(own.forward, rel=1e-3)
+    assert (busy**2.5 + by_hand["started by the host"][0] ** 2.5) ** 0.4 == pytest.approx(own.forward, rel=1e-3)
     assert layer.crossing / 1e6 == pytest.approx(33.55, rel=1e-3)
     parts = [8 * by_hand["place 1 of the pipeline"][0], whole.parts["bubble"] + whole.parts["messages"]]
     parts += [whole.parts["optimizer"], whole.parts["other"]]

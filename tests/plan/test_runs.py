@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.plan.calibrate import fit, step_seconds
-from phalanx.plan.cost import Software
+from phalanx.plan.cost import Software, machines
 from phalanx.plan.footprint import place_blocks
 from phalanx.plan.runs import COLUMNS, Run, read_run
 
@@ -46,3 +46,42 @@ def test_a_fit_finds_what_runs_were_made_with_whatever_one_of_them_says() -> Non
         found = fit(given)
         errors = [abs(step_seconds(own, found) / (own.seconds or 1.0) - 1) for own in timed[1:]]
         assert max(errors) < 0.03
+
+
+def test_a_fused_softmax_takes_heads_in_fours_and_others_are_started_kernel_by_kernel() -> None:
+    split = {"tp": 8, "dp": 1, "notes": "kernel=fused"}
+    two, four = (run(**split, micro_batch=samples).work.classes[1] for samples in (1, 2))
+    assert (two.apart, four.apart) == (1.0, 0.0)
+    assert two.scores > four.scores
+
+
+def test_products_in_eight_bits_are_half_the_work_of_layers_alone() -> None:
+    wide, narrow = run(dtype="bf16"), run(dtype="FP8-CS")
+    assert (wide.bits, narrow.bits) == (16, 8)
+    embedding, layer, head = (narrow.work.classes[i].products / (wide.work.classes[i].products or 1) for i in range(3))
+    assert (embedding, layer, head) == (0, 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"dtype": "NVFP4"}, "products in other than 16 or 8 bits"),
+        ({"notes": "LoRA, packed sequences"}, "adapters of which more is not known"),
+        ({"gpu": "GB300"}, r"a device that is not known \(GB300\)"),
+    ],
+)
+def test_rows_that_are_left_out_say_why(given: dict[str, str], why: str) -> None:
+    with pytest.raises(Exception, match=f"^{why}$"):
+        run(**given)
+
+
+def test_ranks_that_meet_at_sums_wait_for_kernels_that_ranks_alone_do_not() -> None:
+    """Where a host takes as long to start kernels as a device to run them."""
+    alone, meeting = run(), run(tp=2, dp=4, micro_batch=8)
+    for own, more in ((alone, 2 ** (1 / 6)), (meeting, 2**0.4)):
+        layer = own.work.classes[1]
+        still = replace(Software(), launch=0.0, call=0.0)
+        busy = machines(own.cluster, still, own.plan, 4)[0].seconds(layer, "none").forward
+        alike = replace(still, launch=busy / layer.units)
+        found = machines(own.cluster, alike, own.plan, 4)[0].seconds(layer, "none").forward
+        assert found == pytest.approx(more * busy)
