@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BOTH := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check light test test-all soak lint clean
+.PHONY: help demo check light test quick test-all soak lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +39,10 @@ check: $(STAMP) ## for the inner loop: lint, types and the tests that need no ot
 light: $(STAMP)
 	$(PYTEST) $(BOTH) -q -m "light and not long"
 
-test: lint $(VENV)/triton ## lint, types and every test that is not marked long
+test: $(VENV)/triton ## lint, types and every test that is not marked long, side by side
+	$(MAKE) --no-print-directory --jobs 2 lint quick
+
+quick: $(VENV)/triton
 	$(PYTEST) $(BOTH) -m "not long"
 
 test-all: lint $(VENV)/triton ## the same with the long tests, and more random cases of each property

@@ -94,18 +94,19 @@ class Mirroring:
     def __init__(self, out: End | None, into: End | None, kept: Mirrored, step: int, on_trial: bool) -> None:
         self._out, self._into, self.kept, self.step, self.on_trial = out, into, kept, step, on_trial
         self.is_sound = True
-        self._seconds, self._counted = 0.0, 0  # that were measured, in so many steps
+        self._exchanging, self._updating = list[float](), list[float]()  # seconds, of each step on trial
         self._row: Tensor | None = None  # of all gradients that came, on the host
         self._came: dict[str, Tensor] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._updated: Future[None] | None = None
 
     def cost(self) -> float:
-        """Seconds that it takes of a step on trial, on average since this was last asked: the exchange, and on a CPU
-        the update, which takes nothing beside a GPU."""
+        """Seconds that it takes of a step on trial, in the quickest of those since this was last asked (others of the
+        machine only add to them): the exchange, and on a CPU the update, which takes nothing beside a GPU."""
         self.settle()
-        seconds, self._seconds, self._counted = self._seconds / max(1, self._counted), 0.0, 0
-        return seconds
+        found = sum(min(each) for each in (self._exchanging, self._updating) if each)
+        self._exchanging, self._updating = [], []
+        return found
 
     def exchange(self, gradients: Mapping[str, Tensor], world: Group) -> None:
         """Returns when those have come that this rank is to have. world: all ranks of the plan."""
@@ -126,7 +127,8 @@ class Mirroring:
                 each.wait(_WHAT)
         if self._into is not None and self._row is not None:
             self._came = self._into[0].unpacked(self._row)
-        self._seconds += time.perf_counter() - began
+        if self.on_trial:
+            self._exchanging.append(time.perf_counter() - began)
 
     def _exchange_kinds(self, gradients: Mapping[str, Tensor]) -> None:
         pending: list[Pending] = []
@@ -163,12 +165,12 @@ class Mirroring:
         self._updated = self._thread.submit(self._update, given)
 
     def _update(self, given: Callable[[], Given]) -> None:
-        found, began = given(), time.perf_counter()
+        found, began = given(), time.thread_time()
         with torch.no_grad():
             self.is_sound = self.is_sound and self.kept.update(self._came, found)
-        is_beside = self._into is not None and self._into[0].kinds.is_cuda
-        self._seconds += 0.0 if is_beside else time.perf_counter() - began
-        self._came, self.step, self._counted = {}, self.step + 1, self._counted + 1
+        if self.on_trial and not (self._into is not None and self._into[0].kinds.is_cuda):
+            self._updating.append(time.thread_time() - began)
+        self._came, self.step = {}, self.step + 1
 
     def settle(self) -> None:
         """Waits for the update that was started."""

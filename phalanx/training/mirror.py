@@ -35,7 +35,7 @@ from phalanx.training.mirroring import MOST_SHARE, Trial, begin_mirroring
 from phalanx.training.session import Session
 
 _NUM_KEPT = 2
-_TRIAL_STEPS = 3  # in which it is measured what mirrors cost that are kept current
+_TRIAL_STEPS = 5  # in which it is measured what mirrors cost that are kept current
 
 
 @dataclass(frozen=True)
