@@ -27,7 +27,7 @@ REST = """## What is left of the errors
 vTrain's steps on one node grow by the same time with every layer, and a layer of one width, `tp` and number of samples
 takes the same in all of them. Of these 32 times, two lie far below their neighbours: a layer of width 1024 over two
 ranks takes less for four samples than for two, and one of width 2048 over four ranks less for two than for one. No
-formula of sizes tells that. One of the two is in the best plan of 27 of the 72 sweeps, and nearly all of *top 1* and
+formula of sizes tells that. One of the two is in the best plan of 27 of the 72 sweeps, and much of *top 1* and
 *top 3* there is theirs.
 
 Two things were chosen with all of vTrain's runs in sight: how sharply a device passes from waiting for its host to

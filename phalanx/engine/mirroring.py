@@ -28,36 +28,28 @@ _WHAT = "the gradients for a mirror"
 
 class Gradients:
     """Gradients of some parameters, which go one after the other as a row of float32 at least, in rounds. First comes
-    a byte for each: what it was, or that there is none. shapes: of the parameters' pieces."""
+    a number for each: what it was, or that there is none. shapes: of the parameters' pieces."""
 
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device) -> None:
-        self._shapes, self._device = shapes, device
+        self._shapes, self.device = shapes, device
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self._edges = list(accumulate((shape.numel() for shape in shapes.values()), initial=0))
-        self.kinds = torch.zeros(len(shapes), dtype=torch.uint8, device=device)
+        self._edges = list(accumulate((shape.numel() for shape in shapes.values()), initial=len(shapes)))
         self._staging = torch.empty(0, dtype=self.dtype, device=device)
 
     @property
     def size(self) -> int:
         return self._edges[-1]
 
-    @property
-    def bytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
     def rounds(self) -> list[tuple[int, int]]:
         """From which element to which."""
-        most = ROUND_BYTES // self.dtype.itemsize
+        most = max(ROUND_BYTES // self.dtype.itemsize, len(self._shapes))
         return list(pairwise((*range(0, self.size, most), self.size)))
-
-    def note_kinds(self, gradients: Mapping[str, Tensor]) -> None:
-        found = [gradients.get(name) for name in self._shapes]
-        kinds = [0 if own is None else _DTYPES.index(own.dtype) for own in found]
-        self.kinds.copy_(torch.tensor(kinds, dtype=torch.uint8))
 
     def packed(self, gradients: Mapping[str, Tensor], begin: int, end: int) -> Tensor:
         """What goes in a round; what there is no gradient of has any value."""
         row = self.staging(end - begin)
+        if begin == 0:
+            row[: len(self._shapes)] = self._kinds(gradients)
         parts: list[tuple[Tensor, Tensor]] = []
         for name, (first, last) in zip(self._shapes, pairwise(self._edges), strict=True):
             start, stop = max(first, begin), min(last, end)
@@ -68,18 +60,22 @@ class Gradients:
             torch._foreach_copy_([part for part, _ in parts], [own for _, own in parts])
         return row
 
+    def _kinds(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        found = [gradients.get(name) for name in self._shapes]
+        return torch.tensor([0 if own is None else _DTYPES.index(own.dtype) for own in found], dtype=self.dtype)
+
     def staging(self, size: int) -> Tensor:
         """So many elements on the device, whatever they hold."""
         if self._staging.numel() < size:
-            self._staging = torch.empty(size, dtype=self.dtype, device=self._device)
+            self._staging = torch.empty(size, dtype=self.dtype, device=self.device)
         return self._staging[:size]
 
     def unpacked(self, row: Tensor) -> dict[str, Tensor]:
         """As they were. row: all rounds, on the host."""
         found: dict[str, Tensor] = {}
-        ends = zip(self._shapes.items(), self.kinds.tolist(), pairwise(self._edges), strict=True)
+        ends = zip(self._shapes.items(), row[: len(self._shapes)].tolist(), pairwise(self._edges), strict=True)
         for (name, shape), kind, (first, last) in ends:
-            if (dtype := _DTYPES[kind]) is not None:
+            if (dtype := _DTYPES[int(kind)]) is not None:
                 found[name] = row[first:last].view(shape).to(dtype)
         return found
 
@@ -114,7 +110,6 @@ class Mirroring:
         if self.on_trial:  # waiting for a rank that is late costs nothing: NORM would wait for it, too
             world.barrier().wait(_WHAT)
         began = time.perf_counter()
-        self._exchange_kinds(gradients)
         outgoing = self._out[0].rounds() if self._out is not None else []
         incoming = self._into[0].rounds() if self._into is not None else []
         for number in range(max(len(outgoing), len(incoming))):
@@ -130,25 +125,13 @@ class Mirroring:
         if self.on_trial:
             self._exchanging.append(time.perf_counter() - began)
 
-    def _exchange_kinds(self, gradients: Mapping[str, Tensor]) -> None:
-        pending: list[Pending] = []
-        if self._out is not None:
-            own, channel = self._out
-            own.note_kinds(gradients)
-            pending.append(channel.send(own.kinds))
-        if self._into is not None:
-            own, channel = self._into
-            pending.append(channel.recv(own.kinds))
-        for each in pending:
-            each.wait(_WHAT)
-
     def _receive(self, into: End, begin: int, end: int, pending: list[Pending], world: Group) -> None:
         """A round; on a CPU straight to where it belongs."""
         own, channel = into
         if self._row is None:
-            self._row = home_of(torch.empty(own.size, dtype=own.dtype, device="meta"), own.kinds.device)
+            self._row = home_of(torch.empty(own.size, dtype=own.dtype, device="meta"), own.device)
         here = self._row[begin:end]
-        if not own.kinds.is_cuda:
+        if own.device.type != "cuda":
             pending.append(channel.recv(here))
             return
         row = own.staging(end - begin)
@@ -168,7 +151,7 @@ class Mirroring:
         found, began = given(), time.thread_time()
         with torch.no_grad():
             self.is_sound = self.is_sound and self.kept.update(self._came, found)
-        if self.on_trial and not (self._into is not None and self._into[0].kinds.is_cuda):
+        if self.on_trial and not (self._into is not None and self._into[0].device.type == "cuda"):
             self._updating.append(time.thread_time() - began)
         self._came, self.step = {}, self.step + 1
 
