@@ -8,7 +8,6 @@ state: nothing is kept between them but imports and the facts of the model.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -99,12 +98,7 @@ def row(result: Mapping[str, Any]) -> list[str]:
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the result file."""
-    data = json.loads((folder / "planner.json").read_text(encoding="utf-8"))
-    machine = data["machine"]
-    command = f"`python benchmarks/planner.py --rounds {data['setting']['rounds']}`"
-    where = f"{command} on {machine['processor']}, {machine['date']}. Data: [planner.json](planner.json)."
-    table = report.markdown(HEADERS, [row(result) for result in data["results"]])
-    return "\n".join([INTRO, where, report.busy(machine), "", table, ""])
+    return report.page(INTRO, folder / "planner.json", "rounds", HEADERS, row)
 
 
 if __name__ == "__main__":

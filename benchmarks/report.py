@@ -13,7 +13,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +88,12 @@ def busy(machine: dict[str, Any]) -> str:
         return "How busy the machine was otherwise was not recorded."
     lab = f" In a lab: {machine['lab']}." if "lab" in machine else ""
     return f"Processes ready to run on {machine['cores']} cores at the start: {machine['load']:.1f}.{lab}"
+
+
+def page(intro: str, file: Path, option: str, headers: Sequence[str], row: Callable[[Any], Sequence[str]]) -> str:
+    """Of a benchmark with one table and one result file. option: the one that its setting names."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    machine = data["machine"]
+    command = f"`python benchmarks/{file.stem}.py --{option} {data['setting'][option]}`"
+    where = f"{command} on {machine['processor']}, {machine['date']}. Data: [{file.name}]({file.name})."
+    return "\n".join([intro, where, busy(machine), "", markdown(headers, [row(own) for own in data["results"]]), ""])

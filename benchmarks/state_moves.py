@@ -10,7 +10,6 @@ time.
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -134,12 +133,7 @@ def row(result: Mapping[str, Any]) -> list[str]:
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the result file."""
-    data = json.loads((folder / "state_moves.json").read_text(encoding="utf-8"))
-    machine = data["machine"]
-    command = f"`python benchmarks/state_moves.py --repeats {data['setting']['repeats']}`"
-    where = f"{command} on {machine['processor']}, {machine['date']}. Data: [state_moves.json](state_moves.json)."
-    table = report.markdown(HEADERS, [row(result) for result in data["results"]])
-    return "\n".join([INTRO, where, report.busy(machine), "", table, ""])
+    return report.page(INTRO, folder / "state_moves.json", "repeats", HEADERS, row)
 
 
 def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
