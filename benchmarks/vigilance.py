@@ -165,6 +165,11 @@ def _show(results: Sequence[Mapping[str, Any]]) -> None:
             print(report.table(headers, rows))
 
 
+def _command(data: Mapping[str, Any]) -> str:
+    faults = max((own["steps"] // EVERY for own in data["results"] if own["kind"] == "faults"), default=0)
+    return f"python benchmarks/vigilance.py --rounds {data['setting']['rounds']} --faults {faults}"
+
+
 def page(folder: Path = RESULTS) -> str:
     files = sorted(folder.glob("vigilance*.json"))
     found = [json.loads(path.read_text(encoding="utf-8")) for path in files]
@@ -173,7 +178,7 @@ def page(folder: Path = RESULTS) -> str:
         machine = data["machine"]
         lines += [
             "",
-            f"`python benchmarks/vigilance.py` (torch {machine['torch']}), {machine['date']}. {report.busy(machine)} "
+            f"`{_command(data)}` (torch {machine['torch']}), {machine['date']}. {report.busy(machine)} "
             f"Data: [{path.name}]({path.name}).",
         ]
         for kind, (headers, row) in _KINDS.items():
