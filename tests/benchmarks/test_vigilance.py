@@ -29,7 +29,9 @@ def test_rows_have_a_cell_for_every_header() -> None:
 
 def test_a_page_shows_what_all_its_files_hold(tmp_path: Path) -> None:
     for name, own in (("vigilance", OVERHEAD), ("vigilance_faults", FAULTS)):
-        report.write(tmp_path / f"{name}.json", "vigilance", {}, [own])
+        report.write(tmp_path / f"{name}.json", "vigilance", {"rounds": 2}, [own])
     page = vigilance.page(tmp_path)
     assert f"| {' | '.join(vigilance.overhead_row(OVERHEAD))} |" in page and "(vigilance.json)" in page
     assert f"| {' | '.join(vigilance.faults_row(FAULTS))} |" in page and "(vigilance_faults.json)" in page
+    assert "`python benchmarks/vigilance.py --rounds 2 --faults 0`" in page
+    assert "`python benchmarks/vigilance.py --rounds 2 --faults 2`" in page
