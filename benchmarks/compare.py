@@ -23,7 +23,7 @@ from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 
 OURS = "phalanx"
 CHECKED_STEPS = 4

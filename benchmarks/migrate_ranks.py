@@ -23,11 +23,11 @@ from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
+from phalanx.session.ahead import Ahead
+from phalanx.session.change import Member, change, everyone, open_member
+from phalanx.session.session import Opening, Session
 from phalanx.state import checkpoint
 from phalanx.state.rendezvous import Meeting, StoreRendezvous
-from phalanx.training.ahead import Ahead
-from phalanx.training.change import Member, change, everyone, open_member
-from phalanx.training.session import Opening, Session
 
 LR = 1e-4
 T = TypeVar("T")

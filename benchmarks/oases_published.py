@@ -14,11 +14,11 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Software
-from phalanx.plan.estimate import Estimate, estimate
 from phalanx.plan.plan import Plan
-from phalanx.plan.work import ModelWork, Shape, transformer
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.cost import Software
+from phalanx.planning.estimate import Estimate, estimate
+from phalanx.planning.work import ModelWork, Shape, transformer
 
 WIDTHS = (1024, 2048, 3072, 4096, 6144, 8192, 12288)
 PUBLISHED = {  # times faster than Megatron-LM, by width

@@ -13,8 +13,8 @@ from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.zoo import zoo
 from phalanx.plan.plan import Plan
+from phalanx.session.session import Session
 from phalanx.tasks.base import Batch
-from phalanx.training.session import Session
 
 
 def captured_model(name: str, dtype: str, tiny: bool = False, **fields: Any) -> tuple[zoo.ModelSpec, Captured]:

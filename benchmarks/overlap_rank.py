@@ -27,7 +27,7 @@ from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 
 KINDS = ("step", "compute", "communication")
 _STILL = 0.0  # the learning rate: steps with nothing sent would spoil the weights

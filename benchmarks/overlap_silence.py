@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.links import Group
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 
 
 @dataclass(frozen=True)

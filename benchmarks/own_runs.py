@@ -37,13 +37,13 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import Costs
+from phalanx.predict.from_facts import Device, costs_of_facts
+from phalanx.predict.from_profile import RankProfile, Reference, SegmentSeconds, overheads, profiled
+from phalanx.predict.simulate import simulate
+from phalanx.predict.split_facts import Split, SplitFacts
 from phalanx.profile.beside import Seen as Beside
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import Costs
-from phalanx.program.from_facts import Device, costs_of_facts
-from phalanx.program.from_profile import RankProfile, Reference, SegmentSeconds, overheads, profiled
-from phalanx.program.simulate import simulate
-from phalanx.program.split_facts import Split, SplitFacts
 
 WORLD = 4
 PLANS = (

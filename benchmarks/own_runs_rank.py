@@ -31,7 +31,7 @@ from phalanx.plan.plan import Plan
 from phalanx.profile import beside
 from phalanx.profile.segments import Effort, Found, Segments, SegmentTimes, time_segment
 from phalanx.program.instructions import Op
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 
 LR = 1e-3
 REFERENCES = (1, 2, 4)  # micro-batches of one rank that does everything

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 
 from phalanx.model.facts.facts import load
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Software
-from phalanx.plan.search import search
-from phalanx.plan.work import ModelWork
-from phalanx.program.work_of_facts import work_of_facts
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.cost import Software
+from phalanx.planning.search import search
+from phalanx.planning.work import ModelWork
+from phalanx.predict.work_of_facts import work_of_facts
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 INTRO = """# How long planning takes

@@ -22,10 +22,10 @@ import numpy as np
 import plot
 import report
 
-from phalanx.plan.calibrate import fit, fit_memory, step_seconds
-from phalanx.plan.cost import Software
-from phalanx.plan.estimate import estimate
-from phalanx.plan.runs import Run, read_runs
+from phalanx.planning.calibrate import fit, fit_memory, step_seconds
+from phalanx.planning.cost import Software
+from phalanx.planning.estimate import estimate
+from phalanx.planning.runs import Run, read_runs
 
 MOST = 160  # runs of a group that are fitted to
 FEW = 40  # of every group, for the fit that those with fewer begin with

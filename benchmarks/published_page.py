@@ -12,11 +12,11 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 ASKED = "vTrain, one node 5 % and several 8 %, Aleph-Alpha 5 %; top 1 3 %, top 3 1 %; memory 95 %"
 INTRO = """# Steps that others measured, predicted
 
-Published runs, as `phalanx/plan/runs.py` reads them. The models of each publisher are halved: what software reaches of
-a device is fitted to one half and judged on the other, both ways, so that no shape is on both sides; the few numbers
-that are fitted belong to devices and programs, never to a model. With few runs of a publisher, the fit begins with
-what that half of all runs on the device says; where there are none, with what is assumed of any device. Nothing was run
-here.
+Published runs, as `phalanx/planning/runs.py` reads them. The models of each publisher are halved: what software
+reaches of a device is fitted to one half and judged on the other, both ways, so that no shape is on both sides; the few
+numbers that are fitted belong to devices and programs, never to a model. With few runs of a publisher, the fit begins
+with what that half of all runs on the device says; where there are none, with what is assumed of any device. Nothing
+was run here.
 
 *error*: mean of |predicted / measured − 1| of step times. *rank*: Spearman's correlation within sweeps, which are five
 runs or more of one model, batch and cluster. *top 1*, *top 3*: how much slower than the best that was measured the plan

@@ -14,12 +14,12 @@ from compare_setting import LR, Setting
 from torch import Tensor
 
 from phalanx.config import RunConfig
-from phalanx.lab.timed import Durations, replace_compute
+from phalanx.lab.rehearsal import Durations, replace_compute
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 
 WARM_UP = 2
 

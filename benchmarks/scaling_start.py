@@ -66,14 +66,14 @@ def _add(a: Part, b: Part, sign: int = 1) -> Part:
 def measure(layers: int) -> dict[str, Part]:
     began = now()
     import phalanx.model.capture
+    import phalanx.prepare.prepare
     import phalanx.training.loop
-    import phalanx.training.prepare
     import phalanx.training.trainer
 
     imported = since(began)
     clock = Clock()
     clock.watch(phalanx.training.loop, "prepare")
-    clock.watch(phalanx.training.prepare, "capture")
+    clock.watch(phalanx.prepare.prepare, "capture")
     clock.watch(phalanx.model.capture, "self_check")
     for name in ("open_weights", "load_buffers", "Rank"):
         clock.watch(phalanx.training.loop, name)

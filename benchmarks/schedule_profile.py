@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.plan.plan import Plan
-from phalanx.program.costs import BucketCosts, Costs, Link
+from phalanx.predict.costs import BucketCosts, Costs, Link
+from phalanx.predict.timeline import Timeline
 from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import COMPUTE, RECEIVES, SENDS, Op
 from phalanx.program.shape import ModelShape
-from phalanx.program.timeline import Timeline
 
 FUSED, SPLIT = "1f1b", "zb-h1"
 

@@ -19,14 +19,14 @@ from phalanx.comm.links import Links
 from phalanx.comm.pending import Pending
 from phalanx.config import RunConfig
 from phalanx.engine.measured import recording
-from phalanx.lab.timed import Durations, replace_compute
+from phalanx.lab.rehearsal import Durations, replace_compute
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
-from phalanx.program.costs import Link
-from phalanx.program.timeline import Timeline
-from phalanx.training.session import Session
+from phalanx.predict.costs import Link
+from phalanx.predict.timeline import Timeline
+from phalanx.session.session import Session
 
 LR = 1e-3
 WARM_UP, GROUPS, ROUND_TRIPS, SMALL = 2, 9, 5, 64

@@ -39,13 +39,12 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.program.compare import Pair
+from phalanx.predict.costs import Link
+from phalanx.predict.simulate import simulate
+from phalanx.predict.timeline import Pair, Timeline
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import Link
 from phalanx.program.instructions import Op
 from phalanx.program.shape import ModelShape
-from phalanx.program.simulate import simulate
-from phalanx.program.timeline import Timeline
 
 SCHEDULES = {"gpipe": "", FUSED: "", "eager-1f1b": "", "interleaved": ",v=2", SPLIT: "", "zb-v": ""}
 HEADERS = [

@@ -162,7 +162,7 @@ def _phalanx(captured: Any, batch: dict[str, Any], options: argparse.Namespace) 
     from phalanx.config import RunConfig
     from phalanx.launch.context import RankContext, local_device
     from phalanx.plan.plan import Plan
-    from phalanx.training.session import Session
+    from phalanx.session.session import Session
 
     context = RankContext.alone(local_device(options.device, 0))
     by_default = options.candidate == "phalanx, masters"

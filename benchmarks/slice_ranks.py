@@ -24,12 +24,12 @@ from phalanx.model.captured import Captured
 from phalanx.model.slicing import slice_model
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import Link
+from phalanx.predict.timeline import Timeline
 from phalanx.profile.slice_fit import Measurement, grid
 from phalanx.profile.slice_run import SliceRun, layers
-from phalanx.program.costs import Link
-from phalanx.program.timeline import Timeline
+from phalanx.session.session import Session
 from phalanx.tasks.base import Batch
-from phalanx.training.session import Session
 
 WARM_UP, RECORDED, GRADIENT_BYTES = 1, 3, 4
 

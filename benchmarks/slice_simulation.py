@@ -16,16 +16,16 @@ import numpy as np
 from phalanx.model.facts.facts import ModelFacts
 from phalanx.plan.fields import write_slicings
 from phalanx.plan.plan import Plan
-from phalanx.plan.slice_search import ModelledTimes, Times, plan_batch
+from phalanx.planning.slice_search import ModelledTimes, Times, plan_batch
+from phalanx.predict.costs import BucketCosts, Costs, Link
+from phalanx.predict.from_facts import Device, costs_of_facts
+from phalanx.predict.simulate import simulate
+from phalanx.predict.split_facts import SplitFacts
+from phalanx.predict.timeline import Timeline
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import BucketCosts, Costs, Link
-from phalanx.program.from_facts import Device, costs_of_facts
 from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import RECEIVES, SENDS, Op
 from phalanx.program.shape import ModelShape
-from phalanx.program.simulate import simulate
-from phalanx.program.split_facts import SplitFacts
-from phalanx.program.timeline import Timeline
 
 GRANULARITIES = 32  # of a sequence: few lengths, since every length is traced once
 CLEARLY = 0.01  # what is predicted is not more exact

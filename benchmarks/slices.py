@@ -40,8 +40,8 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
+from phalanx.predict.split_facts import Split
 from phalanx.profile.slice_fit import Fit, fit
-from phalanx.program.split_facts import Split
 
 WHOLE, PLANNED, EAGER, ALL_FIRST = "whole", "planned", "eager", "gpipe"
 HEADERS = [

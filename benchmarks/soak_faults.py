@@ -21,7 +21,7 @@ from phalanx.comm.pending import open_sockets, shut
 from phalanx.launch.context import RankContext
 from phalanx.launch.membership import Generation
 from phalanx.params.mirrored import Mirrored
-from phalanx.training.mirror import Copy
+from phalanx.session.mirror import Copy
 
 STORE_PORT = "SOAK_STORE_PORT"
 slow_samples: list[float] = []  # seconds that each of the next ones takes this rank

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.plan.slice_search import Times
-from phalanx.program.costs import Link
+from phalanx.planning.slice_search import Times
+from phalanx.predict.costs import Link
 
 GRAIN = 8  # tokens, as published
 PLANNED = 0  # stands for the slicing that a planner chose

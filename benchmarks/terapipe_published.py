@@ -28,7 +28,7 @@ import plot
 import report
 from terapipe_model import FINE, FORMS, GRAIN, PLANNED, Device, Run, Setting, calibrate, read
 
-from phalanx.plan.slice_search import plan_batch, slice_seconds, step_seconds
+from phalanx.planning.slice_search import plan_batch, slice_seconds, step_seconds
 from phalanx.profile.slice_fit import planned_by_depth
 
 PUBLISHED = Path(__file__).parent.parent.parent / "shared" / "data" / "published_runs.csv"

@@ -14,9 +14,10 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 INTRO = """# Token slices: published beside simulated
 
 TeraPipe's published steps on V100 (arXiv 2102.07988: p3.16xlarge, 8 GPUs and 25 Gbit/s per node, fp16) beside those
-that the slice planner (`plan/slice_search.py`) finds and its formula gives: the sum over all slices of their time on
-a stage + (stages − 1) × the slowest. **Nothing was run here, and no V100 was at hand**: the page tests the planner and
-the formula, not the runtime. All forwards run before all backwards, as in the original; each sample is a micro-batch.
+that the slice planner (`planning/slice_search.py`) finds and its formula gives: the sum over all slices of their time
+on a stage + (stages − 1) × the slowest. **Nothing was run here, and no V100 was at hand**: the page tests the planner
+and the formula, not the runtime. All forwards run before all backwards, as in the original; each sample is a
+micro-batch.
 """
 MODEL = """## What was calibrated
 

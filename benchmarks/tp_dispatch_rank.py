@@ -21,7 +21,7 @@ from phalanx.model.captured import Captured
 from phalanx.model.zoo import zoo
 from phalanx.params.flat import Piece
 from phalanx.plan.complete import complete
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 
 LR, WARM_UP, HEAD = 0.0, 3, 64
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.config import RunConfig
     from phalanx.errors import PhalanxError
+    from phalanx.own_loop.open import open
     from phalanx.params.groups import ParameterGroup
     from phalanx.plan.plan import Plan
-    from phalanx.training.open import open
     from phalanx.training.trainer import Trainer, train
     from phalanx.verification.verify import verify
 
@@ -27,7 +27,7 @@ __all__ = [
 _HOMES = {
     "train": "phalanx.training.trainer",
     "Trainer": "phalanx.training.trainer",
-    "open": "phalanx.training.open",
+    "open": "phalanx.own_loop.open",
     "ParameterGroup": "phalanx.params.groups",
     "RunConfig": "phalanx.config",
     "Plan": "phalanx.plan.plan",

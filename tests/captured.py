@@ -25,8 +25,8 @@ from phalanx.params.flat import Piece
 from phalanx.plan.complete import complete
 from phalanx.program.instructions import Op, Program
 from phalanx.program.lower import lower
+from phalanx.session.session import Session
 from phalanx.tasks.custom import infer_inputs
-from phalanx.training.session import Session
 
 GPT2, LLAMA, NEO, GEMMA3 = "gpt2", "meta-llama/Llama-3.2-1B", "EleutherAI/gpt-neo-2.7B", "google/gemma-3-1b-it"
 T5, WHISPER, MIXTRAL = "google-t5/t5-small", "openai/whisper-small", "mistralai/Mixtral-8x7B-v0.1"

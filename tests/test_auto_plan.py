@@ -20,10 +20,10 @@ from phalanx.engine.work import work_of_graph
 from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
-from phalanx.plan.search import search
-from phalanx.training.auto import Choice, Subject, choose
-from phalanx.training.did_not_fit import DoesNotFit
-from phalanx.training.here import RankDevice, cluster_of, known_device
+from phalanx.planning.search import search
+from phalanx.prepare.auto import Choice, Subject, choose
+from phalanx.prepare.did_not_fit import DoesNotFit
+from phalanx.prepare.here import RankDevice, cluster_of, known_device
 from phalanx.training.job import Job
 from phalanx.training.trials import STEPS, with_fastest
 from tests.captured import named
@@ -204,7 +204,7 @@ def test_what_cannot_be_judged_gets_the_simple_plan_with_the_reason(monkeypatch:
     def fails(*arguments: Any, **named: Any) -> None:
         raise KeyError("no such thing")
 
-    monkeypatch.setattr("phalanx.training.auto.search", fails)
+    monkeypatch.setattr("phalanx.prepare.auto.search", fails)
     found = choose(subject(), context(Store()))
     assert found.plan == subject().simple and found.record["unsearched"] == "KeyError: 'no such thing'"
 
@@ -216,7 +216,7 @@ def test_a_language_model_may_be_cut_into_slices(monkeypatch: pytest.MonkeyPatch
         seen.append(arguments[0].causal)
         return search(*arguments, **named)
 
-    monkeypatch.setattr("phalanx.training.auto.search", spied)
+    monkeypatch.setattr("phalanx.prepare.auto.search", spied)
     choose(subject(), context(Store()))
     other = SimpleNamespace(name=MODEL, task="masked-lm", factory=None, config=SimpleNamespace(num_attention_heads=2))
     choose(subject(spec=other), context(Store()))
@@ -230,7 +230,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_leaves_them_whole(monkeypatch:
         seen.append(arguments[4])
         return search(*arguments, **named)
 
-    monkeypatch.setattr("phalanx.training.auto.search", spied)
+    monkeypatch.setattr("phalanx.prepare.auto.search", spied)
     chosen = choose(subject(optimizer_class=torch.optim.Adafactor), context(Store()))
     assert chosen.plan.zero == 0 and chosen.plan.tp == 1 and seen[0] == {"zero": 0, "tp": 1, "offload": ()}
     seen.clear()

@@ -15,8 +15,8 @@ from phalanx.observe.runlog import read_log
 from phalanx.params import rank_state
 from phalanx.plan.lighter import Needs, lighter_plans
 from phalanx.plan.plan import Plan
-from phalanx.training import budget
-from phalanx.training.budget import Budget, is_out_of_memory
+from phalanx.prepare import budget
+from phalanx.prepare.budget import Budget, is_out_of_memory
 from phalanx.written import parse_bytes
 from tests.run_helpers import short_run
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 import phalanx
 from phalanx.errors import ConfigError
-from phalanx.params.lr_functions import ScheduledRate, checked_rate
+from phalanx.params.lr_schedule import ScheduledRate, checked_rate
 from phalanx.params.optimizer_instance import read_optimizer
 from phalanx.state.checkpoint import find
 from phalanx.state.snapshot import Mark, Snapshot

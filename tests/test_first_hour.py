@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.model.zoo.zoo import resolve
+from phalanx.prepare.early import require_usable
+from phalanx.prepare.initial_weights import open_weights
 from phalanx.state import checkpoint
 from phalanx.state.lock import RunLock
-from phalanx.training.early import require_usable
-from phalanx.training.initial_weights import open_weights
 from tests.run_helpers import losses, records, short_run
 
 MODEL, DATA = "phalanx-demo", "synthetic:8"

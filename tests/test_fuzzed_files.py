@@ -23,11 +23,11 @@ from phalanx.model.weights.weights import SafetensorsWeights
 from phalanx.observe import requests
 from phalanx.observe.runlog import read_log
 from phalanx.observe.story import story
-from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
-from phalanx.plan.runs import COLUMNS, read_runs
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.runs import COLUMNS, read_runs
+from phalanx.predict.timeline import Timeline
 from phalanx.profile.store import Row, Store, rates_from, read_profile
-from phalanx.program.timeline import Timeline
 from phalanx.state import checkpoint
 from phalanx.state.dcp import DcpWeights
 from phalanx.state.lock import LOCK_FILE, RunLock, read_holder

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.errors import CaptureError, ConfigError, PhalanxError
 from phalanx.model import reference
 from phalanx.model.zoo.zoo import resolve
-from phalanx.training.initial_weights import open_weights
+from phalanx.prepare.initial_weights import open_weights
 from phalanx.training.trainer import Trainer
 from tests.run_helpers import padded_samples, records, short_config, short_run
 

@@ -22,7 +22,7 @@ OPTIONS = {"seq_len": 16, "batch_size": 4, "steps": 2, "lr": 1e-3, "progress": "
 def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What these tests capture is captured anew, and so checked as a user's module is."""
     monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "captures"))
-    monkeypatch.setattr("phalanx.training.read_model.prove", selfcheck.prove)
+    monkeypatch.setattr("phalanx.prepare.read_model.prove", selfcheck.prove)
 
 
 class Mean(torch.nn.Module):

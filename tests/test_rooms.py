@@ -1,8 +1,12 @@
-"""Which part of the package may import which, and that no two modules import each other."""
+"""Which part of the package may import which, that no two modules import each other, and the map of all of them.
+
+`python tests/test_rooms.py` writes the map anew.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -14,22 +18,25 @@ ROOT = Path(phalanx.__file__).parent
 ROWS = (
     ("errors", "expressions", "records", "spellings"),
     ("plan",),
+    ("planning",),
     ("written",),
     ("contradictions",),
     ("config", "model.facts", "tasks"),
     ("program", "data", "launch", "state"),
+    ("predict",),
     ("observe", "model", "comm"),
     ("params",),
     ("engine",),
     ("profile", "lab", "adapt"),
-    ("training",),
+    ("session", "prepare"),
+    ("own_loop", "training"),
     ("verification",),
     ("compat", "hf"),
     ("cli",),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 WITHOUT_TORCH = ("errors", "expressions", "records", "spellings", "plan", "written", "contradictions", "config")
-WITHOUT_TORCH += ("program", "model.facts")
+WITHOUT_TORCH += ("planning", "program", "predict", "model.facts")
 EXCEPTIONS = {
     ("model.facts.facts", "model.zoo.zoo_table"),  # names only, as plain data
     ("state.dcp", "model.weights.weights"),
@@ -87,3 +94,45 @@ def test_planning_imports_no_torch() -> None:
 
 def test_no_two_modules_import_each_other() -> None:
     TopologicalSorter(IMPORTS).prepare()  # raises a CycleError that shows them
+
+
+MAP = Path(__file__).parent.parent / "docs" / "map.md"
+MAP_INTRO = """# Every module, in a sentence
+
+Rooms from the top of the house to its foundation ([architecture](architecture.md) says why they lie so); each imports
+from those below only. Written by `python tests/test_rooms.py` from what the modules say of themselves.
+"""
+
+
+def sentence(path: Path) -> str:
+    """The first one of a module's docstring."""
+    said = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    return " ".join(re.split(r"(?<=[.!?])\s", said.partition("\n\n")[0])[0].split())
+
+
+def map_page() -> str:
+    folders = sorted({path.parent for path in PATHS.values()}, key=_place)
+    return "\n".join([MAP_INTRO, *(line for folder in folders for line in _folder_lines(folder))])
+
+
+def _place(folder: Path) -> tuple[int, str]:
+    name = ".".join(folder.relative_to(ROOT).parts)
+    return (-ROW[room(name) or "errors"], name)
+
+
+def _folder_lines(folder: Path) -> list[str]:
+    name = folder.relative_to(ROOT.parent).as_posix()
+    rows = [f"| `{path.name}` | {sentence(path)} |" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+    return [f"## {name}/", "", sentence(folder / "__init__.py"), "", "| file | what it is |", "|---|---|", *rows, ""]
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert not [module for module, path in PATHS.items() if not sentence(path).endswith((".", "!", "?", ":"))]
+
+
+def test_the_map_is_what_modules_say_of_themselves() -> None:
+    assert MAP.read_text("utf-8") == map_page(), "run `python tests/test_rooms.py`"
+
+
+if __name__ == "__main__":
+    MAP.write_text(map_page(), "utf-8")

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import BucketCosts, Costs, Link
+from phalanx.predict.simulate import simulate
+from phalanx.predict.timeline import Timeline
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import BucketCosts, Costs, Link
 from phalanx.program.instructions import RECEIVES, SENDS
 from phalanx.program.shape import BlockOp, ModelShape
-from phalanx.program.simulate import simulate
-from phalanx.program.timeline import Timeline
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = 8

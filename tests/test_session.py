@@ -12,7 +12,7 @@ from phalanx.engine.layout import ProcessGroups
 from phalanx.launch.context import RankContext
 from phalanx.params.flat import Piece
 from phalanx.params.rank_state import State
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 from tests import captured
 
 LR = 1e-2

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.cli.memory_table import largest_batch
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.observe import memory_snapshot as snapshots
-from phalanx.plan.largest_batch import largest_batch
 from phalanx.training.spikes import spike_limit
 from tests.run_helpers import losses, records, short_run
 

@@ -18,8 +18,8 @@ from phalanx.errors import ConfigError
 from phalanx.model import reference
 from phalanx.model.zoo.zoo import resolve
 from phalanx.params.lr_schedule import lr_factor
+from phalanx.prepare.initial_weights import open_weights
 from phalanx.state import checkpoint
-from phalanx.training.initial_weights import open_weights
 from phalanx.training.trainer import Trainer
 from tests.run_helpers import HALF, SHORT, NoDecay, padded_samples, records, short_config, short_run
 

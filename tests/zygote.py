@@ -22,7 +22,7 @@ import types
 from pathlib import Path
 
 # What compares a capture with the plain model: tests/model and tests/parity do that.
-UNCHECKED = (("phalanx.model.capture", "self_check"), ("phalanx.training.read_model", "prove"))
+UNCHECKED = (("phalanx.model.capture", "self_check"), ("phalanx.prepare.read_model", "prove"))
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 20, 16
 _KILL, _PARENT_DEATH_SIGNAL = 9, 1
 

@@ -13,7 +13,7 @@ from phalanx.cli.models import patiently
 from phalanx.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from phalanx.plan.runs import Run
+    from phalanx.planning.runs import Run
 
 FEWEST = 3  # runs, below which a fit says nothing
 
@@ -28,7 +28,7 @@ def calibrate(
     source: Annotated[str, typer.Option(help="only runs whose source holds this word: one program's, say")] = "",
 ) -> None:
     """Fit what programs reach of devices to measured runs, for `phalanx plan --calibration`."""
-    from phalanx.plan.runs import read_runs
+    from phalanx.planning.runs import read_runs
 
     found, left_out = read_runs(runs)
     wide = [run for run in found if run.bits == 16]
@@ -58,8 +58,7 @@ def calibrate(
 
 
 def _section(runs: list[Run], device: str) -> dict[str, Any] | None:
-    from phalanx.plan.calibrate import fit, fit_memory, step_seconds
-    from phalanx.plan.calibration import software_data
+    from phalanx.planning.calibrate import fit, fit_memory, software_data, step_seconds
 
     own = [run for run in runs if run.device == device]
     timed = [run for run in own if run.seconds is not None]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from phalanx.plan.plan import Plan
-    from phalanx.program.predict import Prediction
-    from phalanx.program.split_facts import SplitFacts
+    from phalanx.predict.predict import Prediction
+    from phalanx.predict.split_facts import SplitFacts
 
 
 def register(app: typer.Typer) -> None:
@@ -144,8 +144,8 @@ class _Memory:
                 yield batch_line(plan, self._budget, lambda samples: self._predict(plan.full_text, samples))
 
     def _predict(self, plan: str, batch: int | None = None) -> Prediction:
-        from phalanx.program.from_facts import Device
-        from phalanx.program.predict import predict
+        from phalanx.predict.from_facts import Device
+        from phalanx.predict.predict import predict
 
         dims = {**self._dims, "batch": batch or self._dims["batch"]}
         return predict(self._facts, plan, None, dims["batch"], dims, Device(), self._describe)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from phalanx.model.captured import Captured
     from phalanx.model.zoo.zoo import ModelSpec
     from phalanx.plan.plan import Plan
-    from phalanx.program.split_facts import SplitFacts
+    from phalanx.predict.split_facts import SplitFacts
 
 TOKENS = 2048
 DTYPES = ("bfloat16", "float32", "float64")

@@ -19,16 +19,16 @@ from phalanx.written import plan_text, read_mapping
 
 if TYPE_CHECKING:
     from phalanx.cli.plan_data import Looked
-    from phalanx.plan.cluster import Cluster
-    from phalanx.plan.cost import Software
-    from phalanx.plan.data_use import DataUse
-    from phalanx.plan.estimate import Estimate
     from phalanx.plan.plan import Plan
-    from phalanx.plan.rates import Rates
-    from phalanx.plan.search import Found
-    from phalanx.plan.work import ModelWork
+    from phalanx.planning.cluster import Cluster
+    from phalanx.planning.cost import Software
+    from phalanx.planning.data_use import DataUse
+    from phalanx.planning.estimate import Estimate
+    from phalanx.planning.rates import Rates
+    from phalanx.planning.search import Found
+    from phalanx.planning.work import ModelWork
+    from phalanx.predict.split_facts import SplitFacts
     from phalanx.profile.store import Row
-    from phalanx.program.split_facts import SplitFacts
 
 SAMPLES_PER_DEVICE = 8
 
@@ -107,7 +107,7 @@ def plan(
 ) -> None:
     """Find the best plan for a model on a cluster: how fast it is, what it needs, why others lost."""
     from phalanx.cli.plan_data import Range, best_batch, read_data, read_range
-    from phalanx.plan.search import search
+    from phalanx.planning.search import search
 
     if export is not None:
         _require_framework(export)
@@ -180,8 +180,8 @@ def _case(
     model: str, cluster: str, batch_size: int | None, seq_len: int | None, task: str | None, dtype: str, tiny: bool,
     calibration: Path | None, profile: Path | None,
 ) -> Case:  # fmt: skip
-    from phalanx.plan.rates import on_cluster
-    from phalanx.program.work_of_facts import work_of_facts
+    from phalanx.planning.rates import on_cluster
+    from phalanx.predict.work_of_facts import work_of_facts
 
     if dtype not in DTYPES:
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
@@ -209,9 +209,9 @@ def _case(
 
 def _timed(path: Path, every: list[Row], work: ModelWork, cluster: Cluster, dtype: str) -> ModelWork:
     """With the seconds of its blocks, where a profile has them of this model and length on the cluster's device."""
-    from phalanx.plan.rates import is_of
+    from phalanx.planning.rates import is_of
+    from phalanx.predict.from_profile import block_times
     from phalanx.profile.store import matching
-    from phalanx.program.from_profile import block_times
 
     wanted = cluster.nodes[0].device
     rows = matching(every, model=work.name, dtype=dtype, tokens=work.tokens)
@@ -245,7 +245,7 @@ def _profile_of(given: Path | None, cluster: Cluster, dtype: str) -> tuple[Path,
 
 def _rates(rows: list[Row], cluster: Cluster, dtype: str) -> Rates | None:
     """Of the cluster's devices, beside as many ranks as were measured; None where they are of several kinds."""
-    from phalanx.plan.rates import is_of
+    from phalanx.planning.rates import is_of
     from phalanx.profile.store import rates_from
 
     if len({kind.device.name for kind in cluster.nodes}) > 1:
@@ -260,7 +260,7 @@ def _rates(rows: list[Row], cluster: Cluster, dtype: str) -> Rates | None:
 
 def _given_rates(path: Path, rows: list[Row], cluster: Cluster, dtype: str) -> Rates:
     """A ConfigError where the file is about other devices, or says too little."""
-    from phalanx.plan.rates import is_of
+    from phalanx.planning.rates import is_of
 
     rates = _rates(rows, cluster, dtype)
     if rates is not None:
@@ -276,7 +276,7 @@ def _given_rates(path: Path, rows: list[Row], cluster: Cluster, dtype: str) -> R
 
 
 def _cluster(text: str) -> Cluster:
-    from phalanx.plan.cluster import Cluster
+    from phalanx.planning.cluster import Cluster
 
     if text.startswith("lab:"):
         from phalanx.lab.spec import LabSpec
@@ -291,8 +291,8 @@ def _cluster(text: str) -> Cluster:
 
 
 def _software(path: Path | None, cluster: Cluster) -> Software:
-    from phalanx.plan.calibration import read_software
-    from phalanx.plan.cost import Software
+    from phalanx.planning.calibrate import read_software
+    from phalanx.planning.cost import Software
 
     if path is None:
         return Software()
@@ -314,8 +314,8 @@ def _fixed(text: str) -> dict[str, Any]:
 def _estimate(case: Case, text: str) -> Estimate:
     from phalanx.plan import fields
     from phalanx.plan.complete import complete
-    from phalanx.plan.estimate import estimate
     from phalanx.plan.rules import require_weighed
+    from phalanx.planning.estimate import estimate
 
     costs = [work.products + work.attention for work in map(case.work.block, range(len(case.work.blocks)))]
     require_weighed(fields.read(plan_text(text)))
@@ -324,7 +324,7 @@ def _estimate(case: Case, text: str) -> Estimate:
 
 
 def _require_framework(name: str) -> None:
-    from phalanx.plan.export import FRAMEWORKS
+    from phalanx.planning.export import FRAMEWORKS
 
     if name not in FRAMEWORKS:
         message = f"option export = {name!r} is not one of {', '.join(FRAMEWORKS)}"
@@ -333,7 +333,7 @@ def _require_framework(name: str) -> None:
 
 def _export(case: Case, framework: str, plan: Plan) -> None:
     """The text to stdout, what it lacks to stderr."""
-    from phalanx.plan.export import Job, export
+    from phalanx.planning.export import Job, export
 
     work, cluster = case.work, case.cluster
     job = Job(plan, case.batch, work.tokens, len(work.layers), cluster.num_nodes, cluster.per_node)
@@ -346,7 +346,7 @@ def _export(case: Case, framework: str, plan: Plan) -> None:
 def _write_page(path: Path, case: Case, found: Found, beside: list[Estimate], quiet: bool) -> None:
     from phalanx.cli.plan_report import as_data
     from phalanx.observe.plan_page import plan_page
-    from phalanx.program.sketch import shown_plan, sketch
+    from phalanx.predict.sketch import shown_plan, sketch
 
     best = found.plans[0]
     timeline = sketch(case.work, best, case.cluster, case.software)

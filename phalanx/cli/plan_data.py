@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from phalanx.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
-    from phalanx.plan.data_use import DataUse
-    from phalanx.plan.search import Found
+    from phalanx.planning.data_use import DataUse
+    from phalanx.planning.search import Found
     from phalanx.profile.data import DataProfile
 
 
@@ -42,7 +42,7 @@ def read_range(text: str | None) -> Range | None:
 
 def read_data(data: Sequence[str], model: str, task: str | None, seq_len: int | None) -> DataUse:
     """Of data as `phalanx train --data` takes it, or of a profile of it."""
-    from phalanx.plan.data_use import DataUse
+    from phalanx.planning.data_use import DataUse
     from phalanx.profile.data import length_of
 
     name = " + ".join(data)
@@ -78,8 +78,8 @@ def _stored(path: str, seq_len: int | None) -> DataProfile | None:
 def look_at(data: Sequence[str], model: str, task: str | None, seq_len: int | None) -> tuple[str, DataProfile]:
     """What a run would see of it, in words and in lengths."""
     from phalanx.config import AUTO, RunConfig
+    from phalanx.prepare.prepare import training_data
     from phalanx.profile.data import profile_data
-    from phalanx.training.prepare import training_data
 
     given: dict[str, Any] = {"model": model, "data": tuple(data), "task": task, "seq_len": seq_len}
     config = RunConfig.create(plan=AUTO, **{name: value for name, value in given.items() if value is not None})
@@ -99,7 +99,7 @@ def best_batch(
     between: Range, data: DataUse | None, search: Callable[[int], Found]
 ) -> tuple[Looked, list[Looked]]:  # fmt: skip
     """The one that is fastest, and all that were looked at. A PlanError where no plan is for any of them."""
-    from phalanx.plan.data_use import batches_between, useful_share
+    from phalanx.planning.data_use import batches_between, useful_share
 
     looked: list[Looked] = []
     refused: PlanError | None = None

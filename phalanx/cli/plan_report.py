@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from phalanx.cli.plan import Case
-    from phalanx.plan.data_use import DataUse
-    from phalanx.plan.estimate import Estimate
-    from phalanx.plan.search import Found
+    from phalanx.planning.data_use import DataUse
+    from phalanx.planning.estimate import Estimate
+    from phalanx.planning.search import Found
 
 _HELPS = 1.03  # times faster: less is not worth a word
 
 
 def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
-    from phalanx.plan.explain import pipeline_or_tensor, slice_sentence, what_helps, what_limits, why_lost
+    from phalanx.planning.explain import pipeline_or_tensor, slice_sentence, what_helps, what_limits, why_lost
 
     best, console = found.plans[0], _console()
     _say(console, _title(case))
@@ -76,7 +76,7 @@ def data_sentence(case: Case) -> str:
 
 
 def print_estimate(case: Case, own: Estimate) -> None:
-    from phalanx.plan.explain import what_limits
+    from phalanx.planning.explain import what_limits
 
     console = _console()
     _say(console, _title(case))
@@ -95,7 +95,7 @@ def print_estimate(case: Case, own: Estimate) -> None:
 
 def as_data(case: Case, found: Found, beside: Sequence[Estimate]) -> dict[str, Any]:
     """Everything that is shown, for programs."""
-    from phalanx.plan.explain import pipeline_or_tensor, slice_sentence, what_helps, what_limits, why_lost
+    from phalanx.planning.explain import pipeline_or_tensor, slice_sentence, what_helps, what_limits, why_lost
 
     best = found.plans[0]
     helps = what_helps(case.work, case.cluster, case.software, best, case.fixed)
@@ -161,7 +161,7 @@ def _title(case: Case) -> str:
 
 
 def _rates(case: Case) -> str:
-    from phalanx.plan.cost import Software
+    from phalanx.planning.cost import Software
 
     if case.software != Software():
         return "calibrated"

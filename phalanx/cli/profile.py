@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError, nearest
 if TYPE_CHECKING:
     import torch
 
-    from phalanx.plan.rates import Rates
+    from phalanx.planning.rates import Rates
     from phalanx.profile.data import DataProfile
     from phalanx.profile.model import Outcome, Subject
     from phalanx.profile.store import Store
@@ -209,7 +209,7 @@ def _take(store: Store, path: Path, device: str) -> None:
 
 def _print_rates(rates: Rates) -> None:
     from phalanx.observe.format import bytes_text, number_text
-    from phalanx.plan.rates import saturation
+    from phalanx.planning.rates import saturation
 
     peak, small = saturation(rates.products)
     typer.echo(f"{rates.device}, {rates.ranks} rank{'s' * (rates.ranks > 1)}, {rates.source}")

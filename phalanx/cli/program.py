@@ -19,9 +19,9 @@ from phalanx.written import parse_bytes, plan_text
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
-    from phalanx.program.from_facts import Device
-    from phalanx.program.predict import Prediction
-    from phalanx.program.timeline import Timeline
+    from phalanx.predict.from_facts import Device
+    from phalanx.predict.predict import Prediction
+    from phalanx.predict.timeline import Timeline
 
 
 def register(app: typer.Typer) -> None:
@@ -70,7 +70,7 @@ def program(
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
     if memory is not None:
         parse_bytes("memory", memory)
-    from phalanx.program.predict import predict
+    from phalanx.predict.predict import predict
 
     device = _device(device_flops, link_bytes, host_bytes)
     facts = find_facts(model, task, dtype, tiny, live=False)
@@ -97,8 +97,8 @@ def program(
 
 
 def _device(flops: float | None, link_bytes: float | None, host_bytes: float | None) -> Device:
-    from phalanx.program.costs import Link
-    from phalanx.program.from_facts import Device
+    from phalanx.predict.costs import Link
+    from phalanx.predict.from_facts import Device
 
     default = Device()
     for name, value in (("device-flops", flops), ("link-bytes", link_bytes), ("host-bytes", host_bytes)):
@@ -126,7 +126,7 @@ def _values(prediction: Prediction) -> list[str]:
 
 
 def _read(path: Path, world: int) -> Timeline:
-    from phalanx.program.timeline import Timeline
+    from phalanx.predict.timeline import Timeline
 
     try:
         timeline = Timeline.from_json(path.read_text(encoding="utf-8"))

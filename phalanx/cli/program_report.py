@@ -11,16 +11,15 @@ from phalanx.model.facts.facts import BlockFacts, ModelFacts, runs
 from phalanx.observe.format import bytes_text, number_text
 from phalanx.observe.program_text import chart, duration_text
 from phalanx.plan.mesh import Mesh
-from phalanx.program.compare import Pair, compare
-from phalanx.program.from_facts import Device
+from phalanx.predict.from_facts import Device
+from phalanx.predict.timeline import COMPUTE, Pair, Timeline, compare
 from phalanx.program.instructions import REDISTRIBUTIONS
-from phalanx.program.timeline import COMPUTE, Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from phalanx.program.predict import Prediction
+    from phalanx.predict.predict import Prediction
 
 
 def print_report(

@@ -36,7 +36,7 @@ def train(**options: Any) -> None:
     else:
         config = RunConfig.create(**given)
 
-    from phalanx.training.early import require_usable
+    from phalanx.prepare.early import require_usable
 
     require_usable(config.model, config.data, config.eval_data, config)
     from phalanx.launch.early import early_server

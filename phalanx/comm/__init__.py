@@ -1,0 +1,1 @@
+"""All communication between ranks: groups, channels, and waiting for them."""

@@ -17,10 +17,10 @@ from transformers import GPT2Config
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, nearest
 from phalanx.launch.context import RankContext
+from phalanx.own_loop.open import OUTER, open_on
+from phalanx.own_loop.open import open as open_session
+from phalanx.own_loop.session import OwnSession
 from phalanx.plan.rules import OVERLAPS
-from phalanx.training.open import OUTER, open_on
-from phalanx.training.open import open as open_session
-from phalanx.training.own_session import OwnSession
 from phalanx.verification.report import Report
 from phalanx.verification.verify_session import verify_session
 

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from phalanx.compat.profilers import SEQ_LEN, DatasetProfiler, HardwareProfiler, ModelProfiler
 from phalanx.errors import ConfigError, nearest
+from phalanx.own_loop.open import open as open_session
+from phalanx.own_loop.session import OwnSession
 from phalanx.params.groups import ParameterGroup
-from phalanx.plan.cluster import Cluster, Nodes
-from phalanx.plan.cost import Software
-from phalanx.plan.estimate import Estimate, estimate
-from phalanx.plan.explain import what_limits, why_lost
-from phalanx.plan.export import Exported, Job, export
 from phalanx.plan.plan import Plan
-from phalanx.plan.search import search
-from phalanx.training.open import open as open_session
-from phalanx.training.own_session import OwnSession
+from phalanx.planning.cluster import Cluster, Nodes
+from phalanx.planning.cost import Software
+from phalanx.planning.estimate import Estimate, estimate
+from phalanx.planning.explain import what_limits, why_lost
+from phalanx.planning.export import Exported, Job, export
+from phalanx.planning.search import search
 
 __all__ = [
     "DatasetProfiler", "DynamicStrategySelector", "HardwareProfiler", "ModelProfiler", "ParallelismManager",

@@ -19,10 +19,10 @@ from phalanx.config import RunConfig
 from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext
 from phalanx.model.zoo.zoo import resolve
+from phalanx.own_loop.open import open as open_session
+from phalanx.own_loop.open import open_on
+from phalanx.own_loop.session import OwnSession
 from phalanx.tasks.base import Batch
-from phalanx.training.open import open as open_session
-from phalanx.training.open import open_on
-from phalanx.training.own_session import OwnSession
 from phalanx.verification.report import Report
 from phalanx.verification.verify_session import verify_session
 

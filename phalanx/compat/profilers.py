@@ -24,11 +24,11 @@ from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import ModelFacts, load
 from phalanx.model.zoo.zoo import ModelSpec, resolve
-from phalanx.plan import devices
-from phalanx.plan.cluster import Cluster, Nodes
-from phalanx.plan.devices import Figure
-from phalanx.plan.work import ModelWork
-from phalanx.program.work_of_facts import work_of_facts
+from phalanx.planning import devices
+from phalanx.planning.cluster import Cluster, Nodes
+from phalanx.planning.devices import Figure
+from phalanx.planning.work import ModelWork
+from phalanx.predict.work_of_facts import work_of_facts
 
 _SIDE, _COPIED = 512, 1 << 24  # of a product, elements of a copy: what a processor is measured with
 _ROUNDS = 3

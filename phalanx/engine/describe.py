@@ -1,4 +1,4 @@
-"""The facts of a model under a split of its tensors (`program/split_facts.py`): its graph is composed as a rank has it,
+"""The facts of a model under a split of its tensors (`predict/split_facts.py`): its graph is composed as a rank has it,
 traced without contents at a few shapes, and every size is fitted. `python -m phalanx.engine.describe` writes all facts
 that are shipped with the package anew.
 
@@ -30,8 +30,8 @@ from phalanx.model.segment.segments import Working
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.zoo import resolve
 from phalanx.plan.plan import Plan
+from phalanx.predict.split_facts import TP, Split, SplitFacts, splits_path, write_all
 from phalanx.program.shape import Backward, BlockOp, ModelShape
-from phalanx.program.split_facts import TP, Split, SplitFacts, splits_path, write_all
 
 _SIZES = ("saved_b", "saved_bw", "saved_w", "d_parameters")  # of what a backward needs and gives
 # Whose tensor-parallel facts are shipped too: for the others a plan with tp > 1 reads the graph.

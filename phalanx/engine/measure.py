@@ -34,7 +34,7 @@ from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.joint import storage
 from phalanx.model.segment.segments import Segment
 from phalanx.model.zoo.zoo import ModelSpec
-from phalanx.program.split_facts import Split
+from phalanx.predict.split_facts import Split
 
 _SHARED = ("activation", "value", "input")  # ports whose tensors blocks may have in common
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")

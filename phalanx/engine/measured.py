@@ -1,4 +1,4 @@
-"""Measured timelines: when every instruction of a step really ran, in the form in which `simulate.py` predicts it.
+"""Measured timelines: when every instruction of a step really ran, in the form in which it is predicted.
 
 On a CPU the clock is the host's, on a GPU the device's own, laid onto the host's once per step. A timeline says when a
 computation ran, not how long it waited; a message or collective is shown where its rank issued it, short as that is.
@@ -20,11 +20,11 @@ from phalanx.engine.engine import Engine
 from phalanx.launch.context import RankContext
 from phalanx.observe.metrics import peak_memory
 from phalanx.plan.plan import Plan
-from phalanx.program.from_steps import Moment
+from phalanx.predict.from_steps import Moment
+from phalanx.predict.timeline import COMPUTE, Event, Timeline, channel_name, copies_name, group_name
 from phalanx.program.groups import group_of
 from phalanx.program.instructions import COLLECTIVES, MOVES, RECEIVES, SENDS, Instruction
 from phalanx.program.shape import ModelShape
-from phalanx.program.timeline import COMPUTE, Event, Timeline, channel_name, copies_name, group_name
 from phalanx.state.rendezvous import StoreRendezvous
 
 _CLOCK_ROUNDS = 5

@@ -22,10 +22,10 @@ from phalanx.engine.trace import shape_for
 from phalanx.model.segment.segments import Segment
 from phalanx.params.matrix_wise import Holders, owners
 from phalanx.params.optimizer_groups import is_layer_matrix
+from phalanx.predict.costs import BucketCosts
+from phalanx.predict.memory import Sizes, peak_in_order
 from phalanx.program.bind import bind
-from phalanx.program.costs import BucketCosts
 from phalanx.program.instructions import COMPUTE, Instruction, Op
-from phalanx.program.memory import Sizes, peak_in_order
 from phalanx.program.values import HOST, RESIDENT, Value
 
 _STATE: tuple[str, ...] = ("parameters", "masters", "moments")

@@ -19,7 +19,7 @@ from phalanx.expressions import Fit
 from phalanx.model.captured import Captured
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.slicing import TOKENS, WHOLE_TOKENS
-from phalanx.program.split_facts import Split
+from phalanx.predict.split_facts import Split
 
 _CPU = torch.device("cpu")
 _GIVEN = ("input", "value", "whole_input", "whole_value")  # kinds of what follows from a micro-batch's samples

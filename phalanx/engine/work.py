@@ -1,4 +1,4 @@
-"""What a model asks of devices (`plan/work.py`), from its own graph at the shape of a run's samples.
+"""What a model asks of devices (`planning/work.py`), from its own graph at the shape of a run's samples.
 
 The graph is traced without contents as the run's compiler has it: with everything kept and, where that is asked for,
 with products and attention only. So any model that can be captured can be planned for, without facts that are shipped.
@@ -17,9 +17,9 @@ from phalanx.engine.trace import Traced
 from phalanx.model.captured import Captured
 from phalanx.model.segment.segments import Segment
 from phalanx.plan.plan import Plan
-from phalanx.plan.work import ModelWork, merged
+from phalanx.planning.work import ModelWork, merged
+from phalanx.predict.work_of_facts import BlockNumbers, block_work, kept_by, longer, products_and_attention
 from phalanx.program.shape import ModelShape
-from phalanx.program.work_of_facts import BlockNumbers, block_work, kept_by, longer, products_and_attention
 from phalanx.tasks.base import Batch
 
 

@@ -13,7 +13,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from phalanx.errors import CheckpointError
-from phalanx.training.own_session import OwnSession
+from phalanx.own_loop.session import OwnSession
 
 STATE, TRAINER_STATE = "phalanx", "trainer_state.json"
 _REST = "trainer_rest.json"  # the schedule's and the random numbers' state

@@ -16,9 +16,9 @@ from transformers.utils import ModelOutput
 from phalanx.config import RunConfig
 from phalanx.hf.data import Batch, as_large_as, rows_of
 from phalanx.launch.context import RankContext
-from phalanx.training.open import open as open_session
-from phalanx.training.open import open_on
-from phalanx.training.own_session import OwnSession
+from phalanx.own_loop.open import open as open_session
+from phalanx.own_loop.open import open_on
+from phalanx.own_loop.session import OwnSession
 
 UserLoss = Callable[[Any, dict[str, Any], int | None], Tensor]  # model, inputs, items of the step → loss
 

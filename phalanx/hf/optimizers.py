@@ -15,7 +15,7 @@ from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.trainer_pt_utils import get_parameter_names
 
 from phalanx.errors import ConfigError
-from phalanx.training.own_session import OwnSession
+from phalanx.own_loop.session import OwnSession
 
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 

@@ -57,7 +57,7 @@ from phalanx.hf.given import (
 )  # fmt: skip
 from phalanx.hf.loop import Loop
 from phalanx.launch.context import RankContext
-from phalanx.training.own_session import OwnSession
+from phalanx.own_loop.session import OwnSession
 
 
 class Trainer:

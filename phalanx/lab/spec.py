@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError, PhalanxError, nearest
-from phalanx.plan.cluster import Cluster, Nodes
-from phalanx.plan.devices import DEVICES
+from phalanx.planning.cluster import Cluster, Nodes
+from phalanx.planning.devices import DEVICES
 
 # Bits per second. Links are sold in decimal units.
 RATE_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "kB/s": 8 * 10**3, "MB/s": 8 * 10**6, "GB/s": 8 * 10**9}

@@ -1,0 +1,1 @@
+"""What is seen of runs and programs: logs, progress, metrics, trackers, traces, pictures."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.observe.format import bytes_text, number_text, seconds_text
 from phalanx.observe.program_files import svg
-from phalanx.program.timeline import Timeline
+from phalanx.predict.timeline import Timeline
 
 _COLOURS = ("#4878a8", "#86bbd8", "#d1603d", "#8d6a9f", "#e8b44f", "#5b9279", "#3d405b", "#cccccc", "#b0a990")
 _STYLE = """

@@ -18,8 +18,8 @@ from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.observe.program_text import COLOURS, MEANINGS, Bar, bars_of, duration_text, lanes_of
+from phalanx.predict.timeline import COMPUTE, Event, Timeline
 from phalanx.program.instructions import HALVES, RECEIVES, SENDS, Instruction, Op
-from phalanx.program.timeline import COMPUTE, Event, Timeline
 
 _WIDTH, _LEFT, _RIGHT = 1280, 64, 16
 _HEIGHTS = {"compute": 22, "messages": 7, "collectives": 7, "copies": 7}

@@ -13,9 +13,9 @@ from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING
 
+from phalanx.predict.timeline import COMPUTE, Event, Timeline
 from phalanx.program.instructions import COMPUTE as COMPUTES
 from phalanx.program.instructions import HALVES, MOVES, RECEIVES, SENDS, Op
-from phalanx.program.timeline import COMPUTE, Event, Timeline
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -1,8 +1,8 @@
 """A bucket: parameters that are gathered and reduced together, in flat buffers of which this rank keeps all or a shard.
 
 Trained and frozen parameters lie in buffers of their own. What a rank updates — its *pieces* — is the shard of each
-trained buffer; without ZeRO that is everything. Which parameters share a bucket is decided in `model_shape.py`, where
-they lie in it in `layout_of.py`.
+trained buffer; without ZeRO that is everything. Which parameters share a bucket is decided in `engine/compose.py`,
+where they lie in it in `layout_of.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The scale of the loss in float16: as large as gradients allow, found by trying.
 
-A step whose gradients overflow on any rank is skipped on all of them (`totals.py` sees to that) and halves the scale;
-it doubles after many good steps. It lives on the device, so that nobody waits for it.
+A step whose gradients overflow on any rank is skipped on all of them (`engine/reductions.py` sees to that) and halves
+the scale; it doubles after many good steps. It lives on the device, so that nobody waits for it.
 """
 
 from __future__ import annotations

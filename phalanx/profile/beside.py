@@ -1,5 +1,5 @@
 """What ranks do to each other: how fast each computes beside others, how long transfers take idle and beneath
-computation, and what that loses to them. Measured by all ranks of a job together, for `program/contention.py`.
+computation, and what that loses to them. Measured by all ranks of a job together, for `predict/contention.py`.
 
 Ranks that have nothing to do wait for the others without using a core.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from phalanx.comm.links import Group, Links
-from phalanx.program.contention import Speeds, Work
-from phalanx.program.costs import Curve
+from phalanx.predict.contention import Speeds, Work
+from phalanx.predict.costs import Curve
 
 Run = Callable[[], Any]
 _WARM_UP, _ROUNDS, _SECONDS, _MOST = 2, 3, 0.04, 200

@@ -22,7 +22,7 @@ import torch
 from phalanx.comm.links import Group, Links
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.worker_pool import WorkerPool
-from phalanx.plan.rates import COLLECTIVES, SPEEDS, Rates
+from phalanx.planning.rates import COLLECTIVES, SPEEDS, Rates
 from phalanx.profile.beside import Together, beneath
 from phalanx.profile.store import Row, Store, matching, rates_from
 

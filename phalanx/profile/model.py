@@ -2,7 +2,7 @@
 
 Rows are kept by graph, shapes, precision, device, number of ranks at work and version of torch, so that what no longer
 holds is never found; a block's four parts are kept together once all are known. Planning takes them instead of what a
-device's figures say (`plan/block_times.py`).
+device's figures say (`planning/work.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.model.zoo.zoo import ModelSpec
-from phalanx.plan.block_times import Times
 from phalanx.plan.plan import Plan
+from phalanx.planning.work import Times
+from phalanx.predict.from_profile import block_times
 from phalanx.profile.beside import Together
 from phalanx.profile.hardware import device_name
 from phalanx.profile.segments import PARTS, Effort, Segments, SegmentTimes, alone, time_segment
 from phalanx.profile.store import Key, Row, Store, matching
-from phalanx.program.from_profile import block_times
 from phalanx.tasks.base import Batch
 
 EFFORT = Effort()

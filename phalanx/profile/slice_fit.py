@@ -2,7 +2,7 @@
 
 The fit says how far it is from what was measured, and the device's smallest efficient slice: below it a shorter slice
 no longer gets cheaper. A report adds what would be planned, with equal stages and free messages, so that a step is what
-`plan/slice_search.py` adds up. How a slice is run is the caller's knowledge (`slice_run.py`).
+`planning/slice_search.py` adds up. How a slice is run is the caller's knowledge (`slice_run.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from phalanx.errors import PlanError
 from phalanx.plan.fields import write_slicings
-from phalanx.plan.slice_search import ModelledTimes, Slicing, Times, plan_slices
+from phalanx.planning.slice_search import ModelledTimes, Slicing, Times, plan_slices
 
 SHORTEST = 8  # tokens
 REPEATS = 5

@@ -1,7 +1,7 @@
 """Runs slices of some layers, forward and backward, as training would: the measuring function of a slice profile.
 
 The layers are blocks of the captured model with weights of no meaning; what a slice attends to is there, as zeros in
-the buffers of its past. What the times say, and where to cut, is for `slice_fit.py` and `plan/slice_search.py`.
+the buffers of its past. What the times say, and where to cut, is for `slice_fit.py` and `planning/slice_search.py`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx.config import cache_folder
 from phalanx.errors import ConfigError
-from phalanx.plan.rates import COLLECTIVES, SPEEDS, Points, Rates
+from phalanx.planning.rates import COLLECTIVES, SPEEDS, Points, Rates
 from phalanx.records import Malformed, read_record
 
 FORMAT = "phalanx profile"

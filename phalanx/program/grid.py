@@ -1,7 +1,7 @@
 """Programs in the short view as a grid of text, ranks against time, for people.
 
 Every instruction starts as early as its rank and what it needs allow, in units of time per kind and without
-communication; `simulate.py` is for real durations. What can never run is drawn with a `?`.
+communication; `predict/simulate.py` is for real durations. What can never run is drawn with a `?`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,23 @@
-"""Weights from a torch.distributed.checkpoint folder, as a model names them.
+"""Weights from torch.distributed.checkpoint folders and into them, as a model names them.
 
 Reads one box of one parameter at a time: at most the stored chunks that hold it are in memory, never the whole model.
 Only parameters and buffers are taken; optimizer state in the folder belongs to another trainer and is left alone.
 
 The folder's index is a pickle, which could run any code. It is read by an unpickler that runs none: every class is a
 stand-in, and what those of an index hold is checked before it is used.
+
+To write, torch's writer takes all tensors at once, so rank 0 has the whole model in main memory for it. The folder
+appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import os
 import pickle
+import shutil
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner, ReadItem, save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,7 +39,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from phalanx.errors import ModelError
 from phalanx.model.weights.weights import Weights, has_weight_files, tied_names
 from phalanx.state.folders import is_inside
+from phalanx.state.huggingface import save_tokenizer
 from phalanx.state.layout import Box
+from phalanx.state.tensor_files import sync_folder
 
 METADATA_FILE = ".metadata"
 
@@ -287,3 +295,26 @@ def _size(value: Any, like: torch.Size | None = None) -> torch.Size:
 def _some(names: Iterable[str], limit: int = 8) -> str:
     names = list(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def write_dcp(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], config: Any = None, tokenizer: Any = None
+) -> Path:  # fmt: skip
+    """config, tokenizer: of a HuggingFace model, stored beside the tensors so that it can be trained on from."""
+    partial = folder.parent / f".{folder.name}.writing"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        whole = {name: tensor.detach().cpu() for name, tensor in tensors}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group, which is as it should be
+            save(whole, storage_writer=FileSystemWriter(partial), no_dist=True)
+        if config is not None:
+            config.save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
+        sync_folder(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder

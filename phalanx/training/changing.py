@@ -1,7 +1,7 @@
 """When a run changes its plan, and to which: by its options from a step on, or because somebody asks while it runs.
 
 All ranks come to the same answer between the same two steps: what the options say they all know, and that rank 0 was
-asked travels in the reduction of every step. How a plan is changed is `change.py`'s work.
+asked travels in the reduction of every step. How a plan is changed is `session/change.py`'s work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx.launch.context import RankContext
 from phalanx.observe.requests import Answer, Inbox, Request
 from phalanx.plan.complete import least_ranks
 from phalanx.plan.periods import Period
-from phalanx.training.change import Member, everyone
+from phalanx.session.change import Member, everyone
 
 SCHEDULED, ASKED = "as the options say", "asked for while it ran"
 _MEET = "meet"

@@ -13,10 +13,10 @@ from typing import Any
 from phalanx.adapt.migrate import ChangeRefused
 from phalanx.errors import PhalanxError, PlanError
 from phalanx.observe.requests import Answer
+from phalanx.prepare.deterministic import changes_bits
+from phalanx.session.ahead import PIECE_SECONDS
 from phalanx.state.folders import replace_text
-from phalanx.training.ahead import PIECE_SECONDS
 from phalanx.training.changing import Wanted, refusal
-from phalanx.training.deterministic import changes_bits
 from phalanx.training.reporting import Reporter
 from phalanx.training.surviving import SurvivingRank
 

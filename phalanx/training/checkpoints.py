@@ -10,9 +10,9 @@ from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.launch.signals import StopRequest
 from phalanx.observe.phases import Phases
+from phalanx.session.change import Member
 from phalanx.state.saving import StorageError
 from phalanx.state.snapshot import Snapshot
-from phalanx.training.change import Member
 from phalanx.training.folder import RunFolder
 from phalanx.training.reporting import Reporter
 

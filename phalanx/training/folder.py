@@ -14,6 +14,7 @@ from phalanx.errors import ConfigError, LinkError
 from phalanx.launch.context import RankContext
 from phalanx.launch.store import forget_secrets
 from phalanx.plan.plan import Plan
+from phalanx.prepare.budget import free_main_memory
 from phalanx.state.background import AsyncSaver
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.folders import replace_text
@@ -23,7 +24,6 @@ from phalanx.state.lock import RunLock
 from phalanx.state.remote import Remote, fetch_folder, fetch_newest, is_remote, refuse_used
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
 from phalanx.state.snapshot import checkpoint_to_resume
-from phalanx.training.budget import free_main_memory
 from phalanx.training.job import stop_file
 
 _FOR_COPIES = 0.9  # of what is free on the host

@@ -15,9 +15,9 @@ from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.model.zoo.zoo import build
-from phalanx.training.exporting import whole_parameters
-from phalanx.training.prepare import Prepared
-from phalanx.training.session import Session
+from phalanx.prepare.prepare import Prepared
+from phalanx.session.exporting import whole_parameters
+from phalanx.session.session import Session
 
 TASKS = ("causal-lm", "text-to-text")
 

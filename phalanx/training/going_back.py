@@ -11,15 +11,15 @@ from phalanx.engine.step import Outcome
 from phalanx.launch.context import RankContext
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
+from phalanx.prepare.initial_weights import open_weights
+from phalanx.session.held import Word
+from phalanx.session.mirror import Mirror
+from phalanx.session.restoring import Place, Restoring, Scalars
 from phalanx.state import checkpoint
 from phalanx.state.snapshot import Snapshot, restore
 from phalanx.training.folder import blaming_others
-from phalanx.training.held import Word
-from phalanx.training.initial_weights import open_weights
 from phalanx.training.job import Job
-from phalanx.training.mirror import Mirror
 from phalanx.training.ready import ReadyRank, reader
-from phalanx.training.restoring import Place, Restoring, Scalars
 
 
 class RankGoingBack(ReadyRank):

@@ -29,8 +29,8 @@ from phalanx.launch.spread import Spread
 from phalanx.launch.store import JobStore
 from phalanx.launch.succession import Succession, forget_claims
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.prepare.read_model import find_model
 from phalanx.training.job import Job, Summary
-from phalanx.training.read_model import find_model
 
 _SEEN, _ENDED, _SUMMARY = "guards", "ended", "summary"
 _DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -13,9 +13,9 @@ from phalanx.engine.inputs import split
 from phalanx.observe.metrics import faster_in_half
 from phalanx.params.optimizer_groups import decays
 from phalanx.plan.plan import Plan
-from phalanx.training.budget import Fit
-from phalanx.training.prepare import Prepared
-from phalanx.training.session import Session
+from phalanx.prepare.budget import Fit
+from phalanx.prepare.prepare import Prepared
+from phalanx.session.session import Session
 
 
 def header(

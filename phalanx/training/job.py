@@ -32,12 +32,12 @@ from phalanx.model.selfcheck import refuse_lost_hooks
 from phalanx.model.zoo.meta import require_readable
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.params.groups import ParameterGroup
-from phalanx.params.lr_functions import LrFunction
+from phalanx.params.lr_schedule import LrFunction
+from phalanx.prepare.auto import Choice
+from phalanx.prepare.did_not_fit import NONE_TRIED, Tried
+from phalanx.prepare.prepare import Collate
 from phalanx.state import checkpoint
-from phalanx.training.auto import Choice
-from phalanx.training.did_not_fit import NONE_TRIED, Tried
 from phalanx.training.metrics import Metric
-from phalanx.training.prepare import Collate
 
 _SHARED_MEMORY = Path("/dev/shm")
 

@@ -33,19 +33,19 @@ from phalanx.observe.runlog import RunLog, newest_steps, read_log
 from phalanx.observe.trace import StepProfiler
 from phalanx.observe.trackers import with_trackers
 from phalanx.plan.plan import Plan
+from phalanx.prepare.deterministic import fixed_kernels
+from phalanx.session.exporting import export_dcp, export_model
+from phalanx.session.session import Session
+from phalanx.session.spare import Spare
 from phalanx.state.folders import final_folder, replace_text
 from phalanx.tasks.base import Batch
 from phalanx.training.callbacks import Emit
 from phalanx.training.changing_rank import ChangingRank
 from phalanx.training.checkpoints import Checkpoints
-from phalanx.training.deterministic import fixed_kernels
-from phalanx.training.exporting import export_dcp, export_model
 from phalanx.training.job import Job, Summary, stop_file
 from phalanx.training.metrics import perplexity
 from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.reporting import Reporter, StepFacts
-from phalanx.training.session import Session
-from phalanx.training.spare import Spare
 from phalanx.training.spikes import RollBack, spike_limit
 from phalanx.training.standby import made_ahead
 

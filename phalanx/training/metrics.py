@@ -23,10 +23,10 @@ from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
 from phalanx.model.ops.leave import ROWS, Outbox, leave, outbox
 from phalanx.model.zoo.zoo import ModelSpec, build
+from phalanx.prepare.prepare import Prepared
+from phalanx.session.outputs import join_parts
+from phalanx.session.session import Session
 from phalanx.tasks.base import IGNORE, Batch, Input, Task
-from phalanx.training.outputs import join_parts
-from phalanx.training.prepare import Prepared
-from phalanx.training.session import Session
 
 Metric = Callable[[Mapping[str, Tensor], Batch], Any]  # outputs and batch → one value per sample, or (sum, count)
 NAMED = ("accuracy", "values")

@@ -15,11 +15,11 @@ from phalanx.engine.compiled import Compiled
 from phalanx.engine.measured import Recorder, clock_ahead, recording
 from phalanx.engine.memory import bucket_costs
 from phalanx.launch.context import RankContext
-from phalanx.program.from_steps import Moment, Report, costs_of, report
+from phalanx.predict.from_steps import Moment, Report, costs_of, report
+from phalanx.predict.simulate import simulate
 from phalanx.program.instructions import Instruction
-from phalanx.program.simulate import simulate
+from phalanx.session.session import Session
 from phalanx.state.rendezvous import MissingRanks, StoreRendezvous
-from phalanx.training.session import Session
 
 NUM_RECORDED = 2
 NUM_STEPS = 1 + NUM_RECORDED  # the first of a run compiles

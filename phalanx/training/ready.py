@@ -26,32 +26,31 @@ from phalanx.observe.memory_snapshot import require_cuda
 from phalanx.observe.phases import Phases
 from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
-from phalanx.params.lr_functions import checked_rate
-from phalanx.params.lr_schedule import change_text, learning_rate
+from phalanx.params.lr_schedule import change_text, checked_rate, learning_rate
 from phalanx.params.parameters import read_order
 from phalanx.plan.complete import complete, usable_ranks
 from phalanx.plan.periods import Period
 from phalanx.plan.plan import Plan
+from phalanx.prepare.auto import choose_alone
+from phalanx.prepare.budget import Budget, Fit, MemoryGuard
+from phalanx.prepare.did_not_fit import LESS, DoesNotFit
+from phalanx.prepare.here import announce
+from phalanx.prepare.initial_weights import load_buffers, open_weights
+from phalanx.prepare.prepare import Prepared, prepare, require_change
+from phalanx.session.ahead import Ahead, FirstBatch
+from phalanx.session.change import Change, Member, open_member
+from phalanx.session.change import change as change_plan
+from phalanx.session.session import Look, Opening
+from phalanx.session.spare import Spare
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.snapshot import Snapshot, restore, resumed_text
 from phalanx.tasks.base import Batch
-from phalanx.training.ahead import Ahead, FirstBatch
-from phalanx.training.auto import choose_alone
-from phalanx.training.budget import Budget, Fit, MemoryGuard
-from phalanx.training.change import Change, Member, open_member
-from phalanx.training.change import change as change_plan
 from phalanx.training.changing import Changes
-from phalanx.training.did_not_fit import LESS, DoesNotFit
 from phalanx.training.folder import RunFolder
 from phalanx.training.generating import Generator
 from phalanx.training.header import header
-from phalanx.training.here import announce
-from phalanx.training.initial_weights import load_buffers, open_weights
 from phalanx.training.job import Job
 from phalanx.training.metrics import Metrics
-from phalanx.training.prepare import Prepared, prepare, require_change
-from phalanx.training.session import Look, Opening
-from phalanx.training.spare import Spare
 
 _has_run = False  # in this process
 

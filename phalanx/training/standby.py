@@ -14,7 +14,7 @@ from itertools import islice
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.shrink import shrunk
-from phalanx.training.ahead import functions
+from phalanx.session.ahead import functions
 from phalanx.training.ready import ReadyRank
 
 _MOST_LOST = 2  # ranks, for which plans are made ahead

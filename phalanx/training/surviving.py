@@ -27,15 +27,15 @@ from phalanx.params.layout_of import StateLayout
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
 from phalanx.records import read_record
+from phalanx.session.change import prepared
+from phalanx.session.held import Held, Word, hold, newest_step, sums_of
+from phalanx.session.restoring import Place, Restoring, lost_with_mirrors, together
+from phalanx.session.session import Opening, Session
 from phalanx.state.snapshot import Snapshot
-from phalanx.training.change import prepared
 from phalanx.training.checkpoints import Checkpoints
 from phalanx.training.going_back import RankGoingBack
-from phalanx.training.held import Held, Word, hold, newest_step, sums_of
 from phalanx.training.job import Job
 from phalanx.training.reporting import Reporter
-from phalanx.training.restoring import Place, Restoring, lost_with_mirrors, together
-from phalanx.training.session import Opening, Session
 from phalanx.training.standby import plans_for
 
 _JOIN_SECONDS = 3600.0  # for the others to come to the end of a step

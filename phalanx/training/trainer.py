@@ -29,21 +29,21 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
 from phalanx.observe.requests import ask
 from phalanx.params.groups import ParameterGroup
-from phalanx.params.lr_functions import LrFunction, MakeScheduler, ScheduledRate, require_no_schedule
+from phalanx.params.lr_schedule import LrFunction, MakeScheduler, ScheduledRate, require_no_schedule
 from phalanx.params.optimizer_instance import ReadOptimizer, read_optimizer
 from phalanx.plan.plan import Plan
+from phalanx.prepare.did_not_fit import with_plans_that_fit
+from phalanx.prepare.early import require_usable
+from phalanx.prepare.prepare import Collate
+from phalanx.prepare.read_model import choose_num_ranks
 from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
 from phalanx.state.remote import is_remote, local_copy
 from phalanx.training.callbacks import Callbacks
-from phalanx.training.did_not_fit import with_plans_that_fit
-from phalanx.training.early import require_usable
 from phalanx.training.guarded import fit_guarded
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, stop_file, unpack
 from phalanx.training.loop import Loop
 from phalanx.training.metrics import Metric, require_metrics
-from phalanx.training.prepare import Collate
-from phalanx.training.read_model import choose_num_ranks
 from phalanx.training.spikes import MOST_ROLLBACKS, RollBack
 from phalanx.training.trials import with_fastest
 from phalanx.written import plan_text

@@ -17,7 +17,7 @@ from phalanx.observe.format import seconds_text
 from phalanx.observe.runlog import read_log
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import divisors
-from phalanx.training.auto import Choice
+from phalanx.prepare.auto import Choice
 from phalanx.training.job import Job
 
 STEPS = 4  # of which the first compiles, and the second may

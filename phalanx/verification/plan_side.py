@@ -29,12 +29,12 @@ from phalanx.model.zoo.zoo import ModelSpec
 from phalanx.plan.complete import complete
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
+from phalanx.prepare.initial_weights import open_weights
 from phalanx.program.compile import compile_plan
 from phalanx.program.holders import buckets_of
 from phalanx.program.instructions import REDISTRIBUTIONS, Program
 from phalanx.program.shape import ModelShape
 from phalanx.state.dcp import DcpWeights
-from phalanx.training.initial_weights import open_weights
 from phalanx.verification.case import Case, Execution, Part, Start, Step
 from phalanx.verification.rank_side import Trace, facts_of, run_rank
 

@@ -19,10 +19,10 @@ from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
+from phalanx.prepare.initial_weights import load_buffers, open_weights
 from phalanx.program.instructions import Op
+from phalanx.session.session import Session
 from phalanx.state.layout import Box
-from phalanx.training.initial_weights import load_buffers, open_weights
-from phalanx.training.session import Session
 from phalanx.verification.case import Case, Copy, Part, Start
 
 

@@ -11,8 +11,8 @@ from phalanx.errors import ConfigError, nearest
 from phalanx.launch.main_script import refuse_while_loading
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.zoo.zoo import Model
+from phalanx.own_loop.session import OwnSession
 from phalanx.plan.plan import Plan
-from phalanx.training.own_session import OwnSession
 from phalanx.verification.case import Case, Plain
 from phalanx.verification.compare import compare
 from phalanx.verification.plain_side import PlainProcess

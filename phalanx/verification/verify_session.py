@@ -23,9 +23,9 @@ from phalanx.model import reference
 from phalanx.model.attach import Ends, arguments_of, second_arguments, without_nothing
 from phalanx.model.captured import attention_sites
 from phalanx.model.ops import random
+from phalanx.own_loop.batch import TARGET, BatchForm
+from phalanx.own_loop.session import OwnSession
 from phalanx.tasks.base import Batch
-from phalanx.training.own_batch import TARGET, BatchForm
-from phalanx.training.own_session import OwnSession
 from phalanx.verification.case import DTYPES, TOLERANCES, Noise, Step, Training
 from phalanx.verification.compare import Floors, Row, compare_gradients
 from phalanx.verification.plain_side import gradients_of, plain_inputs, with_noise

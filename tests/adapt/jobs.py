@@ -19,8 +19,8 @@ from phalanx.params.flat import Piece
 from phalanx.params.gather_full import gather_full
 from phalanx.plan.complete import complete, usable_ranks
 from phalanx.plan.plan import Plan
-from phalanx.training.change import Member, change, open_member
-from phalanx.training.session import Opening, Session
+from phalanx.session.change import Member, change, open_member
+from phalanx.session.session import Opening, Session
 from tests.captured import Case, named
 
 LR, SAMPLES = 1e-2, 8

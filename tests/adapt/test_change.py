@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.plan import Plan
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 from tests.adapt import jobs
 from tests.captured import GPT2, LLAMA, T5
 

@@ -16,7 +16,7 @@ from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.training.deterministic import changes_bits, fixed_kernels
+from phalanx.prepare.deterministic import changes_bits, fixed_kernels
 from phalanx.training.job import pack
 from phalanx.training.trainer import Trainer, fit_on_rank
 from tests.adapt import jobs

@@ -19,8 +19,8 @@ from own_runs_rank import Task, measure, samples_of, whole
 
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.plan import Plan
+from phalanx.predict.contention import Work
 from phalanx.profile.beside import Seen
-from phalanx.program.contention import Work
 
 
 def result(plan: str, predicted: float, measured: float) -> dict[str, Any]:

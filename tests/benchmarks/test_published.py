@@ -14,9 +14,9 @@ import published
 import published_page
 
 from phalanx.errors import DataError
-from phalanx.plan.calibrate import step_seconds
-from phalanx.plan.cost import Software
-from phalanx.plan.runs import COLUMNS, read_run
+from phalanx.planning.calibrate import step_seconds
+from phalanx.planning.cost import Software
+from phalanx.planning.runs import COLUMNS, read_run
 
 ROW = dict.fromkeys(COLUMNS, "") | {
     "source": "VIA-Research/vTrain@1 runs.csv", "hidden": "2048", "heads": "16", "vocab": "51200", "seq_len": "1024",

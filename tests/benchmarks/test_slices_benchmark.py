@@ -23,10 +23,10 @@ from slice_simulation import BlockTimes, Ends, Known
 from phalanx.model.facts.facts import BlockFacts, ModelFacts, TensorFacts, UnitFacts
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.plan.slice_search import ModelledTimes
+from phalanx.planning.slice_search import ModelledTimes
+from phalanx.predict.costs import Link
+from phalanx.predict.split_facts import Split, SplitFacts
 from phalanx.profile.slice_fit import Measurement
-from phalanx.program.costs import Link
-from phalanx.program.split_facts import Split, SplitFacts
 from tests.program.random_plans import chain
 
 BLOCKS, TOKENS = 4, 1024

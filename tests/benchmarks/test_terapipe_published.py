@@ -15,7 +15,7 @@ import terapipe_published
 import terapipe_published_page
 from terapipe_model import FORMS, PLANNED, Device, Form, Run, Setting, calibrate, read
 
-from phalanx.plan.slice_search import plan_batch, slice_seconds, step_seconds
+from phalanx.planning.slice_search import plan_batch, slice_seconds, step_seconds
 
 WIDE = Setting("wide", 96, 12288, 96, 1024, tp=4, pp=96, dp=1, samples=2)
 LONG = Setting("long", 40, 5120, 40, 3072, tp=8, pp=40, dp=1, samples=2)

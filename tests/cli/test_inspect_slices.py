@@ -10,7 +10,7 @@ import pytest
 from phalanx.cli import inspect_slices
 from phalanx.cli.inspect_slices import Found, fit_lines, recommendation
 from phalanx.cli.main import main
-from phalanx.plan.slice_search import ModelledTimes
+from phalanx.planning.slice_search import ModelledTimes
 from phalanx.profile.slice_fit import report
 
 TIMES = ModelledTimes(start=1e-4, per_token=4e-5, per_pair=2e-8, smallest=40)

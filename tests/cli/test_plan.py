@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.plan.plan import Plan
-from phalanx.plan.runs import COLUMNS
+from phalanx.planning.runs import COLUMNS
 from phalanx.profile.data import DataProfile, to_rows
 from phalanx.profile.store import Row, Store
 

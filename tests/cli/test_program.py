@@ -12,10 +12,10 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.model.facts.facts import load
-from phalanx.program.from_facts import Device
+from phalanx.predict.from_facts import Device
+from phalanx.predict.predict import predict
+from phalanx.predict.timeline import Timeline
 from phalanx.program.instructions import from_text
-from phalanx.program.predict import predict
-from phalanx.program.timeline import Timeline
 
 GPT2 = ("program", "--model", "gpt2", "--seq-len", "256")
 

@@ -17,9 +17,9 @@ from phalanx.cli.program_report import redistribution_seconds
 from phalanx.engine import describe
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
+from phalanx.predict.split_facts import Split, SplitFacts
+from phalanx.predict.timeline import COMPUTE, Event, Timeline
 from phalanx.program.instructions import Instruction, Op, from_text
-from phalanx.program.split_facts import Split, SplitFacts
-from phalanx.program.timeline import COMPUTE, Event, Timeline
 
 GPT2 = ("program", "--model", "gpt2", "--tiny", "--dtype", "float32", "--seq-len", "64", "--batch-size", "8")
 LAYER = 2  # a block in the middle

@@ -13,9 +13,9 @@ from phalanx.comm.links import Links
 from phalanx.engine import measured
 from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
+from phalanx.predict.timeline import Timeline
 from phalanx.program.instructions import from_text
 from phalanx.program.shape import ModelShape
-from phalanx.program.timeline import Timeline
 
 
 def gather_from_another_machine(context: RankContext, ahead: float) -> Timeline | None:

@@ -37,10 +37,10 @@ def without_torch(facts: str, plan: Plan, dims: Dims) -> list[Record]:
 
 
 def compiled_record(facts: str, plan_json: str, dims: Dims) -> list[Record]:
+    from phalanx.predict.from_facts import Device, costs_of_facts
+    from phalanx.predict.memory import Sizes
+    from phalanx.predict.split_facts import Split, read_all
     from phalanx.program.compile import compile_plan
-    from phalanx.program.from_facts import Device, costs_of_facts
-    from phalanx.program.memory import Sizes
-    from phalanx.program.split_facts import Split, read_all
 
     plan = Plan.from_json(plan_json)
     described = read_all(facts).get(Split.of(plan))

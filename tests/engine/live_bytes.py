@@ -11,7 +11,7 @@ from phalanx.engine.reductions import StepRun
 from phalanx.launch.context import RankContext
 from phalanx.program.instructions import Instruction, Op
 from phalanx.program.values import Value
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 from tests import captured
 
 KINDS = ("activation", "gradient", "saved_b", "saved_bw", "saved_w")

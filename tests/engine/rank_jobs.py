@@ -12,7 +12,7 @@ from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 from tests.captured import Case
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from phalanx.engine.reductions import StepRun, total_items
 from phalanx.model import reference
+from phalanx.predict.memory import Sizes
 from phalanx.program.instructions import Instruction, Op, from_text
 from phalanx.program.lower import lower_forward
-from phalanx.program.memory import Sizes
 from phalanx.program.passes.blocks import add_inputs, to_blocks
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 from tests import captured
 from tests.program.lives import live_bytes
 

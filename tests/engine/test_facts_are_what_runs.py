@@ -15,7 +15,7 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import SCHEDULES, Plan
 from phalanx.plan.rules import OVERLAPS
-from phalanx.program.split_facts import write_all
+from phalanx.predict.split_facts import write_all
 from tests import captured
 from tests.engine.facts_record import differences, on_rank, without_torch
 

@@ -16,8 +16,8 @@ from phalanx.model.captured import Captured
 from phalanx.model.facts.facts import load
 from phalanx.model.zoo.zoo import ModelSpec, build, resolve
 from phalanx.plan.plan import Plan
-from phalanx.program.from_facts import shipped
-from phalanx.program.split_facts import splits_path
+from phalanx.predict.from_facts import shipped
+from phalanx.predict.split_facts import splits_path
 from phalanx.tasks.base import Input
 
 DTYPE = torch.bfloat16

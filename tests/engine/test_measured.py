@@ -14,10 +14,10 @@ from phalanx.engine.measured import Recorder, merge
 from phalanx.errors import ConfigError
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.plan import Plan
+from phalanx.predict.timeline import Event, Timeline
 from phalanx.program.compile import compile_plan
 from phalanx.program.instructions import SENDS, Op, from_text
 from phalanx.program.shape import ModelShape
-from phalanx.program.timeline import Event, Timeline
 from tests.engine.clock_jobs import gather_from_another_machine
 from tests.faults.ranks import fit
 from tests.run_helpers import short_run

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.engine.host_copies import HostCopies, HostValue
 from phalanx.program.instructions import Op, is_fetch
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 from tests import captured
 from tests.run_helpers import records, short_run
 

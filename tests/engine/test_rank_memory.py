@@ -11,10 +11,10 @@ from phalanx.engine.step import micro_batches
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.params.buckets import Bucket
-from phalanx.program.costs import uniform
+from phalanx.predict.costs import uniform
+from phalanx.predict.memory import Sizes
 from phalanx.program.instructions import Instruction
-from phalanx.program.memory import Sizes
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 from tests import captured
 from tests.program.lives import live_bytes
 

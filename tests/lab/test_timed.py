@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from phalanx.lab.timed import replace_compute, wait_until
+from phalanx.lab.rehearsal import replace_compute, wait_until
 from phalanx.program.instructions import COMPUTE, Op
 from tests import captured
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from phalanx.observe.program_files import chrome_trace
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import uniform
+from phalanx.predict.simulate import simulate
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import uniform
 from phalanx.program.shape import ModelShape
-from phalanx.program.simulate import simulate
 
 PLAN = Plan(pp=2, mb=2, stages=(1, 1))
 SHAPE = ModelShape(2, (), (True, True), (True, True))

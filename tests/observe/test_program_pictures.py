@@ -14,12 +14,12 @@ from phalanx.errors import ConfigError
 from phalanx.observe.program_files import svg, ticks, write_png
 from phalanx.observe.program_text import MOST_STRIPS, bars_of, chart, duration_text, lanes_of
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import uniform
+from phalanx.predict.simulate import simulate
+from phalanx.predict.timeline import Event, Timeline
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import uniform
 from phalanx.program.instructions import from_text
 from phalanx.program.shape import ModelShape
-from phalanx.program.simulate import simulate
-from phalanx.program.timeline import Event, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from phalanx.observe.program_files import chrome_trace
 from phalanx.observe.program_text import bars_of, chart
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import uniform
+from phalanx.predict.simulate import simulate
+from phalanx.predict.timeline import Timeline
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import uniform
 from phalanx.program.shape import ModelShape
-from phalanx.program.simulate import simulate
-from phalanx.program.timeline import Timeline
 
 
 def simulated(text: str) -> Timeline:

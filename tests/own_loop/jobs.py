@@ -16,9 +16,9 @@ import phalanx
 from phalanx.config import RunConfig
 from phalanx.engine.memory import state_memory
 from phalanx.launch.context import RankContext
+from phalanx.own_loop.open import open_on
+from phalanx.own_loop.session import OwnSession
 from phalanx.params.groups import ParameterGroup
-from phalanx.training.open import open_on
-from phalanx.training.own_session import OwnSession
 from phalanx.verification.report import Report
 
 SAMPLES, TOKENS, LR = 8, 12, 1e-2

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
-from phalanx.training.own_session import OwnSession
+from phalanx.own_loop.session import OwnSession
 from tests.own_loop import loops
 from tests.own_loop.jobs import Trained, both, net, numbers, opened
 

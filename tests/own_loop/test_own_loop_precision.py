@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from phalanx.config import RunConfig
 from phalanx.launch.context import RankContext
-from phalanx.training.open import open_on
-from phalanx.training.own_session import OwnSession
+from phalanx.own_loop.open import open_on
+from phalanx.own_loop.session import OwnSession
 from tests.own_loop.jobs import LR, both, net, numbers
 
 ADAM = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}

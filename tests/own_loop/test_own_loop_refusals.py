@@ -15,7 +15,7 @@ import phalanx
 from phalanx.errors import CheckpointError, ConfigError, DataError, PhalanxError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
-from phalanx.training.own_session import OwnSession
+from phalanx.own_loop.session import OwnSession
 from tests.own_loop import jobs
 from tests.own_loop.jobs import both, net, numbers, opened
 

@@ -12,9 +12,9 @@ import phalanx
 from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.own_loop import session as own_session
+from phalanx.own_loop.gradients import taken
 from phalanx.params.groups import ParameterGroup
-from phalanx.training import own_session
-from phalanx.training.own_gradients import taken
 from tests.own_loop.jobs import both, llama, net, numbers, opened, verified, words
 
 

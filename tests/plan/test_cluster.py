@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ConfigError
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.devices import DEVICES, find
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.devices import DEVICES, find
 
 
 @pytest.mark.parametrize(

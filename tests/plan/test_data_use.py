@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.plan.data_use import DataUse, batches_between, useful_share
+from phalanx.planning.data_use import DataUse, batches_between, useful_share
 
 CHAT = DataUse("chat", 1000, 512, 0.5)
 

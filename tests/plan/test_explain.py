@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Machine, Software
-from phalanx.plan.estimate import PARTS, estimate
-from phalanx.plan.explain import slice_sentence, slice_tokens, what_limits, why_lost
 from phalanx.plan.plan import Plan
-from phalanx.plan.work import Shape, transformer
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.cost import Machine, Software
+from phalanx.planning.estimate import PARTS, estimate
+from phalanx.planning.explain import slice_sentence, slice_tokens, what_limits, why_lost
+from phalanx.planning.work import Shape, transformer
 
 SHAPES = {
     "small": Shape(12, 1024, 16, 16, 4096, 32000, 8192),

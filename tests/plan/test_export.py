@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from phalanx.cli.main import main
-from phalanx.plan.export import FRAMEWORKS, Exported, Job, export
 from phalanx.plan.plan import Plan
+from phalanx.planning.export import FRAMEWORKS, Exported, Job, export
 
 
 def exported(framework: str, plan: str, batch: int = 64, layers: int = 8) -> Exported:

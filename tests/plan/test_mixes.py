@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from phalanx.plan.mixes import Ends, Mixer, Option, undominated
+from phalanx.planning.mixes import Ends, Mixer, Option, undominated
 
 NUM_CASES = 60
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.model.facts.facts import load
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Software, machines
-from phalanx.plan.estimate import estimate
 from phalanx.plan.plan import Plan
-from phalanx.program.work_of_facts import work_of_facts
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.cost import Software, machines
+from phalanx.planning.estimate import estimate
+from phalanx.predict.work_of_facts import work_of_facts
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 PLAN = Plan.parse("pp=2,tp=4,mb=8,stages=17-17,sequence=yes")

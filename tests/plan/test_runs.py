@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.plan.calibrate import fit, step_seconds
-from phalanx.plan.cost import Software, machines
-from phalanx.plan.footprint import place_blocks
-from phalanx.plan.runs import COLUMNS, Run, read_run
+from phalanx.planning.calibrate import fit, step_seconds
+from phalanx.planning.cost import Software, machines
+from phalanx.planning.footprint import place_blocks
+from phalanx.planning.runs import COLUMNS, Run, read_run
 
 ROW = dict.fromkeys(COLUMNS, "") | {
     "source": "here", "model": "gpt", "layers": "24", "hidden": "2048", "heads": "16", "vocab": "51200",

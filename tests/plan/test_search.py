@@ -11,18 +11,18 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from phalanx.errors import PlanError
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Machine, Software, machines
-from phalanx.plan.estimate import Estimate, estimate
-from phalanx.plan.footprint import kept_here, memory, moved_share, num_held, place_blocks
-from phalanx.plan.mixes import Ends, Mixer, Option
-from phalanx.plan.partition import evenly, partition
 from phalanx.plan.plan import Plan
-from phalanx.plan.problem import Problem
-from phalanx.plan.search import search
-from phalanx.plan.space import meshes, offloads, variants
-from phalanx.plan.unfit import leanest_plans
-from phalanx.plan.work import RUNGS, ModelWork, Shape, transformer
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.cost import Machine, Software, machines
+from phalanx.planning.estimate import Estimate, estimate
+from phalanx.planning.footprint import kept_here, memory, moved_share, num_held, place_blocks
+from phalanx.planning.mixes import Ends, Mixer, Option
+from phalanx.planning.partition import evenly, partition
+from phalanx.planning.problem import Problem
+from phalanx.planning.search import search
+from phalanx.planning.space import meshes, offloads, variants
+from phalanx.planning.unfit import leanest_plans
+from phalanx.planning.work import RUNGS, ModelWork, Shape, transformer
 
 SOFTWARE = Software(step=1e-4, reserved=0.0, slack=0.0)
 
@@ -159,8 +159,8 @@ def test_looking_at_every_plan_of_a_large_model_finds_nothing_much_better(
 ) -> None:
     work, cluster = transformer("large", model), Cluster.read(text)
     found = search(work, cluster, Software(), batch).plans[0].step_seconds
-    monkeypatch.setattr("phalanx.plan.candidates.MOST_LOOKED", math.inf)
-    monkeypatch.setattr("phalanx.plan.search.MOST_OF_MESH", 12)
+    monkeypatch.setattr("phalanx.planning.candidates.MOST_LOOKED", math.inf)
+    monkeypatch.setattr("phalanx.planning.search.MOST_OF_MESH", 12)
     assert found <= 1.02 * search(work, cluster, Software(), batch, most=96).plans[0].step_seconds
 
 
@@ -236,7 +236,7 @@ def test_memory_that_is_given_is_respected() -> None:
 
 @pytest.mark.parametrize("layers, memory", [(10, 1.2), (24, 2.2)])
 def test_a_model_fits_where_its_leanest_plan_does(layers: int, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.plan.problem.FEW_BLOCKS", 8)  # as of many blocks, of which not all plans are looked at
+    monkeypatch.setattr("phalanx.planning.problem.FEW_BLOCKS", 8)  # not all plans of many blocks are tried
     model = transformer("m", Shape(layers, 1024, 16, 16, 4096, 32000, 1024))
     cluster = Cluster.read(f"8 H100, memory {memory}GB")
     problem = Problem(model, cluster, Software(), 64)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.plan.slice_search import (
+from phalanx.planning.slice_search import (
     ModelledTimes,
     Part,
     Times,

@@ -15,16 +15,16 @@ import torch
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.collectives import Links, all_reduce, consecutive
-from phalanx.plan.cost import Software
-from phalanx.plan.devices import DEVICES
-from phalanx.plan.rates import Rates, is_of, on_cluster, saturation
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.collectives import Links, all_reduce, consecutive
+from phalanx.planning.cost import Software
+from phalanx.planning.devices import DEVICES
+from phalanx.planning.rates import Rates, is_of, on_cluster, saturation
+from phalanx.prepare.here import planned_here
 from phalanx.profile import hardware
 from phalanx.profile.data import DataProfile, from_rows, is_profile, profile_data, to_rows
 from phalanx.profile.hardware import Question, key_of, measure, measure_on_rank, questions, rates_of
 from phalanx.profile.store import Row, Store, profiles_path, rates_from, read_profile
-from phalanx.training.here import planned_here
 
 CPU = torch.device("cpu")
 

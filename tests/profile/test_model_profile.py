@@ -14,16 +14,15 @@ from phalanx.cli.main import main
 from phalanx.cli.models import capture_model
 from phalanx.errors import PlanError
 from phalanx.model.facts.facts import load
-from phalanx.plan.block_times import BlockTime, at_degree, seconds_at
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Machine, Software
 from phalanx.plan.plan import Plan
-from phalanx.plan.work import Shape, transformer
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.cost import Machine, Software
+from phalanx.planning.work import BlockTime, Shape, at_degree, seconds_at, transformer
+from phalanx.predict.from_profile import Reference, block_times, by_instruction, overheads
 from phalanx.profile import model as blocks
 from phalanx.profile.model import Size, Subject, measure, times_here
 from phalanx.profile.segments import PARTS, Effort, SegmentTimes
 from phalanx.profile.store import Store
-from phalanx.program.from_profile import Reference, block_times, by_instruction, overheads
 from phalanx.program.instructions import Op
 
 CPU = torch.device("cpu")
@@ -162,7 +161,7 @@ def test_what_steps_take_besides_is_a_line_over_their_micro_batches() -> None:
 
 
 def test_measured_segments_are_those_of_instructions() -> None:
-    from phalanx.program.from_profile import SegmentSeconds
+    from phalanx.predict.from_profile import SegmentSeconds
 
     found = by_instruction({(3, 1): SegmentSeconds(1, 2, 3, 4)}, speed=0.5)
     assert found == {(Op.F, 3, 1): 0.5, (Op.A, 3, 1): 0.5, (Op.B, 3, 1): 1, (Op.W, 3, 1): 1.5, (Op.BW, 3, 1): 2}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.plan.slice_search import ModelledTimes
+from phalanx.planning.slice_search import ModelledTimes
 from phalanx.profile.slice_fit import Fit, Measurement, fit, grid, measure, planned_by_depth
 
 DEVICE = ModelledTimes(start=1e-3, per_token=40e-6, per_pair=5e-9, smallest=200)

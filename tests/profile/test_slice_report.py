@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.slice_search import ModelledTimes
+from phalanx.planning.slice_search import ModelledTimes
 from phalanx.profile.slice_fit import DEPTHS, Depth, Run, depths_of, report
 
 LAYER = ModelledTimes(start=1e-4, per_token=4e-5, per_pair=2e-8, smallest=40)

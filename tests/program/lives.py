@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.program.memory import changes_in_order
+from phalanx.predict.memory import changes_in_order
 from phalanx.program.values import Table, Value
 
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.plan.cost import Seconds, Software
-from phalanx.plan.estimate import Place, fetch_seconds, step_parts
 from phalanx.plan.plan import Plan
-from phalanx.plan.slice_shares import equal, slowest
+from phalanx.planning.cost import Seconds, Software
+from phalanx.planning.estimate import Place, fetch_seconds, step_parts
+from phalanx.planning.slice_shares import equal, slowest
+from phalanx.predict.costs import BucketCosts, Link, uniform
+from phalanx.predict.simulate import simulate
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import BucketCosts, Link, uniform
 from phalanx.program.shape import ModelShape
-from phalanx.program.simulate import simulate
 
 BLOCKS = 12
 SHAPE = ModelShape(BLOCKS, (), (True,) * BLOCKS, (True,) * BLOCKS)

@@ -15,16 +15,16 @@ from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import SHIPPED, ModelFacts, from_json, load
 from phalanx.plan.complete import balance
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import BucketCosts, Link
+from phalanx.predict.from_facts import Device, block_seconds, costs_of_facts, shipped
+from phalanx.predict.memory import Sizes
+from phalanx.predict.predict import predict
+from phalanx.predict.shares import Shares
+from phalanx.predict.simulate import simulate
+from phalanx.predict.split_facts import TP, Split, SplitFacts, read_all, write_all
+from phalanx.predict.timeline import Timeline
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import BucketCosts, Link
-from phalanx.program.from_facts import Device, block_seconds, costs_of_facts, shipped
 from phalanx.program.instructions import Op
-from phalanx.program.memory import Sizes
-from phalanx.program.predict import predict
-from phalanx.program.shares import Shares
-from phalanx.program.simulate import simulate
-from phalanx.program.split_facts import TP, Split, SplitFacts, read_all, write_all
-from phalanx.program.timeline import Timeline
 from tests.program.lives import live_bytes
 
 LOSS_BYTES = 4
@@ -192,8 +192,8 @@ def test_a_large_model_split_over_many_ranks_is_predicted_without_torch() -> Non
     code = (
         "import sys\n"
         "from phalanx.model.facts.facts import load\n"
-        "from phalanx.program.from_facts import Device\n"
-        "from phalanx.program.predict import predict\n"
+        "from phalanx.predict.from_facts import Device\n"
+        "from phalanx.predict.predict import predict\n"
         "facts = load('llama-3.3-70b')\n"
         "dims = {'batch': 32, 'tokens': 4096}\n"
         "for plan in ('pp=8,tp=8,mb=8', 'pp=2,tp=8,mb=1,sequence=yes'):\n"

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import BucketCosts, Costs, Link
+from phalanx.predict.from_steps import Moment, Report, costs_of, report
+from phalanx.predict.simulate import simulate
+from phalanx.predict.timeline import COMPUTE, Timeline
 from phalanx.program.compile import CompiledPlan, compile_plan
-from phalanx.program.costs import BucketCosts, Costs, Link
-from phalanx.program.from_steps import Moment, Report, costs_of, report
 from phalanx.program.instructions import Instruction, Op
-from phalanx.program.simulate import simulate
-from phalanx.program.timeline import COMPUTE, Timeline
 from tests.program.random_plans import simple_shape
 
 ELEMENTS = 1000

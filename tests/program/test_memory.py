@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import BucketCosts, Costs, Link, uniform
+from phalanx.predict.memory import Sizes, resident_bytes
+from phalanx.predict.simulate import simulate
 from phalanx.program.compile import CompiledPlan, compile_forward, compile_plan
-from phalanx.program.costs import BucketCosts, Costs, Link, uniform
-from phalanx.program.memory import Sizes, resident_bytes
 from phalanx.program.shape import Backward, BlockOp, ModelShape
-from phalanx.program.simulate import simulate
 from phalanx.program.values import Value
 from tests.program.lives import live_bytes
 from tests.program.random_plans import chain, simple_shape

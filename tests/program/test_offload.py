@@ -13,14 +13,14 @@ from phalanx.errors import PlanError
 from phalanx.observe.program_text import bars_of, lanes_of
 from phalanx.plan.offload import spread, take_offload
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import BucketCosts, Costs, Link, uniform
+from phalanx.predict.memory import Sizes
+from phalanx.predict.simulate import simulate
 from phalanx.program.check import check
 from phalanx.program.compile import CompiledPlan, compile_forward, compile_plan
-from phalanx.program.costs import BucketCosts, Costs, Link, uniform
 from phalanx.program.instructions import COMPUTE, MOVES, Op, from_text, is_fetch, to_text
 from phalanx.program.lower import lower
-from phalanx.program.memory import Sizes
 from phalanx.program.shape import ModelShape
-from phalanx.program.simulate import simulate
 from phalanx.program.values import Table
 from tests.program.lives import live_bytes
 from tests.program.random_plans import cases, chain, simple_shape

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
+from phalanx.predict.costs import BucketCosts, Costs, Link, uniform
+from phalanx.predict.simulate import simulate
+from phalanx.predict.timeline import Event, Timeline
 from phalanx.program.compile import compile_forward, compile_plan
-from phalanx.program.costs import BucketCosts, Costs, Link, uniform
 from phalanx.program.instructions import COLLECTIVES, Op
-from phalanx.program.simulate import simulate
-from phalanx.program.timeline import Event, Timeline
 from tests.program.random_plans import by_hand, cases, chain, simple_shape
 
 

@@ -15,14 +15,13 @@ from phalanx.observe.program_files import chrome_trace, svg
 from phalanx.observe.program_text import bars_of, chart, lanes_of
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import OVERLAPS
+from phalanx.predict.costs import Costs, Link, SliceCost, uniform, work_of
+from phalanx.predict.shares import Shares
+from phalanx.predict.simulate import simulate
+from phalanx.predict.timeline import Event, Timeline
 from phalanx.program.compile import compile_plan
-from phalanx.program.costs import Costs, Link, uniform
 from phalanx.program.instructions import COMPUTE, REDISTRIBUTIONS, Instruction, Op
 from phalanx.program.shape import ModelShape
-from phalanx.program.shares import Shares
-from phalanx.program.simulate import simulate
-from phalanx.program.slice_costs import SliceCost, work_of
-from phalanx.program.timeline import Event, Timeline
 from tests.program.random_plans import by_hand, chain, simple_shape
 from tests.program.sliced_plans import Case, grains, sliced_cases, slicings
 from tests.program.tensor_shapes import redistribution, segment, stack, tensor_cases

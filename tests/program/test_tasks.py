@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
+from phalanx.predict.contention import DEVICE, Contention, Use, Work
+from phalanx.predict.costs import Costs, Link, seconds_at, uniform
+from phalanx.predict.simulate import simulate
+from phalanx.predict.tasks import Task, Times, run
+from phalanx.predict.timeline import COMPUTE
 from phalanx.program.compile import compile_plan
-from phalanx.program.contention import DEVICE, Contention, Use, Work
-from phalanx.program.costs import Costs, Link, seconds_at, uniform
 from phalanx.program.instructions import Op
 from phalanx.program.shape import ModelShape
-from phalanx.program.simulate import simulate
-from phalanx.program.tasks import Task, Times, run
-from phalanx.program.timeline import COMPUTE
 from tests.program.random_plans import cases, chain, simple_shape
 
 COMPUTING, MOVING = (Work.COMPUTE, Work.COMPUTE), (Work.TRANSFER, Work.TRANSFER)

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import PlanError
-from phalanx.program.compare import compare
+from phalanx.predict.timeline import Event, Timeline, compare
 from phalanx.program.instructions import Op, from_text
-from phalanx.program.timeline import Event, Timeline
 
 
 def event(rank: int, text: str, start: float, end: float, resource: str = "compute") -> Event:

@@ -10,15 +10,15 @@ import pytest
 
 from phalanx.model.facts.facts import fewest_heads, load
 from phalanx.model.zoo import zoo_table
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Software
-from phalanx.plan.estimate import estimate
-from phalanx.plan.search import search
-from phalanx.plan.work import ModelWork
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.cost import Software
+from phalanx.planning.estimate import estimate
+from phalanx.planning.search import search
+from phalanx.planning.work import ModelWork
+from phalanx.predict.from_facts import Device, shipped
+from phalanx.predict.predict import predict
+from phalanx.predict.work_of_facts import work_of_facts
 from phalanx.program.compile import compile_plan
-from phalanx.program.from_facts import Device, shipped
-from phalanx.program.predict import predict
-from phalanx.program.work_of_facts import work_of_facts
 
 BLOCK_MAJOR = "schedule=block-major,recompute=block,offload="
 

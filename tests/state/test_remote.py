@@ -11,8 +11,7 @@ import torch
 
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.state.dcp import is_dcp
-from phalanx.state.dcp_writing import write_dcp
+from phalanx.state.dcp import is_dcp, write_dcp
 from phalanx.state.remote import Remote, fetch_folder, fetch_newest, local_copy, open_remote
 from tests.run_helpers import losses, padded_samples, short_run
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from phalanx.engine.reductions import GlobalReductions, StepRun
 from phalanx.errors import LinkError
 from phalanx.launch.context import RankContext
-from phalanx.training.held import hold
-from phalanx.training.mirroring import begin_mirroring
-from phalanx.training.session import Session
+from phalanx.session.held import hold
+from phalanx.session.mirroring import begin_mirroring
+from phalanx.session.session import Session
 from tests.adapt.jobs import case, opened, step
 
 Mirrors = tuple[dict[str, Tensor], int, dict[str, Tensor]]  # own state, the rank that is mirrored, its state

@@ -13,8 +13,8 @@ from phalanx.launch.membership import Generation
 from phalanx.launch.newcomers import Newcomers
 from phalanx.launch.status_board import StatusBoard
 from phalanx.observe.story import mirror_words
+from phalanx.session.mirror import Mirror, seldom_enough
 from phalanx.state.layout import Box, StateShard
-from phalanx.training.mirror import Mirror, seldom_enough
 
 pytestmark = pytest.mark.light
 

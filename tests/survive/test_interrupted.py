@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.adapt.survivors import missing, stays
+from phalanx.adapt.mirrors import missing, stays
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.plan import Plan
 from phalanx.plan.shrink import shrunk
+from phalanx.session.held import Word, newest_step, sums_of
 from phalanx.state.layout import Box, StateShard
-from phalanx.training.held import Word, newest_step, sums_of
 from tests.survive import jobs
 
 

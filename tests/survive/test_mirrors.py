@@ -15,8 +15,8 @@ from phalanx.launch.renewal import OnLoss
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.observe.story import mirror_words
 from phalanx.params.mirrored import Mirrored
+from phalanx.session.mirroring import Trial
 from phalanx.state.snapshot import Snapshot
-from phalanx.training.mirroring import Trial
 from phalanx.training.trainer import Trainer
 from tests.run_helpers import records, short_config, short_run
 from tests.survive.runs import (
@@ -190,7 +190,7 @@ def test_mirrors_stay_where_the_dearest_takes_a_hundredth_of_a_step_at_most(
     step_seconds: float, is_cheap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps before the first look do not count: they compile."""
-    monkeypatch.setattr("phalanx.training.mirroring.everyone", lambda member: _Told())
+    monkeypatch.setattr("phalanx.session.mirroring.everyone", lambda member: _Told())
     snapshot, trial, live, member = Snapshot({}, "", "", 9), Trial(), _Costs(0.002), object()
     snapshot.step, snapshot.seconds = 2, 50.0
     assert not trial.measure(live, member, snapshot) and trial.share is None  # pyright: ignore[reportArgumentType]

@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError, RankError
 from phalanx.launch.renewal import OnLoss
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.observe.requests import Request, ask, wait_for
-from phalanx.training.mirror import Copy
+from phalanx.session.mirror import Copy
 from phalanx.training.trainer import Trainer
 from tests.run_helpers import records, short_config, short_run
 from tests.survive.runs import (

@@ -30,7 +30,7 @@ from phalanx.params.buckets import Bucket
 from phalanx.params.optimizer import Optimizer
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op, Program
-from phalanx.training.session import Session
+from phalanx.session.session import Session
 from phalanx.verification import rank_side
 from phalanx.verification.case import Case, Training
 

@@ -5,7 +5,7 @@ communication.
 A loss may be several terms: means, scaled or added, and what depends on parameters only (a penalty on weights). They
 need one count, so terms over other numbers of items are scaled to it. Whatever else a loss may be is taken for a mean
 over samples, and `assumed` says why; whether that is so is tried out wherever a plan would cut the batch
-(`separable.py`).
+(`model/separable.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It never materialises a mask for causal or full attention. Padding and packed documents are *segment* ids per token
 (0 = padding; a query attends to keys of its own segment). The forward returns the log-sum-exp beside the output, so
 that the backward, and later the merging of parts of the past, need nothing else. Which device kernel does the work is
-decided in `choice.py`; how a HuggingFace model is made to call this operator is in `hooks.py`.
+decided in `choice.py`; how a HuggingFace model is made to call this operator is in `graph/hooks.py`.
 
 Shapes: q [batch, heads, queries, dim]; k, v [batch, kv_heads, keys, dim]; q_segments [batch, queries];
 k_segments [batch, keys]; bias broadcastable to [batch, heads, queries, keys]; dropout_keys [batch];

@@ -1,0 +1,1 @@
+"""Tensor parallelism as a pass over graphs: placements, rules, one rank's segments and redistributions."""

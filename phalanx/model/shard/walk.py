@@ -1,6 +1,6 @@
 """Places every value of one block's graph: which weights are cut, and how all else follows.
 
-Products whose input is whole tentatively cut their weight by columns; the rules of the operators (`rules.py`) carry the
+Products whose input is whole tentatively cut their weight by columns; the rules of the operators (`rules/`) carry the
 split on until a contraction ends it as a sum over ranks. Where that does not work out, the split is ended earlier, or
 the product that began it is done whole, and everything is placed again. No architecture is known here.
 """

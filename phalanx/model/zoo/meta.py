@@ -1,7 +1,7 @@
 """Modules whose parameters have shape and dtype but no storage, while their buffers keep their values.
 
 torch's own meta device would empty the buffers too (rotary tables, causal masks, position ids), and no checkpoint
-could bring them back. Loading values into such a module is `weights.py`'s business.
+could bring them back. Loading values into such a module is `weights/weights.py`'s business.
 """
 
 from __future__ import annotations

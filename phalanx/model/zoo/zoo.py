@@ -1,8 +1,8 @@
 """From whatever the user calls a model to a specification, and from a specification to a module.
 
 A model is a zoo name, a HuggingFace folder, a hub id in the local cache, a configuration, a module or a factory;
-nothing here reaches the network or reads weights (`weights.py` does). On the meta device a model of any size is built
-in seconds: its parameters have shapes only, its buffers have their values, because no checkpoint holds them.
+nothing here reaches the network or reads weights (`weights/` does). On the meta device a model of any size is built in
+seconds: its parameters have shapes only, its buffers have their values, because no checkpoint holds them.
 """
 
 from __future__ import annotations

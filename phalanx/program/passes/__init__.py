@@ -1,1 +1,1 @@
-"""How the short view becomes the lowered one: small pure functions from program to program, composed in `lower.py`."""
+"""From the short view to the lowered one: small pure functions from program to program, composed in `lower.py`."""

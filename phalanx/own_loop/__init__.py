@@ -1,0 +1,1 @@
+"""A session inside a loop that the user owns: `phalanx.open` and what it returns."""

@@ -1,0 +1,221 @@
+"""What is searched for: a model, a cluster and a batch; and what plans have in common (a class of blocks under a degree
+and a number of samples, a mesh and a way to shard), which is worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from phalanx.plan.plan import Plan
+from phalanx.plan.rules import may_host_parameters
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.cost import Machine, Seconds, Software, add, machines, times
+from phalanx.planning.footprint import Largest, hosted_share, kept_here, largest_of, state_widths
+from phalanx.planning.mixes import Mixer
+from phalanx.planning.work import RUNGS, ModelWork
+
+FEW_BLOCKS = 12
+Key = tuple[object, ...]
+Runs = tuple[tuple[int, int], ...]  # of consecutive blocks: the first, and the one behind the last
+
+
+class Sharded(NamedTuple):
+    """room: bytes that the average place of a pipeline has left beside its state, of which `optimizer` may lie on the
+    host, and `rest` where parameters do. update: seconds of the optimizer there; waits: for what replicas exchange with
+    every micro-batch, at least."""
+
+    room: float
+    optimizer: float
+    rest: float
+    update: float
+    waits: float
+
+
+@dataclass
+class Problem:
+    """What is searched for, and what is known of it by now. slot: samples of every micro-batch, where that is given."""
+
+    model: ModelWork
+    cluster: Cluster
+    software: Software
+    batch: int
+    slot: int | None = None
+    seconds: dict[Key, list[Seconds]] = field(default_factory=dict[Key, list[Seconds]])
+    mixers: dict[Key, Mixer] = field(default_factory=dict[Key, Mixer])
+    evens: dict[Key, tuple[int, ...]] = field(default_factory=dict[Key, tuple[int, ...]])
+    drained: dict[Key, float] = field(default_factory=dict[Key, float])
+    held: dict[Key, float] = field(default_factory=dict[Key, float])
+    waiting: dict[Key, float] = field(default_factory=dict[Key, float])
+    shares: dict[Key, float] = field(default_factory=dict[Key, float])
+    looked_at: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
+    sums: dict[Key, list[float]] = field(default_factory=dict[Key, list[float]])
+    rungs: dict[Key, list[tuple[float, float]]] = field(default_factory=dict[Key, list[tuple[float, float]]])
+    shardings: dict[Key, Sharded] = field(default_factory=dict[Key, Sharded])
+    copies: dict[Key, float] = field(default_factory=dict[Key, float])
+    largest: dict[Key, Largest] = field(default_factory=dict[Key, Largest])
+    loads: dict[Key, tuple[Seconds, float, float]] = field(default_factory=dict[Key, tuple[Seconds, float, float]])
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the model has so few blocks that all plans are looked at that may be best."""
+        return len(self.model.blocks) <= FEW_BLOCKS
+
+    def samples(self, plan: Plan) -> int:
+        """Of the largest micro-batch."""
+        return -(-self.batch // (plan.dp * plan.mb))
+
+    def attention(self, plan: Plan) -> float:
+        """The share of the time that attention takes, on the first place of a pipeline."""
+        machine = machines(self.cluster, self.software, plan, self.samples(plan))[0]
+        key = machine.key
+        if key not in self.shares:
+            self.shares[key] = machine.attention_share(self.model)
+        return self.shares[key]
+
+    def seconds_of(self, machine: Machine, runs: Iterable[tuple[int, int]]) -> float:
+        """Of runs of consecutive blocks that keep everything."""
+        key = machine.key
+        if key not in self.sums:
+            own = self.class_seconds(machine)
+            self.sums[key] = list(accumulate((own[place].total for place in self.model.blocks), initial=0.0))
+        before = self.sums[key]
+        return sum(before[end] - before[begin] for begin, end in runs)
+
+    def sharded(self, plan: Plan) -> Sharded:
+        """What a mesh and a way to shard mean, whatever else is planned."""
+        key = (plan.pp, plan.tp, plan.dp, plan.zero, plan.zero_degree, plan.gathers, plan.reduces)
+        if plan.offload:
+            key = (*key, plan.offload, plan.schedule, plan.mb == 1)
+        if key not in self.shardings:
+            model, parameters = self.model, self.model.num_parameters / plan.pp
+            own = [Machine(kind, self.software, plan, 1) for kind in self.cluster.nodes]
+            state = state_widths(model, plan, self.software.gradient).state(parameters, Largest(0.0, 0.0))
+            share, learning = hosted_share(model, plan), model.trained * parameters
+            update = min(one.update_seconds(learning, model.width, model.state_width, share) for one in own)
+            room = max(one.budget for one in own) - sum(state.values())
+            exchanged = min(_exchanged(one, model, parameters) for one in own)
+            waits = min(1.0, self.software.contention) * exchanged
+            rest = state["weights"] + state["gradients"] if may_host_parameters(plan) else 0.0
+            self.shardings[key] = Sharded(room, state["optimizer"], rest, update, waits)
+        return self.shardings[key]
+
+    def again_seconds(self, machine: Machine, room: float) -> float:
+        """About what a layer computes again for a micro-batch so that layers keep `room` bytes of it on average; as
+        much as it can where that is not enough."""
+        key = machine.key
+        if key not in self.rungs:
+            self.rungs[key] = self._rungs(machine)
+        kept, seconds = self.rungs[key][0]
+        for less, more in self.rungs[key][1:]:
+            if kept <= room:
+                break
+            if less <= room:
+                return seconds + (more - seconds) * (kept - room) / (kept - less)
+            kept, seconds = less, more
+        return seconds
+
+    def copied_seconds(self, machine: Machine, moved: float) -> float:
+        """What a layer waits at least, for a micro-batch of which so much of what it keeps lies on the host."""
+        key = (machine.key, moved)
+        if key not in self.copies:
+            layers = [self.model.classes[kind] for kind in self.kinds]
+            waits = [min(machine.seconds(work, rung, moved).copied for rung in work.kept) for work in layers]
+            self.copies[key] = min(waits, default=0.0) if moved else 0.0
+        return self.copies[key]
+
+    def _rungs(self, machine: Machine) -> list[tuple[float, float]]:
+        """Bytes that a layer keeps of a micro-batch, and seconds for that beyond those that it takes anyway."""
+        layers = [self.model.classes[kind] for kind in self.kinds]
+        shares = [self.counted[place][-1] / len(self.model.layers) for place in range(len(self.kinds))]
+        every = [rung for rung in RUNGS if all(rung in work.kept for work in layers)]
+        found: list[tuple[float, float]] = []
+        for rung in every:
+            both = list(zip(layers, shares, strict=True))
+            kept = sum(share * kept_here(work, rung, machine.plan, machine.samples) for work, share in both)
+            found.append((kept, sum(share * machine.seconds(work, rung).total for work, share in both)))
+        return _cheapest([(kept, seconds - found[0][1]) for kept, seconds in found])
+
+    def blocks_of(self, runs: Runs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many layers of each kind they have, and their blocks that are no layers."""
+        if len(runs) == 1:  # as almost always
+            (begin, end) = runs[0]
+            return tuple([own[end] - own[begin] for own in self.counted]), self.ends[
+                self.before[begin] : self.before[end]
+            ]
+        layers = tuple(sum(own[end] - own[begin] for begin, end in runs) for own in self.counted)
+        among = ((self.before[begin], self.before[end]) for begin, end in runs)
+        return layers, tuple(self.ends[i] for begin, end in among for i in range(begin, end))
+
+    def parameters_of(self, runs: Runs, layers: tuple[int, ...], ends: tuple[int, ...]) -> tuple[float, Largest]:
+        """Of all their blocks, and of the largest ones."""
+        model, before = self.model, self.parameters
+        total = sum([before[end] - before[begin] for begin, end in runs])
+        if 0 in ends:
+            total -= sum(model.block(block).tied for block in ends)
+        key = (*map(bool, layers), *ends)
+        if key not in self.largest:
+            present = [model.classes[kind] for kind, count in zip(self.kinds, layers, strict=True) if count]
+            self.largest[key] = largest_of([*present, *map(model.block, ends)])
+        return total, self.largest[key]
+
+    def load(self, machine: Machine, runs: Runs) -> tuple[Seconds, float, float]:
+        """Seconds of runs of blocks that keep everything, their parameters, and those of the largest."""
+        key = (machine.key, runs)
+        if key not in self.loads:
+            seconds, (layers, ends) = self.class_seconds(machine), self.blocks_of(runs)
+            counts = [*zip(self.kinds, layers, strict=True), *((self.model.blocks[block], 1) for block in ends)]
+            own = add([times(seconds[kind], n) for kind, n in counts])
+            total, largest = self.parameters_of(runs, layers, ends)
+            self.loads[key] = own, total, largest.block
+        return self.loads[key]
+
+    def class_seconds(self, machine: Machine) -> list[Seconds]:
+        """Of each class of blocks that keeps everything."""
+        key = machine.key
+        if key not in self.seconds:
+            self.seconds[key] = [machine.seconds(work, "none") for work in self.model.classes]
+        return self.seconds[key]
+
+    def __post_init__(self) -> None:
+        blocks = self.model.blocks
+        layers = set(self.model.layers)
+        self.ends = tuple(block for block in range(len(blocks)) if block not in layers)
+        """Blocks that are no layers; before[i]: how many of them are before block i."""
+        self.before = list(accumulate((block not in layers for block in range(len(blocks))), initial=0))
+        kinds = [place for place, work in enumerate(self.model.classes) if work.is_layer]
+        self.kinds = tuple(kinds)
+        self.counted = [
+            list(accumulate((own == kind for own in blocks), initial=0)) for kind in kinds
+        ]  # of each class of layers, how many are before block i
+        self.parameters = list(accumulate((self.model.block(b).parameters for b in range(len(blocks))), initial=0.0))
+
+
+def _cheapest(rungs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Without those that a mix of two others beats. rungs: bytes and seconds, in the order of fewer bytes."""
+    left: list[tuple[float, float]] = []
+    for kept, seconds in rungs:
+        if left and kept >= left[-1][0]:
+            continue
+        while len(left) > 1 and _above(left[-2], left[-1], (kept, seconds)):
+            left.pop()
+        left.append((kept, seconds))
+    return left
+
+
+def _above(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
+    """Whether the middle one takes longer than a mix of the others that keeps as much."""
+    share = (first[0] - middle[0]) / (first[0] - last[0]) if first[0] > last[0] else 1.0
+    return middle[1] >= first[1] + share * (last[1] - first[1])
+
+
+def _exchanged(machine: Machine, model: ModelWork, parameters: float) -> float:
+    """Seconds that replicas take for weights and gradients with every micro-batch."""
+    plan, found = machine.plan, 0.0
+    if plan.gathers == "micro-batch":
+        found += 2 * machine.gather_seconds(parameters, model.width)
+    if plan.reduces == "micro-batch" and plan.dp > 1:
+        found += machine.reduce_seconds(model.trained * parameters)
+    return found

@@ -1,0 +1,183 @@
+"""The plans that the search knows: meshes of all devices, ways to hide communication, schedules, slices, ways to shard
+state, and what may lie on the host. Each with seconds that no step of it is below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from phalanx.plan.fields import Slicings
+from phalanx.plan.offload import Offload
+from phalanx.plan.plan import Plan
+from phalanx.plan.rules import OVERLAPS, SLICED_SCHEDULES, VIRTUAL_STAGES, divisors, may_host_parameters
+from phalanx.planning.cluster import Cluster
+from phalanx.planning.cost import STEP_MOVES, Machine, machines
+from phalanx.planning.problem import Problem
+from phalanx.planning.slice_shares import equal
+
+MOST_VIRTUAL = 4
+MOST_STAGES = 128
+SLICES, FEWEST_TOKENS, GRAINS = (2, 4, 8, 16, 32, 64), 64, 16  # numbers of slices; tokens and grains of one
+HOSTED = (0.25, 0.5, 0.75, 1.0)  # of the optimizer's state, shares that may lie on the host
+FEWEST_MOVED = 4  # layers of a stage of which what they keep may lie on the host
+
+
+class Base(NamedTuple):
+    """A mesh and its micro-batches. whole: seconds that all stages together take for a micro-batch at least; longest:
+    that the longest of them takes; least: of all micro-batches. machine: the first place of the pipeline."""
+
+    plan: Plan
+    whole: float
+    longest: float
+    least: float
+    machine: Machine
+
+
+def meshes(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Base]:
+    model, cluster, batch = problem.model, problem.cluster, problem.batch
+    for pp in _allowed(divisors(cluster.world), fixed, "pp"):
+        if pp > min(len(model.blocks), MOST_STAGES):
+            continue
+        for tp in _allowed(divisors(cluster.world // pp), fixed, "tp"):
+            dp = cluster.world // pp // tp
+            splits = tp <= 2 * cluster.per_node and (not model.heads or tp <= model.heads)
+            if splits and dp <= batch and fixed.get("dp", dp) == dp:
+                sequence = fixed.get("sequence", tp > 1)
+                for mb in _allowed(_micro_batches(batch // dp, problem.slot), fixed, "mb"):
+                    for overlap, pairs in _ways_to_hide(batch, pp, tp, dp, mb, fixed):
+                        plan = Plan(pp=pp, tp=tp, dp=dp, mb=mb, sequence=sequence, overlap=overlap, pairs=pairs)
+                        yield _base(problem, plan)
+
+
+def _ways_to_hide(
+    batch: int, pp: int, tp: int, dp: int, mb: int, fixed: Mapping[str, Any]
+) -> Iterator[tuple[str, bool]]:
+    """Communication inside blocks: by halves of micro-batches, by pairs of them, by both or not."""
+    overlaps = [fixed["overlap"]] if "overlap" in fixed else ["none", "halves"]
+    for overlap, pairs in product(overlaps, [fixed["pairs"]] if "pairs" in fixed else [False, True]):
+        splits = tp > 1 or (overlap == "none" and not pairs)
+        halves = OVERLAPS[overlap].halves == 1 or batch % (2 * dp * mb) == 0
+        if splits and halves and not (pairs and (pp > 1 or mb == 1)):
+            yield overlap, pairs
+
+
+def _base(problem: Problem, plan: Plan) -> Base:
+    """If all stages were equal and kept everything."""
+    places = machines(problem.cluster, problem.software, plan, problem.samples(plan))
+    totals = [[own.total for own in problem.class_seconds(machine)] for machine in set(places)]
+    fastest = [min(column) for column in zip(*totals, strict=True)]
+    whole = sum(fastest[place] for place in problem.model.blocks)
+    longest = max(whole / plan.pp, *fastest)
+    return Base(plan, whole, longest, plan.mb * longest, places[0])
+
+
+def variants(problem: Problem, base: Base, fixed: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
+    """Schedules, slices and ways to shard state, as a plan's fields, each with seconds that no step of it is below."""
+    plan = base.plan
+    names = ("pp", "tp", "dp", "mb", "sequence", "overlap", "pairs")
+    fields = {**fixed, **{name: getattr(plan, name) for name in names}}
+    shardings = _shardings(plan, problem.cluster, fixed)
+    for schedule in _schedules(plan, len(problem.model.blocks), fixed):
+        filling: float = _FILLED.get(schedule["schedule"], 1 / int(schedule.get("v", 1)))
+        for slices in _slicings(problem, base, schedule["schedule"], fixed):
+            parts = max(map(len, slices), default=1)
+            least = base.least + filling * (base.whole - base.longest) / parts + problem.software.step
+            cut = {"slices": slices} if slices else {}
+            for zero in shardings:
+                yield {**fields, **schedule, **cut, **zero}, least
+
+
+SHARDING = ("zero", "zero_degree", "gather", "reduce")
+_FILLED = {"zb-h1": 0.25, "zb-v": 0.1}  # of what others do, the least that is idle where weight gradients fill gaps
+
+
+def _slicings(problem: Problem, base: Base, schedule: str, fixed: Mapping[str, Any]) -> list[Slicings]:
+    """Of slices that cost the same; none where a pipeline has enough micro-batches."""
+    plan, model = base.plan, problem.model
+    if "slices" in fixed:
+        return [fixed["slices"]]
+    if plan.pp == 1 or schedule not in SLICED_SCHEDULES or not model.causal or plan.pairs:
+        return [()]
+    most = 4 * plan.pp // plan.mb
+    counts = [n for n in SLICES if n <= most < 16 * n and n * FEWEST_TOKENS <= model.tokens]
+    attention = problem.attention(plan) if counts else 0.0
+    return [(), *((equal(count, attention, GRAINS * count),) for count in counts)]
+
+
+Change = dict[str, Any]  # fields of a plan
+
+
+def offloads(problem: Problem, plan: Plan) -> list[tuple[Change, float]]:
+    """What may lie on the host, with the seconds that it takes at least: state of the optimizer, activations, both;
+    parameters as well, at last block by block."""
+    if any(kind.device.name == "CPU" for kind in problem.cluster.nodes):
+        return []  # where devices have no memory of their own
+    model = problem.model
+    own = model.trained * model.num_parameters / plan.pp / plan.tp / plan.shards
+    kinds = [Machine(kind, problem.software, plan, 1) for kind in problem.cluster.nodes]
+    rate, here = max(kind.host_rate for kind in kinds), STEP_MOVES / min(kind.bandwidth for kind in kinds)
+    ways = {"optimizer": model.state_width / rate, "optimizer-step": 1 / problem.software.host_updates - here}
+    word = min(ways, key=lambda name: ways[name])
+    state = [(((word, share),), share * own * ways[word]) for share in HOSTED]
+    layers = len(model.layers) // plan.num_stages
+    counts = [-(-layers // 2), 0] if layers >= FEWEST_MOVED else []
+    moved: list[tuple[Offload, float]] = [((("activations", count),), 0.0) for count in counts]
+    both = [((*first, *state[-1][0]), state[-1][1]) for first, _ in moved]
+    found: list[tuple[Change, float]] = [({"offload": words}, extra) for words, extra in (*state, *moved, *both)]
+    return found + [(change, own * ways[word]) for change in _fetched(problem, plan, word)]
+
+
+def _fetched(problem: Problem, plan: Plan, word: str) -> list[Change]:
+    """With all parameters on the host. word: who updates."""
+    if not may_host_parameters(plan):
+        return []
+    updates: Offload = (("optimizer-step", 1.0),) if word == "optimizer-step" else ()
+    words: list[Offload] = [(("parameters", 0), *updates)]
+    if len(problem.model.layers) // plan.num_stages >= FEWEST_MOVED:
+        words.append((("activations", 0), *words[0]))
+    found: list[Change] = [{"offload": own} for own in words]
+    if plan.pp == 1 and plan.mb > 1 and plan.overlap == "none" and not plan.slices:
+        blocks = {"schedule": "block-major", "v": len(problem.model.blocks), "recompute": ("block",)}
+        found += [{"offload": own, **blocks} for own in words]
+    return found
+
+
+def _allowed(values: Sequence[int], fixed: Mapping[str, Any], name: str) -> list[int]:
+    return [value for value in values if fixed.get(name, value) == value]
+
+
+def _micro_batches(samples: int, slot: int | None) -> list[int]:
+    """Numbers of micro-batches that divide the samples of a replica, or of which none is larger. slot: their size."""
+    if slot is not None:
+        return [samples // slot] if samples % slot == 0 else []
+    return sorted({math.ceil(samples / size) for size in divisors(samples) if size <= 64})
+
+
+def _schedules(plan: Plan, num_blocks: int, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if "schedule" in known:
+        v = known.get("v") or VIRTUAL_STAGES.get(known["schedule"], 1)
+        return [{"schedule": known["schedule"], "v": v}] if plan.pp * v <= num_blocks else []
+    if plan.pp == 1:
+        return [{"schedule": "1f1b"}]
+    virtual = [v for v in range(2, MOST_VIRTUAL + 1) if plan.pp * v <= num_blocks and plan.mb >= plan.pp]
+    single = ({"schedule": name} for name in ("1f1b", "eager-1f1b", "zb-h1"))
+    folded = [{"schedule": "zb-v", "v": 2}] if 2 * plan.pp <= num_blocks else []
+    return [*single, *({"schedule": "interleaved", "v": v} for v in virtual), *folded]
+
+
+def _shardings(plan: Plan, cluster: Cluster, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Over all replicas or, where these lie on several nodes, over those of one node."""
+    if plan.dp == 1:
+        return [{}]  # what is given of this is refused with the mesh
+    inside = cluster.per_node // plan.tp
+    degrees = [0, inside] if 1 < inside < plan.dp and plan.dp % inside == 0 else [0]
+    found: list[dict[str, Any]] = [{"zero": 0}]
+    for degree in degrees:
+        found += [{"zero": 1, "zero_degree": degree}, {"zero": 2, "zero_degree": degree}]
+        moments = ("step",) if plan.pairs else ("micro-batch", "step")
+        found += [{"zero": 3, "zero_degree": degree, "gather": gather} for gather in moments]
+    given = {name: known[name] for name in SHARDING if name in known}
+    return [own | given for own in found if all(own.get(name, value) == value for name, value in given.items())]

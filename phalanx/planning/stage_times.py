@@ -1,0 +1,293 @@
+"""What runs of consecutive blocks take on each place of a pipeline, with what their layers compute again so that they
+fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+from phalanx.plan.plan import Plan
+from phalanx.planning.cost import Machine, Seconds, machines
+from phalanx.planning.estimate import Estimate, Place, estimate, longest_slice, message_seconds, step_parts, timed_place
+from phalanx.planning.footprint import kept_here, moved_share, num_held, past_bytes, state_widths, working_bytes
+from phalanx.planning.mixes import Ends, Mix, Mixer, Option
+from phalanx.planning.partition import evenly, partition
+from phalanx.planning.problem import Key, Problem, Runs
+from phalanx.planning.work import RUNGS, BlockWork
+
+
+class Quick(NamedTuple):
+    """About the seconds of a step, inf where it does not fit; and what they would be if everything could be kept."""
+
+    seconds: float
+    free: float
+
+
+class StageTimes:
+    """Of one plan whose stages are open."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self._problem, self._plan, self._samples = problem, plan, problem.samples(plan)
+        self._places = machines(problem.cluster, problem.software, plan, self._samples)
+        self._held: dict[int, float] = {}
+        self._implied = plan.policies[0] if plan.policies != ("none",) else ""  # by every block
+        self._widths = state_widths(problem.model, plan, problem.software.gradient)
+        self._ends_seen: dict[tuple[tuple[int, ...], int], Ends] = {}
+        self._times: dict[Key, tuple[float, Mix | None]] = {}
+        self._runs_seen: dict[tuple[int, int, int], float] = {}
+
+    # What blocks take.
+
+    def time(self, place: int, begin: int, end: int) -> float:
+        """Of a micro-batch; inf where it does not fit."""
+        key = (place, begin, end)
+        found = self._runs_seen.get(key)
+        if found is None:
+            found = self._runs_seen[key] = self._own(place, ((begin, end),))[0]
+        return found
+
+    def _own(self, place: int, runs: Runs) -> tuple[float, Mix | None]:
+        problem, machine = self._problem, self._places[place]
+        layers, ends = problem.blocks_of(runs)
+        held = self._held.get(place)
+        if held is None:
+            held = self._held[place] = num_held(self._plan, place)
+        key = (machine.number, held, layers, ends)
+        if key not in self._times:
+            self._times[key] = self._worked_out(place, runs, layers, ends)
+        return self._times[key]
+
+    def _worked_out(
+        self, place: int, runs: Runs, layers: tuple[int, ...], ends: tuple[int, ...]
+    ) -> tuple[float, Mix | None]:
+        machine = self._places[place]
+        parameters, largest = self._problem.parameters_of(runs, layers, ends)
+        room = machine.budget - self._widths.total(parameters, largest)
+        if room <= 0:
+            return math.inf, None
+        if self._plan.slices:
+            room -= self._past(layers)
+        fixed = sum(self._end_seconds(machine, block) for block in ends)
+        mix = self._mixer(machine, layers).best(sum(layers), self._held[place], room, self._ends(runs, ends))
+        if mix is None or (self._plan.offload and self._on_host(place, mix, layers, parameters) > machine.host_memory):
+            return math.inf, None
+        return fixed + mix.seconds, mix
+
+    def _on_host(self, place: int, mix: Mix, layers: tuple[int, ...], parameters: float) -> float:
+        """Bytes that a place keeps in the memory of its host."""
+        plan, model = self._plan, self._problem.model
+        if not dict(plan.offload).keys() & {"activations"}:
+            return self._widths.hosted * parameters
+        moved, samples, total = moved_share(plan, sum(layers)), self._samples, max(1, sum(layers))
+        kinds = [(model.classes[kind], n / total) for kind, n in zip(self._problem.kinds, layers, strict=True) if n]
+        kept = sum(
+            count * share * kept_here(work, rung, plan, samples)
+            for rung, count in mix.rungs for work, share in kinds
+        )  # fmt: skip
+        return moved * self._held[place] * kept + self._widths.hosted * parameters
+
+    def _past(self, layers: tuple[int, ...]) -> float:
+        kinds = zip(self._problem.kinds, layers, strict=True)
+        return sum(n * past_bytes(self._problem.model.classes[kind], self._plan, self._samples) for kind, n in kinds)
+
+    def _end_rung(self, block: int) -> str:
+        """Of a block that is no layer: it keeps everything, unless a name of `overlap` says what all compute again."""
+        return self._implied if self._implied in self._problem.model.block(block).kept else "none"
+
+    def _end_seconds(self, machine: Machine, block: int) -> float:
+        if self._implied:
+            return machine.seconds(self._problem.model.block(block), self._end_rung(block)).total
+        return self._problem.class_seconds(machine)[self._problem.model.blocks[block]].total
+
+    def _ends(self, runs: Runs, ends: tuple[int, ...]) -> Ends:
+        """What stands before the first layer, and all else as if it stood behind the last."""
+        if not ends:
+            return _NOTHING
+        first = runs[0][0]
+        while first in ends:
+            first += 1
+        if (ends, first) not in self._ends_seen:
+            self._ends_seen[ends, first] = self._beside_layers(ends, first)
+        return self._ends_seen[ends, first]
+
+    def _beside_layers(self, ends: tuple[int, ...], first: int) -> Ends:
+        """first: the first layer."""
+        sizes = {True: [0.0, 0.0], False: [0.0, 0.0]}
+        for block in ends:
+            work, rung, own = self._problem.model.block(block), self._end_rung(block), sizes[block < first]
+            own[0] += kept_here(work, rung, self._plan, self._samples)
+            whole = self._problem.software.logits
+            own[1] = max(own[1], working_bytes(work, rung, self._plan, self._samples, logits=whole))
+        return Ends(*sizes[True], *sizes[False])
+
+    def _mixer(self, machine: Machine, layers: tuple[int, ...]) -> Mixer:
+        """Of the layers of a stage as they are on average."""
+        total = sum(layers) or 1
+        shares = tuple(round(count / total, 3) for count in layers)
+        moved = moved_share(self._plan, sum(layers))
+        key = (*machine.key, shares, moved)
+        if key not in self._problem.mixers:
+            classes = [self._problem.model.classes[kind] for kind in self._problem.kinds]
+            present = [(work, share) for work, share in zip(classes, shares, strict=True) if share]
+            self._problem.mixers[key] = Mixer(self._options(machine, present, moved))
+        return self._problem.mixers[key]
+
+    def _options(self, machine: Machine, present: Sequence[tuple[BlockWork, float]], moved: float) -> list[Option]:
+        plan, samples = self._plan, self._samples
+        rungs = [rung for rung in RUNGS if all(rung in work.kept for work, _ in present)]
+        if self._implied in rungs:
+            rungs = [self._implied]
+        return [
+            Option(
+                rung,
+                sum(machine.seconds(work, rung, moved).total * share for work, share in present),
+                sum(kept_here(work, rung, plan, samples, moved) * share for work, share in present),
+                max((working_bytes(work, rung, plan, samples, moved) for work, _ in present), default=0.0),
+            )
+            for rung in rungs
+        ]
+
+    # Stages.
+
+    def even(self) -> tuple[int, ...]:
+        """Blocks of each stage, balanced by their time where nothing is computed again."""
+        problem, plan = self._problem, self._plan
+        key = (*self._places[0].key, plan.num_stages)
+        if key not in problem.evens:
+            seconds = problem.class_seconds(self._places[0])
+            problem.evens[key] = evenly([seconds[own].total for own in problem.model.blocks], plan.num_stages)
+        return problem.evens[key]
+
+    def quick(self, limit: float = math.inf) -> Quick:
+        """With even stages, of which a few are looked at. limit: more seconds are of no interest."""
+        plan, counts = self._plan, self.even()
+        places = self._looked_at(counts)
+        runs = [self._runs(counts, place) for place in places]
+        first = self._timed(0, runs[0])
+        rest = (
+            plan.mb * first.waits
+            + first.reduce
+            + first.update
+            + first.fetch
+            + self._waiting()
+            + self._problem.software.step
+        )
+        kept = [self._problem.seconds_of(self._places[place], own) for place, own in zip(places, runs, strict=True)]
+        free = self._step(kept, first) + rest
+        if free >= limit:
+            return Quick(math.inf, free)
+        totals: list[float] = []
+        for place, own in zip(places, runs, strict=True):
+            totals.append(self._own(place, own)[0])
+            if math.isinf(totals[-1]):
+                return Quick(math.inf, free)
+        return Quick(self._step(totals, first) + rest, free)
+
+    def _looked_at(self, counts: tuple[int, ...]) -> list[int]:
+        """The first, middle and last place of a pipeline, and the one with most layers."""
+        plan, known = self._plan, self._problem.looked_at
+        key = (plan.pp, plan.v, plan.schedule == "zb-v", counts)
+        if key not in known:
+            sizes = [sum(self._problem.blocks_of(self._runs(counts, place))[0]) for place in range(plan.pp)]
+            known[key] = sorted({0, plan.pp // 2, plan.pp - 1, sizes.index(max(sizes))})
+        return known[key]
+
+    def _step(self, totals: Sequence[float], first: Place) -> float:
+        """Of places that take so long, of which the first is as given where it keeps everything."""
+        plan, longest = self._plan, max(totals)
+        others = (sum(totals) / len(totals) * plan.pp - longest) * self.drained()
+        if plan.schedule == "zb-v":
+            longest *= first.seconds.in_step / first.seconds.total
+        return plan.mb * longest + others
+
+    def _waiting(self) -> float:
+        """For messages."""
+        problem, plan = self._problem, self._plan
+        key = (*self._places[0].key, plan.pp, plan.dp, plan.mb, plan.schedule, plan.v)
+        if key not in problem.waiting:
+            message = message_seconds(problem.model, plan, self._places)
+            parts = step_parts(plan, [_IDLE] * plan.pp, message, problem.software)
+            problem.waiting[key] = parts["messages"] + parts["bubble"]
+        return problem.waiting[key]
+
+    def _timed(self, place: int, runs: Runs) -> Place:
+        machine = self._places[place]
+        return timed_place(self._problem.model, self._plan, machine, *self._problem.load(machine, runs))
+
+    def drained(self) -> float:
+        """Of a stage's seconds, the share that adds to the time that others wait."""
+        plan, places = self._plan, self._places
+        key = (*places[0].key, plan.schedule, plan.v, plan.slices)
+        if key not in self._problem.drained:
+            self._problem.drained[key] = self._drained() * longest_slice(self._problem.model, plan, places[0])
+        return self._problem.drained[key]
+
+    def _drained(self) -> float:
+        if self._plan.schedule == "zb-v":
+            return 0.25
+        if self._plan.schedule != "zb-h1":
+            return 1.0 / self._plan.v
+        own = self._problem.class_seconds(self._places[0])
+        whole = Seconds(*map(sum, zip(*(own[place] for place in self._problem.model.blocks), strict=True)))
+        return max(0.05, whole.drained / whole.total)
+
+    def _runs(self, counts: Sequence[int], place: int) -> Runs:
+        plan = self._plan
+        edges = list(accumulate(counts, initial=0))
+        return tuple((edges[stage], edges[stage + 1]) for stage in plan.stages_of(place))
+
+    def best(self) -> tuple[int, ...] | None:
+        """Blocks of each stage; None where nothing fits. Where a rank has several stages, what it holds is shared out
+        among them: layers are alike."""
+        plan, blocks = self._plan, len(self._problem.model.blocks)
+        if plan.pp == 1:
+            return self.even() if math.isfinite(self.time(0, 0, blocks)) else None
+        if plan.schedule == "zb-v":  # whose first rank has the first stage and the last
+            return self._if_fits(self.even())
+        kinds = [self._problem.class_seconds(machine) for machine in set(self._places)]
+        least = sum(min(seconds[own].total for seconds in kinds) for own in self._problem.model.blocks)
+        share = self.drained()
+        held = partition(blocks, plan.pp, self.time, (plan.mb - share) / share, least)
+        if held is None or plan.v == 1:
+            return held
+        return self._if_fits(_shared_out(held, plan.v) if min(held) >= plan.v else self.even())
+
+    def _if_fits(self, counts: tuple[int, ...]) -> tuple[int, ...] | None:
+        times = (self._own(place, self._runs(counts, place))[0] for place in range(self._plan.pp))
+        return counts if all(map(math.isfinite, times)) else None
+
+    def estimate(self, counts: tuple[int, ...]) -> Estimate | None:
+        """The whole plan, judged; None where it does not fit, such as when its layers are not all alike."""
+        chosen: dict[int, str] = {}
+        for place in range(self._plan.pp):
+            runs = self._runs(counts, place)
+            mix = self._own(place, runs)[1]
+            if mix is None:
+                return None
+            layers = iter(b for begin, end in runs for b in range(begin, end) if b not in self._problem.ends)
+            chosen |= {next(layers): rung for rung, count in mix.rungs for _ in range(count)}
+        policies = tuple(chosen[block] for block in self._problem.model.layers)
+        recompute = self._plan.recompute if self._implied else policies
+        plan = replace(self._plan, stages=counts, recompute=recompute)
+        found = estimate(self._problem.model, plan, self._problem.cluster, self._problem.software, self._problem.batch)
+        return found if found.fits else None
+
+
+def worked_out(problem: Problem, plan: Plan) -> Estimate | None:
+    """With the best stages and layers that compute again as little as fits; None where nothing does."""
+    stages = StageTimes(problem, plan)
+    counts = stages.best()
+    return None if counts is None else stages.estimate(counts)
+
+
+def _shared_out(held: Sequence[int], v: int) -> tuple[int, ...]:
+    """Blocks of each stage, from those of each rank: in rounds, the first ones with what is left over."""
+    return tuple(count // v + (turn < count % v) for turn in range(v) for count in held)
+
+
+_NOTHING = Ends()
+_IDLE = Place(Seconds(0, 0, 0, 0, 0), 0, 0, 0, 0)

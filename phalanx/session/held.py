@@ -1,0 +1,108 @@
+"""What a rank still has of a run when its links broke, and which step that is the state after.
+
+A step counts once NORM has come to one rank: it is a sum over all of them, so every rank had reduced its gradients by
+then and can end the step alone, with the numbers of the one that knows them. Ranks differ by one such step at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx.engine.mirroring import Mirroring
+from phalanx.engine.step import Outcome, Step
+from phalanx.errors import LinkError
+from phalanx.params.matrix_wise import MatrixWise
+from phalanx.params.mirrored import Mirrored
+from phalanx.params.rank_state import State
+from phalanx.plan.plan import Plan
+from phalanx.session.change import Member
+from phalanx.session.session import Session
+
+
+@dataclass
+class Held:
+    """The state of a rank of a plan after so many steps. stepping: the step after those, interrupted when this rank had
+    reduced its gradients. mirroring: of what another held alone; mirrored: the same,
+    once it is known to be of that step and undamaged. outcome, sums: of the last step, where it was ended here."""
+
+    plan: Plan
+    rank: int
+    step: int
+    state: State
+    stepping: Step | None = None
+    mirroring: Mirroring | None = None
+    mirrored: Mirrored | None = None
+    outcome: Outcome | None = None
+    sums: list[float] | None = None
+
+    def complete(self, sums: Sequence[float]) -> bool:
+        """Ends the step that was interrupted; whether it could."""
+        assert self.stepping is not None
+        stepping, self.stepping = self.stepping, None
+        try:
+            self.outcome = stepping.complete(sums)
+        except LinkError:  # an optimizer that needs other ranks for its update
+            return False
+        self.step, self.sums = self.step + 1, list(sums)
+        return True
+
+    def take_mirror(self) -> list[str]:
+        """What this rank mirrors can be used where it is of the same step and undamaged; what is said of it if not."""
+        self.mirrored = None
+        if self.mirroring is None:
+            return []
+        self.mirroring.settle()
+        kept = self.mirroring.kept
+        if not (self.mirroring.is_sound and kept.is_sound):
+            return [f"the mirror of rank {kept.rank} in the memory of rank {self.rank} was damaged"]
+        self.mirrored = kept if self.mirroring.step == self.step else None
+        return []
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank says of itself when a generation begins. plan, rank: of the state that it holds, after `step` steps;
+    "" if it holds none. completes: it can end the step after those, once it knows `sums` of a rank that did. reported:
+    the newest step that it has told of. saving: a checkpoint was on its way. copies: step, plan and rank of those that
+    it has; damaged: what is said of others."""
+
+    survived: bool
+    plan: str = ""
+    rank: int = -1
+    step: int = -1
+    completes: bool = False
+    sums: list[float] | None = None
+    reported: int = -1
+    saving: bool = False
+    copies: list[tuple[int, str, int]] = field(default_factory=list[tuple[int, str, int]])
+    damaged: list[str] = field(default_factory=list[str])
+
+
+def hold(member: Member, at: int) -> Held | None:
+    """What is left of a member whose links broke. at: the step that it was at."""
+    links = member.connected.links if isinstance(member, Session) else member.links
+    links.abort()
+    state: State | None = getattr(member, "state", None) if isinstance(member, Session) else None
+    if state is None or isinstance(state.optimizer.inner, MatrixWise):
+        return None  # a change of plan was under way, or state lies with owners of whole matrices
+    assert isinstance(member, Session)
+    stepping, run = member.step, member.step.run
+    held = Held(member.plan, member.compiled.rank, at - 1 if run is None else stepping.run_number - 1, state)
+    held.mirroring = stepping.mirroring
+    if run is not None and run.reduced:
+        held.stepping = stepping
+        if run.sums is not None and not held.complete(run.sums.tolist()):
+            return None
+    state.abandon()
+    return held
+
+
+def newest_step(words: Sequence[Word]) -> int:
+    """The last step that counts; -1 if no rank holds state."""
+    return max((word.step for word in words if word.plan), default=-1)
+
+
+def sums_of(words: Sequence[Word], step: int) -> list[float] | None:
+    """What NORM found in a step, as a rank knows it that ended it."""
+    return next((word.sums for word in words if word.plan and word.step == step and word.sums is not None), None)
