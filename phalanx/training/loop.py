@@ -163,46 +163,30 @@ class Loop(ChangingRank):
 
     def _train(self, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest) -> None:
         """Every step that is left: batch → step → evaluate → log → checkpoint."""
-        config, slot = self.config, self.context.slot
-        profiled = config.profile_steps if self.is_rank0 else None
-        if self.unreported is not None:
-            step, outcome = self.unreported
-            self.unreported = None
-            if self._deal_with(step, outcome, reporter, checkpoints, stop):
-                return
-        elif self.lost_save and config.checkpoint_every != "never":
-            self._save(checkpoints)
-        self.lost_save = False
-        if reporter.stops or reporter.ends:
+        if self._take_up(reporter, checkpoints, stop):
             return
         self._mirror(self.snapshot.step, reporter)
-        if os.environ.get(TIMED) and isinstance(self.session, Session):
-            session = self.session
-            rehearse(session.step, session.evaluation, session.connected.world, *self._batch(session, 1))
+        self._rehearse()
         predictor, ahead = self._predictor(), self._ahead()
+        profiled = self.config.profile_steps if self.is_rank0 else None
         with contextlib.closing(StepProfiler(profiled, self.folder.path)) as profiler:
             first_step = since = self.at = self.snapshot.step + 1
             for step in range(first_step, self.run.total_steps + 1):
                 self.at = step
-                slot.at_step(step)
+                self.context.slot.at_step(step)
                 if self.change_plan(step, reporter):
                     since, predictor, ahead = step, self._predictor(f" from step {step} on"), self._ahead()
                     self.mirror.renew()
                     self._mirror(self.snapshot.step, reporter)
-                name = "first step" if step == first_step else "steps"
-                at = self.folder.path / f"memory-step-{step}-rank{self.context.rank}.pickle"
-                predicting = predictor.step(reporter.paused_seconds) if predictor else contextlib.nullcontext()
-                with (
-                    profiler.step(step), memory_snapshot(step, config.memory_snapshot, at), self._timeline(step),
-                    predicting, self.phases.phase(name),
-                ):  # fmt: skip
+                phase = self.phases.phase("first step" if step == first_step else "steps")
+                with self._watched(step, profiler, predictor, reporter), phase:
                     outcome = self._step(step, stop)
                 self.has_stepped = True
-                slot.finish_step()
-                slot.enter("step")  # the first of them also compiled
+                self.context.slot.finish_step()
+                self.context.slot.enter("step")  # the first of them also compiled
                 if self._deal_with(step, outcome, reporter, checkpoints, stop, predictor):
                     break
-                if step == first_step and config.checkpoint_every not in (0, "never"):
+                if step == first_step and self.config.checkpoint_every not in (0, "never"):
                     checkpoints.prepare(self.session)
                 self._mirror(step, reporter)
                 if step - since >= NUM_STEPS - 1:  # steps before were measured
@@ -211,6 +195,34 @@ class Loop(ChangingRank):
                     self._make_ahead(step, ahead, reporter)
         if self.is_rank0 and predictor is not None and not predictor.was_due:
             reporter.predicted(no_step_seconds=f"a run of fewer than {NUM_STEPS} steps has none that could be measured")
+
+    def _take_up(self, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest) -> bool:
+        """Does what the loss of a rank left undone of the last step; whether the run ends with it."""
+        if self.unreported is not None:
+            (step, outcome), self.unreported = self.unreported, None
+            if self._deal_with(step, outcome, reporter, checkpoints, stop):
+                return True
+        elif self.lost_save and self.config.checkpoint_every != "never":
+            self._save(checkpoints)
+        self.lost_save = False
+        return reporter.stops or reporter.ends
+
+    def _rehearse(self) -> None:
+        """In a lab with `compute=timed`."""
+        if os.environ.get(TIMED) and isinstance(self.session, Session):
+            session = self.session
+            rehearse(session.step, session.evaluation, session.connected.world, *self._batch(session, 1))
+
+    @contextlib.contextmanager
+    def _watched(
+        self, step: int, profiler: StepProfiler, predictor: Predictor | None, reporter: Reporter
+    ) -> Iterator[None]:  # fmt: skip
+        """A step with what is recorded of it."""
+        at = self.folder.path / f"memory-step-{step}-rank{self.context.rank}.pickle"
+        predicting = predictor.step(reporter.paused_seconds) if predictor else contextlib.nullcontext()
+        memory = memory_snapshot(step, self.config.memory_snapshot, at)
+        with profiler.step(step), memory, self._timeline(step), predicting:
+            yield
 
     def _mirror(self, step: int, reporter: Reporter) -> None:
         """After a step: what one rank alone holds is copied into the memory of others, where that is due."""
@@ -403,13 +415,9 @@ class Loop(ChangingRank):
         run, folder, exported = self.run, self.folder.path, None
         try:
             if self.config.export:
+                merges = self.config.merge_lora
                 exported = export_model(
-                    self.session,
-                    self.context,
-                    run.spec,
-                    folder / "export",
-                    run.tokenizer,
-                    merges=self.config.merge_lora,
+                    self.session, self.context, run.spec, folder / "export", run.tokenizer, merges=merges
                 )
             if self.config.export_dcp:
                 export_dcp(self.session, self.context, run.spec, folder / "export-dcp", run.tokenizer)
