@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import attention
 import checkpoints
 import compare_page
+import dispatch
 import faults
 import hf_trainer
 import largest
@@ -46,6 +47,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 PAGES: Mapping[str, Callable[[], str]] = {
     "attention": attention.page,
     "checkpoints": checkpoints.page,
+    "dispatch": dispatch.page,
     "single_gpu": single_gpu_page.page,
     "schedules": schedules_page.page,
     "scaling": scaling_page.page,

@@ -35,12 +35,23 @@ class Watch(Protocol):
     def end(self, instruction: Instruction) -> None: ...
 
 
+class Executed(Counter[Op]):
+    """A watch that counts instructions by what they do."""
+
+    def begin(self, instruction: Instruction) -> None: ...
+
+    def ready(self, instruction: Instruction) -> None: ...
+
+    def end(self, instruction: Instruction) -> None:
+        self[instruction.op] += 1
+
+
 class Engine:
     """One rank's executor. warms_up: everything is run once before ranks depend on each other."""
 
     def __init__(self, parts: Parts, *, watches: Iterable[Watch] = (), warms_up: bool = False) -> None:
-        self.parts, self.watches, self._warms_up = parts, list(watches), warms_up
-        self.executed: Counter[Op] = Counter()
+        self.parts, self._warms_up = parts, warms_up
+        self.watches: list[Watch] = list(watches)
         self._linked: dict[tuple[object, ...], Linked] = {}
         self._extras = extras_of(parts)
         self._warm: set[object] = set()
@@ -132,7 +143,6 @@ class Engine:
                 values[place] = None
             for watch in watches:
                 watch.end(instruction)
-            self.executed[instruction.op] += 1
             step.position += 1
 
     def settle(self) -> None:

@@ -72,7 +72,7 @@ class Inputs(dict[Key, Tensor]):
         sliced: Sliced | None = None,
         edges: Sequence[int] = (),
     ) -> None:
-        self._compute, self._inputs, self._keys, self._dims_of = compute, inputs, keys, dims
+        self._compute, self._inputs, self._keys, self._dims_of, self._dims = compute, inputs, keys, dims, dims(inputs)
         self._degrees, self._sliced, self._edges = degrees, sliced, edges
         self._views: dict[int, _View] = {}
         self._slices: dict[tuple[int, int, str], Slice] = {}
@@ -87,7 +87,7 @@ class Inputs(dict[Key, Tensor]):
 
     def count(self) -> Tensor:
         """How many items its loss is a sum over."""
-        return self._compute.count(self._inputs, self._dims_of(self._inputs))
+        return self._compute.count(self._inputs, self._dims)
 
     def dims(self, slice_: int, degree: int) -> dict[str, int]:
         dims = self._view(degree).dims
@@ -99,7 +99,7 @@ class Inputs(dict[Key, Tensor]):
     @property
     def shape_key(self) -> tuple[object, ...]:
         """What tells micro-batches apart for which different functions are needed."""
-        return (*self._dims_of(self._inputs).values(), *self._edges)
+        return (*self._dims.values(), *self._edges)
 
     def forget_past(self) -> None:
         """As if none of its slices had been computed."""
@@ -143,15 +143,16 @@ class Inputs(dict[Key, Tensor]):
     def _view(self, degree: int) -> _View:
         degree = degree if degree in self._degrees else 0  # all samples
         if degree not in self._views:
-            inputs, keys, shard = self._inputs, self._keys, self._degrees.get(degree)
+            inputs, keys, dims, shard = self._inputs, self._keys, self._dims, self._degrees.get(degree)
             if shard is not None:
                 rows = shard.of(keys.shape[0])
                 inputs, keys = {name: tensor[rows] for name, tensor in inputs.items()}, keys[rows]
-            self._views[degree] = _View(self._compute, inputs, keys, self._dims_of(inputs))
+                dims = self._dims_of(inputs)
+            self._views[degree] = _View(self._compute, inputs, keys, dims)
         return self._views[degree]
 
     def _tokens(self, slice_: int) -> tuple[int, int]:
-        edges = self._edges or (0, self._dims_of(self._inputs)[TOKENS])
+        edges = self._edges or (0, self._dims[TOKENS])
         return edges[slice_], edges[slice_ + 1]
 
     def _slice(self, view: _View, slice_: int, degree: int, name: str) -> Slice:

@@ -104,14 +104,19 @@ class StatusSlot:
         self.enter(before)
 
     def at(self, instruction: str) -> None:
-        """The instruction that now begins. Called for each of them, so it must stay near a microsecond."""
-        text = instruction.encode()[:128].ljust(128, b"\0")
-        self._memory[self._instruction] = text
+        """The instruction that now begins; "" for none."""
         if instruction:
-            place = self._ring + self._begun % NUM_RECENT * _TEXT
-            self._memory[place : place + _TEXT] = text[:_TEXT]
-            self._begun += 1
-            _BEGUN.pack_into(self._memory, self._start + _BEGUN_AT, self._begun)
+            self.show(*shown(instruction))
+        else:
+            self._memory[self._instruction] = bytes(128)
+
+    def show(self, text: bytes, short: bytes) -> None:
+        """An instruction (`shown`). Called for each that begins, so it must stay near a microsecond."""
+        self._memory[self._instruction] = text
+        place = self._ring + self._begun % NUM_RECENT * _TEXT
+        self._memory[place : place + _TEXT] = short
+        self._begun += 1
+        _BEGUN.pack_into(self._memory, self._start + _BEGUN_AT, self._begun)
 
     @property
     def guarded(self) -> bool:
@@ -161,6 +166,12 @@ class StatusSlot:
         places = [self._ring + n % NUM_RECENT * _TEXT for n in range(max(0, begun - NUM_RECENT), begun)]
         texts = (self._memory[p : p + _TEXT].rstrip(b"\0").decode(errors="replace") for p in places)
         return tuple(text for text in texts if text)  # those of an earlier job were cleared
+
+
+def shown(instruction: str) -> tuple[bytes, bytes]:
+    """What the board shows of an instruction now, and among the newest ones."""
+    text = instruction.encode()[:128].ljust(128, b"\0")
+    return text, text[:_TEXT]
 
 
 class StatusBoard:
@@ -253,13 +264,13 @@ class BoardWatch:
 
     def __init__(self, slot: StatusSlot) -> None:
         self._slot = slot
-        self._texts: dict[Hashable, str] = {}
+        self._shown: dict[Hashable, tuple[bytes, bytes]] = {}
 
     def begin(self, instruction: Hashable) -> None:
-        text = self._texts.get(instruction)
-        if text is None:
-            text = self._texts[instruction] = str(instruction)
-        self._slot.at(text)
+        texts = self._shown.get(instruction)
+        if texts is None:
+            texts = self._shown[instruction] = shown(str(instruction))
+        self._slot.show(*texts)
 
     def ready(self, instruction: Hashable) -> None:
         pass

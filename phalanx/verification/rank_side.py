@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config import RunConfig
+from phalanx.engine.engine import Executed
 from phalanx.engine.inputs import num_samples
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
@@ -61,11 +62,13 @@ def run_rank(context: RankContext, case: Case, plan: Plan, captured: Captured, f
         captured, _config(case), plan, context=context, trainable=captured.trainable, read=read,
         buffers=load_buffers(captured, weights, torch.device(context.device)),
     )  # fmt: skip
+    executed = Executed()
+    session.step.engine.watches.append(executed)
     trace = Trace(initial=_owned(session, _weights(session)))
     for consumed, batch in case.batches(case.spec()):
         _step(session, case, consumed, batch, trace)
     trace.copies = list(_copies(session))
-    _describe(session, trace)
+    _describe(session, executed, trace)
     session.close()
     return trace
 
@@ -125,13 +128,12 @@ def _copies(session: Session) -> Iterator[Copy]:
         yield Copy(me, "buffer", Part(name, (Box.whole(tuple(tensor.shape)),), tensor.detach().reshape(-1).cpu()))
 
 
-def _describe(session: Session, trace: Trace) -> None:
-    engine = session.step.engine
-    trace.instructions = {str(op): count for op, count in engine.executed.items()}
+def _describe(session: Session, executed: Executed, trace: Trace) -> None:
+    trace.instructions = {str(op): count for op, count in executed.items()}
     trace.parameter_elements = session.state.parameters.resident_elements
     trace.peak_gathered = session.state.parameters.peak_gathered
     trace.sent_bytes = session.connected.links.sent_bytes
-    trace.redistributed_bytes = sum(mover.moved_bytes for mover in engine.parts.movers.values())
+    trace.redistributed_bytes = sum(mover.moved_bytes for mover in session.step.engine.parts.movers.values())
 
 
 def facts_of(traces: list[Trace], plan: Plan) -> dict[str, Any]:

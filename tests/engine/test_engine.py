@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.engine.engine import Executed
 from phalanx.engine.reductions import StepRun, total_items
 from phalanx.model import reference
 from phalanx.predict.memory import Sizes
@@ -254,12 +255,14 @@ def test_without_totals_it_equals_the_model_in_eval_mode_and_keeps_nothing(name:
     assert len(left) == len(losses) == 2
 
 
-def test_the_engine_counts_what_it_executed(session: Session) -> None:
+def test_what_was_executed_is_counted(session: Session) -> None:
     case = captured.named(captured.GPT2)
     engine, blocks = session.step.engine, len(case.blocks.blocks)
-    engine.executed.clear()
+    executed = Executed()
+    engine.watches.append(executed)
     case.step(session, (1, 2), "zb-h1")
-    assert engine.executed == {"COUNT": 1, "I": 2, "F": 2 * blocks, "B": 2 * blocks, "W": 2 * blocks, "NORM": 1}
+    engine.watches.remove(executed)
+    assert executed == {"COUNT": 1, "I": 2, "F": 2 * blocks, "B": 2 * blocks, "W": 2 * blocks, "NORM": 1}
 
 
 def test_watches_are_told_of_every_instruction_and_when_it_has_what_it_needs(session: Session) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -52,12 +54,12 @@ class Computations(Maker):
         else:
             call, count = segment.forward if saves else segment.run, len(block.outputs)
         first, second = count + len(segment.saved_b), count + len(segment.saved_b) + len(segment.saved_bw)
-        function, arguments = self._function(it, number, call), self._arguments(it, number, block, segment, call)
+        function, gather = self._function(it, number, call), self._arguments(it, number, block, segment, call)
         past, inputs = self._left("past"), self._place("inputs")
         degree, names = self._parts.graph.part(it).degree, block.names("past")
 
         def run(values: Values, step: StepRun) -> None:
-            results = function(*[values[i] if k is None else values[i][k] for i, k in arguments])
+            results = function(*gather(values))
             for i, place in kept:
                 values[place] = results[i]
             if past is not None:
@@ -76,13 +78,13 @@ class Computations(Maker):
         if it.op is Op.BW and segment.trains:
             return self._fused(it, number, block, segment)
         call = segment.backward
-        function, arguments = self._function(it, number, call), self._arguments(it, number, block, segment, call)
+        function, gather = self._function(it, number, call), self._arguments(it, number, block, segment, call)
         give, count, saved_w = self._giving(it, block, segment), len(segment.gives), self._left("saved_w")
         d_loss = self._d_loss(block, segment)
 
         def run(values: Values, step: StepRun) -> None:
             d_loss(values)
-            results = function(*[values[i] if k is None else values[i][k] for i, k in arguments])
+            results = function(*gather(values))
             give(values, results)
             if saved_w is not None:
                 values[saved_w] = results[count:]
@@ -116,11 +118,11 @@ class Computations(Maker):
     ) -> Callable[[Values], Sequence[Tensor]]:
         """Calls a function that gives weight gradients and adds them up; returns all its results."""
         function, taken, gradients = self._function(it, number, call), call.num_taken, call.gradients
-        arguments = self._arguments(it, number, block, segment, call)
+        gather = self._arguments(it, number, block, segment, call)
         names, add, stands_in = block.names("parameter"), self._adding(it, block), self._parts.stand_in is not None
 
         def weigh(values: Values) -> Sequence[Tensor]:
-            given = [values[i] if k is None else values[i][k] for i, k in arguments]
+            given = gather(values)
             results = function(*given[:taken])
             if not stands_in:
                 add(values, together(names, gradients(given, results)))
@@ -177,12 +179,12 @@ class Computations(Maker):
 
     def _arguments(
         self, it: Instruction, number: int, block: Block, segment: Segment, call: Call
-    ) -> list[Argument]:  # fmt: skip
+    ) -> Callable[[Values], list[Any]]:  # fmt: skip
         found = [self._argument(it, block, segment, source) for source in call.arguments]
         inputs = self._inputs[it.micro_batch or 0, it.half or 0]
         keys = tuple(key if isinstance(key, tuple) and len(key) == 4 else None for _, key in found)
         self._linked.calls.append(ComputeCall(it, number, segment, call, inputs, keys))
-        return found
+        return gathering(found)
 
     def _function(self, it: Instruction, number: int, call: Call) -> Callable[..., Any]:
         return call.function if self._parts.stand_in is None else self._parts.stand_in(it.op, number, call)
@@ -207,3 +209,26 @@ class Computations(Maker):
         taken = self._taken().get(self._names.gradient.get(name, name))
         like = segment.like(source)
         return (self._extra["zeros"], (tuple(like.shape), like.dtype)) if taken is None else (taken, None)
+
+
+def gathering(arguments: Sequence[Argument]) -> Callable[[Values], list[Any]]:
+    """Takes arguments from where they lie: those that follow each other in one place all at once, because a backward
+    takes dozens of tensors that its forward saved together."""
+    pieces: list[tuple[int, Any, Callable[[Any], tuple[Any, ...]] | None]] = []
+    for place, run in groupby(arguments, key=itemgetter(0)):
+        keys = [key for _, key in run]
+        if len(keys) > 1 and None not in keys:
+            pieces.append((place, None, itemgetter(*keys)))
+        else:
+            pieces += [(place, key, None) for key in keys]
+
+    def gather(values: Values) -> list[Any]:
+        found: list[Any] = []
+        for place, key, several in pieces:
+            if several is not None:
+                found += several(values[place])
+            else:
+                found.append(values[place] if key is None else values[place][key])
+        return found
+
+    return gather

@@ -95,7 +95,8 @@ class Maker:
         assert totals is not None
 
         def scale(values: Values) -> None:
-            values[place] = totals.scale(values[items]).to(dtype)
+            if values[place] is None or values[place].dtype != dtype:  # the same for all micro-batches of a step
+                values[place] = totals.scale(values[items]).to(dtype)
 
         return scale
 
