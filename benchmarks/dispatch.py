@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import plot
 import report
 import torch
 from one_rank import captured_model, open_session
@@ -59,8 +60,7 @@ def main() -> None:
     results += [_making(plan, max(3, arguments.rounds // 4)) for plan in PROGRAMS]
     for kind, (headers, row) in _KINDS.items():
         print(report.table(headers, [row(own) for own in results if own["kind"] == kind]))
-    if arguments.out is not None:
-        report.write(Path(arguments.out), "dispatch", {"rounds": arguments.rounds}, results)
+    report.publish(arguments, "dispatch", {"rounds": arguments.rounds}, results, panels(results))
 
 
 def _engine(plan: str, rounds: int) -> dict[str, Any]:
@@ -140,6 +140,17 @@ def engine_row(own: Mapping[str, Any]) -> list[str]:
 def making_row(own: Mapping[str, Any]) -> list[str]:
     times = (_spread(own[name], 2) for name in ("compile", "simulate", "both"))
     return [own["plan"], str(own["instructions"]), *times]
+
+
+def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
+    """One of the engine, one of the compiler."""
+    rows = {kind: [own for own in results if own["kind"] == kind] for kind in _KINDS}
+    engine = {n: [plot.Point.of(own["plan"], own[n]) for own in rows["engine"]] for n in ("alone", "board")}
+    making = {n: [plot.Point.of(own["plan"], own[n]) for own in rows["making"]] for n in ("compile", "simulate")}
+    return [
+        plot.Panel("the engine itself", "plan", "µs per instruction", engine, level=ALLOWED_MICROSECONDS),
+        plot.Panel("making a program", "plan", "seconds", making),
+    ]
 
 
 def _spread(value: Mapping[str, float], digits: int) -> str:

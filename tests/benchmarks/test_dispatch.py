@@ -22,6 +22,12 @@ def test_functions_return_at_once_what_they_returned_first() -> None:
     assert [cached(1), cached(2)] == [1, 1] and calls == [1]
 
 
+def test_both_tables_are_drawn() -> None:
+    engine, making = dispatch.panels([ENGINE, MAKING])
+    assert [point.x for point in engine.series["board"]] == ["mb=32"] and engine.level == 4
+    assert list(making.series) == ["compile", "simulate"]
+
+
 def test_a_page_shows_both_tables(tmp_path: Path) -> None:
     report.write(tmp_path / "dispatch.json", "dispatch", {"rounds": 20}, [ENGINE, MAKING])
     page = dispatch.page(tmp_path)
