@@ -74,6 +74,16 @@ def _names(module: Path) -> Iterator[str]:
 def pytest_collection_finish() -> None:
     """What is imported by now stays, and is no longer gone through whenever Python looks for cycles: with torch and all
     test modules that takes longer than most tests."""
+    _keep_what_there_is()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same with what a module's tests leave for others: every run looks for cycles before it begins."""
+    if nextitem is not None and nextitem.path != item.path:
+        _keep_what_there_is()
+
+
+def _keep_what_there_is() -> None:
     gc.collect()
     gc.freeze()
 
