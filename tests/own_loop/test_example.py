@@ -7,9 +7,11 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from phalanx.launch import script
 from tests import children
 
 ROOT = Path(__file__).parents[2]
@@ -29,16 +31,16 @@ def plain_script() -> str:
     return "\n".join(lines) + "\n"
 
 
-def losses(arguments: list[str]) -> list[float]:
-    environment = children.environment(OMP_NUM_THREADS="1")
-    done = children.run([sys.executable, *arguments], cwd=ROOT, timeout=280, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+def losses(said: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss (\S+)", said)]
 
 
 @cache
-def plain_losses() -> tuple[float, ...]:
-    return tuple(losses(["-c", plain_script()]))
+def plain_losses() -> list[float]:
+    environment = children.environment(OMP_NUM_THREADS="1")
+    done = children.run([sys.executable, "-c", plain_script()], cwd=ROOT, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    return losses(done.stdout)
 
 
 def test_at_most_five_lines_are_changed() -> None:
@@ -56,6 +58,13 @@ def test_at_most_five_lines_are_changed() -> None:
         pytest.param("pp=2,mb=4,offload=activations", marks=pytest.mark.long),
     ],
 )
-def test_the_losses_are_those_of_the_plain_script(plan: str) -> None:
-    found = losses(["-m", "phalanx", "launch", "--ranks", "2", str(SCRIPT), plan])
+def test_the_losses_are_those_of_the_plain_script(
+    plan: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `phalanx launch` starts it, with ranks that have imported torch already."""
+    monkeypatch.setattr(script, "subprocess", SimpleNamespace(Popen=children.Popen))
+    for name, value in children.environment(OMP_NUM_THREADS="1").items():
+        monkeypatch.setenv(name, value)
+    assert script.launch_script(str(SCRIPT), [plan], 2) == 0
+    found = losses(capfd.readouterr().out)
     assert len(found) == 6 and found == pytest.approx(plain_losses(), rel=1e-9)
