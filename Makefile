@@ -37,7 +37,7 @@ check: $(STAMP) ## for the inner loop: lint, types and the tests that need no ot
 	$(MAKE) --no-print-directory --jobs 2 --output-sync lint light
 
 light: $(STAMP)
-	$(PYTEST) $(BOTH) -q -m "light and not long"
+	$(PYTEST) $(BOTH) -q -m "light and not long" --hypothesis-profile=check
 
 test: $(VENV)/triton ## lint, types and every test that is not marked long, side by side
 	$(MAKE) --no-print-directory --jobs 2 lint quick

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # A busy machine must not fail a test: what is too slow is caught by pytest's timeout, not per example.
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", PATIENT, max_examples=20)  # others in every run
+settings.register_profile("check", PATIENT, max_examples=8)  # `make check`
 settings.register_profile("all", PATIENT, max_examples=150)  # `make test-all`
 settings.load_profile("quick")
 
@@ -39,7 +40,7 @@ LONGEST_FIRST = ("parity", "faults", "launch", "lab", "benchmarks", "verificatio
 HEAVY_FOLDERS = ("parity", "faults", "lab", "benchmarks", "gpu")
 HEAVY_NAMES = {
     "subprocess", "children", "Popen", "multiprocessing", "WorkerPool", "PlainProcess", "main", "train", "fit",
-    "short_run", "capture", "captured", "named", "capture_model", "traced", "build",
+    "short_run", "capture", "captured", "named", "capture_model", "traced", "build", "open_on",
 }  # fmt: skip
 RANKS = {"pool", "plain_process"}  # fixtures that are other processes
 
@@ -52,7 +53,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
-        if _is_light(item.path) and RANKS.isdisjoint(item.fixturenames):
+        needs_others = not RANKS.isdisjoint(item.fixturenames)
+        if _is_light(item.path) and not needs_others and item.get_closest_marker("heavy") is None:
             item.add_marker("light")
     items.sort(key=_order)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ def test_shuffled_neighbours_are_far_apart():
     assert abs(steps.mean() / 100_000 - 1 / 3) < 0.01
 
 
+@pytest.mark.heavy
 def test_each_place_gets_each_sample_about_equally_often():
     counts = np.zeros((5, 5))
     for seed in range(2000):

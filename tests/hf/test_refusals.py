@@ -129,9 +129,12 @@ def with_an_optimizer_of_others(folder: Path) -> None:
         (saved_before_training, ConfigError, "Linear is no model of HuggingFace's", "call train() before"),
         (without_a_checkpoint, CheckpointError, "holds no checkpoint", "give the path of one"),
         (from_transformers_checkpoint, CheckpointError, "was written by transformers' own Trainer", "from_pretrained"),
-        (with_an_optimizer_of_others, ConfigError, "updates a tensor of shape [2, 3]", "make it of model.parameters()"),
+        pytest.param(
+            with_an_optimizer_of_others, ConfigError, "updates a tensor of shape [2, 3]",
+            "make it of model.parameters()", marks=pytest.mark.heavy,  # captures
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_a_trainer_is_asked_for(
     tmp_path: Path, does: Any, kind: type[PhalanxError], message: str, hint: str
 ) -> None:

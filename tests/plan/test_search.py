@@ -138,6 +138,7 @@ def check(seeds: range) -> None:
     assert sum(ratio < 1e-9 for ratio in worse.values()) >= 0.95 * len(worse)
 
 
+@pytest.mark.heavy
 def test_what_is_found_is_the_best_of_all_plans_of_small_instances() -> None:
     check(range(4, 14))
 

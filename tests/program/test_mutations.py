@@ -187,7 +187,12 @@ def breaks(compiled: CompiledPlan, index: int, mutation: Mutation) -> Broken | N
     return None
 
 
-@pytest.mark.parametrize("name", PLANS)
+LIGHT = ("1f1b", "zero=3", "slices", "offload")  # in `make check`
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in LIGHT else pytest.mark.heavy) for name in PLANS]
+)
 def test_every_mutation_is_found_where_it_is(name: str) -> None:
     compiled = compiled_of(name)
     for index, table in enumerate(compiled.tables):
@@ -208,6 +213,7 @@ def test_every_mutation_is_found_where_it_is(name: str) -> None:
                 assert broken.words.endswith(f"at {table.rows[broken.position].instruction}")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("hole", HOLES)
 def test_no_mutation_falls_through(hole: str) -> None:
     for compiled in map(compiled_of, PLANS):

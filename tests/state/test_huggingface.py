@@ -40,7 +40,12 @@ def load(folder: Path, cls: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("architecture", tiny_models.CONFIGS)
+LIGHT = ("gpt2", "llama")  # in `make check`
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(it, marks=() if it in LIGHT else pytest.mark.heavy) for it in tiny_models.CONFIGS]
+)
 def test_an_exported_model_loads_with_identical_logits(tmp_path: Path, architecture: str) -> None:
     model = shake(tiny_models.build(architecture))
     folder = export(tmp_path / "out", model=tiny_models.build_meta(architecture), tensors=parameters(model))
