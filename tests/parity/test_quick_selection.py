@@ -74,10 +74,11 @@ def test_every_schedule_overlap_and_stage_of_zero_is_in_the_default_run() -> Non
 
 def test_every_architecture_is_in_the_default_run() -> None:
     alone = (*test_zoo_is_exact.QUICK_DROPOUT, *test_zoo_is_exact.QUICK_PADDED, *test_zoo_is_exact.QUICK_PACKED)
-    units = test_zoo_is_exact.QUICK_UNITS
-    split = (*test_tensor_parallel_is_exact.QUICK_ALONE, *SPLIT.values())
+    more = (*test_zoo_is_exact.QUICK_UNITS, *test_zoo_is_exact.QUICK_COMPILED)
+    table = test_tensor_parallel_is_exact
+    split = (*table.QUICK_ALONE, *table.QUICK_BY_LAYER, *SPLIT.values())
     offloaded = test_offload_is_exact.QUICK.values()
-    assert {*alone, *units, *split, *offloaded, *WHOLE.values()} == set(architectures.ARCHITECTURES)
+    assert {*alone, *more, *split, *offloaded, *WHOLE.values()} == set(architectures.ARCHITECTURES)
 
 
 def test_models_with_two_stacks_are_in_the_default_run_whole_and_split() -> None:
