@@ -168,6 +168,7 @@ def test_another_terminal_is_answered(tmp_path: Path, capsys: pytest.CaptureFixt
     class Terminal:
         def on_start(self, trainer: Trainer) -> None:
             self.failed: list[str] = []
+            self.trainer = trainer
             self.thread = threading.Thread(target=self.ask, args=[trainer.folder])
 
         def on_step(self, record: dict[str, Any]) -> None:
@@ -177,6 +178,8 @@ def test_another_terminal_is_answered(tmp_path: Path, capsys: pytest.CaptureFixt
                 self.thread.start()
             elif self.thread.is_alive():
                 time.sleep(0.05)
+            else:
+                self.trainer.stop()
 
         def ask(self, folder: Path) -> None:
             change_verb.change(folder, "mb=4", wait=60)
