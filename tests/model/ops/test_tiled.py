@@ -17,24 +17,25 @@ import torch
 from phalanx.model.ops import choice
 from phalanx.model.ops.kernels import Attention, CuDnn, Flash
 from tests.model.ops import tiled_on_cpu
-from tests.model.ops.tiled_on_cpu import CASES
 
 # `make` installs Triton beside the environment: every other test is as fast, and as it is for users, without it.
 _TRITON = Path(sys.prefix) / "triton"
 
 
 @pytest.mark.skipif(not _TRITON.exists() and find_spec("triton") is None, reason="needs triton")
-def test_tiles_equal_the_chunked_kernel() -> None:
+@pytest.mark.parametrize("name", ["CASES", pytest.param("MORE_CASES", marks=pytest.mark.long)])
+def test_tiles_equal_the_chunked_kernel(name: str) -> None:
+    cases = getattr(tiled_on_cpu, name)
     paths = [str(Path.cwd()), str(_TRITON), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    script = [sys.executable, "-W", "ignore", tiled_on_cpu.__file__]
+    script = [sys.executable, "-W", "ignore", tiled_on_cpu.__file__, name]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     if "only 0-dimensional arrays can be converted to Python scalars" in done.stderr:
         pytest.skip("the interpreter of this Triton does not run a loop with this numpy")
     assert done.returncode == 0, done.stderr
     apart = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [len(found) for found in apart] == [6 if case.bias else 5 for case in CASES]  # output, lse, gradients
-    assert not [(case, found) for case, found in zip(CASES, apart, strict=True) if max(found) > 5e-6]
+    assert [len(found) for found in apart] == [6 if case.bias else 5 for case in cases]  # output, lse, gradients
+    assert not [(case, found) for case, found in zip(cases, apart, strict=True) if max(found) > 5e-6]
 
 
 def _candidates(
