@@ -34,6 +34,13 @@ class Mean(torch.nn.Module):
         return self.linear(x).square().mean()
 
 
+def small(layers: int = 1) -> Any:
+    """What a module in memory is captured with, which takes most of the time, grows with its layers."""
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=layers, n_embd=16, n_head=2, vocab_size=99, n_positions=16)
+    )
+
+
 def train(module: Any, out: Path, **options: Any) -> Any:
     return phalanx.train(module, "synthetic:8", out=out, **{**OPTIONS, **options})
 
@@ -49,20 +56,21 @@ def test_a_module_with_dropout_is_checked_and_trained(name: str, tmp_path: Path)
 
 
 def test_a_module_that_was_loaded_from_a_folder_is_trained(tmp_path: Path):
-    tiny_models.build("gpt2").save_pretrained(tmp_path / "model")
+    small().save_pretrained(tmp_path / "model")
     module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert len(train(module, tmp_path / "run").losses) == 2
 
 
 def test_the_check_leaves_the_gradients_of_a_module_in_float64_alone(tmp_path: Path):
-    module = tiny_models.build("gpt2").double()
+    module = small().double()
     train(module, tmp_path, dtype="float64")
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_the_check_takes_no_more_tokens_than_the_module(tmp_path: Path):
-    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=99, n_positions=16)
-    assert len(train(transformers.GPT2LMHeadModel(config), tmp_path).losses) == 2
+    module = small()
+    assert module.config.n_positions == OPTIONS["seq_len"]
+    assert len(train(module, tmp_path).losses) == 2
 
 
 def checked_row(folder: Path) -> str:
@@ -72,7 +80,7 @@ def checked_row(folder: Path) -> str:
 def test_what_was_checked_is_said_and_not_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(proofs, "_own_code", lambda: "")  # a worker of the tests has no main file to be known by
     for number in range(2):
-        train(tiny_models.build("gpt2"), tmp_path / str(number), steps=1)
+        train(small(), tmp_path / str(number), steps=1)
     first, second = (checked_row(tmp_path / str(number)) for number in range(2))
     assert "compared with the module on 4 and 3 samples of the data, twice" in first and first.endswith(" s")
     assert second == f"{first}, remembered"
@@ -87,14 +95,13 @@ def test_a_large_module_is_checked_with_fewer_layers_and_as_a_tiny_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(selfcheck, "_LARGEST_WHOLE", 10)
-    config = transformers.GPT2Config(n_layer=5, n_embd=16, n_head=2, vocab_size=99, n_positions=16)
-    train(transformers.GPT2LMHeadModel(config), tmp_path, steps=1)
+    train(small(layers=5), tmp_path, steps=1)
     assert "a tiny model of its architecture and the module with fewer layers" in checked_row(tmp_path)
 
 
 def test_a_large_batch_is_cut_to_what_takes_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(selfcheck, "_MOST_FLOPS", 1.0)
-    train(tiny_models.build("gpt2"), tmp_path / "gpt2", steps=1)
+    train(small(), tmp_path / "gpt2", steps=1)
     assert checked_row(tmp_path / "gpt2").startswith(
         "loss and gradients compared with a tiny model of its architecture, "
     )
@@ -106,7 +113,7 @@ def test_a_module_that_memory_cannot_hold_twice_is_said_to_be_unchecked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(proofs, "available_memory", lambda: 0.0)
-    train(tiny_models.build("gpt2"), tmp_path, steps=1)
+    train(small(), tmp_path, steps=1)
     assert "nothing: checking needs" in checked_row(tmp_path)
 
 
@@ -122,4 +129,4 @@ def test_wrong_dropout_in_a_capture_is_found(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(comparison, "dropout_keys", lambda blocks, samples: keys(blocks, samples + 1))
     torch.manual_seed(0)  # of the model's values
     with pytest.raises(CaptureError, match="disagrees with the model"):
-        train(tiny_models.build("gpt2"), tmp_path)
+        train(small(), tmp_path)
