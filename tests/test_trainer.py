@@ -95,7 +95,7 @@ def require_equal(result: Any, expected: tuple[dict[str, Tensor], list[float]]) 
     ("model", "plan"),
     [
         (LLAMA, ""),
-        (LLAMA, "mb=3"),
+        pytest.param(LLAMA, "mb=3", marks=pytest.mark.long),
         (LLAMA, "mb=3,schedule=zb-h1"),
         (GPT2, "mb=3,schedule=gpipe,recompute=yes"),
     ],

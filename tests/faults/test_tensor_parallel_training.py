@@ -16,8 +16,8 @@ from tests.run_helpers import losses, records
 
 long = pytest.mark.long
 LLAMA = "meta-llama/Llama-3.2-1B"
-RELAY = ("tp=2", "pp=2", "tp=4,degrees=2:1,sequence=yes", "tp=2,dp=2,zero=3,overlap=oases")
-LONG_RELAY = (*RELAY, "tp=2,dp=2,zero=1", "")
+RELAY = ("tp=2,dp=2,zero=3,overlap=oases", "pp=2", "tp=4,degrees=2:1,sequence=yes")
+LONG_RELAY = ("tp=2", *RELAY, "tp=2,dp=2,zero=1", "")
 
 
 @pytest.mark.parametrize(("model", "plans"), [("gpt2", RELAY), pytest.param(LLAMA, LONG_RELAY, marks=long)])

@@ -26,13 +26,13 @@ long = pytest.mark.long
 EXACT = [
     pytest.param("gpt_oss", marks=long),  # a sink beside the keys
     pytest.param("llama4_text", marks=long),  # attention within chunks
-    "deepseek_v3",  # values smaller than keys, and writes into parts of tensors
+    pytest.param("deepseek_v3", marks=long),  # values smaller than keys, and writes into parts of tensors
     pytest.param("modernbert", marks=long),  # windows in both directions
     pytest.param("bart", marks=long),  # decoder layers read the encoder's last layer itself
     pytest.param("marian", marks=long),  # positions that no checkpoint holds
     pytest.param("falcon", marks=long),  # attention and mask of its own
     pytest.param("mpt", marks=long),  # a bias that grows with the distance
-    pytest.param("xglm", marks=long),  # numbers of torch's default dtype
+    "xglm",  # numbers of torch's default dtype
     pytest.param("doge", marks=long),  # a mask that is learned
     pytest.param("layoutlm", marks=long),
 ]

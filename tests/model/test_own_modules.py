@@ -572,9 +572,12 @@ SPLIT: dict[str, Callable[[], nn.Module]] = {
     "containers in containers": Towers,
     "weights made ahead": MadeAhead,
 }
+QUICK_SPLIT = ("embedding looked up in the middle", "torch's own encoder with a mask", "weights made ahead")
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK_SPLIT else pytest.mark.long) for name in SPLIT]
+)
 def test_tensor_parallel_ranks_train_as_one(name: str, lent_ranks: list[int], tmp_path: Any) -> None:
     losses = []
     for plan in ("mb=1", "tp=2,mb=2"):

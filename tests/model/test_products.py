@@ -14,8 +14,13 @@ from tests import captured
 from tests.model.test_segments import Call, call, d_outputs_for
 from tests.traced import Run
 
-LAYERS = [(captured.GPT2, "transformer.h.1"), (captured.LLAMA, "model.layers.1"),
-          pytest.param(captured.MIXTRAL, "model.layers.1", marks=pytest.mark.long)]  # fmt: skip
+long = pytest.mark.long
+LAYERS_IN_MODES = [
+    (captured.GPT2, "transformer.h.1", "off"), (captured.GPT2, "transformer.h.1", "aot_eager"),
+    (captured.LLAMA, "model.layers.1", "off"), pytest.param(captured.LLAMA, "model.layers.1", "aot_eager", marks=long),
+    pytest.param(captured.MIXTRAL, "model.layers.1", "off", marks=long),
+    pytest.param(captured.MIXTRAL, "model.layers.1", "aot_eager", marks=long),
+]  # fmt: skip
 
 
 def product(dtype: torch.dtype, seed: int = 0) -> Product:
@@ -40,8 +45,7 @@ def both(it: Call, *, products: bool, mode: str) -> list[list[Gradient]]:
     return [fused, run.weight()]
 
 
-@pytest.mark.parametrize("mode", ["off", "aot_eager"])
-@pytest.mark.parametrize(("name", "block"), LAYERS)
+@pytest.mark.parametrize(("name", "block", "mode"), LAYERS_IN_MODES)
 def test_every_dense_matrix_is_a_product_that_equals_its_gradient(name: str, block: str, mode: str) -> None:
     it = call(name, block)
     for found, expected in zip(both(it, products=True, mode=mode), both(it, products=False, mode=mode), strict=True):

@@ -33,6 +33,13 @@ LAYERS = [
     (captured.LLAMA, "model.layers.1"),
     pytest.param(captured.MIXTRAL, "model.layers.1", marks=pytest.mark.long),
 ]
+MODES = ("off", "aot_eager")
+LAYERS_IN_MODES = [
+    *((captured.GPT2, block, mode) for block in ("transformer.h.1", "embedding", "head") for mode in MODES),
+    (captured.LLAMA, "model.layers.1", "off"),
+    pytest.param(captured.LLAMA, "model.layers.1", "aot_eager", marks=pytest.mark.long),
+    *(pytest.param(captured.MIXTRAL, "model.layers.1", mode, marks=pytest.mark.long) for mode in MODES),
+]
 
 
 @dataclass(eq=False)
@@ -119,8 +126,7 @@ def close(got: list, expected: list) -> None:
 
 
 @pytest.mark.parametrize("light", [False, True], ids=["none", "light"])
-@pytest.mark.parametrize("mode", ["off", "aot_eager"])
-@pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
+@pytest.mark.parametrize("name, block, mode", LAYERS_IN_MODES)
 def test_f_then_b_then_w_equals_bw_equals_autograd(name: str, block: str, mode: str, light: bool) -> None:
     one = call(name, block)
     run = Run(one.build(mode=mode, light=light), one.tensors)
@@ -134,8 +140,7 @@ def test_f_then_b_then_w_equals_bw_equals_autograd(name: str, block: str, mode: 
     close(fused[1], expected[2])
 
 
-@pytest.mark.parametrize("mode", ["off", "aot_eager"])
-@pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
+@pytest.mark.parametrize("name, block, mode", LAYERS_IN_MODES)
 def test_nothing_saved_is_a_parameter_or_made_of_parameters_alone(name: str, block: str, mode: str) -> None:
     one = call(name, block)
     run = Run(one.build(mode=mode), one.tensors)
@@ -173,8 +178,7 @@ def test_the_minimum_cut_keeps_fewer_bytes_than_everything_the_backward_reads() 
     assert 0 < fewest < everything
 
 
-@pytest.mark.parametrize("mode", ["off", "aot_eager"])
-@pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
+@pytest.mark.parametrize("name, block, mode", LAYERS_IN_MODES)
 def test_light_keeps_no_more_bytes_and_of_layers_fewer(name: str, block: str, mode: str) -> None:
     one = call(name, block)
     none, light = (one.build(mode=mode, light=light) for light in (False, True))
@@ -189,8 +193,7 @@ def test_light_computes_no_product_and_no_attention_again(name: str, block: str)
     assert light["forward"] == none["forward"]
 
 
-@pytest.mark.parametrize("mode", ["off", "aot_eager"])
-@pytest.mark.parametrize("name, block", LAYERS, ids=lambda value: value)
+@pytest.mark.parametrize("name, block, mode", LAYERS_IN_MODES)
 def test_the_outputs_alone_and_what_is_saved_alone_equal_those_of_one_forward(
     name: str, block: str, mode: str
 ) -> None:  # fmt: skip
