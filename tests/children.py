@@ -48,7 +48,7 @@ class _Forked(subprocess.Popen[str]):
         }  # fmt: skip
         prctl = ctypes.CDLL(None).prctl
         with _one_at_a_time:
-            control = _zygote()
+            control, _ = _zygote()
             prctl(_SUBREAPER, 1)  # for this moment: orphans of what is tested are nobody's
             socket.send_fds(control, [json.dumps(request).encode()], list(wanted.values()))
             self.pid = int(control.recv(64))
@@ -72,12 +72,14 @@ def run(line: list[str], timeout: float | None = None, **options: Any) -> subpro
 
 
 @cache
-def _zygote() -> socket.socket:
+def _zygote() -> tuple[socket.socket, int]:
+    """What it is asked by, and the number that it was told to hear by."""
     from phalanx.launch.worker_pool import PRELOAD
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line = [sys.executable, str(ROOT / "tests" / "zygote.py"), str(theirs.fileno()), *PRELOAD, *_COMMANDS]
     process = subprocess.Popen(line, pass_fds=[theirs.fileno()], env=environment(OMP_NUM_THREADS="1"))
+    number = theirs.fileno()
     theirs.close()
     atexit.register(lambda: (ours.close(), process.wait()))
-    return ours
+    return ours, number

@@ -24,6 +24,8 @@ from pathlib import Path
 # What compares a capture with the plain model: tests/model and tests/parity do that.
 UNCHECKED = (("phalanx.model.capture", "self_check"), ("phalanx.prepare.read_model", "prove"))
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 20, 16
+# Descriptors from here on, and the socket we hear requests by, are above any number that a request names.
+_APART, _CONTROL = 256, 512
 _KILL, _PARENT_DEATH_SIGNAL = 9, 1
 
 
@@ -51,7 +53,7 @@ def _settle(request: dict, descriptors: array.array | list[int]) -> None:
     """Descriptors, environment and folder as they were asked for."""
     while os.getppid() != request["parent"]:
         time.sleep(0.0005)
-    apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 256) for descriptor in descriptors]
+    apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _APART) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
     for descriptor, wanted in zip(apart, request["descriptors"], strict=True):
@@ -95,4 +97,6 @@ if __name__ == "__main__":
         setattr(sys.modules[module], name, lambda *arguments: "")
     gc.enable()
     gc.freeze()
-    become(serve(socket.socket(fileno=int(sys.argv[1])))["line"])
+    control = socket.socket(fileno=fcntl.fcntl(int(sys.argv[1]), fcntl.F_DUPFD_CLOEXEC, _CONTROL))
+    os.close(int(sys.argv[1]))
+    become(serve(control)["line"])
