@@ -7,6 +7,7 @@ Nothing is computed here, so forks begin as fresh interpreters do, but for the m
 from __future__ import annotations
 
 import array
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -17,6 +18,7 @@ import runpy
 import socket
 import sys
 import tempfile
+import threading
 import time
 import types
 from pathlib import Path
@@ -87,6 +89,15 @@ def become(line: list[str]) -> None:
         exec(compile(Path(first).read_bytes(), first, "exec"), vars(main))
 
 
+def end(code: int) -> None:
+    """As Python does, but for taking the interpreter apart: that touches, and so copies, all that forks share."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, _KILL)
     _path = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -99,4 +110,11 @@ if __name__ == "__main__":
     gc.freeze()
     control = socket.socket(fileno=fcntl.fcntl(int(sys.argv[1]), fcntl.F_DUPFD_CLOEXEC, _CONTROL))
     os.close(int(sys.argv[1]))
-    become(serve(control)["line"])
+    request = serve(control)
+    try:
+        become(request["line"])
+    except SystemExit as leaving:
+        if not isinstance(leaving.code, int | None):
+            raise
+        end(leaving.code or 0)
+    end(0)

@@ -95,5 +95,5 @@ def test_slices_of_one_token_each_are_exact(plain_process: PlainProcess, pool: W
                          ("aot_eager", "2")],
 )  # fmt: skip
 def test_compiled_slices_are_exact(mode: str, slices: str, plain_process: PlainProcess, pool: WorkerPool) -> None:
-    case = Case(a.LLAMA, f"pp=2,mb=2,slices={slices}", tiny=True, dropout=0.1, compile=mode)
+    case = Case(a.LLAMA, f"pp=2,mb=2,slices={slices}", tiny=True, dropout=0.1, compile=mode, steps=1)
     require_exact(case, plain_process, pool)
