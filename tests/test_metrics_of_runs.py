@@ -55,7 +55,7 @@ def expected(samples) -> dict[str, float]:
 @pytest.mark.parametrize(
     "plan",
     [
-        "mb=3",
+        pytest.param("mb=3", marks=pytest.mark.long),
         "mb=3,slices=2",
         pytest.param("pp=2,dp=2,mb=2,zero=1", marks=pytest.mark.long),
         pytest.param("tp=2,mb=3", marks=pytest.mark.long),  # which splits the vocabulary

@@ -43,7 +43,7 @@ def as_captured(spec: zoo.ModelSpec) -> Blocks:
     return capture.capture(spec, inputs, dtype=torch.float64, check=False, use_cache=False).blocks
 
 
-_LONG = (captured.LLAMA, captured.NEO, captured.MIXTRAL, captured.GEMMA3, captured.T5)
+_LONG = (captured.GPT2, captured.LLAMA, captured.NEO, captured.MIXTRAL, captured.GEMMA3, captured.T5)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in DEPTHS])

@@ -22,7 +22,7 @@ from tests.own_loop.jobs import both, llama, net, numbers, opened, verified, wor
     ("plan", "kind"),
     [
         ("mb=2", "function"),
-        ("mb=2", "language"),
+        pytest.param("mb=2", "language", marks=pytest.mark.long),
         ("mb=2", "outer"),
         ("pp=2,mb=2", "language"),
         pytest.param("tp=2,mb=2", "language", marks=pytest.mark.long),

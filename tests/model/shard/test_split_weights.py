@@ -113,7 +113,13 @@ def test_a_unit_of_a_smaller_degree_is_cut_alike_in_every_part() -> None:
     assert found.holders == found.sums == ((0, 2), (1, 3))
 
 
-@pytest.mark.parametrize("name", [captured.GPT2, captured.LLAMA, captured.GEMMA3, captured.T5, captured.MIXTRAL])
+@pytest.mark.parametrize(
+    "name",
+    [
+        captured.GPT2, captured.LLAMA, pytest.param(captured.GEMMA3, marks=pytest.mark.long), captured.T5,
+        captured.MIXTRAL,
+    ],
+)  # fmt: skip
 def test_every_element_of_every_weight_lies_somewhere(name: str) -> None:
     for plan in ("tp=2", "tp=3", "tp=4,degrees=2"):
         ranks = views(name, plan)
