@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from phalanx.plan.plan import Plan
-from tests.plan.test_export import exported, words_of
+from tests.planning.test_export import exported, words_of
 
 PLANS = [
     "dp=4,mb=2,stages=10",

@@ -17,7 +17,7 @@ from phalanx.program.compile import compile_plan
 from phalanx.program.instructions import RECEIVES, SENDS
 from phalanx.program.shape import BlockOp, ModelShape
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 BLOCKS = 8
 STEPS = [BlockOp("segment", (f"h{n}",) if n else (), (f"h{n + 1}",), 1, sizes=("50*batch",)) for n in range(BLOCKS)]
 SHAPE = ModelShape(BLOCKS, (), (True,) * BLOCKS, (True,) * BLOCKS, tuple((step,) for step in STEPS))
