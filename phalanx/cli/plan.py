@@ -49,6 +49,13 @@ BatchSizes = Annotated[
 SeqLen = Annotated[
     int | None, typer.Option(min=1, help=f"tokens per sample (default: {TOKENS}, or as many as the model takes)")
 ]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="what is trained on, or a file of `phalanx profile --data … --out`: what padding and repeated samples "
+        "waste is counted (repeatable)"
+    ),
+]
 Task = Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")]
 Dtype = Annotated[str, typer.Option(metavar="|".join(DTYPES), help="precision of training")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")]
@@ -75,13 +82,7 @@ def plan(
     cluster: ClusterText,
     batch_size: BatchSizes = None,
     seq_len: SeqLen = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="what is trained on, or a file of `phalanx profile --data … --out`: what padding and repeated samples "
-            "waste is counted (repeatable)"
-        ),
-    ] = None,
+    data: Data = None,
     given: Annotated[
         str, typer.Option("--plan", help="what is decided already, for example tp=8,zero=1; the rest is searched")
     ] = "",
@@ -106,7 +107,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the best plan for a model on a cluster: how fast it is, what it needs, why others lost."""
-    from phalanx.cli.plan_data import Range, best_batch, read_data, read_range
+    from phalanx.cli.plan_data import Range, best_batch, read_range
     from phalanx.planning.search import search
 
     if export is not None:
@@ -115,14 +116,11 @@ def plan(
         raise ConfigError(
             f"plan {' '.join(more)!r} stands by itself", "give it to --plan as one word or in quotes, or to --compare"
         )
-    between, used = read_range(batch_size), read_data(data, model, task, seq_len) if data else None
-    seq_len = used.tokens if used is not None else seq_len
-    case = _case(model, cluster, between and between.last, seq_len, task, dtype, tiny, calibration, profile)
-    case.fixed, case.data = _fixed(given), used
-    if between is None and used is not None and used.samples is not None:
-        case.batch = min(case.batch, used.samples)
+    between = read_range(batch_size)
+    case = _case(model, cluster, between and between.last, seq_len, data, task, dtype, tiny, calibration, profile)
+    case.fixed = _fixed(given)
     best, case.looked = best_batch(
-        between or Range(case.batch, case.batch), used,
+        between or Range(case.batch, case.batch), case.data,
         lambda batch: search(case.work, case.cluster, case.software, batch, case.fixed),
     )  # fmt: skip
     case.batch, found = best.batch, best.found
@@ -147,6 +145,7 @@ def estimate(
     given: Annotated[str, typer.Option("--plan", help="the plan, as text or a .json or .yaml file")],
     batch_size: BatchSize = None,
     seq_len: SeqLen = None,
+    data: Data = None,
     task: Task = None,
     dtype: Dtype = DTYPES[0],
     tiny: Tiny = False,
@@ -157,10 +156,10 @@ def estimate(
     """Show what a plan takes on a cluster: where a step's time goes, and the memory of every stage."""
     from phalanx.cli import plan_report
 
-    case = _case(model, cluster, batch_size, seq_len, task, dtype, tiny, calibration, profile)
+    case = _case(model, cluster, batch_size, seq_len, data, task, dtype, tiny, calibration, profile)
     own = _estimate(case, given)
     if as_json:
-        typer.echo(json.dumps(plan_report.estimate_data(own), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(plan_report.shown_data(case, own), indent=2, ensure_ascii=False))
     else:
         plan_report.print_estimate(case, own)
 
@@ -169,25 +168,31 @@ class Case:
     """What is planned for: a model's work, a cluster, what software reaches there, and the batch. looked: the batches
     among which it was chosen."""
 
-    def __init__(self, work: ModelWork, cluster: Cluster, software: Software, batch: int) -> None:
-        self.work, self.cluster, self.software, self.batch = work, cluster, software, batch
+    def __init__(
+        self, work: ModelWork, cluster: Cluster, software: Software, batch: int, data: DataUse | None = None
+    ) -> None:
+        self.work, self.cluster, self.software, self.batch, self.data = work, cluster, software, batch, data
         self.fixed: dict[str, Any] = {}  # fields of a plan that are given
-        self.data: DataUse | None = None
         self.looked: list[Looked] = []
 
 
 def _case(
-    model: str, cluster: str, batch_size: int | None, seq_len: int | None, task: str | None, dtype: str, tiny: bool,
-    calibration: Path | None, profile: Path | None,
+    model: str, cluster: str, batch_size: int | None, seq_len: int | None, data: list[str] | None, task: str | None,
+    dtype: str, tiny: bool, calibration: Path | None, profile: Path | None,
 ) -> Case:  # fmt: skip
+    from phalanx.cli.plan_data import read_data
     from phalanx.planning.rates import on_cluster
     from phalanx.predict.work_of_facts import work_of_facts
 
     if dtype not in DTYPES:
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
     machines = _cluster(cluster)
+    used = read_data(data, model, task, seq_len) if data else None
+    seq_len = used.tokens if used is not None else seq_len
     facts = find_facts(model, task, dtype, tiny, live=False)
     batch = batch_size or SAMPLES_PER_DEVICE * machines.world
+    if batch_size is None and used is not None and used.samples is not None:
+        batch = min(batch, used.samples)
 
     def describe(chosen: Plan) -> SplitFacts:
         from phalanx.engine.describe import describe
@@ -204,7 +209,7 @@ def _case(
         path, rows, rates = found
         machines, software = on_cluster(machines, software, rates)
         work = _timed(path, rows, work, machines, dtype)
-    return Case(work, machines, software, batch)
+    return Case(work, machines, software, batch, used)
 
 
 def _timed(path: Path, every: list[Row], work: ModelWork, cluster: Cluster, dtype: str) -> ModelWork:

@@ -1,5 +1,6 @@
-"""`phalanx plan --data`: what a batch of this data is worth, from the data itself or from a file of `phalanx profile
---data … --out`; and a range of batches, of which the one is taken that gets through the data fastest.
+"""`phalanx plan --data` and `phalanx estimate --data`: what a batch of this data is worth, from the data itself or from
+a file of `phalanx profile --data … --out`; and a range of batches, of which the one is taken that gets through the data
+fastest.
 """
 
 from __future__ import annotations

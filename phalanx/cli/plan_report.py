@@ -80,7 +80,7 @@ def print_estimate(case: Case, own: Estimate) -> None:
 
     console = _console()
     _say(console, _title(case))
-    console.print(_plan_table([own], own))
+    console.print(_plan_table([own], own, case.data))
     console.print(_parts_table(own))
     console.print(_memory_table(own))
     _say(console, f"limits: {what_limits(own)}")
@@ -90,7 +90,13 @@ def print_estimate(case: Case, own: Estimate) -> None:
         _say(console, f"does not fit: {bytes_text(own.lacks)} too much at place {own.fullest} of the pipeline")
     if own.lacks_on_host > 0:
         _say(console, f"does not fit: {bytes_text(own.lacks_on_host)} of main memory are missing for each device there")
+    _say_batches(console, case)
     _say(console, f"rates are {_rates(case)}")
+
+
+def shown_data(case: Case, own: Estimate) -> dict[str, Any]:
+    """What `print_estimate` shows."""
+    return _shown(case, own) | _data_of_batches(case)
 
 
 def as_data(case: Case, found: Found, beside: Sequence[Estimate]) -> dict[str, Any]:

@@ -221,11 +221,38 @@ def test_ranges_and_data_that_cannot_be_are_refused(
     assert message.replace("DATA", data) in error and "→" in error
 
 
+def test_an_estimate_says_what_of_its_batch_is_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = padded(tmp_path / "data.json")
+    given = ("estimate", "--model", "gpt2", "--cluster", "4 A100", "--plan", "dp=4", "--data", data)
+    text = shown(capsys, *given, "--batch-size", "300")
+    assert "useful/s" in text and ", 300 samples of 512 tokens" in text
+    words = " ".join(text.split())
+    assert "1,000 samples; 37.5% of the tokens of a batch are padding" in words
+    assert "an epoch is 4 steps, the last of which sees 200 samples again: 52.1% of what is computed" in words
+    found = json.loads(shown(capsys, *given, "--batch-size", "500", "--json"))
+    assert found["useful_tokens_per_second"] == pytest.approx(0.625 * found["tokens_per_second"])
+    assert found["data"]["useful"] == 0.625 and found["data"]["steps"] == 2
+    without = shown(capsys, *given[:-2])
+    assert "useful/s" not in without and "padding" not in without
+
+
+def test_an_estimate_asks_for_no_more_samples_than_the_data_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    few = tmp_path / "few.json"
+    Store(tmp_path / "unused.sqlite").export(few, to_rows(DataProfile(12, (512,), 512, has_padding=True), "few.jsonl"))
+    given = ("estimate", "--model", "gpt2", "--cluster", "4 A100", "--plan", "dp=4", "--data", str(few))
+    assert ", 12 samples of 512 tokens" in shown(capsys, *given)
+    error = refused(capsys, *given, "--seq-len", "1024")
+    assert f"option seq_len = 1024: '{few}' is about samples that were cut at 512 tokens" in error and "→" in error
+
+
 def test_a_profile_of_devices_is_no_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "devices.json"
     Store(tmp_path / "unused.sqlite").export(path, [Row("memory", {"device": "A100", "size": 8}, 1e12, "today")])
-    error = refused(capsys, "plan", *GPT2, "--cluster", "4 A100", "--data", str(path))
-    assert "is a profile of devices, not of data" in error and "phalanx profile --data DATA --out FILE" in error
+    for verb in (("plan",), ("estimate", "--plan", "dp=4")):
+        error = refused(capsys, *verb, *GPT2, "--cluster", "4 A100", "--data", str(path))
+        assert "is a profile of devices, not of data" in error and "phalanx profile --data DATA --out FILE" in error
 
 
 def run_row(**given: object) -> str:
