@@ -1,6 +1,6 @@
-"""`phalanx plan --data` and `phalanx estimate --data`: what a batch of this data is worth, from the data itself or from
-a file of `phalanx profile --data … --out`; and a range of batches, of which the one is taken that gets through the data
-fastest.
+"""`phalanx plan --data` and `phalanx estimate --data`: what a batch of this data is worth, from the data itself or a
+profile of it, which is kept in the store or lies in a file of `phalanx profile --data … --out`; and a range of batches,
+of which the one is taken that gets through the data fastest.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import typer
+
 from phalanx.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from phalanx.planning.data_use import DataUse
     from phalanx.planning.search import Found
     from phalanx.profile.data import DataProfile
+    from phalanx.profile.kept_data import Known
 
 
 class Range(NamedTuple):
@@ -49,7 +52,10 @@ def read_data(data: Sequence[str], model: str, task: str | None, seq_len: int | 
     name = " + ".join(data)
     found = _stored(data[0], seq_len) if len(data) == 1 and data[0].endswith(".json") else None
     if found is None:
-        found = look_at(data, model, task, seq_len)[1]
+        known, is_new = look_at(data, model, task, seq_len, lambda text: typer.echo(text, err=True))
+        found = known.profile
+        if not is_new:
+            typer.echo(f"{name} as looked at {known.made}; `phalanx profile --data … --fresh` looks again", err=True)
     tokens = seq_len or found.tokens
     if not found.has_padding:
         return DataUse(name, found.samples, tokens, 0.0)
@@ -59,15 +65,11 @@ def read_data(data: Sequence[str], model: str, task: str | None, seq_len: int | 
 
 def _stored(path: str, seq_len: int | None) -> DataProfile | None:
     """None where the file is data by itself."""
-    from phalanx.profile.data import from_rows, is_profile
-    from phalanx.profile.store import read_profile
+    from phalanx.profile.data import is_profile
 
     if not is_profile(Path(path)):
         return None
-    found = from_rows(read_profile(Path(path)))
-    if found is None:
-        message = f"option data = '{path}' is a profile of devices, not of data"
-        raise ConfigError(message, "write one with `phalanx profile --data DATA --out FILE`")
+    found = _only_profile(path)
     if found.has_padding and seq_len is not None and seq_len > found.tokens == found.lengths[-1]:
         message = f"option seq_len = {seq_len}: '{path}' is about samples that were cut at {found.tokens} tokens"
         raise ConfigError(
@@ -76,16 +78,40 @@ def _stored(path: str, seq_len: int | None) -> DataProfile | None:
     return found
 
 
-def look_at(data: Sequence[str], model: str, task: str | None, seq_len: int | None) -> tuple[str, DataProfile]:
-    """What a run would see of it, in words and in lengths."""
+def _only_profile(path: str) -> DataProfile:
+    from phalanx.profile.data import by_profile, from_rows
+    from phalanx.profile.store import read_profile
+
+    every, hint = by_profile(read_profile(Path(path))), "write one with `phalanx profile --data DATA --out FILE`"
+    if not every:
+        raise ConfigError(f"option data = '{path}' is a profile of devices, not of data", hint)
+    if len(every) > 1:
+        names = ", ".join(sorted({str(rows[0].key.get("data")) for rows in every}))
+        message = f"option data = '{path}' holds {len(every)} profiles of data: {names}"
+        raise ConfigError(message, f"name the data itself (`phalanx profile --import {path}` keeps all), or {hint}")
+    if (found := from_rows(every[0])) is None:
+        raise ConfigError(f"option data = '{path}' is damaged: what it says of lengths is not all there", hint)
+    return found
+
+
+def look_at(
+    data: Sequence[str], model: str, task: str | None, seq_len: int | None, say: Callable[[str], None],
+    fresh: bool = False,
+) -> tuple[Known, bool]:  # fmt: skip
+    """What a run would see of it, and whether that was found out now. fresh: look again."""
     from phalanx.config import AUTO, RunConfig
-    from phalanx.prepare.prepare import training_data
-    from phalanx.profile.data import profile_data
+    from phalanx.profile.kept_data import KeptData
 
     given: dict[str, Any] = {"model": model, "data": tuple(data), "task": task, "seq_len": seq_len}
     config = RunConfig.create(plan=AUTO, **{name: value for name, value in given.items() if value is not None})
-    batches = training_data(config)
-    return batches.describe(), profile_data(batches)
+    kept = KeptData(config, say)
+    known = kept.get()
+    if known is not None and not fresh:
+        return known, False
+    from phalanx.prepare.prepare import training_data
+    from phalanx.profile.data import profile_data
+
+    return kept.put(profile_data(training_data(config))), True
 
 
 class Looked(NamedTuple):

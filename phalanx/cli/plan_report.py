@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.models import PIPED_WIDTH
 from phalanx.observe.format import bytes_text, number_text, seconds_text
+from phalanx.planning.data_use import WORTH_SAYING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +67,7 @@ def data_sentence(case: Case) -> str:
     words = f"data: {data.name}, {there}; {data.padding:.1%} of the tokens of a batch are padding"
     if data.cut:
         words += f", {data.cut:.1%} of the data's are cut off"
-    if data.best_tokens and data.best_padding + data.best_cut < data.padding + data.cut - 0.005:
+    if data.best_tokens and data.best_padding + data.best_cut < data.padding + data.cut - WORTH_SAYING:
         words += f"; --seq-len {data.best_tokens} would waste least ({data.best_padding:.1%} and {data.best_cut:.1%})"
     if (steps := data.steps(batch)) is not None:
         repeated = data.repeated(batch)

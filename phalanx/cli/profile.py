@@ -3,7 +3,7 @@ is kept for planning."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phalanx.planning.rates import Rates
     from phalanx.profile.data import DataProfile
     from phalanx.profile.model import Outcome, Subject
-    from phalanx.profile.store import Store
+    from phalanx.profile.store import Row, Store
 
 DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("bfloat16", "float16", "float32", "float64")
 
@@ -56,17 +56,18 @@ def profile(
     seconds: Annotated[
         float | None, typer.Option(min=0, help="that measuring blocks may take; another call goes on (default: 60)")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="measure again what was measured before")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="measure, or look, again")] = False,
     take: Annotated[Path | None, typer.Option("--import", help="take over the measurements in this .json file")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="write what is known of this device, or of the data, to this .json file")
+        Path | None,
+        typer.Option(help="write what is known of this device and of data, or of this data, to this .json file"),
     ] = None,
 ) -> None:
     """Measure this machine's devices and a model's blocks for planning, or look at data."""
     of_blocks = {"tiny": tiny or None, "degrees": degrees, "samples": samples, "seconds": seconds}
     if data:
         _refuse(of_blocks, "data is looked at")
-        _look_at_data(data, model or "phalanx-demo", task, seq_len, out)
+        _look_at_data(data, model or "phalanx-demo", task, seq_len, fresh, out)
         return
     if model is None:
         _refuse({**of_blocks, "task": task, "seq_len": seq_len}, "no model is named")
@@ -182,12 +183,19 @@ def _print_blocks(store: Store, subject: Subject, found: Outcome) -> None:
 
 
 def _export(store: Store, device: str, out: Path) -> None:
+    from phalanx.profile.data import by_profile
     from phalanx.profile.hardware import device_name
 
-    name = device_name(_here(device, None, 1)[0])
-    own = [row for row in store.rows() if row.key.get("device") == name]
-    store.export(out, own)
-    typer.echo(f"{len(own)} measurements written to {out}: plan with --profile {out}")
+    name, every = device_name(_here(device, None, 1)[0]), store.rows()
+    own = [row for row in every if row.key.get("device") == name]
+    data = by_profile(every)
+    store.export(out, [*own, *(row for rows in data for row in rows)])
+    typer.echo(f"{len(own)} measurements{_and_data(data)} written to {out}: plan with --profile {out}")
+
+
+def _and_data(profiles: Sequence[Sequence[Row]]) -> str:
+    count = len(profiles)
+    return f" and {count} profile{'s' * (count > 1)} of data" if count else ""
 
 
 def _take(store: Store, path: Path, device: str) -> None:
@@ -195,14 +203,16 @@ def _take(store: Store, path: Path, device: str) -> None:
     import torch
 
     from phalanx.launch.context import local_device
+    from phalanx.profile.data import KIND, by_profile
     from phalanx.profile.hardware import device_name
     from phalanx.profile.store import read_profile
 
     rows = read_profile(path)
+    own = [row for row in rows if row.kind != KIND]
     here = device_name(torch.device(local_device(device, 0)))
-    other = sorted({str(row.key.get("device")) for row in rows} - {here})
+    other = sorted({str(row.key.get("device")) for row in own} - {here})
     store.take(rows)
-    typer.echo(f"{len(rows)} measurements taken over from {path}")
+    typer.echo(f"{len(own)} measurements{_and_data(by_profile(rows))} taken over from {path}")
     if other:
         typer.echo(f"of other devices than the one here ({here}), and not used for it: {', '.join(other)}")
 
@@ -235,16 +245,22 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-def _look_at_data(data: list[str], model: str, task: str | None, seq_len: int | None, out: Path | None) -> None:
+def _look_at_data(
+    data: list[str], model: str, task: str | None, seq_len: int | None, fresh: bool, out: Path | None
+) -> None:
     from phalanx.cli.plan_data import look_at
-    from phalanx.profile.data import to_rows
     from phalanx.profile.store import Store, profiles_path
 
-    described, found = look_at(data, model, task, seq_len)
-    typer.echo(described)
+    name = " + ".join(data)
+    known, is_new = look_at(data, model, task, seq_len, lambda text: typer.echo(text, err=True), fresh)
+    found = known.profile
+    samples = "a stream" if found.samples is None else f"{found.samples:,} samples per epoch"
+    typer.echo(f"{name}, {found.tokens:,} token{'s' * (found.tokens > 1)} per sample, {samples}")
+    if not is_new:
+        typer.echo(f"as looked at {known.made}; --fresh looks again")
     _print_lengths(found)
     if out is not None:
-        Store(profiles_path()).export(out, to_rows(found, " + ".join(data)))
+        Store(profiles_path()).export(out, known.rows)
         typer.echo(f"written to {out}: plan with --data {out}")
 
 

@@ -251,13 +251,13 @@ def _files(item: str) -> list[Path]:
     if path.is_file():
         return [path]
     suffixes = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
-    found = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and _is_visible(file, path))
+    found = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and is_visible(file, path))
     if not found:
         raise DataError(f"folder {path} holds no text", f"put files there that end in {', '.join(suffixes)}")
     return found
 
 
-def _is_visible(file: Path, root: Path) -> bool:
+def is_visible(file: Path, root: Path) -> bool:
     # A dangling link stays in, to be reported as broken rather than overlooked.
     return not file.is_dir() and not any(part.startswith(".") for part in file.relative_to(root).parts)
 

@@ -181,6 +181,15 @@ def load_tokenizer(choice: str | None, folder: Path | None, vocab_size: int) -> 
     return tokenizer
 
 
+def identity_of(choice: str | None, folder: Path | None) -> str:
+    """The identity of what `load_tokenizer` would load, without loading it."""
+    if choice in BYTE_NAMES or (choice is None and (folder is None or not has_tokenizer(folder))):
+        return ByteTokenizer.identity
+    chosen = Path(choice) if choice is not None else folder
+    assert chosen is not None
+    return _digest(chosen)
+
+
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
 

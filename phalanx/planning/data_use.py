@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WORTH_SAYING = 0.005  # of what is computed or cut off: a length that wastes less by less is not worth a word
+
 
 @dataclass(frozen=True)
 class DataUse:

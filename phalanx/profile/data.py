@@ -6,9 +6,10 @@ padding at all; there any length will do.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 KIND = "samples of a length"
 LOOKED_AT = 512
+MOST_ALIKE = 10**6  # samples of one length: a row with more is damaged
 STEPS = 8  # lengths that are tried, up to the longest
 MULTIPLE = 8  # of tokens: devices are slow with other lengths
 
@@ -86,22 +88,39 @@ def profile_data(batches: Batches, most: int = LOOKED_AT) -> DataProfile:
     return DataProfile(batches.num_samples, tuple(sorted(max(1, own) for own in lengths)), tokens, mask is not None)
 
 
-def to_rows(found: DataProfile, name: str) -> list[Row]:
-    """As a profile is written: how many samples have which length."""
-    about = {"data": name, "samples": -1 if found.samples is None else found.samples, "tokens": found.tokens}
-    about["padded"] = int(found.has_padding)
-    counts = sorted(Counter(found.lengths).items())
-    return [Row(KIND, {**about, "size": length}, float(count), provenance()) for length, count in counts]
+def to_rows(found: DataProfile, name: str, about: Mapping[str, str | int] | None = None) -> list[Row]:
+    """As a profile is kept and written: how many samples have which length. about: what it depends on."""
+    samples = -1 if found.samples is None else found.samples
+    same: dict[str, str | int] = {
+        **(about or {}), "data": name, "samples": samples, "tokens": found.tokens, "padded": int(found.has_padding),
+        "looked_at": len(found.lengths),
+    }  # fmt: skip
+    counts, made = sorted(Counter(found.lengths).items()), provenance()
+    return [Row(KIND, {**same, "size": length}, float(count), made) for length, count in counts]
+
+
+def by_profile(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows that are about data, of each profile by themselves."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.kind == KIND:
+            same = json.dumps({name: value for name, value in row.key.items() if name != "size"}, sort_keys=True)
+            found.setdefault(same, []).append(row)
+    return list(found.values())
 
 
 def from_rows(rows: Sequence[Row]) -> DataProfile | None:
-    """None where they say nothing of data."""
+    """Of one profile. None where they say nothing of data, or not all."""
     own = [row for row in rows if row.kind == KIND]
     numbers = [[row.key.get(name) for name in ("size", "samples", "tokens", "padded")] for row in own]
     if not own or not all(isinstance(each, int) for row in numbers for each in row):
         return None
+    if not all(1 <= row.value <= MOST_ALIKE for row in own):
+        return None
     lengths = [int(row.key["size"]) for row in own for _ in range(int(row.value))]
-    if not lengths or min(lengths) < 1 or int(own[0].key["tokens"]) < 1:
+    if min(lengths) < 1 or int(own[0].key["tokens"]) < 1:
+        return None
+    if own[0].key.get("looked_at", len(lengths)) != len(lengths):
         return None
     samples = int(own[0].key["samples"])
     return DataProfile(

@@ -10,7 +10,7 @@ import json
 import platform
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -78,11 +78,16 @@ class Store:
             message = f"option out = '{path}' cannot be written: {error.strerror}"
             raise ConfigError(message, "name a file in a folder that exists and may be written to") from error
 
-    def take(self, rows: list[Row]) -> None:
-        self._write(rows)
+    def take(self, rows: list[Row], instead_of: Sequence[Row] = ()) -> None:
+        """All of them, or, where that fails, none."""
+        self._write(rows, instead_of)
 
-    def _write(self, rows: list[Row]) -> None:
+    def _write(self, rows: list[Row], instead_of: Sequence[Row] = ()) -> None:
         with self._opened() as database, database:
+            database.executemany(
+                "DELETE FROM measurements WHERE kind = ? AND key = ?",
+                [(row.kind, _text(row.key)) for row in instead_of],
+            )
             database.executemany(
                 "INSERT OR REPLACE INTO measurements VALUES (?, ?, ?, ?)",
                 [(row.kind, _text(row.key), row.value, row.made) for row in rows],

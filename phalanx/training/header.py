@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
+from phalanx.errors import PhalanxError
 from phalanx.observe.metrics import faster_in_half
 from phalanx.params.optimizer_groups import decays
 from phalanx.plan.plan import Plan
+from phalanx.planning.data_use import WORTH_SAYING
 from phalanx.prepare.budget import Fit
 from phalanx.prepare.prepare import Prepared
+from phalanx.profile.data import profile_data
+from phalanx.profile.kept_data import KeptData
 from phalanx.session.session import Session
+from phalanx.training.job import Job
 
 
 def header(
-    run: Prepared, config: RunConfig, session: Session, origin: str, fit: Fit, own_rate: bool = False
-) -> dict[str, Any]:
+    run: Prepared, config: RunConfig, session: Session, origin: str, fit: Fit, own_rate: bool = False,
+    padding: str = "",
+) -> dict[str, Any]:  # fmt: skip
     """What is trained, on what and how, with the reasons for whatever was derived. own_rate: the learning rate is a
-    function of the user's own."""
+    function of the user's own. padding: what `padding_text` says of the data."""
     counts = {name: math.prod(shape) for name, shape in run.captured.shapes.items()}
     trained = sum(counts[name] for name in run.trainable)
     rows: dict[str, Any] = {
@@ -30,6 +37,7 @@ def header(
         "parameters": f"{sum(counts.values()):,}, {trained:,} of them trained",
         "weights": origin,
         "data": run.batches.describe(),
+        **({"padding": padding} if padding else {}),
         "device": f"{run.device} ({run.reasons['device']}), segments compiled: {session.compiled.compiler.mode}",
         "dtype": _dtype_text(run, config, session),
         "plan": plan_text(run.plan, config.batch_size),
@@ -53,6 +61,25 @@ def header(
     for number, note in enumerate(run.captured.notes, start=1):
         rows[f"note {number}"] = note
     return rows
+
+
+def padding_text(run: Prepared, job: Job, say: Callable[[str], None]) -> str:
+    """What padding wastes of samples from files, by the profile of them that is kept, or by one that is made now and
+    kept; "" of other data. A store that cannot be used keeps no run from training."""
+    batches, config = run.batches, job.config
+    is_padded = batches.padding and not batches.adds_mask and batches.num_samples is not None
+    if not is_padded or run.task.modality != "text" or config.seq_len_at or not job.is_named:
+        return ""
+    try:
+        kept = KeptData(config, say)
+        profile = (kept.get() or kept.put(profile_data(batches))).profile
+    except PhalanxError:
+        return ""
+    now, best = profile.now, profile.best
+    words = f"{now.padding:.1%} of the tokens"
+    if best.waste < now.waste - WORTH_SAYING:
+        words += f"; --seq-len {best.tokens} would waste least ({best.padding:.1%} padding, {best.cut:.1%} cut off)"
+    return words
 
 
 def _dtype_text(run: Prepared, config: RunConfig, session: Session) -> str:

@@ -65,6 +65,12 @@ class Job:
     def folder(self) -> Path:
         return Path(self.config.out).expanduser()
 
+    @property
+    def is_named(self) -> bool:
+        """Whether model and data are what the options name, no objects of the caller's."""
+        items = self.data if isinstance(self.data, list | tuple) else [self.data]
+        return all(isinstance(item, str | Path) for item in (self.model, *items))
+
 
 def stop_file(folder: Path) -> Path:
     """While it is there, the run in this folder ends after the step that it is at."""

@@ -48,7 +48,7 @@ from phalanx.tasks.base import Batch
 from phalanx.training.changing import Changes
 from phalanx.training.folder import RunFolder
 from phalanx.training.generating import Generator
-from phalanx.training.header import header
+from phalanx.training.header import header, padding_text
 from phalanx.training.job import Job
 from phalanx.training.metrics import Metrics
 
@@ -102,7 +102,10 @@ class ReadyRank:
         if config.generate_every:
             self._open_generator()
         now = config.override(batch_size=self.changes.period.batch_size)
-        return header(run, now, self.session, origin, self.memory.fit, own_rate=job.lr_function is not None)
+        with self.phases.phase("data"):
+            padding = padding_text(run, job, say) if self.context.rank == 0 else ""
+        own_rate = job.lr_function is not None
+        return header(run, now, self.session, origin, self.memory.fit, own_rate, padding)
 
     def come_in(self, first_step: int, plan: str) -> None:
         """In the place of a rank that was lost: prepares what the others have; what they hold comes from them."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sqlite3
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from phalanx.planning.devices import DEVICES
 from phalanx.planning.rates import Rates, is_of, on_cluster, saturation
 from phalanx.prepare.here import planned_here
 from phalanx.profile import hardware
-from phalanx.profile.data import DataProfile, from_rows, is_profile, profile_data, to_rows
 from phalanx.profile.hardware import Question, key_of, measure, measure_on_rank, questions, rates_of
 from phalanx.profile.store import Row, Store, profiles_path, rates_from, read_profile
 
@@ -279,46 +277,3 @@ def test_a_plan_for_devices_that_were_measured_here_takes_what_was_measured(
         assert ("rates as measured here" in said.err) == (name == "here")
         seconds[name] = json.loads(said.out)["step_seconds"]
     assert seconds["here"] > 1000 * seconds["published"] and seconds["here"] > 1000 * seconds["other"]
-
-
-# Data.
-
-
-def test_lengths_and_what_padding_wastes() -> None:
-    mask = torch.zeros(4, 32, dtype=torch.int64)
-    for row, length in enumerate((8, 8, 8, 32)):
-        mask[row, :length] = 1
-    batches: Any = SimpleNamespace(
-        num_samples=4, batch=lambda first, count: {"input_ids": mask, "attention_mask": mask}
-    )
-    found = profile_data(batches)
-    assert found.lengths == (8, 8, 8, 32) and found.mean == 14 and found.share(0.5) == 8 and found.share(1.0) == 32
-    assert found.now.padding == pytest.approx(1 - 56 / 128) and found.now.cut == 0
-    assert [own.tokens for own in found.tried()] == [8, 16, 24, 32]
-    assert found.best.tokens == 8 and found.best.padding == 0 and found.best.cut == pytest.approx(24 / 56)
-
-
-def test_packed_data_has_no_padding() -> None:
-    ids = torch.zeros(2, 16, dtype=torch.int64)
-    batches: Any = SimpleNamespace(num_samples=None, batch=lambda first, count: {"input_ids": ids.repeat(count, 1)})
-    found = profile_data(batches, most=2)
-    assert found == DataProfile(None, (16, 16), 16, has_padding=False)
-
-
-def test_lengths_are_written_as_a_profile_and_read_back(tmp_path: Path) -> None:
-    found = DataProfile(None, (3, 3, 9), 16, has_padding=True)
-    path = tmp_path / "data.json"
-    Store(tmp_path / "store").export(path, to_rows(found, "chat"))
-    assert is_profile(path) and from_rows(read_profile(path)) == found
-    assert from_rows([]) is None and not is_profile(tmp_path / "nowhere")
-    wrong = [Row("samples of a length", {"size": "3", "samples": 1, "tokens": 4, "padded": 1}, 1.0, "")]
-    assert from_rows(wrong) is None
-
-
-def test_the_command_looks_at_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.txt").write_text("some words\n" * 100)
-    assert main(["profile", "--data", str(tmp_path / "text.txt"), "--seq-len", "16"]) == 0
-    assert "no padding: every sample has 16 tokens" in capsys.readouterr().out
-    out = tmp_path / "data.json"
-    assert main(["profile", "--data", str(tmp_path / "text.txt"), "--seq-len", "16", "--out", str(out)]) == 0
-    assert f"written to {out}: plan with --data {out}" in capsys.readouterr().out

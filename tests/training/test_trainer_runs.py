@@ -219,3 +219,30 @@ def test_images_are_counted_in_samples_not_tokens(tmp_path: Path):
     assert records(tmp_path, "step")[0]["unit"] == "samples"
     finish = records(tmp_path, "finish")[0]
     assert "samples_per_second" in finish and "tokens_per_second" not in finish
+
+
+def test_a_run_says_what_padding_wastes_and_keeps_that_for_planning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "chat.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "a" * 5, "completion": "b" * (n % 3)}) + "\n" for n in range(12)))
+    options: dict[str, Any] = {"steps": 1, "export": False, "seq_len": 32}
+    short_run(LLAMA, str(data), tmp_path / "run", **options)
+    said = records(tmp_path / "run", "start")[0]["header"]["padding"]
+    assert said == "78.1% of the tokens; --seq-len 8 would waste least (12.5% padding, 0.0% cut off)"
+    monkeypatch.setattr("phalanx.training.header.profile_data", lambda batches: pytest.fail("looked at again"))
+    short_run(LLAMA, str(data), tmp_path / "again", **options)
+    assert records(tmp_path / "again", "start")[0]["header"]["padding"] == said
+    short_run(LLAMA, "synthetic:8", tmp_path / "whole", **options)
+    assert "padding" not in records(tmp_path / "whole", "start")[0]["header"]
+
+
+def test_a_store_that_cannot_be_used_keeps_no_run_from_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    monkeypatch.setattr("phalanx.profile.kept_data.profiles_path", lambda: data / "profiles.sqlite")
+    short_run(LLAMA, str(data), tmp_path / "run", steps=1, export=False)
+    assert "padding" not in records(tmp_path / "run", "start")[0]["header"]
