@@ -18,6 +18,11 @@ class PhalanxError(Exception):
         self.message = message
         self.hint = hint
 
+    @property
+    def again(self) -> str:
+        """Where all ranks may begin anew after it: what each of them has to know of it. "" where the job is over."""
+        return ""
+
 
 class ConfigError(PhalanxError):
     """An option is unknown, malformed or contradicts another."""

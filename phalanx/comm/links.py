@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -53,6 +54,16 @@ class Traffic:
     bytes: int = 0
 
 
+_open: weakref.WeakSet[Links] = weakref.WeakSet()
+
+
+def abort_all(context: RankContext) -> None:
+    """Leaves all links of a rank's job at once, whoever made them."""
+    for links in list(_open):
+        if links.context.abort is context.abort:
+            links.abort()
+
+
 class Links:
     """All links of one rank in one generation. Close them when all is done, abort them when something failed.
 
@@ -71,6 +82,7 @@ class Links:
         self._lock = threading.Lock()
         self.deadline = Deadline(timeout, self._let_go)
         context.abort.listen(self._let_go)
+        _open.add(self)
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> Group:
         """The group of these ranks, made on the first call, which all of them must make in the same order."""

@@ -82,22 +82,32 @@ def run_joined(
     *arguments: Any,
     on_event: Callable[[str, Any], None] | None = None,
     silence: float = SILENCE,
+    begins_anew: bool = False,
 ) -> Any:
     """`target(context, *arguments)` on this rank, among others that do the same.
 
     When a rank fails, all end within seconds; rank 0 raises the error that names it, the others leave with exit code 1.
-    A rank that shows no sign of life for `silence` seconds of a step counts as lost.
+    A rank that shows no sign of life for `silence` seconds of a step counts as lost. begins_anew: after an error that
+    says so (`PhalanxError.again`), all ranks raise `BeginAnew` instead, and may join again.
     """
     context = dataclasses.replace(context, on_event=on_event)
-    with Joined(context, silence):
+    with Joined(context, silence, begins_anew):
         return target(context, *arguments)
+
+
+class BeginAnew(RankError):
+    """A rank failed in a way after which all may begin anew. text: what it said of that (`PhalanxError.again`)."""
+
+    def __init__(self, notice: Notice) -> None:
+        super().__init__(notice.message, notice.hint)
+        self.text = notice.again
 
 
 class Joined:
     """This rank among others that do the same, for as long as it is entered."""
 
-    def __init__(self, context: RankContext, silence: float = SILENCE) -> None:
-        self._context, self._monitor = context, Monitor(context, silence)
+    def __init__(self, context: RankContext, silence: float = SILENCE, begins_anew: bool = False) -> None:
+        self._context, self._monitor, self._begins_anew = context, Monitor(context, silence), begins_anew
 
     def __enter__(self) -> Joined:
         self._monitor.__enter__()
@@ -106,6 +116,9 @@ class Joined:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             self._part(error)
+        except BeginAnew:
+            self._context.abort.set("all ranks begin anew")  # also here, where it went wrong: whoever waits lets go
+            raise
         except BaseException as closing:
             _end_at_once(closing)
             raise
@@ -114,7 +127,10 @@ class Joined:
 
     def _part(self, error: BaseException | None) -> None:
         if isinstance(error, Exception):
-            raise _closing(self._context, self._monitor.tell(error), error) from error
+            notice = self._monitor.tell(error)
+            if notice.again and self._begins_anew:
+                raise BeginAnew(notice) from None
+            raise _closing(self._context, notice, error) from error
         self._monitor.finish()
         if error is not None:
             raise error  # Ctrl-C or SIGTERM: the launcher sends it to all

@@ -37,16 +37,19 @@ _SEARCH_SECONDS = 9.0  # for the others to find out who was lost: longer than th
 _PROMPT_SECONDS = 1.0  # in which a connection is taken over a link that is not slow
 _NO_STORE = "the store of this job does not answer: rank 0 or its launcher is gone or stands still"
 _LEAVE_SECONDS = 8.0  # for the main thread to come back after the abort event was set
+_ANEW_SECONDS = 600.0  # the same, where ranks begin anew: a compiler may be at work
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Why the job is over. `lost`: the rank is gone or silent, it did not say so itself."""
+    """Why the job is over. `lost`: the rank is gone or silent, it did not say so itself. `again`: what ranks have to
+    know that begin anew after it; "" where they do not."""
 
     rank: int
     message: str
     hint: str = ""
     lost: bool = False
+    again: str = ""
 
 
 @dataclass(frozen=True)
@@ -245,7 +248,7 @@ class Monitor:
     def _leave(self, notice: Notice) -> None:
         self._notice = notice
         self._context.abort.set(notice.message)
-        if self._ended.wait(_LEAVE_SECONDS):
+        if self._ended.wait(_ANEW_SECONDS if notice.again else _LEAVE_SECONDS):
             return
         if self._context.rank == 0 or (notice.rank == 0 and notice.lost):
             sys.stderr.write(f"error: {notice.message}\n" + (f"  → {notice.hint}\n" if notice.hint else ""))
@@ -266,4 +269,4 @@ def _notice(context: RankContext, error: Exception) -> Notice:
     hint = error.hint if isinstance(error, PhalanxError) else "PHALANX_DEBUG=1 shows the traceback"
     if not isinstance(error, LinkError):
         message = f"{context.name} failed {context.slot.read().where()}: {message}"
-    return Notice(context.rank, message, hint)
+    return Notice(context.rank, message, hint, again=error.again if isinstance(error, PhalanxError) else "")

@@ -2,16 +2,24 @@
 
 A rank on which memory runs out before its first step is over ends the attempt on all ranks, since they wait for each
 other. Whoever started them begins anew, and the search then has less memory to plan with: less than the estimate of the
-plan that did not fit. Ranks of a launcher run one job, which ends instead.
+plan that did not fit. Ranks of a launcher hear of it from each other and begin anew in their processes.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
+from phalanx.comm.links import abort_all
 from phalanx.errors import PhalanxError
+from phalanx.launch.context import RankContext
+from phalanx.launch.join import BeginAnew, run_joined
+from phalanx.records import read_record
 
 if TYPE_CHECKING:
     from phalanx.training.job import Job
@@ -28,6 +36,16 @@ class DoesNotFit(PhalanxError):
     def __init__(self, message: str, hint: str = "", plan: str = "", share: float | None = None) -> None:
         super().__init__(message, hint)
         self.plan, self.share = plan, share
+
+    @property
+    def again(self) -> str:
+        return "" if self.share is None else json.dumps([self.message, self.hint, self.plan, self.share])
+
+    @staticmethod
+    def told(text: str) -> DoesNotFit:
+        """On another rank, from what `again` says."""
+        message, hint, plan, share = read_record(tuple[str, str, str, float], text)
+        return DoesNotFit(message, hint, plan, share)
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,26 @@ def with_plans_that_fit(job: Job, run: Callable[[Job], T], say: Callable[[str], 
             if error.share is None:
                 raise
             tried = job.tried.then(error)
+        _release()
         say(f"plan {tried.plans[-1]} did not fit, and gives way to one that needs less: {tried.message}")
         job = replace(job, tried=tried)
     return run(job)
+
+
+def _release() -> None:
+    """What an attempt in this process held on the device may hang together in circles."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def run_joined_fitting(context: RankContext, fit: Callable[[RankContext, Job], T], job: Job) -> T:
+    """A job on this rank, among others of a launcher; where memory does not suffice on one of them, that is raised on
+    all, as long as there may be other plans."""
+    begins_anew = len(job.tried.plans) < MOST_OTHERS
+    try:
+        return run_joined(context, fit, job, silence=job.config.silence, begins_anew=begins_anew)
+    except BeginAnew as anew:
+        abort_all(context)
+        text = anew.text
+    raise DoesNotFit.told(text)

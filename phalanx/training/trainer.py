@@ -6,9 +6,10 @@ started them and this process is one. What a rank does is in `loop.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from phalanx.params.groups import ParameterGroup
 from phalanx.params.lr_schedule import LrFunction, MakeScheduler, ScheduledRate, require_no_schedule
 from phalanx.params.optimizer_instance import ReadOptimizer, read_optimizer
 from phalanx.plan.plan import Plan
-from phalanx.prepare.did_not_fit import with_plans_that_fit
+from phalanx.prepare.did_not_fit import DoesNotFit, run_joined_fitting, with_plans_that_fit
 from phalanx.prepare.early import require_usable
 from phalanx.prepare.prepare import Collate
 from phalanx.prepare.read_model import choose_num_ranks
@@ -167,7 +168,7 @@ class Trainer:
         if context is not None:
             early.drop()
             self._refuse_several_jobs()
-            return run_joined(context, self._fit_here, silence=self.config.silence)
+            return self._fit_joined(context)
         refuse_second_run(self.folder)
         ranks = choose_num_ranks(self.config)
         if ranks == 1:
@@ -179,6 +180,22 @@ class Trainer:
         with WorkerPool(ranks, device=device, silence=self.config.silence) as pool:
             self._try_out(lambda job: _run(pool, job))
             return self._fitting(lambda job: _run(pool, job, lambda hook, given: self._on_event(hook, *given)))
+
+    def _fit_joined(self, first: RankContext) -> Summary:
+        """As one of the ranks that a launcher started. Where the plan gives way, they join once more: with keys of
+        their own for each attempt."""
+        waiting = [first]
+
+        def run(job: Job) -> Summary:
+            context = waiting.pop() if waiting else join(self.config.device, folder=self.folder)
+            assert context is not None
+            try:
+                return run_joined_fitting(context, self._fit_here, job)
+            except DoesNotFit:
+                self.loop = None  # and with it what the attempt held
+                raise
+
+        return with_plans_that_fit(self.job, run, self._say if first.rank == 0 else _unsaid)
 
     def _fit_guarded(self, one_machine: bool) -> Summary:
         """Ranks that may be lost, where a launcher would end the job with them."""
@@ -195,7 +212,8 @@ class Trainer:
 
         def run(pool: WorkerPool) -> Summary | None:
             if not one_machine:  # other machines' supervisors have begun the same job
-                return _run(pool, self.job, on_event)
+                with _only_plan():
+                    return _run(pool, self.job, on_event)
             return self._fitting(lambda job: _run(pool, job, on_event))
 
         def follow(follower: Follower) -> list[Summary]:
@@ -252,6 +270,19 @@ class Trainer:
         """The user's own module gets the trained values."""
         if isinstance(self.job.model, nn.Module):
             fill(self.job.model, saved, self.config.lora)
+
+
+@contextlib.contextmanager
+def _only_plan() -> Iterator[None]:
+    """Where a plan that does not fit ends the run: what to do then."""
+    try:
+        yield
+    except DoesNotFit as error:
+        if error.share is None:
+            raise
+        hint = "on several machines, ranks that may be lost (on_loss) do not take another plan by themselves: give one "
+        hint += "that needs less (--plan), or let the search plan with less (--memory), and start again"
+        raise DoesNotFit(error.message, f"{hint}; {error.hint}" if error.hint else hint, error.plan) from None
 
 
 def _run(pool: WorkerPool, job: Job, on_event: Callable[[str, Any], None] | None = None) -> Any:
@@ -321,6 +352,10 @@ def _rate(config: RunConfig, lr_function: LrFunction | None, scheduler: MakeSche
         return None
     require_no_schedule(config, "scheduler" if scheduler else "lr_function")
     return lr_function or ScheduledRate(scheduler, config.lr)  # pyright: ignore[reportArgumentType]
+
+
+def _unsaid(text: str) -> None:
+    """Where ranks other than 0 say things."""
 
 
 def _nobody(hook: str, *arguments: Any) -> None:

@@ -18,10 +18,12 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.plan.plan import Plan
+from phalanx.prepare.did_not_fit import DoesNotFit
 from phalanx.training import trainer
 from tests.children import Popen, environment
 from tests.faults.ranks import fit
-from tests.run_helpers import SHORT, losses, records, short_run
+from tests.run_helpers import SHORT, NoDecay, losses, records, short_run
 
 ROOT = Path(__file__).parents[2]
 DATA = "synthetic:7"
@@ -129,6 +131,63 @@ def test_a_plan_for_more_ranks_than_the_launcher_started_is_refused_by_rank_0(tm
         "  → use pp=1 or 2, or start a number of ranks that 4 divides",
     ]
     assert second == ""
+
+
+# Plans that do not fit after all. Greedy says on which rank that is: on whichever comes first.
+
+GREEDY = {"plan": "auto", "optimizer": "tests.greedy.Greedy", "progress": "plain", "steps": 2}
+
+
+def greedy(monkeypatch: pytest.MonkeyPatch, folder: Path, when: str, times: int) -> None:
+    folder.mkdir()
+    monkeypatch.setenv("TEST_GREEDY", f"{folder},{when},{times}")
+
+
+@pytest.mark.parametrize("when", ["state", "step"])
+def test_under_torchrun_a_plan_for_which_one_rank_lacks_memory_gives_way_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    greedy(monkeypatch, tmp_path / "greedy", when, 1)
+    process = torchrun(tmp_path / "run", **GREEDY)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    record = records(tmp_path / "run", "plan")[-1]
+    (first,) = record["did_not_fit"]
+    assert Plan.parse(record["plan"]) != Plan.parse(first) and record["reason"].endswith(f"; {first} did not fit")
+    assert out.count(f"plan {first} did not fit, and gives way to one that needs less: ") == 1  # rank 0 says it for all
+    short_run("gpt2", DATA, tmp_path / "plain", **OPTIONS, plan="simple", steps=2, optimizer_class=NoDecay)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+
+
+@pytest.mark.long
+def test_under_slurm_ranks_begin_anew_as_often_as_plans_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy(monkeypatch, tmp_path / "greedy", "step", 3)  # of which both ranks may have one in the same attempt
+    ranks = slurm(3, tmp_path / "run", **GREEDY)
+    (out, first), (silent, second) = (process.communicate(timeout=200) for process in ranks)
+    assert [process.returncode for process in ranks] == [0, 0], (first, second)
+    others = out.count("did not fit, and gives way to one that needs less: ")
+    assert others in (2, 3) and silent == ""
+    assert len(records(tmp_path / "run", "plan")[-1]["did_not_fit"]) == others
+
+
+def test_under_a_launcher_a_plan_that_was_given_does_not_give_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy(monkeypatch, tmp_path / "greedy", "step", 1)
+    ranks = slurm(4, tmp_path / "run", **{**GREEDY, "plan": "dp=2"})
+    (_, first), (_, second) = (process.communicate(timeout=150) for process in ranks)
+    assert [process.returncode for process in ranks] == [2, 1], (first, second)
+    assert first.count("error:") == 1 and "does not fit in the memory of cpu" in first
+    assert "error:" not in second  # torch may warn there of the store that went with rank 0
+
+
+def test_ranks_that_may_be_lost_on_several_machines_say_what_to_do_where_their_plan_does_not_fit() -> None:
+    with pytest.raises(DoesNotFit, match="dp=2 needs more") as caught, trainer._only_plan():
+        raise DoesNotFit("dp=2 needs more", "recompute=block", "dp=2", share=0.9)
+    assert "on several machines, ranks that may be lost (on_loss) do not take another plan" in caught.value.hint
+    assert caught.value.hint.endswith("(--memory), and start again; recompute=block") and caught.value.share is None
 
 
 @pytest.fixture

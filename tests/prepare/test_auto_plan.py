@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +25,7 @@ from phalanx.prepare.here import RankDevice, cluster_of, known_device
 from phalanx.training.job import Job
 from phalanx.training.trials import STEPS, with_fastest
 from tests.captured import named
+from tests.greedy import Greedy
 from tests.run_helpers import NoDecay, losses, records, short_run
 
 MODEL, DATA = "phalanx-demo", "synthetic:8"
@@ -309,28 +308,6 @@ def test_a_run_that_was_tried_out_trains_as_if_it_had_not(tmp_path: Path) -> Non
 
 
 # Plans that do not fit after all.
-
-
-class Greedy(NoDecay):
-    """Memory runs out on one of the ranks, in the moments that the environment names, as often as it says."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        if sum(own.numel() for group in self.param_groups for own in group["params"]) > 1000:  # else it is looked at
-            _run_out("state")
-
-    def step(self, closure: Any = None) -> None:
-        if sum(own.numel() for group in self.param_groups for own in group["params"]) > 1000:
-            _run_out("step")
-        super().step()
-
-
-def _run_out(moment: str) -> None:
-    """Whoever makes one of the files first."""
-    folder, when, times = os.environ["TEST_GREEDY"].split(",")
-    for number in range(int(times) if when == moment else 0):
-        with contextlib.suppress(FileExistsError), (Path(folder) / f"greedy-{number}").open("x"):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def greedy(monkeypatch: pytest.MonkeyPatch, folder: Path, when: str, times: int) -> None:

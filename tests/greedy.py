@@ -1,0 +1,34 @@
+"""An optimizer for which memory does not suffice, for tests of plans that give way to others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.run_helpers import NoDecay
+
+
+class Greedy(NoDecay):
+    """Memory runs out on one of the ranks, in the moments that the environment names, as often as it says."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        if sum(own.numel() for group in self.param_groups for own in group["params"]) > 1000:  # else it is looked at
+            _run_out("state")
+
+    def step(self, closure: Any = None) -> None:
+        if sum(own.numel() for group in self.param_groups for own in group["params"]) > 1000:
+            _run_out("step")
+        super().step()
+
+
+def _run_out(moment: str) -> None:
+    """Whoever makes one of the files first."""
+    folder, when, times = os.environ["TEST_GREEDY"].split(",")
+    for number in range(int(times) if when == moment else 0):
+        with contextlib.suppress(FileExistsError), (Path(folder) / f"greedy-{number}").open("x"):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
