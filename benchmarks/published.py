@@ -21,15 +21,17 @@ from typing import Any
 import numpy as np
 import plot
 import report
+from layer_times import far_below, layer_of, layer_times
 
 from phalanx.planning.calibrate import fit, fit_memory, step_seconds
-from phalanx.planning.cost import Software
+from phalanx.planning.cost import MEETING, Software
 from phalanx.planning.estimate import estimate
 from phalanx.planning.runs import Run, read_runs
 
 MOST = 160  # runs of a group that are fitted to
 FEW = 40  # of every group, for the fit that those with fewer begin with
 Judged = tuple[Run, Software]
+Told = tuple[float, float, Run]  # seconds that were predicted and measured
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -95,13 +97,10 @@ def some(runs: Sequence[Run], most: int) -> list[Run]:
 
 
 def figures(judged: Sequence[Judged]) -> dict[str, Any]:
-    both = [(step_seconds(run, software), run.seconds) for run, software in judged if run.seconds is not None]
-    sweeps: dict[object, list[tuple[float, float]]] = defaultdict(list)
-    for run, software in judged:
-        if run.seconds is not None:
-            key = (run.source, run.model, run.cluster.world, run.batch, run.work.tokens)
-            sweeps[key].append((step_seconds(run, software), run.seconds))
-    many = [sweep for sweep in sweeps.values() if len(sweep) >= 5]
+    told = [(step_seconds(run, software), run.seconds, run) for run, software in judged if run.seconds is not None]
+    both = [(predicted, took) for predicted, took, _ in told]
+    whole = sweeps_of(told)
+    many = [[(predicted, took) for predicted, took, _ in sweep] for sweep in whole]
     memory = [(fits(run, software), run.seconds is not None) for run, software in judged]
     decided = any(not ran for _, ran in memory)
     return {
@@ -114,7 +113,46 @@ def figures(judged: Sequence[Judged]) -> dict[str, Any]:
         "top_3_regret": mean(regret(sweep, 3) for sweep in many) if many else None,
         "memory_runs": len(memory) if decided else 0,
         "memory_right": mean(told == ran for told, ran in memory) if decided else None,
+    } | odd_layers([run for run, _ in judged], whole)
+
+
+def sweeps_of(told: Sequence[Told]) -> list[list[Told]]:
+    """Five or more runs of one model, batch and cluster."""
+    found: dict[object, list[Told]] = defaultdict(list)
+    for each in told:
+        run = each[2]
+        found[run.source, run.model, run.cluster.world, run.batch, run.work.tokens].append(each)
+    return [sweep for sweep in found.values() if len(sweep) >= 5]
+
+
+def odd_layers(runs: Sequence[Run], sweeps: Sequence[Sequence[Told]]) -> dict[str, Any]:
+    """What layers whose times lie far below their neighbours' have to do with choosing; nothing where there are none.
+
+    with, without: regrets of the sweeps whose best plan has such a layer, and of the others. left_out: of all sweeps,
+    without the runs that have one."""
+    times = layer_times(runs)
+    odd = far_below(times)
+    if not odd or not sweeps:
+        return {}
+    is_odd = [layer_of(min(sweep, key=lambda own: own[1])[2]) in odd for sweep in sweeps]
+    kept = [[own for own in sweep if layer_of(own[2]) not in odd] for sweep in sweeps]
+    parts = {
+        "with": [sweep for sweep, own in zip(sweeps, is_odd, strict=True) if own],
+        "without": [sweep for sweep, own in zip(sweeps, is_odd, strict=True) if not own],
+        "left_out": [sweep for sweep in kept if sweep],
     }
+    shown = [{**layer._asdict(), "share": share, "seconds": times[layer]} for layer, share in sorted(odd.items())]
+    return {
+        "odd_layers": {
+            "of": len(times), "layers": shown, "best": sum(is_odd), "exponent": MEETING,
+            **{name: _regrets(part) for name, part in parts.items()},
+        }
+    }  # fmt: skip
+
+
+def _regrets(sweeps: Sequence[Sequence[Told]]) -> dict[str, float | None]:
+    pairs = [[(predicted, took) for predicted, took, _ in sweep] for sweep in sweeps]
+    return {f"top_{count}_regret": mean(regret(sweep, count) for sweep in pairs) if pairs else None for count in (1, 3)}
 
 
 def fits(run: Run, software: Software) -> bool:

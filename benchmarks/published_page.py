@@ -24,13 +24,7 @@ predicted best is, and the best of three. *memory*: of runs and failures, those 
 """
 REST = """## What is left of the errors
 
-vTrain's steps on one node grow by the same time with every layer, and a layer of one width, `tp` and number of samples
-takes the same in all of them. Of these 32 times, two lie far below their neighbours: a layer of width 1024 over two
-ranks takes less for four samples than for two, and one of width 2048 over four ranks less for two than for one. No
-formula of sizes tells that. One of the two is in the best plan of 27 of the 72 sweeps, and much of *top 1* and
-*top 3* there is theirs.
-
-Two things were chosen with all of vTrain's runs in sight: how sharply a device passes from waiting for its host to
+{odd}Two things were chosen with all of vTrain's runs in sight: how sharply a device passes from waiting for its host to
 computing, and that softmax which is not fused starts as many kernels again as a unit. What is fitted is fitted to the
 other half alone.
 
@@ -51,6 +45,17 @@ NAMES = {
     "mosaicml/llm-foundry": "llm-foundry",
     "pytorch/torchtitan": "torchtitan",
 }
+ODD = """{name}: steps grow by the same time with every layer, and a layer of one width, `tp` and number of samples
+takes the same in all of them. Of these {of} times, some lie far below their neighbours (under three quarters of what
+half and twice the samples take, in the geometric mean), which no formula of sizes tells:
+
+{layers}
+
+The best plan of {best} of the {sweeps} sweeps has such a layer. There *top 1* is {with_1} and *top 3* {with_3}, in the
+others {without_1} and {without_3} (where ranks meet, with n = {exponent:g}): {part} of *top 1* comes from these sweeps.
+Of all sweeps without the runs that have such a layer, it is {left_1}, and *top 3* {left_3}.
+
+"""
 HEADERS = ["", "runs", "error", "rank", "top 1", "top 3", "memory"]
 
 
@@ -64,7 +69,7 @@ def page(folder: Path = RESULTS) -> str:
         "",
         report.markdown(HEADERS, [_cells(row) for row in data["results"]]),
         "",
-        REST,
+        REST.format(odd="".join(_odd(row) for row in data["results"] if "odd_layers" in row)),
         "## What is left out",
         "",
         report.markdown(["rows", "why"], [[str(count), reason] for reason, count in left_out.items()]),
@@ -74,15 +79,45 @@ def page(folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _odd(row: dict[str, Any]) -> str:
+    """What layers with odd times have to do with what choosing costs."""
+    odd, sweeps = row["odd_layers"], row["sweeps"]
+
+    def text(part: str, count: int) -> str:
+        value = odd[part][f"top_{count}_regret"]
+        return "nothing" if value is None else f"{value:.1%}".replace("%", " %")
+
+    layers = report.markdown(
+        ["width", "ranks", "samples", "a layer takes", "of what its neighbours say"],
+        [
+            [*(str(own[name]) for name in ("width", "tp", "samples")), f"{1e3 * own['seconds']:.1f} ms",
+             f"{own['share']:.0%}".replace("%", " %")]
+            for own in odd["layers"]
+        ],
+    )  # fmt: skip
+    theirs = (odd["with"]["top_1_regret"] or 0.0) * odd["best"] / sweeps
+    part = f"{theirs / row['top_1_regret']:.0%}".replace("%", " %") if row["top_1_regret"] else "nothing"
+    return ODD.format(
+        name=_name(row), of=odd["of"], exponent=odd["exponent"], layers=layers, best=odd["best"], sweeps=sweeps,
+        with_1=text("with", 1), with_3=text("with", 3), without_1=text("without", 1), without_3=text("without", 3),
+        left_1=text("left_out", 1), left_3=text("left_out", 3), part=part,
+    )  # fmt: skip
+
+
+def _name(row: dict[str, Any]) -> str:
+    publisher, comma, rest = row["group"].partition(",")
+    return f"{NAMES.get(publisher, publisher)}{comma}{rest}, {row['device']}"
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     def text(name: str, form: str) -> str:
         return format(row[name], form).replace("%", " %") if row[name] is not None else ""
 
     memory = f"{text('memory_right', '.1%')} of {row['memory_runs']}" if row["memory_runs"] else ""
     shares = [text(name, ".1%") for name in ("top_1_regret", "top_3_regret")]
-    publisher, comma, rest = row["group"].partition(",")
-    cells = [str(row["runs"]), text("error", ".1%"), text("rank_correlation", ".2f"), *shares, memory]
-    return [f"{NAMES.get(publisher, publisher)}{comma}{rest}, {row['device']}", *cells]
+    return [
+        _name(row), str(row["runs"]), text("error", ".1%"), text("rank_correlation", ".2f"), *shares, memory
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

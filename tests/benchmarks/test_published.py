@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import sys
 from pathlib import Path
 
@@ -51,6 +52,26 @@ def test_one_model_tells_the_steps_of_another_and_the_page_shows_how_well(tmp_pa
     assert top_1 == 0
     assert "Of 13 rows, 12 say enough." in page
     assert "| 1 | no measured time |" in page
+
+
+def test_what_layers_with_odd_times_cost_a_choice_is_computed(tmp_path: Path) -> None:
+    """A layer over two ranks that takes half of what it should for four samples is the best, and is not foreseen."""
+    rows: list[dict[str, str]] = []
+    for layers, tp, samples in itertools.product((12, 16, 24, 32), (1, 2), (1, 2, 4, 8)):
+        mesh = {"tp": str(tp), "pp": "1", "dp": str(8 // tp), "micro_batch": str(samples), "layers": str(layers)}
+        row = ROW | mesh | {"model": f"gpt-{layers}", "measured_iter_s": "1"}
+        seconds = step_seconds(read_run(row), Software()) * (0.3 if (tp, samples) == (2, 4) else 1.0)
+        rows.append(row | {"measured_iter_s": str(seconds)})
+    odd = published.odd_layers(
+        runs := [read_run(row) for row in rows],
+        published.sweeps_of([(step_seconds(run, Software()), run.seconds or 0.0, run) for run in runs]),
+    )["odd_layers"]
+    assert odd["of"] == 8 and odd["best"] == 4 and odd["exponent"] == 2.5
+    (layer,) = odd["layers"]
+    assert (layer["width"], layer["tp"], layer["samples"]) == (2048, 2, 4) and layer["share"] < 0.5
+    assert odd["with"]["top_1_regret"] > 0.5 and odd["without"]["top_1_regret"] is None
+    assert odd["left_out"] == {"top_1_regret": 0.0, "top_3_regret": 0.0}
+    assert published.odd_layers([run for run in runs if run.plan.tp == 1], []) == {}
 
 
 def test_a_table_that_is_not_there_is_said(tmp_path: Path) -> None:
