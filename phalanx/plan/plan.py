@@ -24,6 +24,8 @@ SCHEDULES = tuple(VIRTUAL_STAGES)
 AXES = ("pp", "dp", "tp")
 EXACT_SUM_BYTES = 16  # two numbers of float64 (`params/exact.py`)
 
+CHUNK = 1 << 25  # elements of state on the host that come to the device at once: with masters and two moments 400 MB
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from phalanx.plan.plan import Plan
+from phalanx.plan.plan import CHUNK, Plan
 from phalanx.planning.work import BlockWork, Kept, ModelWork
 
 HELD_BACK = 1.75  # of a micro-batch's activations, what waits for its weight gradients
 IN_V = 1.35  # times a micro-batch's activations, what one takes under ZB-V
 MOVING = 3  # layers whose activations are on the device while those of all lie on the host: leaving, at work, coming
+STAGED = 3  # parts of state that are on the device while all of it lies on the host: coming, updated, leaving
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "working")
 
 
@@ -217,8 +218,20 @@ def memory(
     held, working = max(moments, key=sum)
     held += sum(past_bytes(model.block(block), plan, samples) for block in blocks)
     largest = largest_of([model.block(block) for block in blocks])
-    state = state_widths(model, plan, gradient).state(parameters_of(model, blocks), largest)
-    return {**state, "activations": held, "working": working}
+    widths, parameters = state_widths(model, plan, gradient), parameters_of(model, blocks)
+    needed = {**widths.state(parameters, largest), "activations": held, "working": working}
+    updating = widths.total(parameters, Largest(0.0, 0.0)) + staged_bytes(model, plan, gradient)
+    return needed | {"working": working + max(0.0, updating - sum(needed.values()))}
+
+
+def staged_bytes(model: ModelWork, plan: Plan, gradient: float = 4.0) -> float:
+    """What comes from the host while the optimizer's state that lies there is updated on the device: in parts as large
+    as a layer, with gradients where parameters lie there too."""
+    if not plan.offload or not model.layers or plan.steps_on_host or not hosted_share(model, plan):
+        return 0.0
+    part = min(CHUNK, model.block(model.layers[0]).parameters / plan.tp / plan.shards)
+    beside = max(gradient, model.width) if fetched_share(model, plan) else 0.0
+    return STAGED * model.trained * (model.state_width + beside) * part
 
 
 def host_bytes(

@@ -6,10 +6,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from phalanx.plan.offload import ROUNDING, spread
-from phalanx.plan.plan import Plan
+from phalanx.plan.plan import CHUNK, Plan
 from phalanx.program.shape import ModelShape
-
-CHUNK = 1 << 25  # elements: with masters and two moments 400 MB
 
 
 def buckets_of(plan: Plan, shape: ModelShape, pp_index: int) -> tuple[int, ...]:
