@@ -74,16 +74,19 @@ def _described(blocks: Blocks, segments: Mapping[int, Segment]) -> list[_Probe]:
 
 
 def _describe(block: Block, segment: Segment) -> _Probe:
-    """What the segment keeps, by storage: views of one tensor are kept at the price of one, and this block's part of
-    the keys of dropout, which all blocks are given together, at its own."""
+    """What the segment keeps, by storage: views of one tensor are kept at the price of one, and this block's parts of
+    the keys of dropout, which all blocks are given together, at their own."""
     joint = segment.joint
     kept = {storage(node): node.meta["val"].untyped_storage().nbytes() for node in segment.saved}
     ports = tensor_ports(block)
     for port, node in zip(ports, joint.inputs, strict=True):
         if port.kind in RESIDENT:
             kept.pop(storage(node), None)
-        elif port.kind == "dropout" and storage(node) in kept:
-            kept[storage(node)] = node.meta["val"].nbytes
+    keys = [node for port, node in zip(ports, joint.inputs, strict=True) if port.kind == "dropout"]
+    saved_keys = [node for node in keys if node in segment.saved]
+    kept |= {storage(node): 0 for node in saved_keys}
+    for node in saved_keys:
+        kept[storage(node)] += node.meta["val"].nbytes
     places = {storage(node): port.name for port, node in zip(ports, joint.inputs, strict=True) if port.kind in _SHARED}
     places |= {storage(node): name for name, node in zip(block.outputs, joint.outputs, strict=True)}
     return _Probe(

@@ -144,7 +144,7 @@ def test_a_model_that_fits_nowhere_says_what_it_lacks_and_what_would_help(capsys
     error = refused(capsys, "plan", "--model", "meta-llama/Llama-3.1-405B", "--cluster", "8 H100")
     assert "meta-llama/Llama-3.1-405B does not fit on 1x8 H100: the leanest plan (tp=8" in error
     assert "lacks" in error and "optimizer" in error
-    assert "; main memory is missing, too: with tp=8" in error and "assumed where a cluster does not say" in error
+    assert "; main memory is missing, too: with dp=2,tp=4" in error and "assumed where a cluster does not say" in error
     assert "GiB of main memory or more, 8 times the nodes, devices with" in error
 
 

@@ -60,6 +60,16 @@ def test_measured_saved_bytes_are_what_is_kept_for_the_backward(name: str) -> No
     assert first.sizes(dims)[0] == 3 and first.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("name, keys", [("gpt2", "8*batch"), pytest.param("t5-small", "16*batch", marks=long)])
+def test_of_the_keys_of_dropout_a_block_keeps_its_own(name: str, keys: str) -> None:
+    """Of attention, which makes its decisions again; T5's decoder has two of it. All blocks' keys are one tensor."""
+    spec = resolve(name, tiny=True)
+    inputs = tasks.get(spec.task).inputs(spec.config)
+    captured = capture(spec, inputs, dtype=DTYPE, dropout=0.1, check=False, use_cache=False)
+    layers = [block.saved_bytes for block in measure(spec, captured, DTYPE).blocks][1:-1]
+    assert layers[-1].endswith(f"+ {keys}")
+
+
 class _Strided(nn.Module):
     """Halves the tokens, rounding up: no polynomial says how many are left."""
 
