@@ -143,7 +143,7 @@ def greedy(monkeypatch: pytest.MonkeyPatch, folder: Path, when: str, times: int)
     monkeypatch.setenv("TEST_GREEDY", f"{folder},{when},{times}")
 
 
-@pytest.mark.parametrize("when", ["state", "step"])
+@pytest.mark.parametrize("when", [pytest.param("state", marks=pytest.mark.long), "step"])
 def test_under_torchrun_a_plan_for_which_one_rank_lacks_memory_gives_way_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
