@@ -65,18 +65,16 @@ def _add(a: Part, b: Part, sign: int = 1) -> Part:
 
 def measure(layers: int) -> dict[str, Part]:
     began = now()
-    import phalanx.model.capture
-    import phalanx.prepare.prepare
-    import phalanx.training.loop
+    import phalanx.prepare.read_model
+    import phalanx.training.ready
     import phalanx.training.trainer
 
     imported = since(began)
     clock = Clock()
-    clock.watch(phalanx.training.loop, "prepare")
-    clock.watch(phalanx.prepare.prepare, "capture")
-    clock.watch(phalanx.model.capture, "self_check")
-    for name in ("open_weights", "load_buffers", "Rank"):
-        clock.watch(phalanx.training.loop, name)
+    for name in ("capture", "prove"):
+        clock.watch(phalanx.prepare.read_model, name)
+    for name in ("prepare", "open_weights", "load_buffers", "open_member"):
+        clock.watch(phalanx.training.ready, name)
     with tempfile.TemporaryDirectory() as folder:
         phalanx.training.trainer.train(
             _model(layers), "synthetic", callbacks=[clock], task="causal-lm", steps=STEPS, batch_size=SAMPLES,
@@ -87,12 +85,9 @@ def measure(layers: int) -> dict[str, Part]:
 
 def split(parts: dict[str, Part]) -> dict[str, Part]:
     """Each second counted once: what a function calls is taken from it."""
-    check = parts.get("self_check", (0.0, 0.0))
-    weights = _add(_add(parts["open_weights"], parts["load_buffers"]), parts["Rank"])
-    return {
-        "data and plan": _add(parts["prepare"], parts["capture"], -1), "capture": _add(parts["capture"], check, -1),
-        "check": check, "weights": weights,
-    }  # fmt: skip
+    weights = _add(_add(parts["open_weights"], parts["load_buffers"]), parts["open_member"])
+    rest = _add(_add(parts["prepare"], parts["capture"], -1), parts["prove"], -1)
+    return {"data and plan": rest, "capture": parts["capture"], "check": parts["prove"], "weights": weights}
 
 
 def _steps(steps: list[Part]) -> dict[str, Part]:
