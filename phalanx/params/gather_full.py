@@ -28,6 +28,13 @@ class _ToRoot:
             {0: links.channel(0, "f", "out")} if rank else {p: links.channel(p, "f", "in") for p in range(1, world)}
         )
 
+    def meet(self, device: torch.device) -> None:
+        """Until every rank is connected: one that has nothing to send or to wait for would leave while another still
+        connects to it, which would take that for a loss."""
+        token = torch.zeros(1, device=device)
+        for channel in self._channels.values():
+            (channel.send if channel.way == "out" else channel.recv)(token).wait("every rank to be connected")
+
     def send(self, peer: int, tensor: Tensor) -> Pending:
         return self._channels[peer].send(tensor)
 
@@ -54,4 +61,5 @@ def gather_full(
     local = {shard.name: data for shard, data in held}
     with Links(context, timeout=_TIMEOUT, name=name) as links:
         to_root = _ToRoot(links, context.rank, context.world)
+        to_root.meet(device)
         yield from gather_tensors(layout, local, rank=context.rank, transport=to_root, device=device)
