@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from phalanx.observe.format import bytes_text
-from phalanx.plan.lighter import Needs, lighter_plans
+from phalanx.plan.lighter import Needs, largest_batch, lighter_plans
 from phalanx.plan.mesh import Mesh
 from phalanx.plan.plan import Plan
 from phalanx.written import parse_bytes
@@ -75,24 +75,3 @@ def batch_line(plan: Plan, memory: str, predict: Callable[[int], Prediction]) ->
 def _needs(prediction: Prediction) -> Needs:
     timeline = prediction.timeline
     return Needs(max(timeline.peak_memory(rank) or 0 for rank in timeline.ranks), timeline.makespan)
-
-
-_MOST = 1 << 20  # samples
-
-
-def largest_batch(needs: Callable[[int], int], budget: int, multiple: int = 1) -> int | None:
-    """The largest multiple of `multiple` for which `needs` is at most `budget`; None if not even the first is. needs:
-    the bytes that a batch takes, which never fall as it grows."""
-    if needs(multiple) > budget:
-        return None
-    fits = 1  # so many multiples do
-    while fits * multiple < _MOST and needs(2 * fits * multiple) <= budget:
-        fits *= 2
-    too_many = 2 * fits
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if needs(middle * multiple) <= budget:
-            fits = middle
-        else:
-            too_many = middle
-    return fits * multiple

@@ -71,7 +71,8 @@ def checked_rate(function: LrFunction, step: int) -> float:
 
 
 class ScheduledRate:
-    """The learning rate that a scheduler gives to an optimizer whose rate is `lr`."""
+    """The learning rate that a scheduler gives to an optimizer whose rate is `lr`. It is run beside an optimizer that
+    trains nothing, so that the rate of any step can be asked for, and a run that goes on continues where it was."""
 
     def __init__(self, make: MakeScheduler, lr: float) -> None:
         self._make, self._lr = make, lr

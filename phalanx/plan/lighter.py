@@ -1,4 +1,5 @@
-"""Plans that need less memory than a given one on the same ranks: what could be changed, one or two things at a time.
+"""Plans that need less memory than a given one on the same ranks: what could be changed, one or two things at a time;
+and the largest batch that a plan has room for.
 
 Which of them fit, and what they cost, is asked of whoever can predict it. Plain data, no torch.
 """
@@ -18,6 +19,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.rules import divisors
 
 Change = dict[str, Any]
+_MOST_SAMPLES = 1 << 20  # that a batch is tried with
 
 
 class Needs(NamedTuple):
@@ -99,3 +101,21 @@ def _block_by_block(plan: Plan) -> Change:
         "schedule": "block-major", "v": v, "stages": balance([1.0] * num_blocks, plan.pp * v), "recompute": ("block",),
         "offload": words, "gather": "", "pairs": False,
     }  # fmt: skip
+
+
+def largest_batch(needs: Callable[[int], int], budget: int, multiple: int = 1) -> int | None:
+    """The largest multiple of `multiple` for which `needs` is at most `budget`; None if not even the first is. needs:
+    the bytes that a batch takes, which never fall as it grows."""
+    if needs(multiple) > budget:
+        return None
+    fits = 1  # so many multiples do
+    while fits * multiple < _MOST_SAMPLES and needs(2 * fits * multiple) <= budget:
+        fits *= 2
+    too_many = 2 * fits
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if needs(middle * multiple) <= budget:
+            fits = middle
+        else:
+            too_many = middle
+    return fits * multiple

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.cli.memory_table import largest_batch
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.observe import memory_snapshot as snapshots
@@ -108,18 +107,6 @@ def test_ranks_of_a_launcher_cannot_go_back(tmp_path: Path, monkeypatch: pytest.
 def test_without_a_limit_the_same_loss_is_learned_from(tmp_path: Path):
     result = short_run(Linear(), Sudden(spike=12), tmp_path, **{**OPTIONS, "spike_factor": None})
     assert result.skipped == 0
-
-
-def test_the_largest_batch_is_found_in_few_trials():
-    tried: list[int] = []
-
-    def needs(batch: int) -> int:
-        tried.append(batch)
-        return 100 + 7 * batch
-
-    assert largest_batch(needs, 800, multiple=3) == 99
-    assert len(tried) < 15
-    assert largest_batch(needs, 110, multiple=3) is None
 
 
 def test_inspect_says_which_batch_fits(capsys: pytest.CaptureFixture[str]):
