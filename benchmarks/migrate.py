@@ -1,11 +1,12 @@
 """How long training pauses when a plan changes while it runs, against the size of the state that moves.
 
-    python benchmarks/migrate.py [--quick] [--repeats 7] [--out migrate.json]
+    python benchmarks/migrate.py [--gpu] [--quick] [--repeats 7] [--out migrate.json]
 
-Four CPU ranks go to and fro between two plans. Beside the pause stands what the same bytes between the same ranks take
-when nothing is packed, checked or placed (all at once, measured in turn with the pauses), and what the way through a
-checkpoint on disk takes in processes that are there already: a stop and a new start would add those of a start. The
-first change to a plan also makes its functions; that is shown by itself, with the first step.
+Four CPU ranks, or with `--gpu` four that share one GPU and compile their segments, go to and fro between two plans.
+Beside the pause stands what the same bytes between the same ranks take when nothing is packed, checked or placed (all
+at once, measured in turn with the pauses), and what the way through a checkpoint on disk takes in processes that are
+there already: a stop and a new start would add those of a start. The first change to a plan also makes its functions;
+that is shown by itself, with the first step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,53 +25,77 @@ import plot
 import report
 from compare_setting import Setting, Size
 from migrate_ranks import Case, Measured, measure
+from shared_gpu import pool_of
 
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.observe.format import bytes_text
 from phalanx.plan.complete import complete
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-WIDTHS, LAYERS, WORLD = (128, 512, 1024), 6, 4
+LAYERS, WORLD = 6, 4
 CHANGES = (("pp=4,mb=4", "dp=4,zero=1"), ("tp=4", "pp=2,dp=2,mb=2"), ("pp=4,mb=4", "pp=4,mb=2,schedule=gpipe"))
 _PARTS = ("prepare", "connect", "move", "arrive")
-ALLOWED = 0.15  # seconds beside the bytes, of four CPU ranks
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Ranks of one sort. allowed: seconds of a pause beside those of its bytes."""
+
+    name: str
+    widths: tuple[int, ...]
+    tokens: int
+    dtype: str
+    device: str
+    compile: str
+    allowed: float
+
+
+CPU = Kind("four CPU ranks", (128, 512, 1024), 16, "float32", "cpu", "off", 0.15)
+GPU = Kind("four ranks that share one GPU", (512, 1024, 2048), 512, "bfloat16", "cuda", "inductor", 1.5)
 HEADERS = ["from", "to", "state", "moved", "pause s", "prepare", "connect", "move", "arrive", "plain bytes s",
            "pause - plain", "next step s", "through files s", "first change and step s"]  # fmt: skip
 
-INTRO = f"""# The pause of a change of plan
+INTRO = """# The pause of a change of plan
 
-How long training stands still when its plan changes, on four CPU ranks, for plans that were used before and a change
+How long training stands still when its plan changes, for plans that were used before and a change
 that was made ready for while the old plan trained. Parameters that are kept whole while the rest of the state is in
 shards may still be on their way when a run trains on; here the pause ends when they have arrived. What the next step
 takes longer than usual is shown beside it. *Plain bytes* is what as many bytes between the same ranks take all at once,
-measured in turn with the pauses; {ALLOWED} s more is the aim. *Through files* is a checkpoint saved under
-one plan and loaded under the other in the same processes; to stop and start them again would come on top. The last
-column is the first change to a plan with its first step, which makes its functions."""
+measured in turn with the pauses; what more is allowed stands above each table. *Through files* is a checkpoint saved
+under one plan and loaded under the other in the same processes; to stop and start them again would come on top. The
+last column is the first change to a plan with its first step, which makes its functions."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.options(__doc__ or "")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="of each change; the median counts")
+    parser.add_argument("--gpu", action="store_true", help="four ranks that share one GPU, instead of CPU ranks")
     parser.add_argument("--quick", action="store_true", help="the smallest model and one repeat")
     options = parser.parse_args(arguments)
-    widths, repeats = (WIDTHS[:1], 1) if options.quick else (WIDTHS, options.repeats)
+    kind = GPU if options.gpu else CPU
+    widths, repeats = (kind.widths[:1], 1) if options.quick else (kind.widths, options.repeats)
     results: list[dict[str, Any]] = []
-    with WorkerPool(WORLD, threads_per_rank=1, device="cpu") as pool, tempfile.TemporaryDirectory() as folder:
+    with pool_of(WORLD, kind.device) as pool, tempfile.TemporaryDirectory() as folder:
         for width in widths:
             for old, new in CHANGES:
-                results.append(_measured(pool, width, old, new, repeats, Path(folder)))
-                print(f"width {width}: {old} → {new}", file=sys.stderr)
+                results.append(_measured(pool, kind, width, old, new, repeats, Path(folder)))
+                print(row(results[-1]), file=sys.stderr, flush=True)
     print(report.table(HEADERS, [row(result) for result in results]))
-    report.publish(options, "migrate", {"world": WORLD, "layers": LAYERS, "repeats": repeats}, results, panels(results))
+    setting = {"ranks": kind.name, "allowed": kind.allowed, "world": WORLD, "layers": LAYERS, "repeats": repeats}
+    report.publish(options, "migrate", setting, results, panels(results, kind.name))
 
 
-def _measured(pool: WorkerPool, width: int, old: str, new: str, repeats: int, folder: Path) -> dict[str, Any]:
-    size = Size(layers=LAYERS, width=width, vocabulary=4 * width, samples=8, tokens=16)
-    setting = Setting("llama", size, "float32", masters=False)
-    captured, batch = setting.capture(), setting.batch()
-    costs = captured.blocks.flops(captured.dims(batch))
+def _measured(
+    pool: WorkerPool, kind: Kind, width: int, old: str, new: str, repeats: int, folder: Path
+) -> dict[str, Any]:  # fmt: skip
+    size = Size(layers=LAYERS, width=width, vocabulary=4 * width, samples=8, tokens=kind.tokens)
+    setting = Setting("llama", size, kind.dtype, masters=True)
+    captured = setting.capture()
+    costs = captured.blocks.flops(captured.dims(setting.batch()))
     plans = [complete(text, world=WORLD, batch_size=size.samples, costs=costs).plan for text in (old, new)]
-    found: list[Measured] = pool.run(measure, Case(captured, batch, *plans, repeats, folder))
+    found: list[Measured] = pool.run(
+        measure, Case(setting, captured, *plans, repeats, folder, kind.device, kind.compile)
+    )
     pairs = [slow - plain for slow, plain in zip(_slowest(found, "pauses"), _slowest(found, "plain"), strict=True)]
     return {
         "old": old, "new": new, "width": width, "state_bytes": sum(each.state_bytes for each in found),
@@ -106,26 +132,35 @@ def row(result: Mapping[str, Any]) -> list[str]:
 
 
 def page(folder: Path = RESULTS) -> str:
-    data = json.loads((folder / "migrate.json").read_text(encoding="utf-8"))
+    sections = [_section(path) for path in sorted(folder.glob("migrate*.json"))]
+    return "\n".join([INTRO, *sections, ""])
+
+
+def _section(path: Path) -> str:
+    data = json.loads(path.read_text(encoding="utf-8"))
     machine, setting = data["machine"], data["setting"]
+    gpu = setting["ranks"] == GPU.name
+    on = f"one {machine['gpus'][0]}, torch {machine['torch']}" if gpu else f"torch {machine['torch']}"
     lines = [
-        INTRO,
         "",
-        f"`python benchmarks/migrate.py` (torch {machine['torch']}), {machine['date']}, {setting['layers']} layers, "
-        f"medians of {setting['repeats']}. {report.busy(machine)} Data: [migrate.json](migrate.json).",
+        f"## On {setting['ranks']}",
+        "",
+        f"`python benchmarks/migrate.py{' --gpu' * gpu}` ({on}), {machine['date']}, {setting['layers']} layers, "
+        f"medians of {setting['repeats']}. {report.busy(machine)} At most {setting['allowed']} s beside the bytes are "
+        f"asked. Data: [{path.name}]({path.name}).",
         "",
         report.markdown(HEADERS, [row(result) for result in data["results"]]),
     ]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
-def panels(results: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
+def panels(results: Sequence[Mapping[str, Any]], ranks: str) -> list[plot.Panel]:
     found: dict[str, list[plot.Point]] = {"pause": [], "plain bytes": [], "through files": []}
     for each in results:
         name = f"{each['old']} → {each['new']}, {bytes_text(each['state_bytes'])}"
         for kind, key in zip(found, ("pauses", "plain", "through_files"), strict=True):
             found[kind].append(plot.Point.of(name, each[key]))
-    return [plot.Panel("a change of plan on four CPU ranks", "change and size of the state", "seconds", found)]
+    return [plot.Panel(f"a change of plan on {ranks}", "change and size of the state", "seconds", found)]
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from compare_setting import Setting
 from torch import Tensor
 
 from phalanx.adapt.portions import gathered, move_bytes
@@ -37,16 +39,22 @@ T = TypeVar("T")
 class Case:
     """What is measured: the change from one plan to the other, and back."""
 
+    setting: Setting
     captured: Captured
-    batch: Mapping[str, Tensor]
     old: Plan
     new: Plan
     repeats: int
     folder: Path
+    device: str
+    compile: Any
 
     @property
     def samples(self) -> int:
-        return next(iter(self.batch.values())).shape[0]
+        return self.setting.size.samples
+
+    @cached_property
+    def batch(self) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in self.setting.batch().items()}
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def _plainly(member: Member, case: Case, moves: bool) -> None:
     for (source, destination), size in gathered(opening.layout(case.new)).items() if moves else ():
         sizes[source][destination] += size
     sent, received = sizes[group.index], [own[group.index] for own in sizes]
-    out, into = (torch.zeros(sum(own), dtype=torch.uint8) for own in (sent, received))
+    out, into = (torch.zeros(sum(own), dtype=torch.uint8, device=group.links.device) for own in (sent, received))
     group.all_to_all(into, out, received, sent).wait("plain bytes")
 
 
@@ -173,9 +181,13 @@ def _step(member: Member, case: Case) -> None:
 
 
 def _opening(context: RankContext, case: Case) -> Opening:
-    config = RunConfig.create(lr=LR, batch_size=case.samples, compile="off", device="cpu")
+    config = RunConfig.create(
+        lr=LR, batch_size=case.samples, dtype=case.setting.dtype, master_weights=case.setting.masters,
+        compile=case.compile, device=case.device,
+    )  # fmt: skip
     captured = case.captured
-    return Opening(captured, config, context, tuple(captured.trainable), dict(captured.buffers))
+    buffers = {name: tensor.to(case.device) for name, tensor in captured.buffers.items()}
+    return Opening(captured, config, context, tuple(captured.trainable), buffers)
 
 
 def _read(captured: Captured) -> Callable[[str, bool, Piece], Tensor]:

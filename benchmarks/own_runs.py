@@ -17,7 +17,6 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,10 @@ import plot
 import report
 from compare_setting import Setting, Size
 from own_runs_rank import REFERENCES, Seen, Task, kinds_of, measure, usual
-from shared_gpu import rank_environment, shared_gpu
+from shared_gpu import pool_of
 
 from phalanx.engine.describe import describe
 from phalanx.errors import PhalanxError
-from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
@@ -96,18 +94,8 @@ def _plans(setting: Setting, captured: Captured, only: str) -> dict[str, Plan]:
     return {text: complete(text, world=WORLD, batch_size=samples, costs=weights).plan for text in texts}
 
 
-@contextmanager
-def _pool(kind: Kind):
-    if kind is GPU:
-        with shared_gpu(WORLD), WorkerPool(WORLD, device="cuda", environment=rank_environment) as pool:
-            yield pool
-        return
-    with WorkerPool(WORLD, threads_per_rank=1, device="cpu") as pool:
-        yield pool
-
-
 def _in_pool(kind: Kind, task: Task, captured: Captured) -> list[Seen]:
-    with _pool(kind) as pool:
+    with pool_of(WORLD, kind.device) as pool:
         return pool.run(measure, task, captured, on_event=lambda event, about: in_lab.say(f"{event}: {about}"))
 
 

@@ -1,11 +1,12 @@
-"""From the moment a rank is killed, or hangs, to the next training step, on four CPU ranks.
+"""From the moment a rank is killed, or hangs, to the next training step, on four ranks.
 
-    python benchmarks/recovery.py [--quick] [--repeats 5] [--out recovery.json]
+    python benchmarks/recovery.py [--gpu] [--quick] [--repeats 5] [--out recovery.json]
 
 A rank is killed, or stopped by a signal so that it hangs, at a random moment of a run of a tiny GPT-2; what counts is
 the time from the signal to the end of the first step that the new generation makes, beside a usual step of it. With
 `shrink` survivors hold the state; with `replace` a process is forked, prepares the run and gets its state from them.
-Where the time goes is told part by part, as the run log has it.
+Where the time goes is told part by part, as the run log has it. With `--gpu` the ranks share one GPU in turns: the
+multi-process service would end the others with the one that is killed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+from shared_gpu import rank_environment
 
 from phalanx.config import RunConfig
 from phalanx.launch.worker_pool import WorkerPool
@@ -38,8 +40,10 @@ KILL, HANG = signal.SIGKILL, signal.SIGSTOP
 CASES = (
     ("dp=4", "shrink", KILL), ("pp=2,dp=2,mb=2", "shrink", KILL), ("dp=4", "replace", KILL),
     ("pp=2,dp=2,mb=2", "replace", KILL), ("dp=4", "shrink", HANG), ("pp=2,dp=2,mb=2", "shrink", HANG),
+    ("dp=4,zero=1", "shrink", KILL),
 )  # fmt: skip
 AIMS = {"shrink": 0.5, "replace": 3.0, "hang": 1.5}  # seconds; with shrink besides one step
+NCCL_AIM = 2.0  # seconds besides one step, whatever happened
 HEADERS = ["plan", "on_loss", "what", "times", "to next step s (median)", "worst", "usual step s", "aim"]
 PARTS = ["noticed", "let go", "wait", "meet", "plan", "restore", "first step"]
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -56,29 +60,34 @@ time. Parts are those of the run's first rank."""
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.options(__doc__ or "")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each case")
+    parser.add_argument("--gpu", action="store_true", help="ranks that share one GPU, instead of CPU ranks")
+    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="numbers of those to run")
     parser.add_argument("--quick", action="store_true", help="one of each case")
     options = parser.parse_args(arguments)
     repeats, draw = 1 if options.quick else options.repeats, random.Random(0)
     results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, WorkerPool(WORLD, threads_per_rank=1, device="cpu") as pool:
-        for plan, on_loss, number in CASES:
+    device = "cuda" if options.gpu else "cpu"
+    environment = rank_environment if options.gpu else None
+    pool = WorkerPool(WORLD, threads_per_rank=1, device=device, environment=environment)
+    with tempfile.TemporaryDirectory() as folder, pool:
+        for plan, on_loss, number in (CASES[each] for each in options.cases):
             outs = (Path(folder) / f"{len(results)}-{n}" for n in range(repeats))
-            kills = [_struck(pool, out, plan, on_loss, number, draw) for out in outs]
+            kills = [_struck(pool, device, out, plan, on_loss, number, draw) for out in outs]
             what = "hang" if number == HANG else "kill"
             results.append({"plan": plan, "on_loss": on_loss, "what": what, "kills": kills})
-            print(f"{plan}, {on_loss}, {what}", file=sys.stderr)
+            print(row(results[-1]), parts_row(results[-1])[3:], file=sys.stderr, flush=True)
     print(report.table(HEADERS, [row(result) for result in results]))
     print(report.table([*HEADERS[:3], *PARTS], [parts_row(result) for result in results]))
     report.publish(options, "recovery", {"world": WORLD, "steps": STEPS, "repeats": repeats}, results, [])
 
 
 def _struck(
-    pool: WorkerPool, out: Path, plan: str, on_loss: Any, number: int, draw: random.Random
+    pool: WorkerPool, device: Any, out: Path, plan: str, on_loss: Any, number: int, draw: random.Random
 ) -> dict[str, Any]:  # fmt: skip
     """One run, one kill or hang."""
     config = RunConfig.create(
         tiny=True, seq_len=32, batch_size=16, steps=STEPS, progress="off", export=False, checkpoint_every="never",
-        device="cpu", out=out, plan=plan, on_loss=on_loss,
+        device=device, out=out, plan=plan, on_loss=on_loss, mirror_every=1 if "zero" in plan else "auto",
     )  # fmt: skip
     trainer, victim, after = Trainer("gpt2", "synthetic", config), draw.randrange(WORLD), draw.randrange(8, 16)
     struck: list[float] = []
@@ -98,7 +107,7 @@ def _struck(
     (loss,) = (record for record in records if record["kind"] == "loss")
     steps = [record for record in records if record["kind"] == "step"]
     first = next(record for record in steps if record["time"] > loss["time"])
-    usual = statistics.median(record["step_seconds"] for record in steps if record["step"] < loss["step"])
+    usual = statistics.median(record["step_seconds"] for record in steps if record["time"] < loss["time"])
     ends = {"noticed": loss["time"] - loss["seconds"] - struck[0], "first step": first["time"] - loss["time"]}
     return {"seconds": first["time"] - struck[0], "usual": usual, "parts": loss["parts"] | ends}
 

@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,11 @@ import report
 from compare_setting import Setting, Size
 from schedule_profile import FUSED, SPLIT, Profile, costs, profile, with_own_blocks
 from schedule_ranks import Bench, Seen, run_bench
-from shared_gpu import rank_environment, shared_gpu
+from shared_gpu import pool_of
 
 from phalanx.engine.compose import bucket_names
 from phalanx.engine.describe import describe
 from phalanx.engine.measured import merge
-from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
@@ -115,7 +113,7 @@ def _measure(kind: Kind, rounds: int) -> Iterator[dict[str, Any]]:
     setting = Setting("llama", kind.size, kind.dtype, masters=True)
     captured = setting.capture()
     bench = Bench(setting, _plans(kind, setting, captured), rounds, _waits(kind) if kind.timed else None)
-    with _pool(kind) as pool:
+    with pool_of(kind.pp, "cuda" if kind is GPU else "cpu") as pool:
         seen: list[Seen] = pool.run(run_bench, bench, captured, on_event=_say)
     steps = {name: [merge(parts) for parts in zip(*(s.parts[name] for s in seen))] for name in bench.plans}
     buckets = bucket_names(captured.blocks, captured.trainable).names
@@ -148,16 +146,6 @@ def _waits(kind: Kind) -> dict[Op, tuple[float, ...]]:
 
 def _say(event: str, schedule: str) -> None:
     print(f"{schedule} {event}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _pool(kind: Kind) -> Iterator[WorkerPool]:
-    if kind is GPU:
-        with shared_gpu(kind.pp), WorkerPool(kind.pp, device="cuda", environment=rank_environment) as pool:
-            yield pool
-        return
-    with WorkerPool(kind.pp, threads_per_rank=1, device="cpu") as pool:
-        yield pool
 
 
 def _simulate(

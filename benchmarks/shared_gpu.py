@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from phalanx.lab import gpu, owned
+from phalanx.launch.worker_pool import WorkerPool
 
 
 @contextmanager
@@ -30,3 +31,14 @@ def shared_gpu(num_ranks: int) -> Iterator[None]:
 def rank_environment(rank: int) -> Mapping[str, str]:
     """What each rank needs before NCCL starts."""
     return gpu.rank_variables(rank, "lo")
+
+
+@contextmanager
+def pool_of(num_ranks: int, device: str) -> Iterator[WorkerPool]:
+    """CPU ranks with a thread each, or ranks that share the GPU."""
+    if device == "cpu":
+        with WorkerPool(num_ranks, threads_per_rank=1, device="cpu") as pool:
+            yield pool
+        return
+    with shared_gpu(num_ranks), WorkerPool(num_ranks, device="cuda", environment=rank_environment) as pool:
+        yield pool

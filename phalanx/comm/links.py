@@ -31,6 +31,7 @@ from phalanx.comm.pending import (
     Sockets,
     cause,
     is_lost_connection,
+    late,
     open_sockets,
     opened_since,
     shut,
@@ -80,8 +81,8 @@ class Links:
         self._pending: set[Pending] = set()
         self._sockets: Sockets = {}
         self._lock = threading.Lock()
-        self.deadline = Deadline(timeout, self._let_go)
-        context.abort.listen(self._let_go)
+        self.deadline = Deadline(timeout, self.let_go)
+        context.abort.listen(self.let_go)
         _open.add(self)
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> Group:
@@ -144,7 +145,7 @@ class Links:
 
     def leave(self) -> None:
         """Without closing what others use."""
-        self.context.abort.forget(self._let_go)
+        self.context.abort.forget(self.let_go)
         self.deadline.close()
         self._groups, self._channels = {}, {}
 
@@ -156,7 +157,7 @@ class Links:
     def close(self) -> None:
         """Leave in good order. Everything that was started must have been awaited."""
         assert not self._pending, f"{len(self._pending)} operations were never awaited"
-        self.context.abort.forget(self._let_go)
+        self.context.abort.forget(self.let_go)
         self.deadline.close()
         if self.device.type == "cuda":
             for backend in self._backends():
@@ -166,9 +167,9 @@ class Links:
 
     def abort(self) -> None:
         """Leave at once. Buffers of unfinished operations must not be used again."""
-        self.context.abort.forget(self._let_go)
+        self.context.abort.forget(self.let_go)
         self.deadline.close()
-        self._let_go()
+        self.let_go()
         busy = {id(pending.backend) for pending in self._pending}
         for backend in self._backends():
             # Destroying a group waits for its unfinished operations, for ever: such a one is never destroyed, and its
@@ -236,14 +237,14 @@ class Links:
         with self._lock:
             self._sockets |= opened_since(before)
         if self.context.abort.reason is not None:
-            self._let_go()
+            self.let_go()
         return backend
 
     def _backends(self) -> list[Any]:
         ends = [*self._groups.values(), *self._channels.values()]
         return [end.backend for end in ends if end.backend is not None]
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Make every wait of this rank end, and those of its peers too. Any thread may call it."""
         with self._lock:
             shut(self._sockets, spare_port=self.context.store_port)
@@ -303,9 +304,12 @@ class Group:
         wait says as much."""
         if not tensor.is_cuda:
             return
-        arrived, context = torch.cuda.Event(), self.links.context
+        arrived, context, began = torch.cuda.Event(), self.links.context, time.monotonic()
         arrived.record()
         while not arrived.query() and context.abort.reason is None:
+            if (seconds := time.monotonic() - began) > self.links.timeout.total_seconds():
+                self.links.let_go()
+                raise late(context.name, seconds, what, self._partners)
             time.sleep(1e-5)
         if context.abort.reason is not None:
             raise LinkError(f"{context.name} stopped waiting for {what}: {context.abort.reason}")
@@ -316,6 +320,7 @@ class Group:
         sizes = torch.zeros(len(self.ranks), dtype=torch.int64, device=self.links.device)
         sizes[self.index] = len(own)
         self.all_reduce(sizes).wait("the lengths of what ranks say")
+        self.confirm(sizes, "the lengths of what ranks say")
         lengths: list[int] = sizes.tolist()
         if not any(lengths):
             return [""] * len(lengths)
@@ -323,6 +328,7 @@ class Group:
         padded[: len(own)] = own
         found = torch.zeros(len(lengths) * len(padded), dtype=torch.uint8, device=self.links.device)
         self.all_gather(found, padded).wait("what ranks say")
+        self.confirm(found, "what ranks say")
         rows = found.view(len(lengths), -1).cpu()
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
@@ -339,7 +345,7 @@ class Group:
         if self.backend is None:
             return self._nothing()
         tensor = torch.zeros(1, device=self.links.device)
-        finish = torch.cuda.current_stream().synchronize if tensor.is_cuda else None
+        finish = partial(self.confirm, tensor, "all ranks")
         call = lambda: self.backend.allreduce([tensor], dist.AllreduceOptions())  # noqa: E731
         return self._start("barrier", call, (tensor,), finish)
 

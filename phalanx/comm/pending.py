@@ -116,11 +116,15 @@ class Pending:
             return LinkError(f"{name} stopped waiting for {subject}: {self._context.abort.reason}")
         # NCCL has a deadline of its own.
         if self._deadline.missed_by is self or (self._on_cuda and seconds >= 0.95 * self._deadline.seconds):
-            return LateError(
-                f"{name} waited {seconds:.0f} s for {subject} {self._partners}",
-                "find out what the other side did in the meantime; a slow one needs a longer timeout",
-            )
+            return late(name, seconds, subject, self._partners)
         return LinkError(f"{name} lost the connection while waiting for {subject} {self._partners} ({cause(error)})")
+
+
+def late(name: str, seconds: float, subject: str, partners: str) -> LateError:
+    return LateError(
+        f"{name} waited {seconds:.0f} s for {subject} {partners}",
+        "find out what the other side did in the meantime; a slow one needs a longer timeout",
+    )
 
 
 def cause(error: BaseException) -> str:

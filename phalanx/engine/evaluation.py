@@ -50,6 +50,7 @@ class Evaluator:
                 sums += torch.cat([total_loss(losses, items, exactly), items.view(1)])
             self.engine.settle()  # else what was sent would stay until the end
         self._connections.world.all_reduce(sums).wait("the evaluation's loss")
+        self._connections.world.confirm(sums, "the evaluation's loss")
         loss, items = number(sums[:-1]).item(), sums[-1].item()
         return loss / items if items else float("nan")
 

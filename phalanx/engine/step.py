@@ -46,6 +46,7 @@ class Outcome:
         """What a step gave, on a rank that has no place in the plan."""
         values = torch.zeros(5 + num_counts, dtype=torch.float64, device=device)
         told.broadcast(values, told.ranks[0]).wait("what a step gave")
+        told.confirm(values, "what a step gave")
         return cls.from_device(values)
 
     @classmethod

@@ -78,6 +78,9 @@ class RankContext:
 _LOADING, _EAGER = "CUDA_MODULE_LOADING", "EAGER"  # whatever was set: images of GPU machines often ask for LAZY
 _QUEUES, _MANY, _FEWEST = "CUDA_DEVICE_MAX_CONNECTIONS", 32, 8  # fewer are not kept: other frameworks ask for 1
 _QUIET = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+# torch's own watchers of NCCL end a process whose partner is gone, after a minute in which they write down what it did.
+# Here a supervisor sees who is gone, and the others go on. (torchrun asks for such an end, so this is not a default.)
+_WATCHERS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING")
 
 
 def local_device(choice: str, local_rank: int, world: int = 1) -> str:
@@ -92,6 +95,7 @@ def local_device(choice: str, local_rank: int, world: int = 1) -> str:
                 f"export {_LOADING}={_EAGER} before the program starts, or use CUDA after Phalanx only",
             )
         os.environ.setdefault(_QUIET, "false")
+        os.environ.update(dict.fromkeys(_WATCHERS, "0"))
         given = os.environ.get(_QUEUES, "")
         if not given.isdecimal() or int(given) < _FEWEST:
             os.environ[_QUEUES] = str(_MANY)

@@ -195,6 +195,7 @@ class Metrics:
         nothing = torch.zeros(2, dtype=torch.float64, device=session.compiled.device)
         table = torch.stack([sums.get(name, nothing) for name in names])
         session.connected.world.all_reduce(table).wait("the evaluation's metrics")
+        session.connected.world.confirm(table, "the evaluation's metrics")
         return {
             f"eval_{name}": total / count if count else math.nan for name, (total, count) in zip(names, table.tolist())
         }

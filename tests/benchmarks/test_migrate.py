@@ -25,7 +25,8 @@ RESULT = {
 
 
 def test_a_page_shows_every_row_of_its_results(tmp_path: Path) -> None:
-    report.write(tmp_path / "migrate.json", "migrate", {"world": 4, "layers": 6, "repeats": 1}, [RESULT])
+    setting = {"ranks": migrate.CPU.name, "allowed": 0.15, "world": 4, "layers": 6, "repeats": 1}
+    report.write(tmp_path / "migrate.json", "migrate", setting, [RESULT])
     page = migrate.page(tmp_path)
     assert f"| {' | '.join(migrate.row(RESULT))} |" in page and "(migrate.json)" in page
 
