@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,11 +159,15 @@ def _through_files(member: Member, case: Case, context: RankContext, number: int
     compiled = opening.compile(case.new)
     with Links(context, name=f"files{number}") as links:
         ProcessGroups(compiled.formation, links)
-        again = opening.state(compiled, lambda name, _, piece: piece.read(found, f"model/{name}"))
+        again = opening.state(compiled, partial(_stored, found))
         again.restore(found, scalars, None)
     everyone(member).barrier().wait("all ranks")
     if context.rank == 0:
         shutil.rmtree(folder)
+
+
+def _stored(found: checkpoint.Checkpoint, name: str, is_master: bool, piece: Piece) -> Tensor:
+    return piece.read(found, f"{'master' if is_master else 'model'}/{name}")
 
 
 def _timed(member: Member, action: Callable[..., T], *arguments: Any) -> tuple[float, T]:

@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.options(__doc__ or "")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each case")
     parser.add_argument("--gpu", action="store_true", help="ranks that share one GPU, instead of CPU ranks")
+    parser.add_argument("--compile", default="off", choices=("off", "auto"), help="segments, where ranks are on a GPU")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="numbers of those to run")
     parser.add_argument("--quick", action="store_true", help="one of each case")
     options = parser.parse_args(arguments)
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder, pool:
         for plan, on_loss, number in (CASES[each] for each in options.cases):
             outs = (Path(folder) / f"{len(results)}-{n}" for n in range(repeats))
-            kills = [_struck(pool, device, out, plan, on_loss, number, draw) for out in outs]
+            kills = [_struck(pool, (device, options.compile), out, plan, on_loss, number, draw) for out in outs]
             what = "hang" if number == HANG else "kill"
             results.append({"plan": plan, "on_loss": on_loss, "what": what, "kills": kills})
             print(row(results[-1]), parts_row(results[-1])[3:], file=sys.stderr, flush=True)
@@ -82,12 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _struck(
-    pool: WorkerPool, device: Any, out: Path, plan: str, on_loss: Any, number: int, draw: random.Random
+    pool: WorkerPool, on: tuple[Any, Any], out: Path, plan: str, on_loss: Any, number: int, draw: random.Random
 ) -> dict[str, Any]:  # fmt: skip
     """One run, one kill or hang."""
     config = RunConfig.create(
         tiny=True, seq_len=32, batch_size=16, steps=STEPS, progress="off", export=False, checkpoint_every="never",
-        device=device, out=out, plan=plan, on_loss=on_loss, mirror_every=1 if "zero" in plan else "auto",
+        device=on[0], compile=on[1], out=out, plan=plan, on_loss=on_loss, mirror_every=1 if "zero" in plan else "auto",
     )  # fmt: skip
     trainer, victim, after = Trainer("gpt2", "synthetic", config), draw.randrange(WORLD), draw.randrange(8, 16)
     struck: list[float] = []

@@ -45,6 +45,7 @@ Flow = tuple[int, int, Direction]  # sender, receiver, direction
 
 
 _FAILING_SECONDS = 0.05  # for operations whose sockets were shut
+_ABORT_SECONDS = 2.0  # that NCCL has to give up what is under way
 
 
 @dataclass
@@ -80,6 +81,7 @@ class Links:
         self._made: Counter[str] = Counter()  # how often a communicator of this name was made: some are made again
         self._pending: set[Pending] = set()
         self._sockets: Sockets = {}
+        self._given_up: list[Any] = []  # communicators of NCCL
         self._lock = threading.Lock()
         self.deadline = Deadline(timeout, self.let_go)
         context.abort.listen(self.let_go)
@@ -248,9 +250,9 @@ class Links:
         """Make every wait of this rank end, and those of its peers too. Any thread may call it."""
         with self._lock:
             shut(self._sockets, spare_port=self.context.store_port)
-        if self.device.type == "cuda":
-            with suppress(Late, RuntimeError):
-                within(2.0, lambda: _abort_nccl(self._backends()))
+            given_up = self._backends() if self.device.type == "cuda" else []
+            given_up, self._given_up = [each for each in given_up if each not in self._given_up], given_up
+        _abort_nccl(given_up)
 
 
 class Group:
@@ -435,10 +437,17 @@ def _make_nccl(
 
 
 def _abort_nccl(backends: list[Any]) -> None:
-    """Give up everything these communicators have under way."""
-    if not backends:
-        return
-    backends[0]._group_start()  # one at a time, each would wait for the others' kernels
-    for backend in backends:
-        backend.abort()
-    backends[0]._group_end()
+    """Give up everything these communicators have under way. All at once: each frees memory, for which the device waits
+    until no kernel runs, those of the others included. (torch aborts on threads of its own, so that a group of NCCL's,
+    which belongs to a thread, does not hold them together.)"""
+
+    def abort(backend: Any) -> None:
+        with suppress(RuntimeError):
+            backend.abort()
+
+    threads = [background_thread(partial(abort, backend), "phalanx-abort") for backend in backends]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _ABORT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

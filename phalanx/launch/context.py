@@ -78,9 +78,13 @@ class RankContext:
 _LOADING, _EAGER = "CUDA_MODULE_LOADING", "EAGER"  # whatever was set: images of GPU machines often ask for LAZY
 _QUEUES, _MANY, _FEWEST = "CUDA_DEVICE_MAX_CONNECTIONS", 32, 8  # fewer are not kept: other frameworks ask for 1
 _QUIET = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-# torch's own watchers of NCCL end a process whose partner is gone, after a minute in which they write down what it did.
-# Here a supervisor sees who is gone, and the others go on. (torchrun asks for such an end, so this is not a default.)
-_WATCHERS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING")
+# torch's own watchers of NCCL keep a process whose partner is gone waiting for a minute, in which they write down what
+# it did, and then end it. Here a supervisor sees who is gone, and the others go on. (torchrun asks for such an end, so
+# these are not only defaults.)
+_WATCHERS = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+    "TORCH_NCCL_ENABLE_MONITORING",
+)  # fmt: skip
 
 
 def local_device(choice: str, local_rank: int, world: int = 1) -> str:

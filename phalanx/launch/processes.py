@@ -23,8 +23,11 @@ from phalanx.launch import early
 from phalanx.launch.server import Begin, End, Ended, Fork, Forked, Hosted
 from phalanx.launch.wire import Wire
 
+# Pages of C++ about each connection of a rank that is lost, when it is lost: who was lost is told in words.
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 _START_SECONDS = 120.0
 _END_SECONDS = 10.0
+_ENDING, _STATUS = ("Z", "X"), 49  # of /proc/…/stat: states in which no thread runs, and where the status stands
 
 
 @dataclass
@@ -47,11 +50,19 @@ class Process:
     @property
     def stopped(self) -> bool:
         """Whether it was stopped by a signal (SIGSTOP) and can do nothing."""
-        return _state(self.pid) == "T"
+        return _seen(self.pid)[0] == "T"
+
+    def look(self) -> None:
+        """Whether it will never run again. Its parent learns so only when all that it had is given back, which takes
+        most of a second with the memory of a GPU, and minutes with much of it."""
+        state, status = _seen(self.pid) if self.code is None else ("", 0)
+        if state in _ENDING:
+            self.code = os.waitstatus_to_exitcode(status)
 
     @property
     def gone(self) -> bool:
-        """Whether it has ended, as far as can be seen from here: how it ended, its parent says."""
+        """Whether it has ended, as far as can be seen from here."""
+        self.look()
         if self.code is not None or self.handle is None:
             return self.code is not None
         poll = select.poll()
@@ -161,6 +172,8 @@ class Processes:
 
     def note_ended(self) -> None:
         """Learn which ranks are gone; they stay in `alive` with their code until `end` is called."""
+        for process in self.alive.values():
+            process.look()
         for message in self.control.take():
             if isinstance(message, Ended):
                 self._note(message)
@@ -212,18 +225,19 @@ def _started_server() -> tuple[Popen[bytes], Wire]:
     # A session of its own keeps the terminal's Ctrl-C away from the ranks: who started them decides.
     started = Popen(
         [sys.executable, "-c", code], stdin=DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**_QUIET, **os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     theirs.close()
     return started, Wire(ours)
 
 
-def _state(pid: int) -> str:
-    """The kernel's letter for what a process does, "" where it cannot be known."""
+def _seen(pid: int) -> tuple[str, int]:
+    """The kernel's letter for what a process does, and the status with which it ended; "" where they are unknown."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return "", 0
+    return fields[0], int(fields[_STATUS])
 
 
 def memory_kills() -> dict[str, int]:
