@@ -71,6 +71,7 @@ class SurvivingRank(RankGoingBack):
         self._seconds = {}
         with self._timed("let go"):
             held = hold(self.session, self.at)
+            reporter.flush()  # on a GPU the step before is told of later, and all of it is known by now
             saving = checkpoints.break_off()
             if self.metrics is not None:
                 self.metrics.forget()

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ DATA = "synthetic:13"
 
 def fit(
     pool: WorkerPool, out: Path, world: int, on_loss: OnLoss, *, strikes: Sequence[Strike] = (), on_event: Any = None,
-    trainer: Trainer | None = None, **options: Any,
+    trainer: Trainer | None = None, target: Callable[..., Any] = fit_on_rank, **options: Any,
 ) -> Summary:  # fmt: skip
     trainer = trainer or Trainer("gpt2", DATA, short_config(out, **{**OPTIONS, "on_loss": on_loss, **options}))
     ended = threading.Event()
@@ -44,7 +44,7 @@ def fit(
     try:
         with pack(trainer.job) as payload:
             least = trainer.job.config.min_ranks
-            found = pool.run(fit_on_rank, payload, world=world, on_event=on_event, on_loss=on_loss, least=least)[0]
+            found = pool.run(target, payload, world=world, on_event=on_event, on_loss=on_loss, least=least)[0]
     finally:
         ended.set()
         strikers.join(5.0)

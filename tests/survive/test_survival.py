@@ -15,12 +15,15 @@ import torch
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
+from phalanx.engine.step import Outcome
 from phalanx.errors import ConfigError, RankError
+from phalanx.launch.context import RankContext
 from phalanx.launch.renewal import OnLoss
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.observe.requests import Request, ask, wait_for
 from phalanx.session.mirror import Copy
-from phalanx.training.trainer import Trainer
+from phalanx.training.reporting import Reporter, StepFacts
+from phalanx.training.trainer import Trainer, fit_on_rank
 from tests.run_helpers import records, short_config, short_run
 from tests.survive.runs import (
     DATA,
@@ -84,6 +87,26 @@ def test_ranks_that_are_left_go_on_with_a_plan_for_them(pool: WorkerPool, tmp_pa
     (loss,) = losses_of_ranks(tmp_path)
     assert strike.view is not None
     assert (loss["step"], loss["source"], loss["ranks"], loss["plan"]) == (strike.view.step, LEFT, 1, "mb=2")
+
+
+def _telling_late(context: RankContext, payload: Any) -> Any:
+    """As on a GPU, where a step is told of when the next one was begun."""
+
+    def step(self: Reporter, facts: StepFacts, outcome: Outcome) -> None:
+        self.flush()
+        self._waiting = (facts, outcome)
+
+    Reporter.step = step  # pyright: ignore[reportAttributeAccessIssue]
+    return fit_on_rank(context, payload)
+
+
+def test_a_step_that_was_not_told_of_when_a_rank_was_lost_is_told_of(
+    pool: WorkerPool, tmp_path: Path, alone: Path
+) -> None:
+    fit(pool, tmp_path, 2, "shrink", plan="dp=2", strikes=[Strike(1, in_step(3, "F"))], target=_telling_late)
+    require_same_run(tmp_path, alone)
+    (loss,) = losses_of_ranks(tmp_path)
+    assert (loss["source"], loss["repeated"], loss["ranks"]) == (LEFT, 0, 1)
 
 
 def test_what_nobody_else_held_comes_from_the_newest_checkpoint(pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
