@@ -75,14 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kind = GPU if options.gpu else CPU
     widths, repeats = (kind.widths[:1], 1) if options.quick else (kind.widths, options.repeats)
     results: list[dict[str, Any]] = []
+    setting = {"ranks": kind.name, "allowed": kind.allowed, "world": WORLD, "layers": LAYERS, "repeats": repeats}
     with pool_of(WORLD, kind.device) as pool, tempfile.TemporaryDirectory() as folder:
         for width in widths:
             for old, new in CHANGES:
                 results.append(_measured(pool, kind, width, old, new, repeats, Path(folder)))
                 print(row(results[-1]), file=sys.stderr, flush=True)
+                report.publish(options, "migrate", setting, results, panels(results, kind.name))
     print(report.table(HEADERS, [row(result) for result in results]))
-    setting = {"ranks": kind.name, "allowed": kind.allowed, "world": WORLD, "layers": LAYERS, "repeats": repeats}
-    report.publish(options, "migrate", setting, results, panels(results, kind.name))
 
 
 def _measured(

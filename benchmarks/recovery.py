@@ -49,12 +49,12 @@ PARTS = ["noticed", "let go", "wait", "meet", "plan", "restore", "first step"]
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 INTRO = """# Recovery
 
-How long a run stands still when a rank is killed or hangs, on four CPU ranks: from the signal to the end of the first
-step that the others make (with `shrink`) or all of them with a new one (with `replace`), at random moments of runs of a
-tiny GPT-2. The second table says where the time goes (medians): until the loss is noticed; letting go of the old
-connections; waiting for the supervisor; meeting, which with `replace` includes the start of a process; the plan, its
-functions and its groups; state; and the first step, which is no longer than usual but for what it does for the first
-time. Parts are those of the run's first rank."""
+How long a run stands still when a rank is killed or hangs: from the signal to the end of the first step that the others
+make (with `shrink`) or all of them with a new one (with `replace`), at random moments of runs of a tiny GPT-2. With
+`zero=1` every rank alone holds a part of the state, of which another has a mirror. Each second table says where the
+time goes (medians): until the loss is noticed; letting go of the old connections; waiting for the supervisor; meeting,
+which with `replace` includes the start of a process; the plan, its functions and its groups; state; and the first step,
+which is no longer than usual but for what it does for the first time. Parts are those of the run's first rank."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     repeats, draw = 1 if options.quick else options.repeats, random.Random(0)
     results: list[dict[str, Any]] = []
+    setting = {"gpu": options.gpu, "compile": options.compile, "world": WORLD, "steps": STEPS, "repeats": repeats}
     device = "cuda" if options.gpu else "cpu"
     environment = rank_environment if options.gpu else None
     pool = WorkerPool(WORLD, threads_per_rank=1, device=device, environment=environment)
@@ -76,10 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             kills = [_struck(pool, (device, options.compile), out, plan, on_loss, number, draw) for out in outs]
             what = "hang" if number == HANG else "kill"
             results.append({"plan": plan, "on_loss": on_loss, "what": what, "kills": kills})
-            print(row(results[-1]), parts_row(results[-1])[3:], file=sys.stderr, flush=True)
-    print(report.table(HEADERS, [row(result) for result in results]))
+            print(row(results[-1], options.gpu), parts_row(results[-1])[3:], file=sys.stderr, flush=True)
+            report.publish(options, "recovery", setting, results, [])
+    print(report.table(HEADERS, [row(result, options.gpu) for result in results]))
     print(report.table([*HEADERS[:3], *PARTS], [parts_row(result) for result in results]))
-    report.publish(options, "recovery", {"world": WORLD, "steps": STEPS, "repeats": repeats}, results, [])
 
 
 def _struck(
@@ -113,12 +114,14 @@ def _struck(
     return {"seconds": first["time"] - struck[0], "usual": usual, "parts": loss["parts"] | ends}
 
 
-def row(result: Mapping[str, Any]) -> list[str]:
+def row(result: Mapping[str, Any], gpu: bool) -> list[str]:
     kills = result["kills"]
     seconds = sorted(kill["seconds"] for kill in kills)
     usual = statistics.median(kill["usual"] for kill in kills)
     numbers = (statistics.median(seconds), seconds[-1], usual)
     aim = AIMS.get(result["what"]) or AIMS[result["on_loss"]] + usual * (result["on_loss"] == "shrink")
+    if gpu:
+        aim = NCCL_AIM + usual
     return [*_case(result), str(len(kills)), *(f"{number:.3f}" for number in numbers), f"at most {aim:.2f}"]
 
 
@@ -132,16 +135,21 @@ def _case(result: Mapping[str, Any]) -> list[str]:
 
 
 def page(folder: Path = RESULTS) -> str:
-    data = json.loads((folder / "recovery.json").read_text(encoding="utf-8"))
-    machine, results = data["machine"], data["results"]
-    lines = [
-        INTRO, "",
-        f"`python benchmarks/recovery.py` (torch {machine['torch']}), {machine['date']}. {report.busy(machine)} "
-        "Data: [recovery.json](recovery.json).",
-        "", report.markdown(HEADERS, [row(result) for result in results]),
+    return "\n".join([INTRO, *(_section(path) for path in sorted(folder.glob("recovery*.json"))), ""])
+
+
+def _section(path: Path) -> str:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    machine, results, gpu = data["machine"], data["results"], data["setting"]["gpu"]
+    kind = "Four ranks that share one GPU in turns" if gpu else "Four CPU ranks"
+    on = f"one {machine['gpus'][0]}, torch {machine['torch']}" if gpu else f"torch {machine['torch']}"
+    return "\n".join([
+        "", f"## {kind}", "",
+        f"`python benchmarks/recovery.py{' --gpu' * gpu}` ({on}), {machine['date']}. {report.busy(machine)} "
+        f"Data: [{path.name}]({path.name}).",
+        "", report.markdown(HEADERS, [row(result, gpu) for result in results]),
         "", report.markdown([*HEADERS[:3], *PARTS], [parts_row(result) for result in results]),
-    ]  # fmt: skip
-    return "\n".join([*lines, ""])
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":

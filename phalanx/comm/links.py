@@ -201,6 +201,8 @@ class Links:
         try:
             work = call()
         except RuntimeError as error:
+            if (reason := self.context.abort.reason) is not None:
+                raise LinkError(f"{self.context.name} stopped at {kind} {partners}: {reason}") from error
             if not is_lost_connection(error):
                 raise
             raise LinkError(f"{self.context.name} lost the connection at {kind} {partners} ({cause(error)})") from error
@@ -252,7 +254,7 @@ class Links:
             shut(self._sockets, spare_port=self.context.store_port)
             given_up = self._backends() if self.device.type == "cuda" else []
             given_up, self._given_up = [each for each in given_up if each not in self._given_up], given_up
-        _abort_nccl(given_up)
+        give_up(given_up)
 
 
 class Group:
@@ -436,10 +438,10 @@ def _make_nccl(
     return backend
 
 
-def _abort_nccl(backends: list[Any]) -> None:
-    """Give up everything these communicators have under way. All at once: each frees memory, for which the device waits
-    until no kernel runs, those of the others included. (torch aborts on threads of its own, so that a group of NCCL's,
-    which belongs to a thread, does not hold them together.)"""
+def give_up(backends: Sequence[Any]) -> None:
+    """Ends everything that these communicators of NCCL have under way. All at once: each frees memory, for which the
+    device waits until no kernel runs, those of the others included. (torch aborts on threads of its own, so that a
+    group of NCCL's, which belongs to a thread, does not hold them together.)"""
 
     def abort(backend: Any) -> None:
         with suppress(RuntimeError):

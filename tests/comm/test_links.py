@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from phalanx.comm.links import Links
+from phalanx.comm.links import Links, give_up
 from phalanx.comm.pending import cause, open_sockets, opened_since, shut
-from phalanx.errors import RankError
+from phalanx.errors import LinkError, RankError
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from tests.launch import jobs
@@ -122,6 +123,36 @@ def test_an_abort_shuts_the_sockets_opened_since_and_spares_the_store():
         for one, other in ((early, early_end), (store, store_end)):
             one.sendall(b"x")
             assert other.recv(1) == b"x"
+
+
+class Communicator:
+    """As NCCL's: it is given up only when all others on the device are being given up, too."""
+
+    def __init__(self, others: threading.Barrier) -> None:
+        self._others, self.is_given_up = others, False
+
+    def abort(self) -> None:
+        self._others.wait(5.0)
+        self.is_given_up = True
+
+
+def test_communicators_of_one_device_are_given_up_all_at_once():
+    others = threading.Barrier(3)
+    communicators = [Communicator(others) for _ in range(3)]
+    give_up(communicators)
+    assert all(each.is_given_up for each in communicators)
+
+
+def test_an_operation_that_fails_because_links_were_given_up_says_why():
+    context = RankContext.alone("cpu")
+    with Links(context) as links:
+        context.abort.set("rank 2 was lost")
+
+        def aborted() -> None:
+            raise RuntimeError("NCCL communicator was aborted on rank 0.")
+
+        with pytest.raises(LinkError, match=r"rank 0 stopped at all_reduce with rank 1: rank 2 was lost"):
+            links.start("all_reduce", aborted, (torch.zeros(1),), "with rank 1")
 
 
 def test_library_errors_are_told_without_their_sources():

@@ -43,6 +43,13 @@ def test_a_rank_loads_eagerly_whatever_was_asked_and_takes_more_jobs(monkeypatch
     assert local_device("auto", 0, world=2) == "cpu"
 
 
+def test_a_lost_partner_ends_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun asks torch to end a process whose connection breaks."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    local_device("auto", 0, world=2)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
+
+
 @pytest.mark.parametrize(("given", "kept"), [(None, "32"), ("1", "32"), ("8", "8"), ("none", "32")])
 def test_hardware_queues_are_enough_for_messages_under_way(
     given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
