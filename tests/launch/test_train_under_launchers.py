@@ -3,6 +3,7 @@ the ranks there are."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -256,19 +257,13 @@ def test_what_only_the_model_can_refuse_comes_from_a_rank_in_the_same_words(pool
     assert caught.value.message == "plan: stages=3-4 holds 7 blocks, and the model has 6"
 
 
-def ranks_of(pid: int) -> list[int]:
-    """The processes that a fork server started, of those that come from a process."""
-    children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if parent(path) == pid]
-    is_server = b"phalanx.launch.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ranks = [child for child in children if os.readlink(f"/proc/{child}/fd/1") != os.devnull]  # the store says nothing
-    return ranks if is_server else [rank for child in children for rank in ranks_of(child)]
-
-
-def parent(path: Path) -> int:
-    try:
-        return int(path.read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+def writer_of(log: Path) -> int:
+    """The process that has a file open."""
+    for found in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(found) == str(log.resolve()):
+                return int(found.parts[2])
+    raise AssertionError(f"nobody writes {log}")
 
 
 @pytest.mark.long
@@ -276,7 +271,7 @@ def test_a_rank_is_lost_and_replaced_under_torchrun(pool: WorkerPool, tmp_path: 
     """No process of the launcher is a rank, so it does not see that one is lost."""
     process = torchrun(tmp_path / "run", plan="dp=2", on_loss="replace", steps=60)
     wait_for_step(tmp_path / "run", 0, 3, process)
-    os.kill(sorted(ranks_of(process.pid))[-1], signal.SIGKILL)
+    os.kill(writer_of(tmp_path / "run" / "log-rank1.jsonl"), signal.SIGKILL)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     (loss,) = records(tmp_path / "run", "loss")
