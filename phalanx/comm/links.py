@@ -46,6 +46,8 @@ Flow = tuple[int, int, Direction]  # sender, receiver, direction
 
 _FAILING_SECONDS = 0.05  # for operations whose sockets were shut
 _ABORT_SECONDS = 2.0  # that NCCL has to give up what is under way
+_FROM_THE_SENDER: Any = dist.BroadcastOptions()
+_FROM_THE_SENDER.rootRank, _FROM_THE_SENDER.rootTensor = 0, 0
 
 
 @dataclass
@@ -382,20 +384,24 @@ class Group:
 
 
 class Channel:
-    """Tensors to or from one neighbour, in order."""
+    """Tensors to or from one neighbour, in order. Between CPU ranks each is a broadcast: a wait for one of gloo's own
+    messages cannot be made in slices."""
 
     def __init__(self, links: Links, peer: int, way: Literal["out", "in"], backend: Any) -> None:
         self.peer, self.way, self.backend, self.links = peer, way, backend, links
 
     def send(self, tensor: Tensor) -> Pending:
         assert self.way == "out"
-        call = lambda: self.backend.send([tensor], 1, 0)  # noqa: E731
+        call = lambda: self.backend.send([tensor], 1, 0) if tensor.is_cuda else self._broadcast(tensor)  # noqa: E731
         return self.links.start("send", call, (tensor,), f"to rank {self.peer}", backend=self.backend)
 
     def recv(self, tensor: Tensor) -> Pending:
         assert self.way == "in"
-        call = lambda: self.backend.recv([tensor], 0, 0)  # noqa: E731
+        call = lambda: self.backend.recv([tensor], 0, 0) if tensor.is_cuda else self._broadcast(tensor)  # noqa: E731
         return self.links.start("recv", call, (tensor,), f"from rank {self.peer}", backend=self.backend)
+
+    def _broadcast(self, tensor: Tensor) -> Any:
+        return self.backend.broadcast([tensor.view(-1).view(torch.uint8)], _FROM_THE_SENDER)  # of any dtype
 
 
 def _drop_later(ends: list[dict[Any, Any]]) -> None:

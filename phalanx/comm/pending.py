@@ -1,8 +1,10 @@
 """Communication that was started and not yet awaited: the one place where a rank waits for others.
 
 A wait blocks in the backend; it knows what it waits for and from whom, ends at a deadline, and lets go when the abort
-event is set. Between CPU ranks only shutting gloo's sockets makes a blocked wait let go, so they are found here, too.
-gloo's own deadlines go by the time of day, in which this process may have been stopped; they are not used.
+event is set. Between CPU ranks shutting gloo's sockets makes a blocked wait let go, so they are found here, too. But
+gloo forgets an operation of which a message is half sent or half received when its connection breaks: nothing ends that
+wait, so it is made in slices, and given up. gloo's own deadlines go by the time of day, in which this process may have
+been stopped; they are not used.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ Sockets = dict[int, int]  # file descriptor → inode, which tells a descriptor 
 
 
 NEVER = timedelta(days=365)
+_SLICE = timedelta(seconds=0.1)  # of a wait between CPU ranks; also what an operation has to fail in by itself
 
 
 class Deadline:
     """Makes the wait of one thread let go when it takes longer than `seconds` in which this process ran."""
 
     def __init__(self, seconds: float, let_go: Callable[[], None]) -> None:
-        self.seconds, self.missed_by, self._let_go = seconds, None, let_go
+        self.seconds, self.missed_by, self.let_go = seconds, None, let_go
         self._waiting: Pending | None = None
         self._ended = threading.Event()
         self._thread = background_thread(self._run, "phalanx-deadline")
@@ -58,7 +61,7 @@ class Deadline:
                 seen, since = waiting, now
             elif now - since > self.seconds:
                 self.missed_by = waiting
-                self._let_go()
+                self.let_go()
                 return
 
 
@@ -93,7 +96,7 @@ class Pending:
                 work.wait()  # orders streams, does not block; a timeout here would make the host wait
             else:
                 self._deadline.begin(self)
-                work.wait(NEVER)
+                self._wait_in_slices(work)
         except RuntimeError as error:
             raise self._explained(what, time.monotonic() - began, error) from error
         finally:
@@ -106,8 +109,23 @@ class Pending:
             self._ended(self)
         self._work, self._tensors, self._finish, self._ended, self.backend = None, (), None, None, None
 
+    def _wait_in_slices(self, work: Any) -> None:
+        """Until the operation has ended, or has not although its sockets were shut."""
+        is_shut = False
+        while True:
+            try:
+                return work.wait(_SLICE)
+            except RuntimeError:
+                if work.is_completed():
+                    return work.wait()  # what came of it
+                if is_shut:
+                    raise
+            if self._context.abort.reason is not None or self._deadline.missed_by is not None:
+                self._deadline.let_go()
+                is_shut = True
+
     def done(self) -> bool:
-        """Whether `wait` would return at once. Messages between CPU ranks say so only after they were awaited."""
+        """Whether `wait` would return at once."""
         return self._work is None or self._work.is_completed()
 
     def _explained(self, what: str, seconds: float, error: RuntimeError) -> LinkError:

@@ -8,12 +8,15 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from phalanx.comm.links import Links
-from phalanx.errors import ConfigError, RankError
+from phalanx.comm.pending import Pending
+from phalanx.errors import ConfigError, LinkError, RankError
+from phalanx.launch.abort import AbortEvent, within
 from phalanx.launch.context import RankContext
 
 LIGHT = ("phalanx.comm.links",)  # what ranks of these tests need imported
@@ -115,6 +118,52 @@ def wait_too_long(context: RankContext) -> None:
         links.channel(1, "f", "out")
         context.slot.at("F0.3")
         time.sleep(30)
+
+
+def broken_in_the_middle(context: RankContext, kind: str, tries: int) -> list[str]:
+    """What waits for a large message say whose connection breaks while it is under way: each time rank 0 gives up its
+    links when the first byte has come, and rank 1 a moment later."""
+    return [_broken_in_the_middle(context, kind, f"{kind}{number}") for number in range(tries)]
+
+
+def _broken_in_the_middle(context: RankContext, kind: str, name: str) -> str:
+    receives, size = context.rank == 0, 1 << 28
+    own, data = replace(context, abort=AbortEvent()), torch.full((size,), context.rank, dtype=torch.uint8)
+
+    def give_up() -> None:
+        while receives and not data[0]:
+            pass
+        if not receives:
+            context.store.get(name)
+        own.abort.set("a rank was lost")
+        if receives:
+            context.store.set(name, "given up")
+
+    links = Links(own, timeout=120.0, name=name)
+    pending = _message(links, data) if kind == "message" else _collective(links, data)
+    threading.Thread(target=give_up, daemon=True).start()
+    try:
+        within(30.0, lambda: pending.wait("a large message"))
+    except LinkError as error:
+        return error.message
+    finally:
+        links.abort()
+    return "all of it had come"
+
+
+def _message(links: Links, data: torch.Tensor) -> Pending:
+    """From rank 1 to rank 0."""
+    if links.context.rank == 0:
+        return links.channel(1, "f", "in").recv(data)
+    return links.channel(0, "f", "out").send(data)
+
+
+def _collective(links: Links, data: torch.Tensor) -> Pending:
+    """That carries the same."""
+    group, size, none = links.group((0, 1)), len(data), data[:0]
+    if links.context.rank == 0:
+        return group.all_to_all(data, none, [0, size], [0, 0])
+    return group.all_to_all(none, data, [0, 0], [size, 0])
 
 
 def waits_for_a_late_rank(context: RankContext, seconds: float) -> dict[str, float]:
