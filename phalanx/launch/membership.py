@@ -49,6 +49,7 @@ class Membership:
     def __init__(self, board: StatusBoard, slot: StatusSlot, process: int, generation: Generation) -> None:
         self._board, self._slot, self.process, self.generation = board, slot, process, generation
         self.abort = AbortEvent()
+        slot.enter_generation(generation.number)
 
     @property
     def is_fresh(self) -> bool:
@@ -95,6 +96,6 @@ class Membership:
                 continue  # whoever published it is gone already; another will
             if self.process in found.members:
                 self.abort, self.generation = AbortEvent(), found
-                self._slot.await_generation(0)
+                self._slot.enter_generation(found.number)
                 return own
         return None

@@ -32,6 +32,7 @@ _BEGUN = struct.Struct("<Q")  # how many instructions
 _BEGUN_AT = 192
 _RECENT_AT, NUM_RECENT, _TEXT = 200, 25, 32  # the newest of them, in a ring
 _GUARDED_AT = 1000  # whether the rank goes on when another is lost
+_ENTERED, _ENTERED_AT = struct.Struct("<I"), 1004  # the generation that the rank is in
 _AWAITED_AT = 1008  # the generation that the rank waits for
 _FINISHED_AT = 1016  # how many steps the rank has finished
 _GENERATION_AT = 8  # of the board: the newest that was published
@@ -133,6 +134,15 @@ class StatusSlot:
 
     def await_generation(self, number: int) -> None:
         _BEGUN.pack_into(self._memory, self._start + _AWAITED_AT, number)
+
+    @property
+    def entered(self) -> int:
+        """The generation that this rank is in."""
+        return _ENTERED.unpack_from(self._memory, self._start + _ENTERED_AT)[0]
+
+    def enter_generation(self, number: int) -> None:
+        _ENTERED.pack_into(self._memory, self._start + _ENTERED_AT, number)
+        self.await_generation(0)
 
     @property
     def finished(self) -> int:

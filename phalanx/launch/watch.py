@@ -27,6 +27,7 @@ _GONE_SECONDS = 5.0  # for the fork server to say how a process ended
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
 _MOST_SHOWN, _LAST_SHOWN = 16, 8  # ranks, and instructions of each
 _PATIENCE_SECONDS = 1.0  # for a lost rank to be noticed, once others have lost their connections
+_COME_SILENCES, _UNHURRIED = 4.0, ("start", "capture", "compile", "finished")  # for ranks to meet after a loss
 _FOLLOW_SECONDS = 10.0  # for ranks to follow one that left because of a signal; saving does not count
 
 
@@ -63,6 +64,7 @@ class Watch:
         self._views: dict[int, StatusView] = {}
         self._waiting: dict[int, float] = {}  # since when processes wait for a generation that nobody has published
         self._fresh: list[int] = []
+        self._late: dict[int, float] = {}  # since when processes are not in the generation that was published
         self._not_renewed = ""
 
     @property
@@ -127,9 +129,21 @@ class Watch:
             return None
         suspect = _GONE_SECONDS if process.gone else self._job.silence if process.stopped else None
         if (seconds := self._silence[rank].silent_for(self._glance(rank), suspect=suspect)) is None:
-            return None
+            return self._trouble_of_late(rank)
         stack = read_stack(self._job.stack_file(rank))
         return _stalled(process, self._view(rank), seconds, self._output(rank), stack)
+
+    def _trouble_of_late(self, rank: int) -> Trouble | None:
+        """One that lives, was told that another is lost, and does not come to meet the rest."""
+        if self._renewal is None or self._board.slots[rank].entered >= self._renewal.generation.number:
+            self._late.pop(rank, None)
+            return None
+        waited = self._clock.read() - self._late.setdefault(rank, self._clock.read())
+        if waited < _COME_SILENCES * self._job.silence or self._glance(rank).phase in _UNHURRIED:
+            return None
+        cause = f"did not leave what it was at in {waited:.0f} s, to go on with the others,"
+        hint = "a call keeps its main thread waiting, though not the others; a larger silence waits longer"
+        return Trouble(rank, self._view(rank), cause, hint, output=self._output(rank))
 
     def _still_ranks(self) -> dict[int, Trouble]:
         """Those that stand still in a step while others do not, where losing one costs little."""

@@ -368,3 +368,23 @@ def store_while_groups_are_made(context: RankContext) -> bool:
             made.start()
         made.join(20)
         return answered and not made.is_alive()
+
+
+def alone_at_last(context: RankContext) -> tuple[str, ...]:
+    """Rank 0 dies, and rank 1 does not leave what it is at; what is told to the one that is left."""
+    context.slot.at_step(1)
+    context.slot.enter("step")
+    context.slot.guard(True)
+    while not all(slot.guarded for slot in context.board.slots[: context.world]):
+        time.sleep(0.01)
+    if context.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if context.rank == 1:
+        time.sleep(60)
+    while context.world > 1:
+        found = context.renewed(30.0)
+        assert found is not None
+        context = found
+        assert context.world == 1 or context.abort.wait(30.0), "the other was not waited for so long"
+    assert context.membership is not None
+    return context.membership.generation.lost
