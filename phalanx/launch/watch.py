@@ -23,7 +23,6 @@ from phalanx.launch.renewal import Renewal
 from phalanx.launch.status_board import QUICK_PHASES, RunningClock, SilenceWatch, StatusBoard, StatusView
 from phalanx.launch.stillness import LONGEST_LOOK, STILL_SECONDS, Stillness, activity
 
-_GONE_SECONDS = 5.0  # for the fork server to say how a process ended
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
 _MOST_SHOWN, _LAST_SHOWN = 16, 8  # ranks, and instructions of each
 _PATIENCE_SECONDS = 1.0  # for a lost rank to be noticed, once others have lost their connections
@@ -127,7 +126,7 @@ class Watch:
             return _died(rank, self._view(rank), process.code, self._output(rank), self._memory_kills)
         if not self._processes.hears_of(rank):
             return None
-        suspect = _GONE_SECONDS if process.gone else self._job.silence if process.stopped else None
+        suspect = self._job.silence if process.stopped else None
         if (seconds := self._silence[rank].silent_for(self._glance(rank), suspect=suspect)) is None:
             return self._trouble_of_late(rank)
         stack = read_stack(self._job.stack_file(rank))
@@ -299,9 +298,7 @@ def _stalled(
     process: Process, view: StatusView, seconds: float, output: Sequence[str], stack: Sequence[str]
 ) -> Trouble:
     cause = f"stopped answering for {seconds:.0f} s"
-    if process.gone:
-        cause, hint = "ended", "how is not known: the process that starts ranks is stopped and does not say"
-    elif process.stopped:
+    if process.stopped:
         hint = f"its process was stopped by a signal (kill -CONT {process.pid} would have let it go on)"
     else:
         hint = "a call keeps all its threads waiting, or the machine is overloaded; a larger silence waits longer"

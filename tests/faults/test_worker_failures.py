@@ -171,9 +171,8 @@ def test_a_rank_that_ends_while_the_fork_server_is_stopped_is_named(tmp_path: Pa
     with WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as pool:
         pool.run(jobs.describe)
         os.kill(pool._processes._server.pid, signal.SIGSTOP)
-        with pytest.raises(RankError, match="rank 1 ended during start") as caught:
+        with pytest.raises(RankError, match="rank 1 left with exit code 7 during start"):
             pool.run(jobs.leaves_by_exit)
-    assert "the process that starts ranks is stopped" in caught.value.hint
 
 
 def test_an_exception_is_told_with_its_place_and_the_last_output(pool: WorkerPool):

@@ -165,18 +165,3 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen_and_says_what_is_lost(
     assert pool.pids == {}
     lost = "SIGINT: once more: stopping at once; the steps since the newest checkpoint are lost"
     assert capfd.readouterr().err.strip() == lost
-
-
-def test_a_rank_is_lost_when_it_can_never_run_again_even_if_its_parent_cannot_say_so(pool: WorkerPool):
-    pool.run(jobs.describe)
-    server = pool.processes._server
-    server.send_signal(signal.SIGSTOP)
-    try:
-        lost = pool.processes.alive[1]
-        os.kill(lost.pid, signal.SIGSEGV)
-        while not lost.gone:
-            time.sleep(0.001)
-        assert lost.code == -signal.SIGSEGV
-    finally:
-        server.send_signal(signal.SIGCONT)
-        pool.processes.end()
