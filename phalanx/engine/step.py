@@ -17,6 +17,7 @@ from phalanx.engine.engine import Engine
 from phalanx.engine.inputs import Feeder, Inputs, num_samples, split
 from phalanx.engine.mirroring import Mirroring
 from phalanx.engine.reductions import Place, StepRun
+from phalanx.errors import LateError
 from phalanx.model.captured import Captured
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Program
@@ -31,15 +32,16 @@ class Outcome:
     # Loss, gradient norm, 1 if the update was made, ranks asked to stop and for another plan, what was counted over all
     values: Tensor
     arrived: torch.cuda.Event | None
+    timeout: float | None = None  # seconds for others to do their part, where there are any
 
     @classmethod
-    def of(cls, step: StepRun, told: Group | None = None) -> Outcome:
+    def of(cls, step: StepRun, told: Group | None = None, timeout: float | None = None) -> Outcome:
         """told: this rank and those that have no place in the plan, which learn it too."""
         assert step.loss is not None and step.norm is not None and step.updated is not None
         values = torch.stack([step.loss, step.norm, step.updated.double(), *step.counted])
         if told is not None:
             told.broadcast(values, told.ranks[0]).wait("what a step gave")
-        return cls.from_device(values)
+        return cls.from_device(values, timeout)
 
     @classmethod
     def elsewhere(cls, told: Group, num_counts: int, device: torch.device) -> Outcome:
@@ -50,20 +52,25 @@ class Outcome:
         return cls.from_device(values)
 
     @classmethod
-    def from_device(cls, values: Tensor) -> Outcome:
+    def from_device(cls, values: Tensor, timeout: float | None = None) -> Outcome:
         if values.device.type != "cuda":
             return cls(values, None)
         on_host = torch.empty(values.shape, dtype=torch.float64, pin_memory=True)
         on_host.copy_(values, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(on_host, arrived)
+        return cls(on_host, arrived, timeout)
 
     def read(self) -> tuple[float, float, bool]:
         """Loss, gradient norm, and whether the update was made; waits for the device."""
-        if self.arrived is not None:
-            while not self.arrived.query():  # not synchronize(): a rank that waits for a dead one must be stoppable
-                time.sleep(1e-4)
+        began = time.monotonic()
+        while self.arrived is not None and not self.arrived.query():  # a rank that waits for a dead one can be stopped
+            if self.timeout is not None and (seconds := time.monotonic() - began) > self.timeout:
+                raise LateError(
+                    f"a step did not end in {seconds:.0f} s, though no rank was lost",
+                    "a connection or a device may stand still; steps that take longer need a longer timeout",
+                )
+            time.sleep(1e-4)
         loss, norm, updated = self.values[:3].tolist()
         return loss, norm, bool(updated)
 
@@ -86,8 +93,12 @@ class Outcome:
 class Step:
     """The training step of a plan on this rank."""
 
-    def __init__(self, feeder: Feeder, engine: Engine, program: Program, plan: Plan, told: Group | None = None) -> None:
+    def __init__(
+        self, feeder: Feeder, engine: Engine, program: Program, plan: Plan, told: Group | None = None,
+        timeout: float | None = None,
+    ) -> None:  # fmt: skip
         self.feeder, self.engine, self.program, self._plan, self._told = feeder, engine, program, plan, told
+        self._timeout = timeout
         self.commits = False  # whether a rank must know, before it updates, that all others can
         self.mirroring: Mirroring | None = None  # what others hold alone
         self.run: StepRun | None = None  # the newest, made or interrupted
@@ -110,7 +121,7 @@ class Step:
         self.run, self.run_number, step.commits = step, self.number, self.commits
         step.mirroring = self.mirroring
         self.engine.run(self.program, step)
-        return Outcome.of(step, self._told)
+        return Outcome.of(step, self._told, self._timeout)
 
     def complete(self, sums: Sequence[float]) -> Outcome:
         """Ends the step that was interrupted (`Engine.complete`)."""

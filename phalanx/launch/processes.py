@@ -23,8 +23,6 @@ from phalanx.launch import early
 from phalanx.launch.server import Begin, End, Ended, Fork, Forked, Hosted
 from phalanx.launch.wire import Wire
 
-# Pages of C++ about each connection of a rank that is lost, when it is lost: who was lost is told in words.
-_QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 _START_SECONDS = 120.0
 _END_SECONDS = 10.0
 _ENDING, _STATUS = ("Z", "X"), 49  # of /proc/…/stat: states in which no thread runs, and where the status stands
@@ -225,7 +223,7 @@ def _started_server() -> tuple[Popen[bytes], Wire]:
     # A session of its own keeps the terminal's Ctrl-C away from the ranks: who started them decides.
     started = Popen(
         [sys.executable, "-c", code], stdin=DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-        env={**_QUIET, **os.environ, "PYTHONPATH": path},
+        env={**early.QUIET, **os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     theirs.close()
     return started, Wire(ours)

@@ -123,7 +123,8 @@ class Session:
         compiled, connected, self.state = self.compiled, self.connected, state
         training = self._engine(compiled.training, self._watches, self._gradients(), self._totals())
         evaluation = self._engine(compiled.evaluation, self._watches, {}, None)
-        self.step = Step(compiled.training.feeder, training, compiled.program, compiled.plan, self._told)
+        timeout = connected.links.timeout.total_seconds() if compiled.plan.world > 1 else None
+        self.step = Step(compiled.training.feeder, training, compiled.program, compiled.plan, self._told, timeout)
         self._evaluator = Evaluator(
             evaluation, compiled.evaluation.feeder, compiled.formation, connected, compiled.samples
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from phalanx.engine.engine import Executed
 from phalanx.engine.reductions import StepRun, total_items
+from phalanx.engine.step import Outcome
+from phalanx.errors import LateError
 from phalanx.model import reference
 from phalanx.predict.memory import Sizes
 from phalanx.program.instructions import Instruction, Op, from_text
@@ -301,3 +304,14 @@ def test_parameters_are_never_changed_by_the_passes_through_the_model(session: S
     case = captured.named(captured.GPT2)
     case.step(session, (3,))
     assert all(torch.equal(session.state.parameters.values[name], value) for name, value in case.parameters.items())
+
+
+class NeverArrives:
+    def query(self) -> bool:
+        return False
+
+
+def test_a_step_that_others_never_end_is_not_waited_for_longer_than_they_may_take() -> None:
+    waiting: Any = NeverArrives()  # as an event of a GPU
+    with pytest.raises(LateError, match="a step did not end in 0 s, though no rank was lost"):
+        Outcome(torch.zeros(5, dtype=torch.float64), waiting, timeout=0.01).read()
