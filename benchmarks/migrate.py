@@ -57,13 +57,14 @@ HEADERS = ["from", "to", "state", "moved", "pause s", "prepare", "connect", "mov
 
 INTRO = """# The pause of a change of plan
 
-How long training stands still when its plan changes, for plans that were used before and a change
-that was made ready for while the old plan trained. Parameters that are kept whole while the rest of the state is in
+How long training stands still when its plan changes, for plans that were used before and a change that was made ready
+for while the old plan trained. Parameters that are kept whole while the rest of the state is in
 shards may still be on their way when a run trains on; here the pause ends when they have arrived. What the next step
 takes longer than usual is shown beside it. *Plain bytes* is what as many bytes between the same ranks take all at once,
 measured in turn with the pauses; what more is allowed stands above each table. *Through files* is a checkpoint saved
 under one plan and loaded under the other in the same processes; to stop and start them again would come on top. The
-last column is the first change to a plan with its first step, which makes its functions."""
+last column is the first change to a plan with its first step, which makes its functions. On the GPU the run was ended
+before its widest model."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,7 +6,7 @@ A rank is killed, or stopped by a signal so that it hangs, at a random moment of
 the time from the signal to the end of the first step that the new generation makes, beside a usual step of it. With
 `shrink` survivors hold the state; with `replace` a process is forked, prepares the run and gets its state from them.
 Where the time goes is told part by part, as the run log has it. With `--gpu` the ranks share one GPU in turns: the
-multi-process service would end the others with the one that is killed.
+multi-process service may end the others with the one that is killed.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ INTRO = """# Recovery
 
 How long a run stands still when a rank is killed or hangs: from the signal to the end of the first step that the others
 make (with `shrink`) or all of them with a new one (with `replace`), at random moments of runs of a tiny GPT-2. With
-`zero=1` every rank alone holds a part of the state, of which another has a mirror. Each second table says where the
-time goes (medians): until the loss is noticed; letting go of the old connections; waiting for the supervisor; meeting,
-which with `replace` includes the start of a process; the plan, its functions and its groups; state; and the first step,
-which is no longer than usual but for what it does for the first time. Parts are those of the run's first rank.
+`zero=1` every rank alone holds a part of the state, of which others have copies (`--mirror-every 1`). Each second table
+says where the time goes (medians): until the loss is noticed; letting go of the old connections; waiting for the
+supervisor; meeting, which with `replace` includes the start of a process; the plan, its functions and its groups;
+state; and the first step, which is no longer than usual but for what it does for the first time. Parts are those of the
+run's first rank.
 
 Where ranks share one GPU, NCCL needs 0.5 to 0.7 s to give up its communicators and half a second for the first new one;
 a process in the place of another starts CUDA and loads all kernels, which takes seconds."""
@@ -64,20 +65,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.options(__doc__ or "")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each case")
     parser.add_argument("--gpu", action="store_true", help="ranks that share one GPU, instead of CPU ranks")
-    parser.add_argument("--compile", default="off", choices=("off", "auto"), help="segments, where ranks are on a GPU")
+    parser.add_argument("--compile", default="auto", choices=("off", "auto"), help="how segments are compiled")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="numbers of those to run")
     parser.add_argument("--quick", action="store_true", help="one of each case")
     options = parser.parse_args(arguments)
     repeats, draw = 1 if options.quick else options.repeats, random.Random(0)
     results: list[dict[str, Any]] = []
     setting = {"gpu": options.gpu, "compile": options.compile, "world": WORLD, "steps": STEPS, "repeats": repeats}
-    device = "cuda" if options.gpu else "cpu"
+    on = {"device": "cuda" if options.gpu else "cpu", "compile": options.compile}
     environment = rank_environment if options.gpu else None
-    pool = WorkerPool(WORLD, threads_per_rank=1, device=device, environment=environment)
+    pool = WorkerPool(WORLD, threads_per_rank=1, device=on["device"], environment=environment)
     with tempfile.TemporaryDirectory() as folder, pool:
         for plan, on_loss, number in (CASES[each] for each in options.cases):
             outs = (Path(folder) / f"{len(results)}-{n}" for n in range(repeats))
-            kills = [_struck(pool, (device, options.compile), out, plan, on_loss, number, draw) for out in outs]
+            kills = [_struck(pool, on, out, plan, on_loss, number, draw) for out in outs]
             what = "hang" if number == HANG else "kill"
             results.append({"plan": plan, "on_loss": on_loss, "what": what, "kills": kills})
             print(row(results[-1], options.gpu), parts_row(results[-1])[3:], file=sys.stderr, flush=True)
@@ -87,12 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _struck(
-    pool: WorkerPool, on: tuple[Any, Any], out: Path, plan: str, on_loss: Any, number: int, draw: random.Random
+    pool: WorkerPool, on: Mapping[str, Any], out: Path, plan: str, on_loss: Any, number: int, draw: random.Random
 ) -> dict[str, Any]:  # fmt: skip
     """One run, one kill or hang."""
     config = RunConfig.create(
         tiny=True, seq_len=32, batch_size=16, steps=STEPS, progress="off", export=False, checkpoint_every="never",
-        device=on[0], compile=on[1], out=out, plan=plan, on_loss=on_loss, mirror_every=1 if "zero" in plan else "auto",
+        out=out, plan=plan, on_loss=on_loss, mirror_every=1 if "zero" in plan else "auto", **on,
     )  # fmt: skip
     trainer, victim, after = Trainer("gpt2", "synthetic", config), draw.randrange(WORLD), draw.randrange(8, 16)
     struck: list[float] = []
@@ -122,10 +123,12 @@ def row(result: Mapping[str, Any], gpu: bool) -> list[str]:
     seconds = sorted(kill["seconds"] for kill in kills)
     usual = statistics.median(kill["usual"] for kill in kills)
     numbers = (statistics.median(seconds), seconds[-1], usual)
-    aim = AIMS.get(result["what"]) or AIMS[result["on_loss"]] + usual * (result["on_loss"] == "shrink")
-    if gpu:
-        aim = NCCL_AIM + usual
+    aim = NCCL_AIM + usual if gpu else _aim_of_cpus(result, usual)
     return [*_case(result), str(len(kills)), *(f"{number:.3f}" for number in numbers), f"at most {aim:.2f}"]
+
+
+def _aim_of_cpus(result: Mapping[str, Any], usual: float) -> float:
+    return AIMS.get(result["what"]) or AIMS[result["on_loss"]] + usual * (result["on_loss"] == "shrink")
 
 
 def parts_row(result: Mapping[str, Any]) -> list[str]:
@@ -143,12 +146,13 @@ def page(folder: Path = RESULTS) -> str:
 
 def _section(path: Path) -> str:
     data = json.loads(path.read_text(encoding="utf-8"))
-    machine, results, gpu = data["machine"], data["results"], data["setting"]["gpu"]
+    machine, results, setting, gpu = data["machine"], data["results"], data["setting"], data["setting"]["gpu"]
+    given = " --gpu" * gpu + " --quick" * (setting["repeats"] == 1) + " --compile off" * (setting["compile"] == "off")
     kind = "Four ranks that share one GPU in turns" if gpu else "Four CPU ranks"
     on = f"one {machine['gpus'][0]}, torch {machine['torch']}" if gpu else f"torch {machine['torch']}"
     return "\n".join([
         "", f"## {kind}", "",
-        f"`python benchmarks/recovery.py{' --gpu' * gpu}` ({on}), {machine['date']}. {report.busy(machine)} "
+        f"`python benchmarks/recovery.py{given}` ({on}), {machine['date']}. {report.busy(machine)} "
         f"Data: [{path.name}]({path.name}).",
         "", report.markdown(HEADERS, [row(result, gpu) for result in results]),
         "", report.markdown([*HEADERS[:3], *PARTS], [parts_row(result) for result in results]),

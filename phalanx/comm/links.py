@@ -254,9 +254,10 @@ class Links:
         """Make every wait of this rank end, and those of its peers too. Any thread may call it."""
         with self._lock:
             shut(self._sockets, spare_port=self.context.store_port)
-            given_up = self._backends() if self.device.type == "cuda" else []
-            given_up, self._given_up = [each for each in given_up if each not in self._given_up], given_up
-        give_up(given_up)
+            backends = self._backends() if self.device.type == "cuda" else []
+            left = [backend for backend in backends if backend not in self._given_up]
+            self._given_up += left
+        give_up(left)
 
 
 class Group:

@@ -51,8 +51,8 @@ class Process:
         return _seen(self.pid)[0] == "T"
 
     def look(self) -> None:
-        """Whether it will never run again. Its parent learns so only when all that it had is given back, which takes
-        most of a second with the memory of a GPU, and minutes with much of it."""
+        """Takes note if it will never run again. Its parent learns so only when all that it had is given back, which
+        takes most of a second where it had the memory of a GPU."""
         state, status = _seen(self.pid) if self.code is None else ("", 0)
         if state in _ENDING:
             self.code = os.waitstatus_to_exitcode(status)

@@ -85,8 +85,7 @@ def test_a_wait_that_takes_too_long_says_who_waited_for_what_and_what_the_others
 def test_a_wait_lets_go_of_a_message_whose_connection_broke_in_the_middle(pool: WorkerPool, kind: str):
     """gloo never ends such a wait, on either side. On a busy machine a message may have come whole before."""
     for said in pool.run(jobs.broken_in_the_middle, kind, 3, world=2):
-        waited = [text for text in said if "stopped waiting for a large message: a rank was lost" in text]
-        assert waited, said
+        assert any("waiting for a large message" in text for text in said), said
 
 
 def test_a_wait_takes_no_processor_time(pool: WorkerPool):
