@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any, Protocol
 
@@ -152,6 +153,10 @@ class HostMemory:
         if copying.event is not None:
             self._stored |= dict.fromkeys(map(id, tensors), copying.event)
         return copying
+
+    def on_the_way_in(self) -> AbstractContextManager[Any]:
+        """While it is open, what is fetched waits for nothing but what was fetched before."""
+        return nullcontext() if self._back is None else torch.cuda.stream(self._back)
 
     def arrived(self) -> torch.cuda.Event | None:
         """Passes when all that was fetched so far is on the device."""

@@ -2,8 +2,8 @@
 
 Either a part comes to the device for its update and goes back, or the host updates it, in a thread of its own, and what
 the model computes with comes to the device. Where that lies on the host, too, it goes there with its state, or stays.
-Both may share the work: then the thread lets parts come to the device, too, on streams of their own, beside the next
-forward.
+Both may share the work: then a second thread lets parts come to the device, on streams of their own, beside the next
+forward, while the host updates others.
 All of it is exact: the same arithmetic on the same elements. In a checkpoint state has the names and shapes that it has
 without offload.
 """
@@ -14,9 +14,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -56,13 +56,20 @@ class Given(NamedTuple):
     loss_scale: Tensor | None
 
 
-@dataclass(frozen=True)
 class Left:
-    """Gradients of a bucket on the host, by parameter, as soon as they are there."""
+    """Gradients of a bucket on the host, by parameter, as soon as they are there. readers: updates that read them."""
 
-    pieces: dict[str, Tensor]
-    copying: Copying
-    release: Release
+    def __init__(self, pieces: dict[str, Tensor], copying: Copying, release: Release, readers: int) -> None:
+        self.pieces, self.copying, self.release = pieces, copying, release
+        self._readers, self._lock = readers, Lock()
+
+    def was_read(self, arrived: Callable[[], torch.cuda.Event | None]) -> None:
+        """By one of them; the last gives their memory back. arrived: passes when the device has what it fetched."""
+        with self._lock:
+            self._readers -= 1
+            if self._readers:
+                return
+        self.release(arrived())
 
 
 class HostedOptimizer:
@@ -91,11 +98,12 @@ class HostedOptimizer:
             own.sort()
         exact = {name: parameters.weights[name] for name in self._of_name}
         self.masters = {name for name, weight in exact.items() if weight.exact is not weight.copy}  # on the host, too
-        self._core = Optimizer(make(self._weights), self._weights, clip)
         self._came: dict[PartName, dict[str, Tensor]] = {}  # gradients that came from the host
         self._beside = {part for part in self.ranges if on_device(*part)}
         self._ways = Ways(device) if self._beside else None
-        self._thread: ThreadPoolExecutor | None = None
+        self._cores = [Optimizer(make(weights), weights, clip) for weights in self._by_place()]
+        self._core_of = {key: core for core in self._cores for key in core.weights}
+        self._threads: dict[bool, ThreadPoolExecutor] = {}  # that update on the host, and beside it on the device
 
     @property
     def buckets(self) -> set[int]:
@@ -104,9 +112,21 @@ class HostedOptimizer:
     def follow(self, optimizer: Optimizer, clip: float | None) -> None:
         """Takes over what a loop of the user's own set in the optimizer of what is not on the host, which has the same
         groups: learning rates, decay, and what gradients are clipped to."""
-        self._core.clip = clip
-        for mine, theirs in zip(self._core.inner.param_groups, optimizer.inner.param_groups, strict=True):
-            mine.update({name: value for name, value in theirs.items() if name != "params"})
+        for core in self._cores:
+            core.clip = clip
+            for mine, theirs in zip(core.inner.param_groups, optimizer.inner.param_groups, strict=True):
+                mine.update({name: value for name, value in theirs.items() if name != "params"})
+
+    def _by_place(self) -> list[dict[str, Weight]]:
+        """The weights that one optimizer updates, and those of a second one where host and device update side by side,
+        since neither may see what the other is at."""
+        beside = {each.key for part in self._beside for each in self.ranges[part]}
+        here = {key: weight for key, weight in self._weights.items() if key in beside}
+        rest = {key: weight for key, weight in self._weights.items() if key not in beside}
+        return [weights for weights in (rest, here) if weights] or [rest]
+
+    def _state_of(self, each: Range) -> dict[str, Any]:
+        return self._core_of[each.key].inner.state.get(self._weights[each.key].exact, {})
 
     # Updates on the device.
 
@@ -154,7 +174,8 @@ class HostedOptimizer:
         own = self._came.pop(part, None)
         if own is None:
             own = {each.key: each.of(gradients[each.name]) for each in self.ranges[part] if each.name in gradients}
-        self._core.step(own, given.lr, given.norm, given.finite, given.loss_scale)
+        core = self._cores[-1 if part in self._beside else 0]
+        core.step(own, given.lr, given.norm, given.finite, given.loss_scale)
         for each in self.ranges[part] if not self._parameters.bucket(part[0]).on_host else ():
             weight = self._parameters.weights[each.name]
             if weight.copy is not weight.exact and not self._memory_of(part).is_at_home(self._weights[each.key].exact):
@@ -167,52 +188,60 @@ class HostedOptimizer:
         for each in self.ranges[part]:
             weight, exact = self._parameters.weights[each.name], self._weights[each.key].exact
             found += [exact] if on_host or weight.copy is not weight.exact else []
-            state = self._core.inner.state.get(exact, {})
-            found += [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+            found += [value for value in self._state_of(each).values() if isinstance(value, Tensor) and value.dim() > 0]
         return found
 
     # Updates on the host.
 
     def step_behind(
-        self, part: PartName, left: Left, given: Callable[[], Given], given_here: Callable[[], Given], is_last: bool
+        self, part: PartName, left: Left, given: Callable[[], Given], given_here: Callable[[], Given]
     ) -> Future[Copying]:  # fmt: skip
-        """Starts the update of a part, after those that were started before; then it comes to the device, unless it is
-        fetched when it is needed. given: waits until it is on the host. given_here: the same on the device. is_last: of
-        its bucket, so that nobody needs the gradients after it."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "phalanx-optimizer", initializer=self._join_device)
-        issued, ways = self._memory.mark(), self._ways
-        by_device = given_here() if part in self._beside else None
+        """Starts the update of a part, after those that were started before in the same place; then it comes to the
+        device, unless it is fetched when it is needed. given: waits until it is on the host. given_here: the same on
+        the device."""
+        issued = self._memory.mark()
+        if part in self._beside:
+            return self._thread(beside=True).submit(self._step_beside, part, left, given_here(), issued)
+        return self._thread(beside=False).submit(self._step_on_host, part, left, given, issued)
 
-        def update() -> Copying:
-            left.copying.wait_here()
-            with torch.no_grad():
-                if by_device is not None:
-                    return self._step_beside(part, left, by_device, issued, is_last)
-                self.step(part, left.pieces, given())
-                if is_last:
-                    left.release(None if ways is None else ways.memory.arrived())
-                ranges = self.ranges[part]
-                exact = [self._weights[each.key].exact for each in ranges]
-                copies = [each.of(self._parameters.weights[each.name].copy) for each in ranges]
-                if self._parameters.bucket(part[0]).on_host:
-                    _round_into(copies, exact)
-                    return Copying()
-                return self._memory.bring(copies, exact, issued)
-
-        return self._thread.submit(update)
+    def _step_on_host(
+        self, part: PartName, left: Left, given: Callable[[], Given], issued: torch.cuda.Event | None
+    ) -> Copying:  # fmt: skip
+        left.copying.wait_here()
+        with torch.no_grad():
+            self.step(part, left.pieces, given())
+            left.was_read(self._arrived)
+            ranges = self.ranges[part]
+            exact = [self._weights[each.key].exact for each in ranges]
+            copies = [each.of(self._parameters.weights[each.name].copy) for each in ranges]
+            if self._parameters.bucket(part[0]).on_host:
+                _round_into(copies, exact)
+                return Copying()
+            return self._memory.bring(copies, exact, issued)
 
     def _step_beside(
-        self, part: PartName, left: Left, given: Given, issued: torch.cuda.Event | None, is_last: bool
+        self, part: PartName, left: Left, given: Given, issued: torch.cuda.Event | None
     ) -> Copying:  # fmt: skip
-        """Starts the update of a part on the device, beside what else it computes."""
+        """Starts the update of a part on the device, beside what else it computes. Its state comes as early as there is
+        room, whatever the device is at."""
         assert self._ways is not None
-        with self._ways.next(issued):
-            self.fetch(part, left).wait()
-            if is_last:
-                left.release(self._ways.memory.arrived())
-            self.step(part, left.pieces, given)
-            return self._ways.leave(self.store(part), given)
+        left.copying.wait_here()
+        with torch.no_grad():
+            with self._ways.coming():
+                coming = self.fetch(part, left)
+            left.was_read(self._arrived)
+            came = [*self._came[part].values(), *(tensor.data for tensor in self._moving(part))]
+            with self._ways.updating(issued, coming, came):
+                self.step(part, left.pieces, given)
+                return self._ways.leave(self.store(part), given)
+
+    def _arrived(self) -> torch.cuda.Event | None:
+        return None if self._ways is None else self._ways.memory.arrived()
+
+    def _thread(self, *, beside: bool) -> ThreadPoolExecutor:
+        if beside not in self._threads:
+            self._threads[beside] = ThreadPoolExecutor(1, "phalanx-optimizer", initializer=self._join_device)
+        return self._threads[beside]
 
     def _join_device(self) -> None:
         """Of the thread that updates: it pins memory for this device, and with one rank for each GPU of the machine
@@ -221,19 +250,19 @@ class HostedOptimizer:
             torch.cuda.set_device(self._device)
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, torch.cuda.device_count())))
 
-    def leave(self, gradients: Mapping[str, Tensor]) -> Left:
-        """Starts to bring gradients to the host."""
-        pieces, copying, release = self._memory.take_in(gradients)
-        return Left(pieces, copying, release)
+    def leave(self, bucket: int, gradients: Mapping[str, Tensor]) -> Left:
+        """Starts to bring a bucket's gradients to the host."""
+        return Left(*self._memory.take_in(gradients), readers=sum(own == bucket for own, _ in self.ranges))
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        for thread in self._threads.values():
+            thread.shutdown()
+        self._threads.clear()
 
     def forget(self) -> None:
         """Lets go of all tensors."""
-        self._core.forget()
+        for core in self._cores:
+            core.forget()
         self._weights.clear()
 
     # As checkpoints have it.
@@ -241,7 +270,7 @@ class HostedOptimizer:
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """As `Optimizer.tensors`, the parts of a parameter put together."""
         for name, ranges in self._of_name.items():
-            states = [self._core.inner.state.get(self._weights[each.key].exact, {}) for each in ranges]
+            states = [self._state_of(each) for each in ranges]
             for slot, value in states[0].items():
                 if isinstance(value, Tensor):
                     whole = value if value.dim() == 0 else torch.cat([state[slot] for state in states])
@@ -250,7 +279,7 @@ class HostedOptimizer:
     def scalars(self) -> dict[str, Any]:
         first = {ranges[0].key: name for name, ranges in self._of_name.items()}
         found: dict[str, Any] = {}
-        for key, value in self._core.scalars().items():
+        for key, value in (item for core in self._cores for item in core.scalars().items()):
             prefix, slot, own = key.split("/", 2)
             if own in first or own not in self._weights:
                 found[f"{prefix}/{slot}/{first.get(own, own)}"] = value
@@ -277,19 +306,21 @@ class HostedOptimizer:
             prefix, slot, name = key.split("/", 2)
             own = [each.key for each in self._of_name.get(name, ())] or [name]
             renamed |= {f"{prefix}/{slot}/{each}": value for each in own}
-        self._core.load(parts, read_part, renamed)
-        beside = {each.key for part in self._beside for each in self.ranges[part]}
-        for key, weight in self._weights.items():
-            state = self._core.inner.state.get(weight.exact, {})
-            stays = self._on_host and key not in beside
-            state |= {slot: self._settled(value, stays) for slot, value in state.items() if isinstance(value, Tensor)}
+        for core in self._cores:
+            core.load([own for own in parts if own[1] in core.weights], read_part, renamed)
+        for part, own in self.ranges.items():
+            stays = self._on_host and part not in self._beside
+            for state in map(self._state_of, own):
+                state |= {
+                    slot: self._settled(value, stays) for slot, value in state.items() if isinstance(value, Tensor)
+                }
 
     def _settled(self, value: Tensor, stays: bool) -> Tensor:
         """Where it lies between steps. Counters of what the device updates by fused kernels lie there. stays: the host
         updates it."""
         if value.dim() > 0:
             return value.cpu() if stays else on_host(value, self._device)
-        fused = bool(self._core.inner.defaults.get("fused"))
+        fused = bool(self._cores[0].inner.defaults.get("fused"))
         return value.to(self._device) if fused and not stays else value
 
     def _shape(self, name: str) -> torch.Size:
@@ -304,14 +335,27 @@ class Ways:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._under_way: deque[tuple[Copying, Given]] = deque()  # with what it reads, so that it stays
 
-    def next(self, issued: torch.cuda.Event | None) -> Any:
-        """The stream for a further part, as soon as there is room. issued: what it comes after."""
+    def coming(self) -> AbstractContextManager[Any]:
+        """For a further part, as soon as there is room. Memory that is taken meanwhile is that of the way in, which
+        need not wait until the part before is updated."""
         while len(self._under_way) >= PARTS_BESIDE:
             self._under_way.popleft()[0].wait_here()
+        return self.memory.on_the_way_in()
+
+    @contextmanager
+    def updating(
+        self, issued: torch.cuda.Event | None, coming: Copying, came: Sequence[Tensor]
+    ) -> Iterator[None]:  # fmt: skip
+        """issued: what the update comes after, besides the arrival of what it reads."""
         if self._stream is None or issued is None:
-            return nullcontext()
-        self._stream.wait_event(issued)
-        return torch.cuda.stream(self._stream)
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(issued)
+            coming.wait()
+            for tensor in came:
+                tensor.record_stream(self._stream)
+            yield
 
     def leave(self, leaving: Copying, given: Given) -> Copying:
         self._under_way.append((leaving, given))

@@ -98,7 +98,9 @@ def write_all(all_facts: Sequence[SplitFacts], blocks: Sequence[str]) -> str:
     """blocks: their names. What several have in common, ops and whole chains, stands there once."""
     writer = _Writer(blocks)
     rows = [writer.row(facts) for facts in all_facts]
-    head = json.dumps({"blocks": list(blocks), "dtype": all_facts[0].dtype}, ensure_ascii=False)
+    first = all_facts[0]
+    names = {"blocks": list(blocks), "layers": list(first.eager.layers), "dtype": first.dtype}
+    head = json.dumps(names, ensure_ascii=False)
     return f'{head[:-1]},\n"ops": {_listed(writer.ops.rows)},\n"splits": {_listed(rows)}}}\n'
 
 
@@ -232,6 +234,7 @@ class _Reader:
                 sums=tuple(sums for _, sums in keys) if split.tp > 1 else (),
                 granularities=("micro-batch",) * whole + ("slice",) * (num_blocks - whole) if split.sliced else (),
                 per_micro_batch=frozenset(row.get("per_micro_batch", ())), inputs=inputs,
+                layers=tuple(self._data["layers"]),
             )
             for kind, inputs in zip(("eager", "compiled"), row["inputs"], strict=True)
         ]  # fmt: skip

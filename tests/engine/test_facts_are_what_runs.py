@@ -49,6 +49,10 @@ def check(model: Model, text: str, pool: WorkerPool, tokens: int) -> None:
         (captured.WHISPER, "pp=2,tp=2,slices=2,mb=2"),
         pytest.param(captured.T5, "pp=2,slices=2,mb=2", marks=pytest.mark.long),
         (captured.LLAMA, "tp=2,dp=2,zero=3,sequence=yes,overlap=oases,mb=2,offload=activations+optimizer-step:0.5"),
+        (
+            captured.LLAMA,
+            "mb=2,schedule=block-major,offload=activations:1+parameters:1+optimizer:0.5+optimizer-step:0.4",
+        ),
         pytest.param(captured.MIXTRAL, "tp=4,degrees=2:4,mb=2", marks=pytest.mark.long),
         pytest.param(captured.T5, "pp=2,tp=2,sequence=yes,schedule=zb-h1,mb=4", marks=pytest.mark.long),
     ],

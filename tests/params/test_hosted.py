@@ -58,10 +58,10 @@ def update(state: State, found: dict[str, Tensor], *, finite: bool = True, scale
     hosted, on_host = state.hosted, state.layout.plan.steps_on_host
     for bucket, count in PARTS.items() if hosted is not None else ():
         own = {piece.name for piece, _ in state.parameters.bucket(bucket).updated}
-        left = hosted.leave({name: tensor for name, tensor in found.items() if name in own})
+        left = hosted.leave(bucket, {name: tensor for name, tensor in found.items() if name in own})
         for part in range(count):
             if on_host:
-                updated = hosted.step_behind((bucket, part), left, lambda: given, lambda: given, part == count - 1)
+                updated = hosted.step_behind((bucket, part), left, lambda: given, lambda: given)
                 state.parameters.bucket(bucket).update(lambda updated=updated: updated.result().wait())
             else:
                 hosted.fetch((bucket, part), left if state.parameters.bucket(bucket).on_host else None).wait()
@@ -144,9 +144,9 @@ def test_what_is_saved_waits_for_the_host() -> None:
 def test_an_error_of_the_host_reaches_whoever_needs_its_parameters() -> None:
     state = state_of("stages=3,offload=optimizer-step")
     assert state.hosted is not None
-    left = state.hosted.leave({"embedding": torch.ones(3)})  # of another shape
+    left = state.hosted.leave(0, {"embedding": torch.ones(3)})  # of another shape
     given = Given(0.1, torch.ones(()), torch.tensor(True), None)
-    updated = state.hosted.step_behind((0, 0), left, lambda: given, lambda: given, True)
+    updated = state.hosted.step_behind((0, 0), left, lambda: given, lambda: given)
     state.parameters.bucket(0).update(lambda: updated.result().wait())
     with pytest.raises(RuntimeError):
         state.parameters.settle()

@@ -143,7 +143,7 @@ class Transfers(Maker):
             for i in sums:
                 gradients |= {} if values[i] is None else values[i].pieces()
             values[norms] = totals.norms(gradients)
-            left = hosted.leave(gradients)
+            left = hosted.leave(bucket, gradients)
             step.gradients |= left.pieces
             values[there] = Arriving(left.copying, lambda: left)
 

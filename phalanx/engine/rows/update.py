@@ -88,13 +88,12 @@ class Update(Maker):
         if not self._parts.plan.steps_on_host:
             return lambda values, step: hosted.step(part, step.gradients, totals.given(step))
         ((place, _),) = self._valued(self._row.reads, f"{HOST}d_parameters")
-        bucket, is_last = self._parts.parameters.bucket(block_of(it)), place in self._row.frees
+        bucket = self._parts.parameters.bucket(block_of(it))
 
         def run(values: Values, step: StepRun) -> None:
             left = values[place]
             assert isinstance(left, Left)
-            here = partial(totals.given, step)
-            updated = hosted.step_behind(part, left, totals.given_on_host(step), here, is_last)
+            updated = hosted.step_behind(part, left, totals.given_on_host(step), partial(totals.given, step))
             bucket.update(lambda: updated.result().wait("updated parameters"))
 
         return run
