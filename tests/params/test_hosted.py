@@ -3,6 +3,7 @@ bit."""
 
 from __future__ import annotations
 
+from threading import Event
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from phalanx.config import RunConfig
 from phalanx.errors import ConfigError
 from phalanx.params.flat import Piece
 from phalanx.params.host_memory import Copying, HostBuffers, HostMemory
-from phalanx.params.hosted import Given
+from phalanx.params.hosted import Given, Left
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
@@ -150,6 +151,29 @@ def test_an_error_of_the_host_reaches_whoever_needs_its_parameters() -> None:
     state.parameters.bucket(0).update(lambda: updated.result().wait())
     with pytest.raises(RuntimeError):
         state.parameters.settle()
+
+
+def test_the_device_does_not_wait_for_the_host_beside_it_and_gradients_stay_until_both_have_read_them() -> None:
+    state = state_of("stages=3,offload=optimizer:0.5+optimizer-step:0.5")
+    hosted, plan, may_go_on = state.hosted, state.layout.plan, Event()
+    assert hosted is not None
+    here, there = sorted(range(PARTS[0]), key=lambda part: not plan.updates_on_device(0, part))[:: PARTS[0] - 1]
+    assert plan.updates_on_device(0, here) and not plan.updates_on_device(0, there)
+    given, released = Given(0.1, torch.ones(()), torch.tensor(True), None), list[bool]()
+
+    def given_later() -> Given:
+        assert may_go_on.wait(60)
+        return given
+
+    own = {"embedding": torch.ones(SHAPES["embedding"])}
+    left = Left(own, Copying(), lambda after=None: released.append(True), readers=2)
+    on_host = hosted.step_behind((0, there), left, given_later, lambda: given)
+    hosted.step_behind((0, here), left, given_later, lambda: given).result(60)
+    assert not on_host.done() and not released
+    may_go_on.set()
+    on_host.result(60)
+    assert released == [True]
+    hosted.close()
 
 
 class ByNorm(torch.optim.SGD):
