@@ -45,6 +45,9 @@ EXCEPTIONS = {
 }
 
 
+HOLDS_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+
+
 def imports_of(tree: ast.AST) -> Iterator[str]:
     """Also those inside functions; not those that only type checkers see."""
     for node in ast.iter_child_nodes(tree):
@@ -52,8 +55,12 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+        elif isinstance(node, HOLDS_STATEMENTS) and not _for_type_checkers(node):
             yield from imports_of(node)
+
+
+def _for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
