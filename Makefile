@@ -36,8 +36,9 @@ demo: $(STAMP) ## train a small language model on Python's standard library, or 
 check: $(STAMP) ## for the inner loop: lint, types and the tests that need no other process, side by side
 	$(MAKE) --no-print-directory --jobs 2 --output-sync lint light
 
+# In one process, beside pyright: a second one would import torch once more, and take from pyright, which takes longest.
 light: $(STAMP)
-	$(PYTEST) $(BOTH) -q -m "light and not long" --hypothesis-profile=check
+	$(PYTEST) -q -m "light and not long" --hypothesis-profile=check
 
 test: $(VENV)/triton ## lint, types and every test that is not marked long, side by side
 	$(MAKE) --no-print-directory --jobs 2 lint quick

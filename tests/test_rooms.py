@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -44,6 +45,9 @@ EXCEPTIONS = {
 }
 
 
+HOLDS_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+
+
 def imports_of(tree: ast.AST) -> Iterator[str]:
     """Also those inside functions; not those that only type checkers see."""
     for node in ast.iter_child_nodes(tree):
@@ -51,13 +55,28 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+        elif isinstance(node, HOLDS_STATEMENTS) and not _for_type_checkers(node):
             yield from imports_of(node)
+
+
+def _for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
          for path in ROOT.rglob("*.py")}  # fmt: skip
-NAMES = {module: set(imports_of(ast.parse(path.read_text("utf-8")))) for module, path in PATHS.items()}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Of a module: read when a test first asks, as every test process imports this file and few run its tests."""
+    return ast.parse(path.read_text("utf-8"))
+
+
+@cache
+def names() -> dict[str, set[str]]:
+    """What each module imports."""
+    return {module: set(imports_of(tree_of(path))) for module, path in PATHS.items()}
 
 
 def found(name: str) -> str | None:
@@ -66,7 +85,10 @@ def found(name: str) -> str | None:
     return next((m for m in (inside, inside.rpartition(".")[0]) if m in PATHS), None) if inside != name else None
 
 
-IMPORTS = {module: {m for name in names if (m := found(name))} for module, names in NAMES.items()}
+@cache
+def imports() -> dict[str, set[str]]:
+    """Which of our modules each imports."""
+    return {module: {m for name in own if (m := found(name))} for module, own in names().items()}
 
 
 def room(module: str) -> str | None:
@@ -76,7 +98,7 @@ def room(module: str) -> str | None:
 def test_rooms_import_from_lower_rooms_only() -> None:
     upwards = {
         (module, other)
-        for module, others in IMPORTS.items()
+        for module, others in imports().items()
         for other in others
         if (own := room(module)) and (its := room(other)) and own != its and ROW[own] <= ROW[its]
     }
@@ -88,12 +110,12 @@ def test_every_module_has_a_room() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    heavy = {m for m, names in NAMES.items() for name in names if name.split(".")[0] in ("torch", "transformers")}
+    heavy = {m for m, own in names().items() for name in own if name.split(".")[0] in ("torch", "transformers")}
     assert not [module for module in heavy if room(module) in WITHOUT_TORCH]
 
 
 def test_no_two_modules_import_each_other() -> None:
-    TopologicalSorter(IMPORTS).prepare()  # raises a CycleError that shows them
+    TopologicalSorter(imports()).prepare()  # raises a CycleError that shows them
 
 
 MAP = Path(__file__).parent.parent / "docs" / "map.md"
@@ -106,7 +128,7 @@ from those below only. Written by `python tests/test_rooms.py` from what the mod
 
 def sentence(path: Path) -> str:
     """The first one of a module's docstring."""
-    said = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    said = ast.get_docstring(tree_of(path)) or ""
     return " ".join(re.split(r"(?<=[.!?])\s", said.partition("\n\n")[0])[0].split())
 
 

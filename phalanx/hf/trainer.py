@@ -38,7 +38,7 @@ from transformers.trainer_utils import (
     enable_full_determinism,
     speed_metrics,
 )
-from transformers.utils import find_labels
+from transformers.utils import find_labels, logging
 
 from phalanx.errors import ConfigError
 from phalanx.hf import optimizers
@@ -88,7 +88,7 @@ class Trainer:
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
         require_hooks(type(self), Trainer)
         require_covered(self.args)
-        transformers.utils.logging.set_verbosity(self.args.get_process_log_level())
+        logging.set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         if (model is None) == (model_init is None):
             raise ConfigError("Trainer: it needs a model or model_init, one of them", "give model=…")

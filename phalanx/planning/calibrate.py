@@ -7,7 +7,7 @@ a row. Pure mathematics on runs, and the file that keeps what was fitted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import product
 from typing import Any, cast
@@ -19,6 +19,8 @@ from phalanx.errors import ConfigError, nearest
 from phalanx.planning.cost import Software, machines
 from phalanx.planning.estimate import estimate, parts_of
 from phalanx.planning.runs import Run
+
+Numbers = NDArray[np.float64]
 
 # What is fitted, and how far from what is usual it may be found easily, in logarithms (of shares: of the odds). What
 # hardware decides is known well, what programs overlap hardly at all.
@@ -51,14 +53,9 @@ def fit(runs: Sequence[Run], start: Software | None = None) -> Software:
     numbers, damping = usual.copy(), 1e-2
     error = _residuals(timed, measured, numbers, usual, software)
     for _ in range(STEPS):
-        slopes = np.stack([
-            (_residuals(timed, measured, numbers + 1e-4 * unit, usual, software) - error) / 1e-4
-            for unit in np.eye(len(usual))
-        ], axis=1)  # fmt: skip
-        normal = slopes.T @ slopes
+        slopes = _slopes(lambda tried: _residuals(timed, measured, tried, usual, software), numbers, error)
         while damping < 1e6:
-            move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -slopes.T @ error)
-            tried = numbers + np.clip(move, -1.0, 1.0)
+            tried = _moved(numbers, slopes, error, damping)
             new = _residuals(timed, measured, tried, usual, software)
             if new @ new < error @ error:
                 break
@@ -72,10 +69,22 @@ def fit(runs: Sequence[Run], start: Software | None = None) -> Software:
     return _software(numbers, software)
 
 
+def _slopes(residuals: Callable[[Numbers], Numbers], numbers: Numbers, error: Numbers) -> Numbers:
+    """[residuals, numbers]. error: the residuals of `numbers`."""
+    units = np.eye(len(numbers))
+    return np.stack([(residuals(numbers + 1e-4 * unit) - error) / 1e-4 for unit in units], axis=1)
+
+
+def _moved(numbers: Numbers, slopes: Numbers, error: Numbers, damping: float) -> Numbers:
+    normal = slopes.T @ slopes
+    move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -slopes.T @ error)
+    return numbers + np.clip(move, -1.0, 1.0)
+
+
 def _residuals(
-    runs: Sequence[Run], measured: NDArray[np.float64], numbers: NDArray[np.float64], usual: NDArray[np.float64],
+    runs: Sequence[Run], measured: Numbers, numbers: Numbers, usual: Numbers,
     software: Software,
-) -> NDArray[np.float64]:  # fmt: skip
+) -> Numbers:  # fmt: skip
     """Of each run, of equal weight whatever their number; and how far numbers are from usual ones."""
     tried = _software(numbers, software)
     predicted = np.log([step_seconds(run, tried) for run in runs])
@@ -85,13 +94,13 @@ def _residuals(
     ])  # fmt: skip
 
 
-def _robust(errors: NDArray[np.float64]) -> NDArray[np.float64]:
+def _robust(errors: Numbers) -> Numbers:
     """Numbers whose squares grow like those of small errors and like large errors themselves: a few runs that nothing
     explains do not pull everything their way."""
     return np.sign(errors) * NEAR * np.sqrt(2 * (np.sqrt(1 + (errors / NEAR) ** 2) - 1))
 
 
-def _numbers(software: Software) -> NDArray[np.float64]:
+def _numbers(software: Software) -> Numbers:
     """Of shares the logarithm of the odds, so that they stay below 1; of others the logarithm."""
     return np.array([_open(name, getattr(software, name)) for name in FITTED])
 
@@ -101,7 +110,7 @@ def _open(name: str, value: float) -> float:
     return math.log(value / (1 - min(value, 0.999))) if name in SHARES else math.log(value)
 
 
-def _software(numbers: NDArray[np.float64], software: Software) -> Software:
+def _software(numbers: Numbers, software: Software) -> Software:
     found = {}
     for name, number in zip(FITTED, numbers, strict=True):
         clipped = float(np.clip(number, -25, 25))

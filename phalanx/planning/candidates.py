@@ -104,9 +104,7 @@ def _computed_again(problem: Problem, base: Base, fields: Mapping[str, Any], roo
 def _held(problem: Problem, schedule: str, pp: int, mb: int, v: int, parts: int) -> float:
     """Micro-batches whose activations an average place of the pipeline holds at once."""
     shape = schedule, pp, mb, v, parts
-    if shape not in problem.held:
-        problem.held[shape] = (held_by(*shape, place=0) + held_by(*shape, place=pp - 1)) / 2
-    return problem.held[shape]
+    return problem.once("held", shape, lambda: (held_by(*shape, place=0) + held_by(*shape, place=pp - 1)) / 2)
 
 
 class _Tight(NamedTuple):

@@ -4,21 +4,21 @@ and a number of samples, a mesh and a way to shard), which is worked out once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import may_host_parameters
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import Machine, Seconds, Software, add, machines, times
 from phalanx.planning.footprint import Largest, hosted_share, kept_here, largest_of, state_widths
-from phalanx.planning.mixes import Mixer
 from phalanx.planning.work import RUNGS, ModelWork
 
 FEW_BLOCKS = 12
-Key = tuple[object, ...]
+Known = TypeVar("Known")
 Runs = tuple[tuple[int, int], ...]  # of consecutive blocks: the first, and the one behind the last
 
 
@@ -43,20 +43,25 @@ class Problem:
     software: Software
     batch: int
     slot: int | None = None
-    seconds: dict[Key, list[Seconds]] = field(default_factory=dict[Key, list[Seconds]])
-    mixers: dict[Key, Mixer] = field(default_factory=dict[Key, Mixer])
-    evens: dict[Key, tuple[int, ...]] = field(default_factory=dict[Key, tuple[int, ...]])
-    drained: dict[Key, float] = field(default_factory=dict[Key, float])
-    held: dict[Key, float] = field(default_factory=dict[Key, float])
-    waiting: dict[Key, float] = field(default_factory=dict[Key, float])
-    shares: dict[Key, float] = field(default_factory=dict[Key, float])
-    looked_at: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
-    sums: dict[Key, list[float]] = field(default_factory=dict[Key, list[float]])
-    rungs: dict[Key, list[tuple[float, float]]] = field(default_factory=dict[Key, list[tuple[float, float]]])
-    shardings: dict[Key, Sharded] = field(default_factory=dict[Key, Sharded])
-    copies: dict[Key, float] = field(default_factory=dict[Key, float])
-    largest: dict[Key, Largest] = field(default_factory=dict[Key, Largest])
-    loads: dict[Key, tuple[Seconds, float, float]] = field(default_factory=dict[Key, tuple[Seconds, float, float]])
+
+    def __post_init__(self) -> None:
+        self._known: defaultdict[str, dict[object, Any]] = defaultdict(dict)
+        blocks, layers = self.model.blocks, set(self.model.layers)
+        self.ends = tuple(block for block in range(len(blocks)) if block not in layers)
+        """Blocks that are no layers; before[i]: how many of them are before block i."""
+        self.before = list(accumulate((block not in layers for block in range(len(blocks))), initial=0))
+        self.kinds = tuple(place for place, work in enumerate(self.model.classes) if work.is_layer)
+        """Classes of layers; counted[k][i]: how many of the k-th are before block i."""
+        self.counted = [list(accumulate((own == kind for own in blocks), initial=0)) for kind in self.kinds]
+        self.parameters = list(accumulate((self.model.block(b).parameters for b in range(len(blocks))), initial=0.0))
+
+    def once(self, what: str, key: object, work: Callable[[], Known]) -> Known:
+        """What `work` gives, done for the first plan that has this key and kept for all others. what: names it."""
+        known = self._known[what]
+        found = known.get(key)
+        if found is None:
+            found = known[key] = work()
+        return found
 
     @property
     def is_small(self) -> bool:
@@ -70,46 +75,42 @@ class Problem:
     def attention(self, plan: Plan) -> float:
         """The share of the time that attention takes, on the first place of a pipeline."""
         machine = machines(self.cluster, self.software, plan, self.samples(plan))[0]
-        key = machine.key
-        if key not in self.shares:
-            self.shares[key] = machine.attention_share(self.model)
-        return self.shares[key]
+        return self.once("attention", machine.key, lambda: machine.attention_share(self.model))
 
     def seconds_of(self, machine: Machine, runs: Iterable[tuple[int, int]]) -> float:
         """Of runs of consecutive blocks that keep everything."""
-        key = machine.key
-        if key not in self.sums:
-            own = self.class_seconds(machine)
-            self.sums[key] = list(accumulate((own[place].total for place in self.model.blocks), initial=0.0))
-        before = self.sums[key]
+        before = self.once("seconds before blocks", machine.key, lambda: self._seconds_before(machine))
         return sum(before[end] - before[begin] for begin, end in runs)
+
+    def _seconds_before(self, machine: Machine) -> list[float]:
+        own = self.class_seconds(machine)
+        return list(accumulate((own[place].total for place in self.model.blocks), initial=0.0))
 
     def sharded(self, plan: Plan) -> Sharded:
         """What a mesh and a way to shard mean, whatever else is planned."""
         key = (plan.pp, plan.tp, plan.dp, plan.zero, plan.zero_degree, plan.gathers, plan.reduces)
         if plan.offload:
             key = (*key, plan.offload, plan.schedule, plan.mb == 1)
-        if key not in self.shardings:
-            model, parameters = self.model, self.model.num_parameters / plan.pp
-            own = [Machine(kind, self.software, plan, 1) for kind in self.cluster.nodes]
-            state = state_widths(model, plan, self.software.gradient).state(parameters, Largest(0.0, 0.0))
-            share, learning = hosted_share(model, plan), model.trained * parameters
-            update = min(one.update_seconds(learning, model.width, model.state_width, share) for one in own)
-            room = max(one.budget for one in own) - sum(state.values())
-            exchanged = min(_exchanged(one, model, parameters) for one in own)
-            waits = min(1.0, self.software.contention) * exchanged
-            rest = state["weights"] + state["gradients"] if may_host_parameters(plan) else 0.0
-            self.shardings[key] = Sharded(room, state["optimizer"], rest, update, waits)
-        return self.shardings[key]
+        return self.once("sharded", key, lambda: self._sharded(plan))
+
+    def _sharded(self, plan: Plan) -> Sharded:
+        model, parameters = self.model, self.model.num_parameters / plan.pp
+        own = [Machine(kind, self.software, plan, 1) for kind in self.cluster.nodes]
+        state = state_widths(model, plan, self.software.gradient).state(parameters, Largest(0.0, 0.0))
+        share, learning = hosted_share(model, plan), model.trained * parameters
+        update = min(one.update_seconds(learning, model.width, model.state_width, share) for one in own)
+        room = max(one.budget for one in own) - sum(state.values())
+        exchanged = min(_exchanged(one, model, parameters) for one in own)
+        waits = min(1.0, self.software.contention) * exchanged
+        rest = state["weights"] + state["gradients"] if may_host_parameters(plan) else 0.0
+        return Sharded(room, state["optimizer"], rest, update, waits)
 
     def again_seconds(self, machine: Machine, room: float) -> float:
         """About what a layer computes again for a micro-batch so that layers keep `room` bytes of it on average; as
         much as it can where that is not enough."""
-        key = machine.key
-        if key not in self.rungs:
-            self.rungs[key] = self._rungs(machine)
-        kept, seconds = self.rungs[key][0]
-        for less, more in self.rungs[key][1:]:
+        rungs = self.once("rungs", machine.key, lambda: self._rungs(machine))
+        kept, seconds = rungs[0]
+        for less, more in rungs[1:]:
             if kept <= room:
                 break
             if less <= room:
@@ -119,12 +120,12 @@ class Problem:
 
     def copied_seconds(self, machine: Machine, moved: float) -> float:
         """What a layer waits at least, for a micro-batch of which so much of what it keeps lies on the host."""
-        key = (machine.key, moved)
-        if key not in self.copies:
-            layers = [self.model.classes[kind] for kind in self.kinds]
-            waits = [min(machine.seconds(work, rung, moved).copied for rung in work.kept) for work in layers]
-            self.copies[key] = min(waits, default=0.0) if moved else 0.0
-        return self.copies[key]
+        return self.once("copied", (machine.key, moved), lambda: self._copied(machine, moved)) if moved else 0.0
+
+    def _copied(self, machine: Machine, moved: float) -> float:
+        layers = [self.model.classes[kind] for kind in self.kinds]
+        waits = [min(machine.seconds(work, rung, moved).copied for rung in work.kept) for work in layers]
+        return min(waits, default=0.0)
 
     def _rungs(self, machine: Machine) -> list[tuple[float, float]]:
         """Bytes that a layer keeps of a micro-batch, and seconds for that beyond those that it takes anyway."""
@@ -155,42 +156,27 @@ class Problem:
         total = sum([before[end] - before[begin] for begin, end in runs])
         if 0 in ends:
             total -= sum(model.block(block).tied for block in ends)
-        key = (*map(bool, layers), *ends)
-        if key not in self.largest:
-            present = [model.classes[kind] for kind, count in zip(self.kinds, layers, strict=True) if count]
-            self.largest[key] = largest_of([*present, *map(model.block, ends)])
-        return total, self.largest[key]
+        return total, self.once("largest", (*map(bool, layers), *ends), lambda: self._largest(layers, ends))
+
+    def _largest(self, layers: tuple[int, ...], ends: tuple[int, ...]) -> Largest:
+        present = [self.model.classes[kind] for kind, count in zip(self.kinds, layers, strict=True) if count]
+        return largest_of([*present, *map(self.model.block, ends)])
 
     def load(self, machine: Machine, runs: Runs) -> tuple[Seconds, float, float]:
         """Seconds of runs of blocks that keep everything, their parameters, and those of the largest."""
-        key = (machine.key, runs)
-        if key not in self.loads:
-            seconds, (layers, ends) = self.class_seconds(machine), self.blocks_of(runs)
-            counts = [*zip(self.kinds, layers, strict=True), *((self.model.blocks[block], 1) for block in ends)]
-            own = add([times(seconds[kind], n) for kind, n in counts])
-            total, largest = self.parameters_of(runs, layers, ends)
-            self.loads[key] = own, total, largest.block
-        return self.loads[key]
+        return self.once("load", (machine.key, runs), lambda: self._load(machine, runs))
+
+    def _load(self, machine: Machine, runs: Runs) -> tuple[Seconds, float, float]:
+        seconds, (layers, ends) = self.class_seconds(machine), self.blocks_of(runs)
+        counts = [*zip(self.kinds, layers, strict=True), *((self.model.blocks[block], 1) for block in ends)]
+        own = add([times(seconds[kind], n) for kind, n in counts])
+        total, largest = self.parameters_of(runs, layers, ends)
+        return own, total, largest.block
 
     def class_seconds(self, machine: Machine) -> list[Seconds]:
         """Of each class of blocks that keeps everything."""
-        key = machine.key
-        if key not in self.seconds:
-            self.seconds[key] = [machine.seconds(work, "none") for work in self.model.classes]
-        return self.seconds[key]
-
-    def __post_init__(self) -> None:
-        blocks = self.model.blocks
-        layers = set(self.model.layers)
-        self.ends = tuple(block for block in range(len(blocks)) if block not in layers)
-        """Blocks that are no layers; before[i]: how many of them are before block i."""
-        self.before = list(accumulate((block not in layers for block in range(len(blocks))), initial=0))
-        kinds = [place for place, work in enumerate(self.model.classes) if work.is_layer]
-        self.kinds = tuple(kinds)
-        self.counted = [
-            list(accumulate((own == kind for own in blocks), initial=0)) for kind in kinds
-        ]  # of each class of layers, how many are before block i
-        self.parameters = list(accumulate((self.model.block(b).parameters for b in range(len(blocks))), initial=0.0))
+        classes = self.model.classes
+        return self.once("seconds", machine.key, lambda: [machine.seconds(work, "none") for work in classes])
 
 
 def _cheapest(rungs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

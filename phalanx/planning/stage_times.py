@@ -16,8 +16,8 @@ from phalanx.planning.estimate import Estimate, Place, estimate, longest_slice, 
 from phalanx.planning.footprint import kept_here, moved_share, num_held, past_bytes, state_widths, working_bytes
 from phalanx.planning.mixes import Ends, Mix, Mixer, Option
 from phalanx.planning.partition import evenly, partition
-from phalanx.planning.problem import Key, Problem, Runs
-from phalanx.planning.work import RUNGS, BlockWork
+from phalanx.planning.problem import Problem, Runs
+from phalanx.planning.work import RUNGS
 
 
 class Quick(NamedTuple):
@@ -37,7 +37,7 @@ class StageTimes:
         self._implied = plan.policies[0] if plan.policies != ("none",) else ""  # by every block
         self._widths = state_widths(problem.model, plan, problem.software.gradient)
         self._ends_seen: dict[tuple[tuple[int, ...], int], Ends] = {}
-        self._times: dict[Key, tuple[float, Mix | None]] = {}
+        self._times: dict[tuple[object, ...], tuple[float, Mix | None]] = {}
         self._runs_seen: dict[tuple[int, int, int], float] = {}
 
     # What blocks take.
@@ -129,15 +129,12 @@ class StageTimes:
         total = sum(layers) or 1
         shares = tuple(round(count / total, 3) for count in layers)
         moved = moved_share(self._plan, sum(layers))
-        key = (*machine.key, shares, moved)
-        if key not in self._problem.mixers:
-            classes = [self._problem.model.classes[kind] for kind in self._problem.kinds]
-            present = [(work, share) for work, share in zip(classes, shares, strict=True) if share]
-            self._problem.mixers[key] = Mixer(self._options(machine, present, moved))
-        return self._problem.mixers[key]
+        key = (machine.key, shares, moved)
+        return self._problem.once("mixer", key, lambda: Mixer(self._options(machine, shares, moved)))
 
-    def _options(self, machine: Machine, present: Sequence[tuple[BlockWork, float]], moved: float) -> list[Option]:
-        plan, samples = self._plan, self._samples
+    def _options(self, machine: Machine, shares: Sequence[float], moved: float) -> list[Option]:
+        plan, samples, kinds = self._plan, self._samples, self._problem.kinds
+        present = [(self._problem.model.classes[k], share) for k, share in zip(kinds, shares, strict=True) if share]
         rungs = [rung for rung in RUNGS if all(rung in work.kept for work, _ in present)]
         if self._implied in rungs:
             rungs = [self._implied]
@@ -155,12 +152,11 @@ class StageTimes:
 
     def even(self) -> tuple[int, ...]:
         """Blocks of each stage, balanced by their time where nothing is computed again."""
-        problem, plan = self._problem, self._plan
-        key = (*self._places[0].key, plan.num_stages)
-        if key not in problem.evens:
-            seconds = problem.class_seconds(self._places[0])
-            problem.evens[key] = evenly([seconds[own].total for own in problem.model.blocks], plan.num_stages)
-        return problem.evens[key]
+        return self._problem.once("even", (self._places[0].key, self._plan.num_stages), self._even)
+
+    def _even(self) -> tuple[int, ...]:
+        seconds = self._problem.class_seconds(self._places[0])
+        return evenly([seconds[own].total for own in self._problem.model.blocks], self._plan.num_stages)
 
     def quick(self, limit: float = math.inf) -> Quick:
         """With even stages, of which a few are looked at. limit: more seconds are of no interest."""
@@ -189,12 +185,14 @@ class StageTimes:
 
     def _looked_at(self, counts: tuple[int, ...]) -> list[int]:
         """The first, middle and last place of a pipeline, and the one with most layers."""
-        plan, known = self._plan, self._problem.looked_at
+        plan = self._plan
         key = (plan.pp, plan.v, plan.schedule == "zb-v", counts)
-        if key not in known:
-            sizes = [sum(self._problem.blocks_of(self._runs(counts, place))[0]) for place in range(plan.pp)]
-            known[key] = sorted({0, plan.pp // 2, plan.pp - 1, sizes.index(max(sizes))})
-        return known[key]
+        return self._problem.once("looked at", key, lambda: self._ends_middle_and_largest(counts))
+
+    def _ends_middle_and_largest(self, counts: tuple[int, ...]) -> list[int]:
+        pp = self._plan.pp
+        sizes = [sum(self._problem.blocks_of(self._runs(counts, place))[0]) for place in range(pp)]
+        return sorted({0, pp // 2, pp - 1, sizes.index(max(sizes))})
 
     def _step(self, totals: Sequence[float], first: Place) -> float:
         """Of places that take so long, of which the first is as given where it keeps everything."""
@@ -206,13 +204,15 @@ class StageTimes:
 
     def _waiting(self) -> float:
         """For messages."""
+        plan = self._plan
+        key = (self._places[0].key, plan.pp, plan.dp, plan.mb, plan.schedule, plan.v)
+        return self._problem.once("waiting", key, self._waited)
+
+    def _waited(self) -> float:
         problem, plan = self._problem, self._plan
-        key = (*self._places[0].key, plan.pp, plan.dp, plan.mb, plan.schedule, plan.v)
-        if key not in problem.waiting:
-            message = message_seconds(problem.model, plan, self._places)
-            parts = step_parts(plan, [_IDLE] * plan.pp, message, problem.software)
-            problem.waiting[key] = parts["messages"] + parts["bubble"]
-        return problem.waiting[key]
+        message = message_seconds(problem.model, plan, self._places)
+        parts = step_parts(plan, [_IDLE] * plan.pp, message, problem.software)
+        return parts["messages"] + parts["bubble"]
 
     def _timed(self, place: int, runs: Runs) -> Place:
         machine = self._places[place]
@@ -220,13 +220,14 @@ class StageTimes:
 
     def drained(self) -> float:
         """Of a stage's seconds, the share that adds to the time that others wait."""
-        plan, places = self._plan, self._places
-        key = (*places[0].key, plan.schedule, plan.v, plan.slices)
-        if key not in self._problem.drained:
-            self._problem.drained[key] = self._drained() * longest_slice(self._problem.model, plan, places[0])
-        return self._problem.drained[key]
+        plan = self._plan
+        return self._problem.once("drained", (self._places[0].key, plan.schedule, plan.v, plan.slices), self._drained)
 
     def _drained(self) -> float:
+        return self._drained_whole() * longest_slice(self._problem.model, self._plan, self._places[0])
+
+    def _drained_whole(self) -> float:
+        """Where micro-batches are not cut."""
         if self._plan.schedule == "zb-v":
             return 0.25
         if self._plan.schedule != "zb-h1":

@@ -45,19 +45,13 @@ def test_a_causal_language_model_with_accumulation_clipping_decay_and_a_schedule
     assert result.global_step == 6 and result.training_loss == pytest.approx(REFERENCE["causal"][-1]["train_loss"])
 
 
-def test_a_model_can_be_evaluated_before_it_is_trained(tmp_path: Path) -> None:
+def test_a_classification_with_metrics_and_predictions_is_evaluated_before_it_is_trained(tmp_path: Path) -> None:
     trainer = classification_script(Trainer, TrainingArguments, str(tmp_path))
     with torch.no_grad():
         expected = bert().eval()(**_stacked(sentences(10, seed=1)))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected.loss), rel=1e-5)
     trainer.train()
     require_equal(history(trainer), REFERENCE["classification"])  # which begins anew with training
-
-
-def test_a_classification_with_metrics_and_predictions(tmp_path: Path) -> None:
-    trainer = classification_script(Trainer, TrainingArguments, str(tmp_path))
-    trainer.train()
-    require_equal(history(trainer), REFERENCE["classification"])
     predicted = trainer.predict(sentences(5, seed=2))
     torch.testing.assert_close(torch.tensor(predicted.predictions), torch.tensor(REFERENCE["predictions"]))
     assert predicted.metrics["test_loss"] == pytest.approx(REFERENCE["test_loss"], rel=1e-5)

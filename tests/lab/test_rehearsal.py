@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.errors import PlanError
 from phalanx.lab.rehearsal import measure, rehearse
 from phalanx.lab.run import Lab
+from phalanx.lab.spec import TIMED
 from phalanx.program.instructions import Op
 from tests import captured
+from tests.run_helpers import short_run
 
 TRAIN = [
     "phalanx",
@@ -63,11 +66,13 @@ def test_more_ranks_than_cores_train_in_a_timed_lab(plan: str, tmp_path: Path, c
     assert "compute=timed" in shown and "losses and weights mean nothing" in re.sub(r"\s+", " ", shown)
 
 
-def test_slices_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    with Lab("ranks=1,device=cpu:1thread,compute=timed", logs=tmp_path / "logs") as lab:
-        assert lab.run([*TRAIN, "--plan", "mb=2,slices=2", "--out", str(tmp_path / "run")]) != 0
-    logs = "".join(capfd.readouterr())
-    assert "compute=timed knows one time for every block, and slices take different times" in re.sub(r"\s+", " ", logs)
+def test_slices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a training that is told to wait, as a lab tells it."""
+    monkeypatch.setenv(TIMED, "yes")
+    with pytest.raises(PlanError) as caught:
+        short_run("gpt2", "synthetic", tmp_path, device="cpu", export=False, plan="mb=2,slices=2")
+    assert caught.value.message == "lab: compute=timed knows one time for every block, and slices take different times"
+    assert caught.value.hint == "leave slices out, or compute=timed"
 
 
 def test_only_training_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,8 @@ def greedy(monkeypatch: pytest.MonkeyPatch, folder: Path, when: str, times: int)
     monkeypatch.setenv("TEST_GREEDY", f"{folder},{when},{times}")
 
 
-@pytest.mark.parametrize("when", [pytest.param("state", marks=pytest.mark.long), "step"])
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["state", "step"])
 def test_under_torchrun_a_plan_for_which_one_rank_lacks_memory_gives_way_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -152,12 +153,28 @@ def test_under_torchrun_a_plan_for_which_one_rank_lacks_memory_gives_way_to_anot
     process = torchrun(tmp_path / "run", **GREEDY)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
-    record = records(tmp_path / "run", "plan")[-1]
+    require_gave_way(tmp_path, out)
+
+
+def test_under_slurm_a_plan_for_which_one_rank_lacks_memory_gives_way_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy(monkeypatch, tmp_path / "greedy", "step", 1)
+    ranks = slurm(5, tmp_path / "run", **GREEDY)
+    (out, first), (silent, second) = (process.communicate(timeout=150) for process in ranks)
+    assert [process.returncode for process in ranks] == [0, 0], (first, second)
+    assert silent == ""
+    require_gave_way(tmp_path, out)
+
+
+def require_gave_way(folder: Path, out: str) -> None:
+    """out: what rank 0 said, for all ranks."""
+    record = records(folder / "run", "plan")[-1]
     (first,) = record["did_not_fit"]
     assert Plan.parse(record["plan"]) != Plan.parse(first) and record["reason"].endswith(f"; {first} did not fit")
-    assert out.count(f"plan {first} did not fit, and gives way to one that needs less: ") == 1  # rank 0 says it for all
-    short_run("gpt2", DATA, tmp_path / "plain", **OPTIONS, plan="simple", steps=2, optimizer_class=NoDecay)
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+    assert out.count(f"plan {first} did not fit, and gives way to one that needs less: ") == 1
+    short_run("gpt2", DATA, folder / "plain", **OPTIONS, plan="simple", steps=2, optimizer_class=NoDecay)
+    assert losses(folder / "run") == pytest.approx(losses(folder / "plain"), rel=1e-5)
 
 
 @pytest.mark.long

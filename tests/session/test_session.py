@@ -16,7 +16,10 @@ from phalanx.session.session import Session
 from tests import captured
 
 LR = 1e-2
-CASE = captured.named(captured.GPT2)
+
+
+def case() -> captured.Case:
+    return captured.named(captured.GPT2)
 
 
 def exact(session: Session) -> dict[str, Tensor]:
@@ -25,7 +28,7 @@ def exact(session: Session) -> dict[str, Tensor]:
 
 def steps(session: Session, count: int) -> dict[str, Tensor]:
     for _ in range(count):
-        session.step(CASE.batch, 0, LR).read()
+        session.step(case().batch, 0, LR).read()
     return exact(session)
 
 
@@ -38,8 +41,8 @@ def require_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def test_state_and_functions_go_on_over_new_connections() -> None:
-    expected = steps(CASE.session("mb=2"), 2)
-    old = CASE.session("mb=2")
+    expected = steps(case().session("mb=2"), 2)
+    old = case().session("mb=2")
     steps(old, 1)
     old.connected.close()
     num_segments = len(old.compiled.training.compute._segments)
@@ -50,12 +53,12 @@ def test_state_and_functions_go_on_over_new_connections() -> None:
 
 
 def test_functions_and_connections_serve_another_state() -> None:
-    first = CASE.session("mb=2")
+    first = case().session("mb=2")
     initial, expected = exact(first), steps(first, 1)
     steps(first, 2)
 
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
-        return piece.of(CASE.parameters[name])
+        return piece.of(case().parameters[name])
 
     compiled = first.compiled
     state = State(compiled.formation.state, 0, read, RunConfig.create(dtype="float64"), torch.device("cpu"))

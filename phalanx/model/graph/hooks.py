@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers.masking_utils as masking_utils
 from torch import Tensor, fx, nn
 from torch.nn.modules import transformer
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface
 
 import phalanx.model.ops.attention  # noqa: F401  (defines the operator)
 from phalanx.errors import CaptureError
