@@ -64,6 +64,18 @@ class LateError(LinkError):
     """This rank is sound and waited as long as it may; those that it leaves then only lose the connection."""
 
 
+class BeginAnew(PhalanxError):
+    """Something went wrong on another rank after which all may begin anew; `again` is what it said of that."""
+
+    def __init__(self, message: str, hint: str = "", again: str = "") -> None:
+        super().__init__(message, hint)
+        self._again = again
+
+    @property
+    def again(self) -> str:
+        return self._again
+
+
 class VerifyError(PhalanxError):
     """A verification could not be carried out (a failed comparison is a report, not an error)."""
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import LinkError, StoreError
+from phalanx.errors import BeginAnew, LinkError, StoreError
 from phalanx.launch.abort import Late, within
 from phalanx.launch.lifeline import Lifeline
 from phalanx.launch.membership import Generation
@@ -63,7 +63,10 @@ class Follower:
         self, on_event: Callable[[str, Any], None], survival: Survival, target: Callable[..., Any], *arguments: Any
     ) -> list[Any]:
         """Until the job is over: what those of its processes returned that came to the end. on_event: for what rank 0
-        tells, should it come to be here."""
+        tells, should it come to be here. Raises `BeginAnew` where all machines do; then call it again."""
+        if self.spread.leads:
+            how = {"on_event": on_event, "on_loss": survival.on_loss, "least": survival.least}
+            return self._pool.run(target, *arguments, **how)
         self._on_event = on_event
         job = self._pool.post(self._pool.size)
         with self._pool.handing(target, arguments) as (hand_over, results):
@@ -77,11 +80,21 @@ class Follower:
                     return self._pool.take_over(spread, self._orders.leader, job, handing, on_event, on_loss, least)
                 self._enter(spread)
             self._processes.end()
+            if not self._orders.over:
+                raise self._anew(self._orders.again[len(self.spread.again)])
             with contextlib.suppress(StoreError):  # who leads may have left
                 self._tell()
             self._lifeline.close()
             found = (read_result(results[number]) for number in self._said if self._said[number]["kind"] == "done")
             return [each for each in found if each is not None]
+
+    def _anew(self, again: str) -> BeginAnew:
+        """For the attempt after the one that ended with this."""
+        self._newest = Generation(0, tuple(range(self._pool.size)))
+        self._gone, self._said = {}, {}
+        self.spread = dataclasses.replace(self.spread, again=(*self.spread.again, again))
+        self._pool.enter(self.spread)
+        return BeginAnew("a rank of another machine could not go on, and all begin anew", again=again)
 
     def _bumped(self) -> Generation:
         """The ranks as they are, under a number that no other node can have seen: another generation may have been
@@ -89,12 +102,12 @@ class Follower:
         return dataclasses.replace(self._newest, number=self._newest.number + 1)
 
     def _follow(self, job: Job, hand_over: HandOver) -> LinkError | None:
-        """Until the job is over; or why nobody leads it any more."""
+        """Until the job is over, or begins anew; or why nobody leads it any more."""
         with selectors.DefaultSelector() as selector, stop_request(speaks=False):  # who leads passes signals on
             for process in self._processes.alive.values():
                 selector.register(process.wire, selectors.EVENT_READ, process)
             try:
-                while not self._learn().over:
+                while not self._ended(self._learn()):
                     self._obey(job, hand_over, selector)
                     for key, _ in selector.select(_TICK_SECONDS):
                         self._hear(key.data, selector)
@@ -103,6 +116,9 @@ class Follower:
             except LinkError as lost:
                 return lost
         return None
+
+    def _ended(self, orders: Orders) -> bool:
+        return orders.over or len(orders.again) > len(self.spread.again)
 
     def _learn(self) -> Orders:
         """The newest orders; raises when who gives them is not heard any more."""

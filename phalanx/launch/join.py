@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from phalanx.errors import ConfigError, PhalanxError, RankError
+from phalanx.errors import BeginAnew, ConfigError, PhalanxError, RankError
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.hosts import slurm_hosts
 from phalanx.launch.monitor import Monitor, Notice
@@ -95,14 +95,6 @@ def run_joined(
         return target(context, *arguments)
 
 
-class BeginAnew(RankError):
-    """A rank failed in a way after which all may begin anew. text: what it said of that (`PhalanxError.again`)."""
-
-    def __init__(self, notice: Notice) -> None:
-        super().__init__(notice.message, notice.hint)
-        self.text = notice.again
-
-
 class Joined:
     """This rank among others that do the same, for as long as it is entered."""
 
@@ -129,7 +121,7 @@ class Joined:
         if isinstance(error, Exception):
             notice = self._monitor.tell(error)
             if notice.again and self._begins_anew:
-                raise BeginAnew(notice) from None
+                raise BeginAnew(notice.message, notice.hint, notice.again) from None
             raise _closing(self._context, notice, error) from error
         self._monitor.finish()
         if error is not None:

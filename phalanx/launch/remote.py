@@ -108,6 +108,10 @@ class SpreadProcesses(Processes):
         self._nodes = [_Node(number) for number in self._spread.others]
         self._lifelines = Lifelines(self._spread.store)
 
+    def enter(self, spread: Spread) -> None:
+        """Another attempt of the same run."""
+        self._spread = spread
+
     def take_over(self, spread: Spread, now: Generation, lost: int) -> None:
         """Leads from now on, with the processes that there are. now: who the ranks are. lost: the node that led before;
         the processes of others become known when these report."""
@@ -131,9 +135,11 @@ class SpreadProcesses(Processes):
     def _start(self, missing: Sequence[int]) -> None:
         super()._start([rank for rank in missing if self._node_of(rank) is None])
         for rank in missing:
-            if self._node_of(rank) is not None:
+            if (node := self._node_of(rank)) is not None:
                 self._starts += 1
                 self.alive[rank] = self._remote_process(rank, start=self._starts)
+                if not node.is_here:
+                    self._lose(node, f"could not be started: node {node.number} is lost,")
 
     def _remote_process(self, rank: int, start: int, members: Generation | None = None) -> RemoteProcess:
         ours, theirs = socket.socketpair()
@@ -246,6 +252,6 @@ class SpreadProcesses(Processes):
         }
         orders = Orders(
             node.count, self._term, self._spread.node, board.generation, board.aborted, board.invited, board.room > 0,
-            over, processes,
+            over, processes, self._spread.again,
         )  # fmt: skip
         send(self._spread.store, orders_key(node.number), orders)

@@ -30,7 +30,7 @@ _LATEST = 0.3  # seconds that one look counts for at most, of whoever watches an
 class Spread:
     """root: the store of the run. node: this one's number. places: of every process, its node and its number there.
     silence: in seconds. leads: whether this one's supervisor says what is to be, in this term. succession: what becomes
-    of the run when that changes."""
+    of the run when that changes. again: what the attempts before this one ended with, after which all began anew."""
 
     root: JobStore
     node: int
@@ -39,6 +39,7 @@ class Spread:
     leads: bool
     succession: Succession
     term: int = 0
+    again: tuple[str, ...] = ()
 
     @cached_property
     def store(self) -> JobStore:
@@ -54,14 +55,14 @@ class Spread:
 
     @property
     def ranks_store(self) -> JobStore:
-        """In which ranks meet."""
-        return self.store.part("ranks")
+        """In which ranks of this attempt meet."""
+        return self.store.part(f"ranks{len(self.again)}")
 
 
 @dataclass(frozen=True)
 class Orders:
     """term, leader: of and which node orders. processes: number → which start of it, and the generation (JSON) that it
-    begins in."""
+    begins in. again: as in `Spread`; orders are of the attempt after them."""
 
     count: int
     term: int = 0
@@ -72,6 +73,7 @@ class Orders:
     grows: bool = False
     over: bool = False
     processes: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
+    again: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def told(outcome: Done | Left | Failed) -> dict[str, Any]:
     if isinstance(outcome, Left):
         return {"kind": "left", "code": outcome.code}
     error = outcome.error
-    ours = None if error is None else [type(error).__name__, error.message, error.hint]
+    ours = None if error is None else [type(error).__name__, error.message, error.hint, error.again]
     return {"kind": "failed", "error": ours, "text": outcome.text, "traceback": outcome.traceback}
 
 
@@ -142,6 +144,7 @@ def outcome_of(said: Mapping[str, Any]) -> Done | Left | Failed:
         return Left(said["code"])
     error = None
     if said["error"] is not None:
-        name, message, hint = said["error"]
-        error = _KINDS.get(name, errors.PhalanxError)(message, hint)
+        name, message, hint, again = said["error"]
+        known = _KINDS.get(name, errors.PhalanxError)(message, hint)
+        error = errors.BeginAnew(message, hint, again) if again else known
     return Failed(error, said["text"], said["traceback"])

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from phalanx.errors import PhalanxError
 from phalanx.launch.main_script import MainScript, explained_pickling, refuse_while_loading
 from phalanx.launch.membership import Generation
 from phalanx.launch.processes import Processes
@@ -118,10 +119,16 @@ class WorkerPool:
                 job = self.post(world)
                 hand_over(range(world), job)
                 return self._watched(job, self._renewal(job, on_loss, hand_over, least), results, on_event)
-            except BaseException:
+            except BaseException as error:
                 # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
                 self._processes.end()
+                if self._spread is not None and isinstance(error, PhalanxError) and error.again:
+                    self.enter(dataclasses.replace(self._spread, again=(*self._spread.again, error.again)))
                 raise
+
+    def enter(self, spread: Spread) -> None:
+        """From the next job on ranks are spread like this."""
+        self._spread = spread
 
     def take_over(
         self, spread: Spread, lost: int, job: Job, handing: tuple[HandOver, Results], on_event: OnEvent,
@@ -182,6 +189,8 @@ class WorkerPool:
         """A new job on a board that shows nothing yet."""
         self._generation += 1
         self._board.reset()
+        if self._spread is not None and isinstance(self._processes, SpreadProcesses):
+            self._processes.enter(self._spread)  # with the board as it is from now on
         for process in self._processes.alive.values():
             if process.log is not None and process.log.exists():
                 os.truncate(process.log, 0)

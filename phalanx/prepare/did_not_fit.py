@@ -2,23 +2,25 @@
 
 A rank on which memory runs out before its first step is over ends the attempt on all ranks, since they wait for each
 other. Whoever started them begins anew, and the search then has less memory to plan with: less than the estimate of the
-plan that did not fit. Ranks of a launcher hear of it from each other and begin anew in their processes.
+plan that did not fit. Ranks of a launcher hear of it from each other and begin anew in their processes; supervisors of
+several machines from the one that leads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from phalanx.comm.links import abort_all
-from phalanx.errors import PhalanxError
+from phalanx.errors import BeginAnew, PhalanxError
 from phalanx.launch.context import RankContext
-from phalanx.launch.join import BeginAnew, run_joined
+from phalanx.launch.join import run_joined
 from phalanx.records import read_record
 
 if TYPE_CHECKING:
@@ -104,9 +106,18 @@ def run_joined_fitting(context: RankContext, fit: Callable[[RankContext, Job], T
     """A job on this rank, among others of a launcher; where memory does not suffice on one of them, that is raised on
     all, as long as there may be other plans."""
     begins_anew = len(job.tried.plans) < MOST_OTHERS
+    with as_on_every_rank():
+        try:
+            return run_joined(context, fit, job, silence=job.config.silence, begins_anew=begins_anew)
+        except BeginAnew:
+            abort_all(context)
+            raise
+
+
+@contextlib.contextmanager
+def as_on_every_rank() -> Iterator[None]:
+    """What another rank said of memory that did not suffice is raised here as there."""
     try:
-        return run_joined(context, fit, job, silence=job.config.silence, begins_anew=begins_anew)
+        yield
     except BeginAnew as anew:
-        abort_all(context)
-        text = anew.text
-    raise DoesNotFit.told(text)
+        raise DoesNotFit.told(anew.again) from None

@@ -6,10 +6,9 @@ started them and this process is one. What a rank does is in `loop.py`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from phalanx.params.groups import ParameterGroup
 from phalanx.params.lr_schedule import LrFunction, MakeScheduler, ScheduledRate, require_no_schedule
 from phalanx.params.optimizer_instance import ReadOptimizer, read_optimizer
 from phalanx.plan.plan import Plan
-from phalanx.prepare.did_not_fit import DoesNotFit, run_joined_fitting, with_plans_that_fit
+from phalanx.prepare.did_not_fit import DoesNotFit, as_on_every_rank, run_joined_fitting, with_plans_that_fit
 from phalanx.prepare.early import require_usable
 from phalanx.prepare.prepare import Collate
 from phalanx.prepare.read_model import choose_num_ranks
@@ -211,15 +210,16 @@ class Trainer:
             self._on_event(hook, *given)
 
         def run(pool: WorkerPool) -> Summary | None:
-            if not one_machine:  # other machines' supervisors have begun the same job
-                with _only_plan():
-                    return _run(pool, self.job, on_event)
             return self._fitting(lambda job: _run(pool, job, on_event))
 
         def follow(follower: Follower) -> list[Summary]:
             survival = Survival(self.config.on_loss, self.config.min_ranks)
-            with pack(self.job) as payload:
-                found = follower.run(on_event, survival, fit_on_rank, payload)
+
+            def run(job: Job) -> list[Summary]:
+                with pack(job) as payload, as_on_every_rank():
+                    return follower.run(on_event, survival, fit_on_rank, payload)
+
+            found = with_plans_that_fit(self.job, run, _unsaid)
             self._speaks = self._speaks or follower.spread.leads
             return found
 
@@ -272,22 +272,9 @@ class Trainer:
             fill(self.job.model, saved, self.config.lora)
 
 
-@contextlib.contextmanager
-def _only_plan() -> Iterator[None]:
-    """Where a plan that does not fit ends the run: what to do then."""
-    try:
-        yield
-    except DoesNotFit as error:
-        if error.share is None:
-            raise
-        hint = "on several machines, ranks that may be lost (on_loss) do not take another plan by themselves: give one "
-        hint += "that needs less (--plan), or let the search plan with less (--memory), and start again"
-        raise DoesNotFit(error.message, f"{hint}; {error.hint}" if error.hint else hint, error.plan) from None
-
-
 def _run(pool: WorkerPool, job: Job, on_event: Callable[[str, Any], None] | None = None) -> Any:
     """What the first rank returned that is on this machine; None if there is none."""
-    with pack(job) as payload:
+    with pack(job) as payload, as_on_every_rank():
         how, least = job.config.on_loss, job.config.min_ranks
         found = pool.run(fit_on_rank, payload, on_event=on_event, on_loss=how, least=least)
         return next((each for each in found if each is not None), None)

@@ -15,7 +15,7 @@ import torch
 
 from phalanx.comm.links import Links
 from phalanx.comm.pending import Pending
-from phalanx.errors import ConfigError, LinkError, RankError
+from phalanx.errors import BeginAnew, ConfigError, LinkError, RankError
 from phalanx.launch.abort import AbortEvent, within
 from phalanx.launch.context import RankContext
 
@@ -24,6 +24,16 @@ LIGHT = ("phalanx.comm.links",)  # what ranks of these tests need imported
 
 def describe(context: RankContext, *arguments: Any) -> tuple[Any, ...]:
     return context.rank, context.world, context.local_rank, context.device, context.generation, os.getpid(), arguments
+
+
+def hungry(context: RankContext, attempt: int) -> tuple[int, int, int]:
+    """Rank 1 fails in attempts 0 and 1 in a way after which all may begin anew; the others wait for it."""
+    if context.rank == 1 and attempt < 2:
+        raise BeginAnew("memory did not suffice", "use less", f"attempt {attempt} did not fit")
+    total = torch.ones(1)
+    with Links(context, timeout=20) as links:
+        links.group(tuple(range(context.world))).all_reduce(total).wait()
+    return context.rank, attempt, int(total)
 
 
 def environment(context: RankContext, name: str) -> tuple[str | None, str, int]:

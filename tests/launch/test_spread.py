@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import ConfigError, LateError, LinkError
+from phalanx.errors import BeginAnew, ConfigError, LateError, LinkError
 from phalanx.launch.follower import Follower, Survival
 from phalanx.launch.lifeline import Lifeline
 from phalanx.launch.membership import Generation
@@ -26,6 +27,7 @@ from phalanx.launch.store import JobStore, host_store
 from phalanx.launch.succession import Succession
 from phalanx.launch.watch import Trouble, Watch
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.prepare.did_not_fit import DoesNotFit, as_on_every_rank
 from tests.launch import jobs
 
 
@@ -69,6 +71,49 @@ def test_each_node_has_its_ranks_and_the_first_one_hears_of_all(store: JobStore)
     assert other is None and mine[:4] == (0, 2, 0, "cpu") and mine[-1] == ("here",)
     ((rank, world, local_rank, device, *_, given),) = found
     assert (rank, world, local_rank, device, given) == (1, 2, 0, "cpu", ("there",))
+
+
+def attempts(run: Callable[[int], Any]) -> tuple[Any, list[str]]:
+    """As often as all begin anew: what came of it, and what the attempts before ended with."""
+    said = list[str]()
+    while True:
+        try:
+            return run(len(said)), said
+        except BeginAnew as anew:
+            said.append(anew.again)
+
+
+def test_all_nodes_begin_anew_when_a_rank_says_that_they_may(store: JobStore) -> None:
+    first, second, found = spread(store, "anew", 0), spread(store, "anew", 1), list[Any]()
+
+    def follow() -> None:
+        with pool(second) as theirs:
+            follower = Follower(theirs, second)
+            found.append(attempts(lambda n: follower.run(ignored, Survival("shrink"), jobs.hungry, n)))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    with pool(first) as ours:
+        (mine, other), heard = attempts(lambda n: ours.run(jobs.hungry, n, on_loss="shrink"))
+    thread.join(30)
+    assert mine == (0, 2, 2) and other is None
+    assert heard == ["attempt 0 did not fit", "attempt 1 did not fit"] and found == [([(1, 2, 2)], heard)]
+
+
+def test_processes_of_a_node_that_is_lost_are_not_waited_for_in_another_attempt(
+    store: JobStore, tmp_path: Path
+) -> None:
+    where, board = spread(store, "lost before", 0, silence=0.5), StatusBoard.create(tmp_path / "board", 2)
+    processes = SpreadProcesses(tmp_path, jobs.LIGHT, where, board)
+    try:
+        report(where, 1)
+        while processes.can_start(1):
+            processes.note_ended()
+        processes.start_one(1)
+        assert processes.alive[1].gone
+        assert processes.alive[1].cause == "could not be started: node 1 is lost,"
+    finally:
+        processes.close()
 
 
 @pytest.mark.parametrize(
@@ -149,6 +194,14 @@ def test_what_a_process_said_is_the_same_on_the_other_side(error: Any) -> None:
     failed = outcome_of(told(Failed(error, "text", "traceback")))
     assert isinstance(failed, Failed) and (failed.text, failed.traceback) == ("text", "traceback")
     assert type(failed.error) is type(error) and str(failed.error) == str(error)
+
+
+def test_that_all_may_begin_anew_after_an_error_is_known_on_the_other_side() -> None:
+    failed = outcome_of(told(Failed(DoesNotFit("no", "yes", "dp=2", 0.9), "text", "")))
+    assert isinstance(failed, Failed) and failed.error is not None
+    with pytest.raises(DoesNotFit, match="no") as raised, as_on_every_rank():
+        raise failed.error
+    assert (raised.value.hint, raised.value.plan, raised.value.share) == ("yes", "dp=2", 0.9)
 
 
 class Machine:

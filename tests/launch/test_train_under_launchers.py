@@ -20,7 +20,6 @@ from phalanx.cli.main import main
 from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.plan import Plan
-from phalanx.prepare.did_not_fit import DoesNotFit
 from phalanx.training import trainer
 from tests.children import Popen, environment
 from tests.faults.ranks import fit
@@ -199,13 +198,6 @@ def test_under_a_launcher_a_plan_that_was_given_does_not_give_way(
     assert [process.returncode for process in ranks] == [2, 1], (first, second)
     assert first.count("error:") == 1 and "does not fit in the memory of cpu" in first
     assert "error:" not in second  # torch may warn there of the store that went with rank 0
-
-
-def test_ranks_that_may_be_lost_on_several_machines_say_what_to_do_where_their_plan_does_not_fit() -> None:
-    with pytest.raises(DoesNotFit, match="dp=2 needs more") as caught, trainer._only_plan():
-        raise DoesNotFit("dp=2 needs more", "recompute=block", "dp=2", share=0.9)
-    assert "on several machines, ranks that may be lost (on_loss) do not take another plan" in caught.value.hint
-    assert caught.value.hint.endswith("(--memory), and start again; recompute=block") and caught.value.share is None
 
 
 @pytest.fixture

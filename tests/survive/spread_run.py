@@ -1,8 +1,9 @@
 """A run for several machines whose steps take long until a file says that they need not: `OUT RELEASE ON_LOSS PLAN
-MIRROR_EVERY`."""
+MIRROR_EVERY`. With TEST_GREEDY memory does not suffice for its first plans (`tests/greedy.py`)."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -47,4 +48,6 @@ if __name__ == "__main__":
     from tests.survive.spread_run import Patient as Samples  # as ranks that unpickle it know it
 
     options = {"plan": plan, "on_loss": on_loss, "mirror_every": int(every) if every.isdecimal() else every}
+    if "TEST_GREEDY" in os.environ:
+        options |= {"optimizer": "tests.greedy.Greedy", "steps": 4}
     Trainer("gpt2", Samples(Path(release)), config(Path(out), **options)).fit()

@@ -35,6 +35,26 @@ def of_kind(out: Path, kind: str) -> list[dict[str, Any]]:
     return records(out, kind) if (out / "log-rank0.jsonl").exists() else []
 
 
+@pytest.mark.parametrize("when", ["state", "step"])
+def test_a_plan_for_which_a_rank_of_any_node_lacks_memory_gives_way_to_another(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both nodes' supervisors begin anew; whichever node the rank is on."""
+    out, release = tmp_path / "run", tmp_path / "release"
+    release.touch()
+    monkeypatch.setenv("TEST_GREEDY", f"{tmp_path},{when},2")
+    command = [sys.executable, "-m", "tests.survive.spread_run", str(out), str(release), "shrink", "auto", "never"]
+    with Lab("nodes=2,device=cpu:1thread", logs=tmp_path / "logs") as lab, lab.start(command) as session:
+        for rank in session.ranks:
+            assert rank.process.wait(300) == 0, rank.last_output()
+    chosen = of_kind(out, "plan")[-1]
+    assert len(chosen["did_not_fit"]) in (1, 2)  # both ranks may lack it in the same attempt
+    assert chosen["plan"] not in chosen["did_not_fit"]
+    given = {"plan": "simple", "optimizer": "tests.run_helpers.NoDecay", "steps": 4}
+    Trainer("gpt2", Patient(release), config(tmp_path / "alone", **given)).fit()
+    require_same_run(out, tmp_path / "alone")
+
+
 @pytest.mark.parametrize(
     ("world", "node", "on_loss", "plan", "every"),
     [
