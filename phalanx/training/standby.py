@@ -13,19 +13,20 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.shrink import shrunk
+from phalanx.plan.shrink import leaner, shrunk
 from phalanx.session.ahead import functions
 from phalanx.training.ready import ReadyRank
 
 _MOST_LOST = 2  # ranks, for which plans are made ahead
-_MOST_PLANS = 64  # that are tried for the ranks that are left
+_MOST_PLANS, _MOST_LEANER = 64, 32  # that are tried for the ranks that are left; the second where memory is short
 
 
 def plans_for(plan: Plan, num_ranks: int) -> list[str]:
     """What so many ranks go on with, in the order in which it is tried."""
     if plan.world <= num_ranks:
         return [plan.full_text]
-    return list(islice(dict.fromkeys(shrunk(plan, num_ranks)), _MOST_PLANS))
+    usual = list(islice(dict.fromkeys(shrunk(plan, num_ranks)), _MOST_PLANS))
+    return list(dict.fromkeys([*usual, *islice(leaner(plan, num_ranks), _MOST_LEANER)]))
 
 
 def made_ahead(ready: ReadyRank, plan: Plan) -> Iterator[Plan]:

@@ -79,6 +79,25 @@ def test_a_lost_rank_is_replaced_and_gets_its_state_from_its_replica(
     assert f"2 ranks go on (replace) before step {step} with plan dp=2: state from the ranks that were left" in told
 
 
+@pytest.mark.long
+def test_ranks_that_lack_memory_for_what_others_held_go_on_with_a_plan_that_keeps_less(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """One rank of two is left, and has no room for its part of the optimizer and what layers keep."""
+    options = {"seq_len": 64, "plan": "dp=2,zero=1", "compile": "off"}
+    needs = list[int]()
+    for name, change in (("two", {}), ("one", {"plan": "mb=2"}), ("less", {"plan": "mb=2,recompute=block"})):
+        ranks = 2 if name == "two" else 1
+        fit(pool, tmp_path / name, ranks, "stop", **{**options, **change})
+        needs.append(records(tmp_path / name, "memory")[0]["predicted_bytes"])
+    assert needs[0] < needs[1] > needs[2], needs
+    enough = f"{max(needs[0], needs[2]) // 1024 + 1}KiB"
+    fit(pool, tmp_path / "run", 2, "shrink", **options, memory=enough, mirror_every=1, strikes=[Strike(1, in_step(4))])
+    require_same_run(tmp_path / "run", tmp_path / "one")
+    (loss,) = losses_of_ranks(tmp_path / "run")
+    assert (loss["ranks"], loss["plan"]) == (1, "mb=2,recompute=block")
+
+
 def test_ranks_that_are_left_go_on_with_a_plan_for_them(pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
     """The first rank is lost: the second becomes rank 0, with micro-batches as large as before."""
     strike = Strike(0, in_step(3, "BW"))
