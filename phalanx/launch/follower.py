@@ -26,6 +26,8 @@ from phalanx.launch.rank_main import Event, Job
 from phalanx.launch.renewal import OnLoss
 from phalanx.launch.signals import stop_request
 from phalanx.launch.spread import BEGIN_SILENCES, Heard, Orders, Report, Spread, read_orders, report_key, send, told
+from phalanx.launch.store import JobStore
+from phalanx.launch.succession import Claim, is_gone, reach
 from phalanx.launch.worker_pool import HandOver, WorkerPool, read_result
 from phalanx.records import read_record
 
@@ -55,8 +57,8 @@ class Follower:
         self._newest = Generation(0, tuple(range(pool.size)))
         self._enter(spread)
 
-    def _enter(self, spread: Spread) -> None:
-        self.spread, self._heard, self._orders = spread, Heard(), Orders(-1, spread.term)
+    def _enter(self, spread: Spread, leader: int = 0) -> None:
+        self.spread, self._heard, self._orders = spread, Heard(), Orders(-1, spread.term, leader)
         self._lifeline = Lifeline(spread.store, self._incarnation)
 
     def run(
@@ -71,14 +73,14 @@ class Follower:
         job = self._pool.post(self._pool.size)
         with self._pool.handing(target, arguments) as (hand_over, results):
             while (lost := self._follow(job, hand_over)) is not None:
-                self._lifeline.close()
-                spread = self._next_term(lost)
+                spread, leaders = self._next_term(lost)
+                self._lifeline.close()  # by now whoever sees that finds the claim
                 if spread.leads:
                     self.spread, job = spread, dataclasses.replace(job, members=self._bumped())
                     handing = hand_over, results
                     on_loss, least = survival.on_loss, survival.least
-                    return self._pool.take_over(spread, self._orders.leader, job, handing, on_event, on_loss, least)
-                self._enter(spread)
+                    return self._pool.take_over(spread, leaders, job, handing, on_event, on_loss, least)
+                self._enter(spread, leaders[-1])
             self._processes.end()
             if not self._orders.over:
                 raise self._anew(self._orders.again[len(self.spread.again)])
@@ -144,20 +146,21 @@ class Follower:
         except Late:
             raise StoreError(f"node {self.spread.node} cannot reach the store of its job for {seconds:.0f} s") from None
 
-    def _next_term(self, lost: LinkError) -> Spread:
-        """Who leads from now on: this one, if its ranks train and nobody else was first."""
-        spread, term, trains = self.spread, self._orders.term + 1, self._trains()
-        try:
-            own = spread.succession.succeed(spread.root, term) if trains else None
-        except StoreError:  # no way to where the others are
-            own = None
-        if own is not None:
-            return dataclasses.replace(spread, root=own, leads=True, term=term)
-        deadline = time.monotonic() + _CLAIM_PATIENCE * spread.silence
-        while time.monotonic() < deadline:
-            if (found := spread.succession.successor(spread.root, term)) is not None:
-                return dataclasses.replace(spread, root=found, term=term)
-            time.sleep(_TICK_SECONDS)
+    def _next_term(self, lost: LinkError) -> tuple[Spread, list[int]]:
+        """The run from now on, led by this one if its ranks train and nobody else was first; and the nodes that led it,
+        the last one now if this one does not. Whoever claimed a term and does not answer is passed over: it cannot go
+        on without this node unless it claims the next one. A node that it did so against is lost."""
+        spread, term, leaders = self.spread, self._orders.term + 1, [self._orders.leader]
+        while True:
+            trains = self._trains()
+            if trains and (own := self._succeeded(term, leaders[-1])) is not None:
+                return dataclasses.replace(spread, root=own, leads=True, term=term), leaders
+            claim, found = self._found_leader(term)
+            if claim is not None and found is not None:
+                return dataclasses.replace(spread, root=found, term=claim.term), [*leaders, claim.node]
+            if not trains or claim is None or spread.node in (claim.node, claim.without):
+                break
+            leaders, term = [*leaders, claim.node], claim.term + 1
         self._processes.end()
         what = "ended its ranks" if trains else "has no rank that could go on by itself"
         raise LinkError(
@@ -165,6 +168,26 @@ class Follower:
             "see what became of the first node; if the run goes on, this node can be started again and is taken in; "
             "else go on with --resume auto",
         )
+
+    def _succeeded(self, term: int, without: int) -> JobStore | None:
+        """The run's store here, where this node leads from this term on."""
+        try:
+            return self.spread.succession.succeed(self.spread.root, term, without)
+        except StoreError:  # no way to where the others are
+            return None
+
+    def _found_leader(self, term: int) -> tuple[Claim | None, JobStore | None]:
+        """Who claimed this term or a later one, and the run's store there. None: it has ended, or did not answer for a
+        while."""
+        deadline = time.monotonic() + _CLAIM_PATIENCE * self.spread.silence
+        while True:
+            claim = self.spread.succession.claimed(term)
+            store = None if claim is None else reach(claim)
+            if store is not None:
+                return claim, self.spread.root.at(store)
+            if time.monotonic() > deadline or (claim is not None and is_gone(claim)):
+                return claim, None
+            time.sleep(_TICK_SECONDS)
 
     def _trains(self) -> bool:
         """Whether ranks of this node would go on without others."""

@@ -88,6 +88,7 @@ class _Node:
     def __init__(self, number: int) -> None:
         self.number, self.incarnation, self.is_here, self.in_doubt = number, "", True, False
         self.heard, self.count = Heard(), 0
+        self.has_begun = False  # has had processes
         self.is_adopted = True  # False: it has processes that were started by orders of another
 
 
@@ -112,8 +113,8 @@ class SpreadProcesses(Processes):
         """Another attempt of the same run."""
         self._spread = spread
 
-    def take_over(self, spread: Spread, now: Generation, lost: int) -> None:
-        """Leads from now on, with the processes that there are. now: who the ranks are. lost: the node that led before;
+    def take_over(self, spread: Spread, now: Generation, lost: Sequence[int]) -> None:
+        """Leads from now on, with the processes that there are. now: who the ranks are. lost: nodes that led before;
         the processes of others become known when these report."""
         for rank in [rank for rank in self.alive if rank not in now.members]:
             self.bury(rank)
@@ -125,9 +126,9 @@ class SpreadProcesses(Processes):
                 self.alive[rank].code = -9
         for node in self._nodes:
             node.is_adopted = False
-            if node.number == lost:
+            if node.number in lost:
                 node.is_here = False
-                self._lose(node, f"was lost with node {lost}, whose supervisor led the run,")
+                self._lose(node, f"was lost with node {node.number}, whose supervisor led the run,")
         while any(node.is_here and not node.incarnation for node in self._nodes):
             self.note_ended()  # until all others have reported here, or are lost, too
             time.sleep(_LOOK_SECONDS)
@@ -193,6 +194,8 @@ class SpreadProcesses(Processes):
         node.in_doubt = seconds > _DOUBT_SECONDS
         if node.is_here and seconds > _CLOSED_SECONDS and self._is_closed(node):
             node.is_here = False
+            if self._spread.succession.claimed(self._term + 1) is not None:  # it did not end: it leads
+                raise self._deposed(node)
             self._lose(node, f"was lost with node {node.number}, whose supervisor ended,")
         elif node.is_here and seconds > self._patience(node):
             node.is_here = False
@@ -202,13 +205,17 @@ class SpreadProcesses(Processes):
             if node.incarnation and report.incarnation != node.incarnation:
                 self._lose(node, f"was lost with node {node.number}, which was started again,")
             node.incarnation, node.is_here = report.incarnation, True
+            node.has_begun = bool(report.starts)
             self._take(node, report)
         self._order(node)
 
     def _patience(self, node: _Node) -> float:
-        """Seconds without a word of a node, after which it is lost. Before its first one its supervisor makes ready, or
-        finds out who leads."""
-        silences = 1.0 if node.incarnation else BEGIN_SILENCES if node.is_adopted else _FIND_SILENCES
+        """Seconds without a word of a node, after which it is lost. Before its first process its supervisor imports
+        what that needs; before its first word to one that did not lead it finds out who does."""
+        if not node.is_adopted:
+            silences = 1.0 if node.incarnation else _FIND_SILENCES
+        else:
+            silences = 1.0 if node.has_begun else BEGIN_SILENCES
         return silences * self._spread.silence
 
     def _is_closed(self, node: _Node) -> bool:
@@ -217,12 +224,14 @@ class SpreadProcesses(Processes):
     def _claim(self, node: _Node) -> None:
         """Before others are ranks in the places of those of a node that may still live, and may lead."""
         self._term += 1
-        if not self._spread.succession.affirm(self._spread.root, self._term):
-            raise LinkError(
-                f"node {self._spread.node} has heard nothing of node {node.number} for {self._spread.silence:g} s, and "
-                "another node leads the run now",
-                "the run goes on there; this node can be started again and is taken in",
-            )
+        if not self._spread.succession.affirm(self._spread.root, self._term, node.number):
+            raise self._deposed(node)
+
+    def _deposed(self, node: _Node) -> LinkError:
+        return LinkError(
+            f"node {self._spread.node} does not hear of node {node.number}, and another node leads the run now",
+            "the run goes on there; this node can be started again and is taken in",
+        )
 
     def _take(self, node: _Node, report: Report) -> None:
         for number, process in self._remote(node).items():

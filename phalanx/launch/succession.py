@@ -32,10 +32,12 @@ _IS_HERE = "leads/{}"  # a key of the store that a claim names
 
 @dataclass(frozen=True)
 class Claim:
-    """name: of the run's keys in that store. token: tells that store from another that came to be there."""
+    """without: the node that it was claimed to go on without. name: of the run's keys in that store. token: tells that
+    store from another that came to be there."""
 
     term: int
     node: int
+    without: int
     host: str
     port: int
     name: str
@@ -54,6 +56,15 @@ def live_claim(folder: Path) -> Claim | None:
     """Of a run that goes on in the folder, and has another leader than the launcher says."""
     claim = newest_claim(folder)
     return claim if claim is not None and reach(claim) is not None else None
+
+
+def is_gone(claim: Claim) -> bool:
+    """Whether nobody is at the port of its store any more, which was there before the claim."""
+    try:
+        socket.create_connection((claim.host, claim.port), timeout=_LOOK_SECONDS).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def reach(claim: Claim) -> Any:
@@ -83,32 +94,35 @@ class Succession:
     node: int
     known: Mapping[str, str]
 
-    def affirm(self, root: JobStore, term: int) -> bool:
+    def affirm(self, root: JobStore, term: int, without: int) -> bool:
         """Claims a term for who leads already; False when another did."""
         assert root.address is not None
-        return self._claim(root, term, *root.address)
+        return self._claim(root, term, without, *root.address)
 
-    def succeed(self, root: JobStore, term: int) -> JobStore | None:
+    def succeed(self, root: JobStore, term: int, without: int) -> JobStore | None:
         """The run's store, which is with this supervisor from now on; None when another has claimed that. root: where
-        it was."""
+        it was, with the node that is lost."""
         assert root.address is not None
         address = own_address(*root.address)
         hosted = root.at(host_store(address, 0, timedelta(seconds=WAIT_SECONDS)))
         for key, text in self.known.items():
             hosted.set(key, text)
         assert hosted.address is not None
-        return hosted if self._claim(hosted, term, *hosted.address) else None
+        return hosted if self._claim(hosted, term, without, *hosted.address) else None
+
+    def claimed(self, term: int) -> Claim | None:
+        """By whom this term was, or a later one."""
+        claim = newest_claim(self.folder)
+        return claim if claim is not None and claim.term >= term else None
 
     def successor(self, root: JobStore, term: int) -> JobStore | None:
         """The run's store after a term was claimed by another."""
-        claim = newest_claim(self.folder)
-        if claim is None or claim.term < term:
-            return None
-        store = reach(claim)
+        claim = self.claimed(term)
+        store = None if claim is None else reach(claim)
         return None if store is None else root.at(store)
 
-    def _claim(self, root: JobStore, term: int, host: str, port: int) -> bool:
-        claim = Claim(term, self.node, host, port, root.name, secrets.token_hex(8))
+    def _claim(self, root: JobStore, term: int, without: int, host: str, port: int) -> bool:
+        claim = Claim(term, self.node, without, host, port, root.name, secrets.token_hex(8))
         root.torch_store.set(_IS_HERE.format(claim.token), "yes")
         written = self.folder / f"{_FILE.format(term)}.{claim.token}"
         try:

@@ -14,7 +14,7 @@ import selectors
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -131,14 +131,14 @@ class WorkerPool:
         self._spread = spread
 
     def take_over(
-        self, spread: Spread, lost: int, job: Job, handing: tuple[HandOver, Results], on_event: OnEvent,
+        self, spread: Spread, lost: Sequence[int], job: Job, handing: tuple[HandOver, Results], on_event: OnEvent,
         on_loss: OnLoss, least: int,
     ) -> list[Any]:  # fmt: skip
-        """Goes on with a job that the supervisor of a node led that is lost. job: with the ranks that it had."""
+        """Goes on with a job that supervisors of nodes led that are lost. job: with the ranks that it had."""
         assert isinstance(self._processes, SpreadProcesses) and spread.root.address is not None
         self._spread, self._store = spread, spread.ranks_store
         step = max(slot.read().step for slot in self._board.slots)
-        for number in spread.numbers(lost):
+        for number in (number for node in lost for number in spread.numbers(node)):
             self._board.slots[number].enter("step")
             self._board.slots[number].at_step(step)  # what it showed was not seen here; ranks are in a step together
         self._processes.take_over(spread, job.members, lost)

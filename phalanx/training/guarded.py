@@ -35,7 +35,7 @@ from phalanx.training.job import Job, Summary
 _SEEN, _ENDED, _SUMMARY = "guards", "ended", "summary"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _HEAR_SECONDS = 10.0  # for guards to hear what came of the run
-_MOVE_SILENCES = 5.0  # silences in which another node leads, if one does
+_MOVE_SILENCES = 8.0  # silences in which another node leads, if one does, also after one that was lost as well
 
 
 Run = Callable[[WorkerPool], Summary | None]

@@ -39,7 +39,7 @@ from phalanx.training.reporting import Reporter
 from phalanx.training.standby import plans_for
 
 _JOIN_SECONDS = 3600.0  # for the others to come to the end of a step
-_GENERATION_SECONDS = 30.0  # for the supervisor to notice a loss and publish the next generation
+_GENERATION_SECONDS, _GENERATION_SILENCES = 30.0, 8.0  # at least: for supervisors to publish the next generation
 
 
 class SurvivingRank(RankGoingBack):
@@ -77,7 +77,7 @@ class SurvivingRank(RankGoingBack):
                 self.metrics.forget()
         while True:
             with self._timed("wait"):
-                context = self.context.renewed(_GENERATION_SECONDS)
+                context = self.context.renewed(max(_GENERATION_SECONDS, _GENERATION_SILENCES * self.config.silence))
             if context is None:
                 raise error
             try:

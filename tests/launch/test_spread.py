@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tempfile
@@ -24,7 +25,7 @@ from phalanx.launch.renewal import Renewal
 from phalanx.launch.spread import Orders, Spread, orders_key, outcome_of, send, told
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.store import JobStore, host_store
-from phalanx.launch.succession import Succession
+from phalanx.launch.succession import Succession, newest_claim
 from phalanx.launch.watch import Trouble, Watch
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.prepare.did_not_fit import DoesNotFit, as_on_every_rank
@@ -50,9 +51,10 @@ def pool(where: Spread) -> WorkerPool:
     return WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT, spread=where)
 
 
-def report(where: Spread, count: int) -> None:
-    """Of node 1, which has no processes."""
-    said = {"incarnation": "a", "count": count, "starts": {}, "slots": {}, "ended": {}, "said": {}}
+def report(where: Spread, count: int, has_begun: bool = True) -> None:
+    """Of node 1, whose process has ended long ago, or which has not begun one."""
+    starts, slots = ({"1": 0}, {"1": ""}) if has_begun else ({}, {})
+    said = {"incarnation": "a", "count": count, "starts": starts, "slots": slots, "ended": {}, "said": {}}
     where.store.set("report/1", json.dumps(said))
 
 
@@ -122,16 +124,56 @@ def test_processes_of_a_node_that_is_lost_are_not_waited_for_in_another_attempt(
 def test_a_supervisor_that_hears_nothing_any_more_ends_its_ranks_and_says_so(
     trains: bool, what: str, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they train it would lead, but for a claim of another that cannot be reached."""
+    """Where they train it would lead, but for the claim of one that goes on without it, and cannot be reached."""
     where = spread(store, f"silent {trains}", 1, silence=0.5)
-    assert Succession(where.succession.folder, 0, {}).affirm(where.root, 1)
-    monkeypatch.setattr("phalanx.launch.succession.reach", lambda claim: None)
+    assert Succession(where.succession.folder, 0, {}).affirm(where.root, 1, without=1)
+    monkeypatch.setattr("phalanx.launch.follower.reach", lambda claim: None)
     monkeypatch.setattr(Follower, "_trains", lambda follower: trains)
     send(where.store, orders_key(1), Orders(1))
     with pool(where) as theirs, pytest.raises(LinkError) as ended:
         Follower(theirs, where).run(ignored, Survival("shrink"), jobs.describe)
     words = rf"node 1 heard nothing of the supervisor that leads for \d s; node 1 {what}"
     assert re.fullmatch(words, ended.value.message) and "can be started again and is taken in" in ended.value.hint
+
+
+def test_a_supervisor_passes_over_one_that_claimed_the_run_and_ended_before_it_was_heard_of(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 2 led after node 0, and is gone as well."""
+    where, taken = spread(store, "passed over", 1, silence=0.5), list[Any]()
+    where = dataclasses.replace(where, places={0: (0, 0), 1: (1, 0), 2: (2, 0)})
+    hosted = host_store("127.0.0.1", 0, timedelta(seconds=30))
+    assert Succession(where.succession.folder, 2, {}).affirm(where.root.at(hosted), 1, without=0)
+    monkeypatch.setattr("phalanx.launch.follower.reach", lambda claim: None)
+    monkeypatch.setattr("phalanx.launch.follower.is_gone", lambda claim: True)
+    monkeypatch.setattr(Follower, "_trains", lambda follower: True)
+    monkeypatch.setattr(WorkerPool, "take_over", lambda pool, *given: taken.append(given) or [])
+    send(where.store, orders_key(1), Orders(1))
+    with pool(where) as theirs:
+        Follower(theirs, where).run(ignored, Survival("shrink"), jobs.describe)
+    ((now, lost, *_),) = taken
+    claim = newest_claim(where.succession.folder)
+    assert (now.leads, now.term, lost) == (True, 2, [0, 2])
+    assert claim is not None and (claim.term, claim.node, claim.without) == (2, 1, 2)
+
+
+def test_who_leads_finds_that_one_that_left_it_leads_now(store: JobStore, tmp_path: Path) -> None:
+    """It stood still for long, and its connection to the other was closed."""
+    where, board = spread(store, "left", 0, silence=1000.0), StatusBoard.create(tmp_path / "board", 2)
+    processes = SpreadProcesses(tmp_path, jobs.LIGHT, where, board)
+    try:
+        line = Lifeline(where.store, "a")
+        report(where, 1)
+        while "a" not in processes._lifelines._open:  # pyright: ignore[reportOptionalMemberAccess]
+            line.hold()
+            processes.note_ended()
+        assert Succession(where.succession.folder, 1, {}).succeed(where.root, 1, without=0) is not None
+        line.close()
+        with pytest.raises(LinkError, match="node 0 does not hear of node 1, and another node leads the run now"):
+            while True:
+                processes.note_ended()
+    finally:
+        processes.close()
 
 
 def test_a_node_whose_supervisor_ends_is_lost_before_its_silence_is(store: JobStore, tmp_path: Path) -> None:
@@ -154,14 +196,14 @@ def test_a_node_whose_supervisor_ends_is_lost_before_its_silence_is(store: JobSt
 
 def test_who_leads_ends_when_another_has_claimed_the_run(store: JobStore, tmp_path: Path) -> None:
     where, board = spread(store, "deposed", 0, silence=0.5), StatusBoard.create(tmp_path / "board", 2)
-    assert Succession(where.succession.folder, 1, {}).affirm(where.root, 1)
+    assert Succession(where.succession.folder, 1, {}).affirm(where.root, 1, without=0)
     processes = SpreadProcesses(tmp_path, jobs.LIGHT, where, board)
     report(where, 1)
     try:
         with pytest.raises(LinkError) as ended:
             while True:
                 processes.note_ended()
-        words = "node 0 has heard nothing of node 1 for 0.5 s, and another node leads the run now"
+        words = "node 0 does not hear of node 1, and another node leads the run now"
         assert ended.value.message == words and "the run goes on there" in ended.value.hint
     finally:
         processes.close()
@@ -183,6 +225,22 @@ def test_processes_of_a_node_that_says_nothing_are_lost_and_come_back_with_it(st
         report(where, 2)
         processes.note_ended()
         assert processes.can_start(1)
+    finally:
+        processes.close()
+
+
+def test_a_node_is_waited_for_longer_while_it_starts_its_first_process(store: JobStore, tmp_path: Path) -> None:
+    where, board = spread(store, "slow", 0, silence=0.2), StatusBoard.create(tmp_path / "board", 2)
+    processes = SpreadProcesses(tmp_path, jobs.LIGHT, where, board)
+    try:
+        processes.start_one(1)
+        (node,) = processes._nodes
+        report(where, 1, has_begun=False)
+        processes.note_ended()
+        assert processes._patience(node) == 2.0
+        report(where, 2)
+        processes.note_ended()
+        assert processes._patience(node) == 0.2
     finally:
         processes.close()
 

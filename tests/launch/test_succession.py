@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from phalanx.errors import ConfigError, LinkError, RankError
 from phalanx.launch.join import join
 from phalanx.launch.store import JobStore, host_store
-from phalanx.launch.succession import Claim, Succession, forget_claims, live_claim, newest_claim
+from phalanx.launch.succession import Claim, Succession, forget_claims, is_gone, live_claim, newest_claim
 
 
 @pytest.fixture
@@ -20,8 +22,8 @@ def root() -> JobStore:
 
 def test_a_term_is_claimed_once(root: JobStore, tmp_path: Path) -> None:
     first, second = (Succession(tmp_path, node, {}) for node in (0, 1))
-    assert first.affirm(root, 1) and second.succeed(root, 1) is None
-    assert second.succeed(root, 2) is not None and not first.affirm(root, 2)
+    assert first.affirm(root, 1, 1) and second.succeed(root, 1, 0) is None
+    assert second.succeed(root, 2, 0) is not None and not first.affirm(root, 2, 1)
     claim = newest_claim(tmp_path)
     assert claim is not None and (claim.term, claim.node) == (2, 1)
 
@@ -29,7 +31,7 @@ def test_a_term_is_claimed_once(root: JobStore, tmp_path: Path) -> None:
 def test_who_follows_finds_the_store_of_who_leads_now_with_what_the_first_one_had(
     root: JobStore, tmp_path: Path
 ) -> None:
-    leads = Succession(tmp_path, 1, {"guards/0": "here"}).succeed(root, 1)
+    leads = Succession(tmp_path, 1, {"guards/0": "here"}).succeed(root, 1, 0)
     assert leads is not None
     leads.set("told", "something")
     found = Succession(tmp_path, 2, {}).successor(root, 1)
@@ -39,7 +41,7 @@ def test_who_follows_finds_the_store_of_who_leads_now_with_what_the_first_one_ha
 
 
 def test_a_claim_whose_store_is_gone_or_another_is_no_live_one(root: JobStore, tmp_path: Path) -> None:
-    assert Succession(tmp_path, 0, {}).affirm(root, 1) and live_claim(tmp_path) is not None
+    assert Succession(tmp_path, 0, {}).affirm(root, 1, 0) and live_claim(tmp_path) is not None
     root.torch_store.delete_key(f"leads/{getattr(newest_claim(tmp_path), 'token', '')}")
     assert live_claim(tmp_path) is None
     (tmp_path / ".leader-1").write_text("half a cl")
@@ -49,7 +51,7 @@ def test_a_claim_whose_store_is_gone_or_another_is_no_live_one(root: JobStore, t
 def test_claims_are_forgotten_when_the_run_is_over_but_not_by_a_node_that_no_longer_leads(
     root: JobStore, tmp_path: Path
 ) -> None:
-    assert Succession(tmp_path, 1, {}).affirm(root, 1)
+    assert Succession(tmp_path, 1, {}).affirm(root, 1, 0)
     forget_claims(tmp_path, node=0)
     assert newest_claim(tmp_path) is not None
     forget_claims(tmp_path, node=1)
@@ -58,20 +60,29 @@ def test_claims_are_forgotten_when_the_run_is_over_but_not_by_a_node_that_no_lon
 
 def test_a_folder_that_cannot_be_written_is_named(root: JobStore, tmp_path: Path) -> None:
     with pytest.raises(LinkError) as refused:
-        Succession(tmp_path / "nowhere", 1, {}).affirm(root, 1)
+        Succession(tmp_path / "nowhere", 1, {}).affirm(root, 1, 0)
     assert refused.value.message == (
         f"a node was lost, and node 1 cannot say in {tmp_path / 'nowhere'} that it leads: No such file or directory"
     )
 
 
 def test_a_machine_comes_back_only_with_the_secret_and_to_a_run_that_is_there(root: JobStore, tmp_path: Path) -> None:
-    assert Succession(tmp_path, 1, {}).affirm(root, 1)
+    assert Succession(tmp_path, 1, {}).affirm(root, 1, 0)
     claim, variables = newest_claim(tmp_path), {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}
     variables |= {"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "1"}
     with pytest.raises(ConfigError, match="only with the run's secret, and PHALANX_SECRET is not set"):
         join("cpu", folder=tmp_path, claim=claim, variables=variables)
     guard = join("cpu", folder=tmp_path, claim=claim, variables={**variables, "PHALANX_SECRET": "x" * 16})
     assert guard is not None and guard.rank == 0 and guard.store.address == root.address
-    gone = Claim(1, 1, "127.0.0.1", 1, "run", "token")
+    gone = Claim(1, 1, 0, "127.0.0.1", 1, "run", "token")
     with pytest.raises(RankError, match="the supervisor on node 1, which led the run, is gone"):
         join("cpu", folder=tmp_path, claim=gone, variables=variables)
+
+
+def test_a_supervisor_has_ended_when_nobody_is_at_its_port_any_more(root: JobStore, tmp_path: Path) -> None:
+    assert Succession(tmp_path, 0, {}).affirm(root, 1, 1)
+    claim = Succession(tmp_path, 1, {}).claimed(1)
+    assert claim is not None and not is_gone(claim) and Succession(tmp_path, 1, {}).claimed(2) is None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert is_gone(dataclasses.replace(claim, port=port))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import pytest
 
 from phalanx.lab.run import Lab
 from phalanx.lab.session import Session
+from phalanx.launch.succession import Claim
 from phalanx.training.trainer import Trainer
 from tests.lab.labs import needs_namespaces
 from tests.run_helpers import records
@@ -56,21 +59,26 @@ def test_a_plan_for_which_a_rank_of_any_node_lacks_memory_gives_way_to_another(
 
 
 @pytest.mark.parametrize(
-    ("world", "node", "on_loss", "plan", "every"),
+    ("world", "node", "on_loss", "plan", "every", "claimed"),
     [
-        (2, 1, "shrink", "dp=2", "never"), (2, 1, "regrow", "dp=2", "never"), (2, 1, "shrink", "pp=2,mb=2", "0"),
-        (2, 0, "shrink", "pp=2,mb=2", "0"), (2, 0, "regrow", "dp=2", "never"), (3, 0, "shrink", "pp=3,mb=2", "0"),
+        (2, 1, "shrink", "dp=2", "never", False), (2, 1, "regrow", "dp=2", "never", False),
+        (2, 1, "shrink", "pp=2,mb=2", "0", False), (2, 0, "shrink", "pp=2,mb=2", "0", False),
+        (2, 0, "regrow", "dp=2", "never", False), (3, 0, "shrink", "pp=3,mb=2", "0", False),
+        (3, 0, "shrink", "pp=3,mb=2", "0", True),
     ],
 )  # fmt: skip
 def test_a_node_is_lost_and_the_others_go_on(
-    world: int, node: int, on_loss: str, plan: str, every: str, tmp_path: Path
+    world: int, node: int, on_loss: str, plan: str, every: str, claimed: bool, tmp_path: Path
 ) -> None:
-    """With mirrors where it alone held something. Node 0's supervisor leads and has the store: without it the other's
-    does."""
+    """With mirrors where it alone held something. Node 0's supervisor leads and has the store: without it another's
+    does. claimed: it had claimed a term that the others did not hear of, since it ended."""
     out, release = tmp_path / "run", tmp_path / "release"
     command = [sys.executable, "-m", "tests.survive.spread_run", str(out), str(release), on_loss, plan, every]
     with Lab(f"nodes={world},device=cpu:1thread", logs=tmp_path / "logs") as lab, lab.start(command) as session:
         wait_until(lambda: len(of_kind(out, "step")) >= 2, session, "no step")
+        if claimed:
+            claim = Claim(1, 0, 7, "127.0.0.1", 1, "run", "token")  # nobody is at that port
+            (out / ".leader-1").write_text(json.dumps(dataclasses.asdict(claim)))
         session.ranks[node].end()
         wait_until(lambda: of_kind(out, "loss"), session, "the loss was not told")
         if on_loss == "regrow":
