@@ -36,10 +36,9 @@ def train(**options: Any) -> None:
     else:
         config = RunConfig.create(**given)
 
-    from phalanx.launch.early import early_server, quiet_torch
+    from phalanx.launch.early import early_server
     from phalanx.prepare.early import require_usable
 
-    quiet_torch()
     require_usable(config.model, config.data, config.eval_data, config)
     from phalanx.observe.phases import process_began
     from phalanx.training.trainer import Trainer

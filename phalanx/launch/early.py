@@ -22,15 +22,7 @@ from phalanx.launch import server
 from phalanx.launch.wire import Wire
 
 _LOOK_SECONDS = 0.005
-# Else there are pages of C++ about each connection of a rank that is lost, which is told in words.
-QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 _waiting: list[tuple[ForkedServer, Wire]] = []
-
-
-def quiet_torch() -> None:
-    """Before it is imported, and unless the user wants to hear it."""
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
 
 
 class ForkedServer:

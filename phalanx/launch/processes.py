@@ -20,6 +20,7 @@ from typing import Any
 
 from phalanx.errors import RankError
 from phalanx.launch import early
+from phalanx.launch.quiet import QUIET
 from phalanx.launch.server import Begin, End, Ended, Fork, Forked, Hosted
 from phalanx.launch.wire import Wire
 
@@ -223,7 +224,7 @@ def _started_server() -> tuple[Popen[bytes], Wire]:
     # A session of its own keeps the terminal's Ctrl-C away from the ranks: who started them decides.
     started = Popen(
         [sys.executable, "-c", code], stdin=DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-        env={**early.QUIET, **os.environ, "PYTHONPATH": path},
+        env={**QUIET, **os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     theirs.close()
     return started, Wire(ours)

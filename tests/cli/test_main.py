@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 import typer
@@ -51,6 +53,31 @@ def test_every_verb_is_in_the_help(capsys: pytest.CaptureFixture[str]):
     shown = capsys.readouterr().out
     for verb in VERBS:
         assert verb.__name__.rpartition(".")[2] in shown
+
+
+@pytest.mark.parametrize(("asked", "heard"), [(None, "FATAL"), ("INFO", "INFO")])
+def test_every_command_keeps_torch_quiet_unless_it_is_asked_to_speak(
+    asked: str | None, heard: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Before torch is imported."""
+    monkeypatch.setattr(os, "environ", {"TORCH_CPP_LOG_LEVEL": asked} if asked else {})
+    seen = list[str]()
+
+    def look() -> None:
+        seen.append(os.environ["TORCH_CPP_LOG_LEVEL"])
+        raise ConfigError("no more")
+
+    monkeypatch.setattr("phalanx.cli.env.gather", look)
+    assert main(["env"]) == 2 and seen == [heard]
+
+
+def test_ranks_of_a_launched_script_are_quiet_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(os.environ['TORCH_CPP_LOG_LEVEL'])")
+    command = [sys.executable, "-m", "phalanx", "launch", "--ranks", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("FATAL") == 2, done.stderr  # both may write at the same time
 
 
 def test_a_users_error_is_one_red_message_with_its_hint_and_exit_code_2(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -64,12 +63,3 @@ def test_a_server_that_is_gone_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
         early._waiting[0][0].kill()
         assert early._waiting[0][0].wait(10) == -9
         assert early.take() is None
-
-
-@pytest.mark.parametrize(("asked", "heard"), [(None, "FATAL"), ("INFO", "INFO")])
-def test_torch_is_quiet_unless_it_is_asked_to_speak(
-    asked: str | None, heard: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", {"TORCH_CPP_LOG_LEVEL": asked} if asked else {})
-    early.quiet_torch()
-    assert os.environ["TORCH_CPP_LOG_LEVEL"] == heard
