@@ -1,4 +1,5 @@
-"""Which data it is, told without reading it: the names, sizes and times of its files.
+"""Which data it is, told without reading it: the names, sizes and times of its files; of a HuggingFace dataset by name
+what the package `datasets` says of it.
 
 Files that were copied with their times, or whose folder was moved, are the same data still. It imports no torch.
 """
@@ -12,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.data.mixture import split_weight
-from phalanx.data.named import is_named_dataset
+from phalanx.data.named import is_named_dataset, is_stream, named_dataset
 from phalanx.data.sources import NAMED, existing, is_visible
 
 File = tuple[str, int, int]  # name, bytes, when it was changed, in nanoseconds
 
 
 def fingerprint(data: Sequence[str]) -> str | None:
-    """Of paths and named sources, each with or without a weight. None of what must be loaded to be known: datasets by
-    their names on the hub."""
+    """Of paths and named sources, each with or without a weight. None of what can be known only by reading it: streams,
+    and datasets that do not say what they are."""
     parts = [(split_weight(item)[1], _facts(split_weight(item)[0])) for item in data]
     if any(facts is None for _, facts in parts):
         return None
@@ -38,7 +39,8 @@ def _is_named(item: str) -> bool:
 
 def _facts(item: str) -> list[File] | str | None:
     if is_named_dataset(item):
-        return None
+        identity = None if is_stream(item) else named_dataset(item).identity
+        return None if identity is None else f"dataset {identity}"
     if _is_named(item):
         return f"{item} of Python {platform.python_version()}" if item == "stdlib" else item
     path = existing(item)

@@ -17,6 +17,11 @@ def is_named_dataset(item: str) -> bool:
     return item.partition(":")[0] in _STREAMS and ":" in item
 
 
+def is_stream(item: str) -> bool:
+    """Of a named dataset: whether it is read as it arrives."""
+    return _STREAMS[item.partition(":")[0]]
+
+
 def named_dataset(item: str) -> Source:
     """Its rows, of the split that is named, or of the only one."""
     kind, _, rest = item.partition(":")

@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import sqlite3
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from phalanx.errors import DataError
 from phalanx.profile import data, hardware, kept_data
 from phalanx.profile.data import DataProfile, by_profile, from_rows, is_profile, profile_data, to_rows
 from phalanx.profile.store import Row, Store, profiles_path, read_profile
+from tests.data.test_datasets import from_datasets
 
 
 def test_lengths_and_what_padding_wastes() -> None:
@@ -60,9 +62,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def records(words: int) -> list[dict[str, str]]:
+    """Twelve, of three lengths."""
+    return [{"prompt": "a" * (10 * words), "completion": "b" * (number % 3)} for number in range(12)]
+
+
 def chat(path: Path, words: int = 1) -> str:
-    """Twelve records of three lengths."""
-    rows = [{"prompt": "a" * (10 * words), "completion": "b" * (number % 3)} for number in range(12)]
+    rows = records(words)
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -228,11 +234,63 @@ def test_data_is_known_by_its_files_without_reading_them(tmp_path: Path) -> None
     assert fingerprint([f"{path}:0.5", "stdlib:0.5"]) != fingerprint([f"{path}:0.7", "stdlib:0.3"])
     os.utime(path, ns=(0, 0))
     assert fingerprint([path]) != known
-    assert fingerprint(["synthetic:8"]) != fingerprint(["synthetic:9"]) and fingerprint(["hf:some/name"]) is None
+    assert fingerprint(["synthetic:8"]) != fingerprint(["synthetic:9"])
     (tmp_path / "a" / "dangling.txt").symlink_to(tmp_path / "nowhere")
     assert fingerprint([str(tmp_path / "a")]) is not None
     with pytest.raises(DataError, match="does not exist"):
         fingerprint([str(tmp_path / "nowhere.txt")])
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in for the package `datasets`: conversations of so many `words`, with a fingerprint `mark`."""
+    now = SimpleNamespace(words=1, mark="f00d", loaded=list[str]())
+
+    def load(name: str, config: str | None, *, split: str | None, streaming: bool) -> Any:
+        now.loaded.append(name)
+        dataset = from_datasets("Dataset", records(now.words), length=not streaming)()
+        dataset._fingerprint = now.mark
+        return dataset
+
+    package: Any = ModuleType("datasets")
+    package.load_dataset = load
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    return now
+
+
+def test_a_dataset_by_name_is_looked_at_once_and_again_when_it_is_another(
+    hub: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = looked(capsys, "hf:me/chat#train")
+    assert "as looked at" not in first and "12 samples per epoch" in first
+    said, warned = looked(capsys, "hf:me/chat#train")
+    assert "as looked at 20" in said and not warned
+    assert fingerprint(["hf:me/chat#train"]) == fingerprint(["hf:elsewhere/copy"])  # it is the same data
+    hub.words, hub.mark = 2, "beef"
+    said, warned = looked(capsys, "hf:me/chat#train")
+    assert "the profile of hf:me/chat#train, made 20" in warned and "is stale (its files changed)" in warned
+    assert "as looked at" not in said and said != first
+    assert len(by_profile(Store(profiles_path()).rows())) == 1
+
+
+def test_a_stream_and_a_dataset_that_does_not_say_what_it_is_are_looked_at_each_time(
+    hub: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fingerprint(["hf-stream:me/chat#train"]) is None and hub.loaded == []
+    hub.mark = None
+    assert fingerprint(["hf:me/chat#train"]) is None
+    for _ in range(2):
+        assert "as looked at" not in looked(capsys, "hf:me/chat#train")[0]
+    assert not Store(profiles_path()).rows()
+
+
+def test_a_profile_of_a_dataset_that_cannot_be_had_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert main(["profile", "--data", "hf:me/chat"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "data 'hf:me/chat' is a HuggingFace dataset, and the package 'datasets' that reads it is not" in error
 
 
 def test_where_data_lies_does_not_depend_on_the_folder_it_is_named_from(
