@@ -73,9 +73,9 @@ besides what reductions work in) and spends 1.1 s in the system instead of 0.3 s
 that. Of all samples of a profiler 44 % were in the kernel's `clear_page`, 6 % in the step after it; nothing is compiled
 or read. Where less is new there is less of it: 0.1 s more in the system for `tp=4` → `pp=2,dp=2,mb=2`. Every first step
 under such a plan takes that, also of a run that begins with it. torch's allocator on ARM (mimalloc) gives memory back
-a tenth of a second after it was let go of, so it is the same when a plan comes back; `MIMALLOC_PURGE_DELAY=-1` keeps it. Then
-the step after the second change to a plan spends 0.1 s in the system and is like any other, and a rank stays at 3.0 GiB
-where it would go up to 2.6. That is left to whoever has the memory."""
+a tenth of a second after it was let go of, so it is the same when a plan comes back. `MIMALLOC_PURGE_DELAY=-1` keeps
+it: a step after a change to a plan that was used before then spends 0.2 s in the system, as any other does, and a rank
+goes up to 3.5 GiB and stays there, where it went up to 2.8. That is left to whoever has the memory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -35,7 +35,10 @@ from phalanx.program.shape import Backward, BlockOp, ModelShape
 
 _SIZES = ("saved_b", "saved_bw", "saved_w", "d_parameters")  # of what a backward needs and gives
 # Whose tensor-parallel facts are shipped too: for the others a plan with tp > 1 reads the graph.
-SPLIT_MODELS = ("meta-llama/Llama-3.3-70B-Instruct",)
+SPLIT_MODELS = (
+    "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "bert-base-cased",
+    "google/electra-base-generator", "google/vit-base-patch16-224-in21k",
+)  # fmt: skip
 
 
 def describe(captured: Captured, plan: Plan, dtype: str, device: str = "cuda") -> SplitFacts:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import tasks
-from phalanx.engine.describe import describe
+from phalanx.engine.describe import SPLIT_MODELS, describe
 from phalanx.engine.measure import measure
 from phalanx.errors import CaptureError
 from phalanx.expressions import evaluate
@@ -95,7 +95,7 @@ def test_what_grows_in_steps_is_an_error_that_names_the_block() -> None:
 
 
 @long
-@pytest.mark.parametrize("name", ["phalanx-demo", "openai/whisper-small"])
+@pytest.mark.parametrize("name", ["phalanx-demo", "openai/whisper-small", "google/vit-base-patch16-224-in21k"])
 def test_shipped_facts_are_what_is_measured_today(name: str) -> None:
     """When this fails after a change of capture or of what is saved: python -m phalanx.engine.describe."""
     spec = resolve(name)
@@ -104,3 +104,6 @@ def test_shipped_facts_are_what_is_measured_today(name: str) -> None:
     assert facts == load(name)
     if splits_path(name).is_file():
         assert describe(captured, Plan(), "bfloat16") == shipped(facts, Plan())
+    if name in SPLIT_MODELS:
+        split = Plan(tp=2, sequence=True)
+        assert describe(captured, split, "bfloat16") == shipped(facts, split)

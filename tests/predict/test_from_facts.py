@@ -205,6 +205,24 @@ def test_a_large_model_split_over_many_ranks_is_predicted_without_torch() -> Non
     assert (done.stdout.strip(), done.stderr) == ("False", "")
 
 
+def test_small_models_of_many_kinds_are_split_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from phalanx.model.facts.facts import load\n"
+        "from phalanx.predict.from_facts import Device\n"
+        "from phalanx.predict.predict import predict\n"
+        "for name in ('bert-base-cased', 'electra-base-generator', 'vit-base-patch16-224-in21k', 'qwen2.5-0.5b', \n"
+        "             'qwen3-0.6b'):\n"
+        "    facts = load(name)\n"
+        "    for plan in ('tp=2,mb=2', 'pp=2,tp=4,mb=2', 'tp=2,sequence=yes,mb=2'):\n"
+        "        found = predict(facts, plan, None, 8, dict.fromkeys(facts.dims, 64) | {'batch': 8}, Device())\n"
+        "        assert found.timeline.makespan > 0\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("False", "")
+
+
 @pytest.mark.parametrize("path", sorted((SHIPPED / "splits").glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_facts_of_splits_read_back_as_they_were_written(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
