@@ -20,6 +20,7 @@ from phalanx.model.ops import random
 from phalanx.model.ops.operators import is_as_on_gpu
 from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.eager import as_function
 from phalanx.model.segment.joint import Outline, outline
 from phalanx.model.segment.segments import Segment
 
@@ -46,8 +47,8 @@ class Compute:
         self.blocks, self.device, self.buffers, self._dropout = blocks, device, buffers, dropout
         self._trainable, self._compiler, self._products = set(trainable), compiler, products
         self.constants = {name: value.to(device) for name, value in blocks.constants.items()}
-        self._prologue = fx.GraphModule({}, _graph(blocks.prologue, device, dropout)).forward
-        self._count = fx.GraphModule({}, _only(_graph(blocks.prologue, device, dropout), self._count_place)).forward
+        self._prologue = as_function(_graph(blocks.prologue, device, dropout))
+        self._count = as_function(_only(_graph(blocks.prologue, device, dropout), self._count_place))
         self._templates = {key: _graph(t.text, device, dropout) for key, t in blocks.templates.items()}
         self._segments: dict[tuple[object, ...], Segment] = {}
         self._outlines: dict[tuple[object, ...], tuple[Outline, ...]] = {}
