@@ -6,7 +6,8 @@ by itself and knows no program: `trace.py` asks it for segments, `link.py` makes
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,12 +21,14 @@ from phalanx.model.ops import random
 from phalanx.model.ops.operators import is_as_on_gpu
 from phalanx.model.segment import segments
 from phalanx.model.segment.compile import Compiler
+from phalanx.model.segment.eager import as_function
 from phalanx.model.segment.joint import Outline, outline
 from phalanx.model.segment.segments import Segment
 
 # What was built in this process, of all models and plans: another run of the same model traces and compiles nothing.
 _known: dict[tuple[object, ...], Segment] = {}
 _MOST_KNOWN = 1024
+_MOST_SHAPES = 8  # of micro-batches, for which values that follow from them are kept
 
 
 class Compute:
@@ -46,8 +49,11 @@ class Compute:
         self.blocks, self.device, self.buffers, self._dropout = blocks, device, buffers, dropout
         self._trainable, self._compiler, self._products = set(trainable), compiler, products
         self.constants = {name: value.to(device) for name, value in blocks.constants.items()}
-        self._prologue = fx.GraphModule({}, _graph(blocks.prologue, device, dropout)).forward
-        self._count = fx.GraphModule({}, _only(_graph(blocks.prologue, device, dropout), self._count_place)).forward
+        self.fixed = _fixed(blocks)
+        self._changing = [name for name in blocks.values if name not in self.fixed]
+        self._prologue, self._of_shapes = (self._part(names) for names in (self._changing, self.fixed))
+        self._count = self._part([blocks.count])
+        self._fixed_values: dict[tuple[object, ...], dict[str, Tensor]] = {}
         self._templates = {key: _graph(t.text, device, dropout) for key, t in blocks.templates.items()}
         self._segments: dict[tuple[object, ...], Segment] = {}
         self._outlines: dict[tuple[object, ...], tuple[Outline, ...]] = {}
@@ -55,14 +61,21 @@ class Compute:
         self._site_names = list(dict.fromkeys(names))
         self._sites = torch.tensor([random.site_hash(n) for n in self._site_names], dtype=torch.int64, device=device)
 
-    @property
-    def _count_place(self) -> int:
-        return self.blocks.values.index(self.blocks.count)
-
     def prologue(self, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, Tensor]:
-        """Everything that follows from the inputs alone."""
+        """Everything that follows from the inputs alone; what follows from their shapes is made once."""
+        arguments, key = self._arguments(inputs, dims), (*dims.items(), *self.versions())
         with torch.no_grad():
-            return dict(zip(self.blocks.values, self._prologue(*self._arguments(inputs, dims)), strict=True))
+            if key not in self._fixed_values:
+                self._fixed_values[key] = dict(zip(self.fixed, self._of_shapes(*arguments), strict=True))
+                if len(self._fixed_values) > _MOST_SHAPES:
+                    del self._fixed_values[next(iter(self._fixed_values))]
+            changing = zip(self._changing, self._prologue(*arguments), strict=True)
+            return {**self._fixed_values[key], **dict(changing)}
+
+    def versions(self) -> tuple[object, ...]:
+        """Another one when a buffer that the prologue reads has changed."""
+        read = (self.buffers[port.name] for port in self.blocks.prologue_ports if port.kind == "buffer")
+        return tuple(each for buffer in read for each in (id(buffer), buffer._version))
 
     def count(self, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> Tensor:
         """The number of items that the loss of these inputs is a sum over, in float64."""
@@ -120,6 +133,11 @@ class Compute:
             "activation",
         )
 
+    def _part(self, names: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
+        """The part of the prologue that makes these values."""
+        graph = _graph(self.blocks.prologue, self.device, self._dropout)
+        return as_function(_only(graph, [self.blocks.values.index(name) for name in names]))
+
     def _arguments(self, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> list[Tensor | int]:
         held = {"input": inputs, "buffer": self.buffers, "constant": self.constants}
         return [
@@ -140,9 +158,20 @@ def _graph(text: str, device: torch.device, dropout: bool) -> fx.Graph:
     return graph
 
 
-def _only(graph: fx.Graph, place: int) -> fx.Graph:
-    """The same graph with one of its outputs."""
+def _only(graph: fx.Graph, places: Sequence[int]) -> fx.Graph:
+    """The same graph with some of its outputs."""
     output = graph.output_node()
-    output.args = ((output.args[0][place],),)  # pyright: ignore
+    output.args = (tuple(output.args[0][place] for place in places),)  # pyright: ignore
     graph.eliminate_dead_code()
     return graph
+
+
+def _fixed(blocks: Blocks) -> list[str]:
+    """The values of the prologue that follow from shapes, buffers and constants: rotary tables, positions."""
+    graph, ports, changing = graphs.load(blocks.prologue), iter(blocks.prologue_ports), set[fx.Node]()
+    for node in graph.nodes:
+        from_input = node.op == "placeholder" and next(ports).kind == "input"
+        if from_input or not changing.isdisjoint(node.all_input_nodes):
+            changing.add(node)
+    outputs: Any = graph.output_node().args[0]
+    return [name for name, node in zip(blocks.values, outputs, strict=True) if node not in changing]

@@ -44,7 +44,6 @@ class _View:
         self._compute, self.inputs, self.keys, self.dims = compute, inputs, keys, dims
         self._values: dict[str, Tensor] | None = None
         self._dropout: dict[str, Tensor] | None = None
-        self.pasts: dict[str, Past] = {}
 
     @property
     def values(self) -> dict[str, Tensor]:
@@ -58,9 +57,44 @@ class _View:
         return self._dropout.get(name, self.keys)  # in an evaluation the port is there, and nothing reads it
 
 
+class _Alike:
+    """What micro-batches that look and are cut alike use one after the other: what attentions keep of their slices, the
+    handles of these, and parts of values that follow from shapes alone. Making them anew would take longer than all
+    else that the engine does for a slice."""
+
+    def __init__(self, stock: list[_Alike]) -> None:
+        self._stock = stock
+        self._pasts: dict[tuple[int, str], Past] = {}
+        self._slices: list[Slice] = []
+        self.found: dict[Key, Tensor] = {}
+
+    def handle(self, key: Key, degree: int, tokens: int, start: int) -> Tensor:
+        """degree: of those that see other samples."""
+        past = self._pasts.setdefault((degree, key[3]), Past(tokens))
+        self._slices.append(Slice(past, start))
+        return self._slices[-1].handle
+
+    def clear(self, degree: int, names: Iterable[str]) -> None:
+        for name in names:
+            self._pasts[degree, name].clear()
+
+    def clear_all(self) -> None:
+        for past in self._pasts.values():
+            past.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(past.num_bytes for past in self._pasts.values())
+
+    def give_back(self) -> None:
+        self.clear_all()
+        self._stock.append(self)
+
+
 class Inputs(dict[Key, Tensor]):
     """One micro-batch, or half of one. Looked up by slice, degree, and kind and name of a port. edges: where its tokens
-    are cut; degrees: what units of smaller tensor degree see of its samples."""
+    are cut; alike: what others like it have left; degrees: what units of smaller tensor degree see of its
+    samples."""
 
     def __init__(
         self,
@@ -71,11 +105,17 @@ class Inputs(dict[Key, Tensor]):
         degrees: Mapping[int, SampleShard],
         sliced: Sliced | None = None,
         edges: Sequence[int] = (),
+        alike: list[_Alike] | None = None,
     ) -> None:
+        stock = [] if alike is None else alike
+        self._alike = stock.pop() if stock else _Alike(stock)
+        super().__init__(self._alike.found)
         self._compute, self._inputs, self._keys, self._dims_of, self._dims = compute, inputs, keys, dims, dims(inputs)
         self._degrees, self._sliced, self._edges = degrees, sliced, edges
         self._views: dict[int, _View] = {}
-        self._slices: dict[tuple[int, int, str], Slice] = {}
+
+    def __del__(self) -> None:
+        self._alike.give_back()
 
     @property
     def num_samples(self) -> int:
@@ -103,26 +143,27 @@ class Inputs(dict[Key, Tensor]):
 
     def forget_past(self) -> None:
         """As if none of its slices had been computed."""
-        self._slices.clear()
-        for key in [key for key in self if key[2] == "past"]:
-            del self[key]
-        for view in self._views.values():
-            view.pasts.clear()
+        self._alike.clear_all()
 
     def clear_past(self, degree: int, names: Iterable[str]) -> None:
         """Keys and values of earlier slices, and their gradients, are not needed any more."""
-        for name in names:
-            self._view(degree).pasts[name].clear()
+        self._alike.clear(self._degree(degree), names)
 
     def past_bytes(self) -> int:
-        return sum(past.num_bytes for view in self._views.values() for past in view.pasts.values())
+        return self._alike.num_bytes
 
     def __missing__(self, key: Key) -> Tensor:
         slice_, degree, kind, name = key
-        found = self[key] = self._make(self._view(degree), slice_, degree, kind, name)
+        if kind == "past":
+            found = self._alike.handle(key, self._degree(degree), self._dims[TOKENS], self._tokens(slice_)[0])
+        else:
+            found = self._make(self._view(degree), slice_, kind, name)
+        if kind in ("past", "start") or (kind in ("value", "whole_value") and name in self._compute.fixed):
+            self._alike.found[key] = found
+        self[key] = found
         return found
 
-    def _make(self, view: _View, slice_: int, degree: int, kind: str, name: str) -> Tensor:
+    def _make(self, view: _View, slice_: int, kind: str, name: str) -> Tensor:
         match kind:
             case "dropout":
                 return view.dropout(name)
@@ -132,16 +173,17 @@ class Inputs(dict[Key, Tensor]):
                 return view.inputs[name]
             case "start":
                 return torch.tensor(self._tokens(slice_)[0])
-            case "past":
-                return self._slice(view, slice_, degree, name).handle
             case "value":
                 return self._cut_value(view, slice_, name)
             case _:
                 assert kind == "input", f"{kind} {name} does not follow from inputs"
                 return self._cut_input(view, slice_, name)
 
+    def _degree(self, degree: int) -> int:
+        return degree if degree in self._degrees else 0  # all samples
+
     def _view(self, degree: int) -> _View:
-        degree = degree if degree in self._degrees else 0  # all samples
+        degree = self._degree(degree)
         if degree not in self._views:
             inputs, keys, dims, shard = self._inputs, self._keys, self._dims, self._degrees.get(degree)
             if shard is not None:
@@ -154,12 +196,6 @@ class Inputs(dict[Key, Tensor]):
     def _tokens(self, slice_: int) -> tuple[int, int]:
         edges = self._edges or (0, self._dims[TOKENS])
         return edges[slice_], edges[slice_ + 1]
-
-    def _slice(self, view: _View, slice_: int, degree: int, name: str) -> Slice:
-        if (slice_, degree, name) not in self._slices:
-            past = view.pasts.setdefault(name, Past(view.dims[TOKENS]))
-            self._slices[slice_, degree, name] = Slice(past, self._tokens(slice_)[0])
-        return self._slices[slice_, degree, name]
 
     def _cut_input(self, view: _View, slice_: int, name: str) -> Tensor:
         tensor = view.inputs[name]
@@ -188,6 +224,7 @@ class Feeder:
     ) -> None:
         self.captured, self.compute, self._sliced = captured, compute, sliced
         self._seed, self._dtype, self._degrees = seed, dtype, degrees
+        self._alike: dict[tuple[object, ...], list[_Alike]] = {}  # by what they look like and how they are cut
 
     def __call__(
         self, batch: Batch, first: int, sizes: Sequence[int], edges: Callable[[int, int], Sequence[int]] | None = None
@@ -197,14 +234,17 @@ class Feeder:
         require_inputs(self.captured, batch)
         on_device = {name: self._move(tensor) for name, tensor in batch.items()}
         keys = sample_keys(self._seed, first, sum(sizes), self.compute.device)
+        versions = self.compute.versions()
         parts: list[Inputs] = []
         begin = 0
         for number, size in enumerate(sizes):
             inputs = {name: tensor[begin : begin + size] for name, tensor in on_device.items()}
-            cut = edges(number, self.captured.dims(inputs)[TOKENS]) if edges is not None else ()
+            dims = self._dims(inputs)
+            cut = tuple(edges(number, dims[TOKENS])) if edges is not None else ()
             parts.append(
                 Inputs(
-                    self.compute, inputs, keys[begin : begin + size], self._dims, self._degrees, self._sliced, cut
+                    self.compute, inputs, keys[begin : begin + size], self._dims, self._degrees, self._sliced, cut,
+                    self._alike.setdefault((versions, *dims.values(), cut), []),
                 )
             )  # fmt: skip
             begin += size

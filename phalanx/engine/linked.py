@@ -112,8 +112,7 @@ class Parts:
     sends: Sends = field(default_factory=Sends)
 
 
-@dataclass(frozen=True)
-class HeldPast:
+class HeldPast(NamedTuple):
     """Keys and values of a micro-batch's slices, which lie with its inputs."""
 
     inputs: Inputs

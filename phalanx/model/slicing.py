@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -119,19 +120,33 @@ class Sliced:
     shapes: Mapping[str, tuple[int, ...]]
     dims: Dims
 
+    @cached_property
+    def _input_dims(self) -> dict[str, int | None]:
+        """Which dim of an input the tokens are."""
+        return {s.name: s.dims.index(TOKENS) if TOKENS in s.dims else None for s in self.captured.inputs}
+
+    @cached_property
+    def _value_dims(self) -> dict[str, list[tuple[int, bool]]]:
+        """Which dims of a value are tokens, and whether samples × tokens."""
+        tokens, batch = self.dims.sizes[TOKENS], self.dims.sizes["batch"]
+        sizes = {tokens * batch: True, tokens: False}
+        return {
+            name: [(dim, sizes[size]) for dim, size in enumerate(shape) if size in sizes]
+            for name, shape in self.shapes.items()
+        }
+
     def cut_input(self, name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
-        spec = next(spec for spec in self.captured.inputs if spec.name == name)
-        return tensor.narrow(spec.dims.index(TOKENS), start, stop - start) if TOKENS in spec.dims else tensor
+        dim = self._input_dims[name]
+        return tensor if dim is None else tensor.narrow(dim, start, stop - start)
 
     def cut_value(self, name: str, value: Tensor, samples: int, start: int, stop: int) -> Tensor:
         """The part of a value of the prologue that belongs to tokens start … stop - 1."""
-        tokens, batch = self.dims.sizes[TOKENS], self.dims.sizes["batch"]
-        for dim, size in enumerate(self.shapes[name]):
-            if size == tokens:
+        for dim, joined in self._value_dims[name]:
+            if joined:  # samples × tokens in one dim
+                apart = value.reshape(*value.shape[:dim], samples, -1, *value.shape[dim + 1 :])
+                value = apart.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+            else:
                 value = value.narrow(dim, start, stop - start)
-            elif size == tokens * batch:  # samples × tokens in one dim
-                apart = value.unflatten(dim, (samples, -1)).narrow(dim + 1, start, stop - start)
-                value = apart.flatten(dim, dim + 1)
         return value
 
 

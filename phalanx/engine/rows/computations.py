@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -214,21 +215,24 @@ class Computations(Maker):
 def gathering(arguments: Sequence[Argument]) -> Callable[[Values], list[Any]]:
     """Takes arguments from where they lie: those that follow each other in one place all at once, because a backward
     takes dozens of tensors that its forward saved together."""
-    pieces: list[tuple[int, Any, Callable[[Any], tuple[Any, ...]] | None]] = []
+    kinds, found = "", []
     for place, run in groupby(arguments, key=itemgetter(0)):
         keys = [key for _, key in run]
         if len(keys) > 1 and None not in keys:
-            pieces.append((place, None, itemgetter(*keys)))
+            kinds, found = f"{kinds}s", [*found, place, itemgetter(*keys)]
         else:
-            pieces += [(place, key, None) for key in keys]
+            kinds += "".join("w" if key is None else "o" for key in keys)
+            found += [each for key in keys for each in (place, key)]
+    return _gatherer(kinds)(*found)
 
-    def gather(values: Values) -> list[Any]:
-        found: list[Any] = []
-        for place, key, several in pieces:
-            if several is not None:
-                found += several(values[place])
-            else:
-                found.append(values[place] if key is None else values[place][key])
-        return found
 
-    return gather
+_TAKEN = {"w": "values[place{}]", "o": "values[place{}][key{}]", "s": "*key{1}(values[place{0}])"}
+
+
+@cache
+def _gatherer(kinds: str) -> Callable[..., Callable[[Values], list[Any]]]:
+    """Given places and keys, gives a function of one expression: a loop over them would take as long as all else that
+    an instruction does. kinds: whether a whole value is taken, one of its parts, or several of them."""
+    names = ", ".join(f"place{i}, key{i}" for i in range(len(kinds)))
+    taken = ", ".join(_TAKEN[kind].format(i, i) for i, kind in enumerate(kinds))
+    return eval(f"lambda {names}: lambda values: [{taken}]")

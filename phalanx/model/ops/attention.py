@@ -18,6 +18,7 @@ from torch import Tensor
 from phalanx.model.ops import slice_attention
 from phalanx.model.ops.choice import choose
 from phalanx.model.ops.kernels import Attention, accumulation_dtype
+from phalanx.model.ops.own import own_op
 from phalanx.model.ops.slice_attention import Slice
 
 _OPTIONS = "bool causal, float scale, int window, float softcap, float dropout, int first_head=0"
@@ -40,14 +41,14 @@ def _empty_like_tokens(x: Tensor) -> Tensor:
     return x.new_empty(batch, tokens, heads, dim).transpose(1, 2)
 
 
-@torch.library.custom_op("phalanx::attention", mutates_args=(), schema=_FORWARD)
+@own_op("attention", _FORWARD)
 def attention(q, k, v, *options) -> tuple[Tensor, Tensor]:
     spec = Attention(*options).among(k.shape[2])
     out, lse = choose(q, k, v, spec).forward(q, k, v, spec)
     return _token_major(out), lse.contiguous()
 
 
-@torch.library.custom_op("phalanx::attention_backward", mutates_args=(), schema=_BACKWARD)
+@own_op("attention_backward", _BACKWARD)
 def attention_backward(d_out, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = Attention(*options).among(k.shape[2])
     dq, dk, dv, d_bias = choose(q, k, v, spec).backward(d_out, q, k, v, out, lse, spec)
@@ -94,13 +95,13 @@ _SLICE_BACKWARD = (
 )
 
 
-@torch.library.custom_op("phalanx::attention_slice", mutates_args=(), schema=_SLICE_FORWARD)
+@own_op("attention_slice", _SLICE_FORWARD)
 def attention_slice(q, k, v, handle, *options) -> tuple[Tensor, Tensor]:
     out, lse = slice_attention.forward(q, k, v, Slice.behind(handle), Attention(*options))
     return _token_major(out), lse.contiguous()
 
 
-@torch.library.custom_op("phalanx::attention_slice_backward", mutates_args=(), schema=_SLICE_BACKWARD)
+@own_op("attention_slice_backward", _SLICE_BACKWARD)
 def attention_slice_backward(
     d_out, q, out, lse, handle, q_segments, k_segments, bias, dropout_keys, kv_heads, value_dim, *options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

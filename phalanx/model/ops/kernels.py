@@ -65,14 +65,15 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class FusedCpu:
-    """PyTorch's CPU flash attention. It has no grouped heads, so keys and values are repeated."""
+    """PyTorch's CPU flash attention."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> tuple[Tensor, Tensor]:
-        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, spec.causal, scale=spec.scale)
 
     def backward(self, d_out, q, k, v, out, lse, spec) -> Gradients:
-        wide_k, wide_v = _repeat_heads(k, q), _repeat_heads(v, q)
+        # In half precision it rounds what each head of a group adds to the gradients of keys and values.
+        grouped = q.dtype in (torch.float32, torch.float64)
+        wide_k, wide_v = (k, v) if grouped else (_repeat_heads(k, q), _repeat_heads(v, q))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_out, q, wide_k, wide_v, out, lse, 0.0, spec.causal, scale=spec.scale
         )

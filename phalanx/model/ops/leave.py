@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from phalanx.model.ops.own import own_op
+
 ROWS = "output_rows"  # the input that says which row of the outputs each sample is
 
 
@@ -65,9 +67,7 @@ def outbox(box: Outbox) -> Iterator[Outbox]:
 _PART = "int dim=0, int begin=0, int size=0"
 
 
-@torch.library.custom_op(
-    "phalanx::leave", mutates_args=(), schema=f"(Tensor output, Tensor rows, int number, {_PART}) -> Tensor"
-)
+@own_op("leave", f"(Tensor output, Tensor rows, int number, {_PART}) -> Tensor")
 def _leave(output: Tensor, rows: Tensor, number: int, dim: int = 0, begin: int = 0, size: int = 0) -> Tensor:
     if _open is not None:
         _open.put(output, rows, number, dim, begin, size)
@@ -75,11 +75,7 @@ def _leave(output: Tensor, rows: Tensor, number: int, dim: int = 0, begin: int =
     return output.to(_wide(output)).square().sum() / 2
 
 
-@torch.library.custom_op(
-    "phalanx::come_back",
-    mutates_args=(),
-    schema=f"(Tensor d_loss, Tensor output, Tensor rows, int number, {_PART}) -> Tensor",
-)
+@own_op("come_back", f"(Tensor d_loss, Tensor output, Tensor rows, int number, {_PART}) -> Tensor")
 def _come_back(
     d_loss: Tensor, output: Tensor, rows: Tensor, number: int, dim: int = 0, begin: int = 0, size: int = 0
 ) -> Tensor:

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from phalanx.model.ops import cross_entropy, random
+from phalanx.model.ops.own import own_op
 
 
-@torch.library.custom_op(
-    "phalanx::grouped_matmul", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor offsets) -> Tensor"
-)
+@own_op("grouped_matmul", "(Tensor x, Tensor weight, Tensor offsets) -> Tensor")
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """x [rows, inner] @ weight [groups, inner, columns], each row with its group's weight: [rows, columns]."""
     if _has_kernel(x, weight.shape[-1]):
@@ -33,9 +32,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op(
-    "phalanx::grouped_matmul_weight", mutates_args=(), schema="(Tensor x, Tensor d_out, Tensor offsets) -> Tensor"
-)
+@own_op("grouped_matmul_weight", "(Tensor x, Tensor d_out, Tensor offsets) -> Tensor")
 def grouped_matmul_weight(x: Tensor, d_out: Tensor, offsets: Tensor) -> Tensor:
     """xᵀ @ d_out of each group's rows: [groups, inner, columns]."""
     if _has_kernel(x, d_out.shape[-1]):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from phalanx.config import cache_folder
+from phalanx.model.segment.eager import as_function
 
 MODES = ("off", "aot_eager", "inductor")
 
@@ -48,10 +49,10 @@ class Compiler:
         The backend is called directly: the graph is already captured, and the guards that torch.compile would check on
         every call cost more than launching the work of a small segment.
         """
-        module = fx.GraphModule({}, graph)
         has_work = any(node.op == "call_function" for node in graph.nodes)
         if self.mode == "off" or not has_work:
-            return module.forward
+            return as_function(graph)
+        module = fx.GraphModule({}, graph)
         # What was compiled is found again by later runs, also after the machine was started anew.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
         from torch._dynamo.backends.registry import lookup_backend

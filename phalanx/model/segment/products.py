@@ -6,8 +6,9 @@ never rounded, written and read again. With many small ones that costs as much a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -83,16 +84,32 @@ class Forms:
         self.nodes = [node for node in wanted if node not in given]
         self.given = [node for node in wanted if node in given]
 
-    def of(self, values: dict[fx.Node, Tensor]) -> list[Gradient]:
-        """From the values of nodes, given or computed."""
-        found: list[Gradient] = []
-        for form in self._forms:
-            if isinstance(form, tuple):
-                left, right = (factor(values[factor.node]) for factor in form)
-                found.append(Product(left, right))
-            else:
-                found.append(None if form is None else values[form])
-        return found
+    def reader(
+        self, arguments: Sequence[fx.Node], num_others: int
+    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], list[Gradient]]:
+        """Takes gradients from what a function was given, which are these nodes, and from what it gave, after so many
+        other results."""
+        places = {node: place for place, node in enumerate(arguments)}
+        places |= {node: len(arguments) + num_others + place for place, node in enumerate(self.nodes)}
+        takers = [_taker(form, places) for form in self._forms]
+
+        def read(given: Sequence[Tensor], results: Sequence[Tensor]) -> list[Gradient]:
+            values = [*given, *results]
+            return [take(values) for take in takers]
+
+        return read
+
+
+def _taker(
+    form: tuple[Factor, Factor] | fx.Node | None, places: Mapping[fx.Node, int]
+) -> Callable[[Sequence[Tensor]], Gradient]:
+    if form is None:
+        return lambda values: None
+    if isinstance(form, fx.Node):
+        return itemgetter(places[form])
+    left, right = form
+    first, second = places[left.node], places[right.node]
+    return lambda values: Product(left(values[first]), right(values[second]))
 
 
 def _form(gradient: fx.Node | None, given: Collection[fx.Node]) -> tuple[Factor, Factor] | fx.Node | None:

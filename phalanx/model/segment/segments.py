@@ -47,18 +47,11 @@ class Call:
 
 @dataclass(frozen=True)
 class WeightCall(Call):
-    """One that gives weight gradients, after `num_others` other results. The factors of products may be arguments that
+    """One that gives weight gradients, after other results. The factors of products may be arguments that
     the function itself does not take: those after its own `num_taken`."""
 
-    forms: Forms
-    nodes: tuple[fx.Node, ...]  # of the arguments
     num_taken: int
-    num_others: int
-
-    def gradients(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> list[Gradient]:
-        values = dict(zip(self.nodes, arguments, strict=True))
-        values.update(zip(self.forms.nodes, results[self.num_others :], strict=True))
-        return self.forms.of(values)
+    gradients: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Gradient]]  # from arguments and results
 
 
 class Segment:
@@ -186,7 +179,7 @@ class Segment:
         arguments = (*nodes, *further)
         where = tuple(self._sources[node] for node in arguments)
         looks = _looks([*others, *forms.nodes])
-        return WeightCall(function, where, looks, forms, arguments, len(nodes), len(others))
+        return WeightCall(function, where, looks, len(nodes), forms.reader(arguments, len(others)))
 
 
 class _Partition:
