@@ -28,7 +28,7 @@ from phalanx.model.segment.segments import Segment
 # What was built in this process, of all models and plans: another run of the same model traces and compiles nothing.
 _known: dict[tuple[object, ...], Segment] = {}
 _MOST_KNOWN = 1024
-_MOST_SHAPES = 8  # of micro-batches, for which values that follow from them are kept
+MOST_SHAPES = 8  # of micro-batches, for which values that follow from them are kept
 
 
 class Compute:
@@ -67,7 +67,7 @@ class Compute:
         with torch.no_grad():
             if key not in self._fixed_values:
                 self._fixed_values[key] = dict(zip(self.fixed, self._of_shapes(*arguments), strict=True))
-                if len(self._fixed_values) > _MOST_SHAPES:
+                if len(self._fixed_values) > MOST_SHAPES:
                     del self._fixed_values[next(iter(self._fixed_values))]
             changing = zip(self._changing, self._prologue(*arguments), strict=True)
             return {**self._fixed_values[key], **dict(changing)}

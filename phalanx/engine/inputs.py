@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.engine.compute import Compute
+from phalanx.engine.compute import MOST_SHAPES, Compute
 from phalanx.errors import DataError, PlanError
 from phalanx.model.captured import Captured
 from phalanx.model.ops.random import sample_keys
@@ -62,8 +62,7 @@ class _Alike:
     handles of these, and parts of values that follow from shapes alone. Making them anew would take longer than all
     else that the engine does for a slice."""
 
-    def __init__(self, stock: list[_Alike]) -> None:
-        self._stock = stock
+    def __init__(self) -> None:
         self._pasts: dict[tuple[int, str], Past] = {}
         self._slices: list[Slice] = []
         self.found: dict[Key, Tensor] = {}
@@ -86,10 +85,6 @@ class _Alike:
     def num_bytes(self) -> int:
         return sum(past.num_bytes for past in self._pasts.values())
 
-    def give_back(self) -> None:
-        self.clear_all()
-        self._stock.append(self)
-
 
 class Inputs(dict[Key, Tensor]):
     """One micro-batch, or half of one. Looked up by slice, degree, and kind and name of a port. edges: where its tokens
@@ -107,15 +102,16 @@ class Inputs(dict[Key, Tensor]):
         edges: Sequence[int] = (),
         alike: list[_Alike] | None = None,
     ) -> None:
-        stock = [] if alike is None else alike
-        self._alike = stock.pop() if stock else _Alike(stock)
+        self._left = [] if alike is None else alike
+        self._alike = self._left.pop() if self._left else _Alike()
         super().__init__(self._alike.found)
         self._compute, self._inputs, self._keys, self._dims_of, self._dims = compute, inputs, keys, dims, dims(inputs)
         self._degrees, self._sliced, self._edges = degrees, sliced, edges
         self._views: dict[int, _View] = {}
 
     def __del__(self) -> None:
-        self._alike.give_back()
+        self._alike.clear_all()
+        self._left.append(self._alike)
 
     @property
     def num_samples(self) -> int:
@@ -244,11 +240,19 @@ class Feeder:
             parts.append(
                 Inputs(
                     self.compute, inputs, keys[begin : begin + size], self._dims, self._degrees, self._sliced, cut,
-                    self._alike.setdefault((versions, *dims.values(), cut), []),
+                    self._left_by((versions, *dims.values(), cut)),
                 )
             )  # fmt: skip
             begin += size
         return parts
+
+    def _left_by(self, look: tuple[object, ...]) -> list[_Alike]:
+        """What micro-batches that looked like this one have left. Of the last few looks: lengths may differ in every
+        step."""
+        found = self._alike.setdefault(look, [])
+        while len(self._alike) > MOST_SHAPES:
+            del self._alike[next(iter(self._alike))]
+        return found
 
     def _dims(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         return self.captured.dims(dict(inputs))

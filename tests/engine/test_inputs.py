@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from phalanx.engine.compute import Compute
+from phalanx.engine.compute import MOST_SHAPES, Compute
 from phalanx.engine.inputs import Feeder, Inputs, SampleShard
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.slicing import slice_model
@@ -69,3 +70,13 @@ def test_a_past_is_used_again_once_its_micro_batch_is_gone_and_is_empty_then(mad
     again = fed(made)
     assert {int(part[key]) for part in again} == handles
     assert all(part.past_bytes() == 0 for part in again)
+
+
+def test_of_micro_batches_that_always_look_different_little_is_kept(made: Feeder) -> None:
+    (name, *_), batch = made.compute.fixed, captured.named(captured.LLAMA).batch
+    kept: list[weakref.ref[torch.Tensor]] = []
+    for tokens in range(2, 2 * MOST_SHAPES + 2):
+        longer = {key: value[:1].repeat(1, 2)[:, :tokens] for key, value in batch.items()}
+        (one,) = made(longer, 0, [1], lambda _, n: (0, 1, n))
+        kept.append(weakref.ref(one[1, 0, "whole_value", name]))
+    assert sum(each() is not None for each in kept) == MOST_SHAPES
