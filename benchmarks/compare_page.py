@@ -49,7 +49,7 @@ element-wise operators and messages took alike. What did not:
 - Rotary tables, which follow from shapes, were computed for every micro-batch, as theirs are. Predicted: 1 ms less.
   They are made once now; that was not measured by itself.
 
-These steps were measured in turn on a machine with three to six processes ready to run on two cores: steady to about 1 %.
+These were measured in turn, with three to six processes ready to run on the two cores: steady to about 1 %.
 """
 }
 
