@@ -9,8 +9,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,11 +50,13 @@ class Comparison:
 @dataclass(frozen=True)
 class Measured:
     """What one rank saw, by side: losses of the first steps; of every round the seconds that a step took, and
-    those for which processors worked for it, which other load on the machine changes less."""
+    those for which processors worked for it, which other load on the machine changes less; polled: those of them that
+    threads of NCCL took, which ask again and again whether something came."""
 
     losses: dict[str, list[float]]
     seconds: dict[str, list[float]]
     worked: dict[str, list[float]]
+    polled: dict[str, list[float]]
 
 
 def compare(context: RankContext, comparison: Comparison, captured: Captured) -> Measured:
@@ -63,14 +67,15 @@ def compare(context: RankContext, comparison: Comparison, captured: Captured) ->
     entrants = {OURS: our_step(session, comparison.setting)}
     entrants |= {name: build(context, comparison.setting, comparison.plan) for name, build in comparison.rivals.items()}
     losses = {name: [step()() for _ in range(CHECKED_STEPS)] for name, step in entrants.items()}
-    measured = Measured(losses, {name: [] for name in entrants}, {name: [] for name in entrants})
+    measured = Measured(losses, *({name: [] for name in entrants} for _ in range(3)))
     for number in range(comparison.rounds):
         names = list(entrants)
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            seconds, worked = _time(entrants[name], comparison.steps, device)
+            seconds, worked, polled = _time(entrants[name], comparison.steps, device)
             measured.seconds[name].append(seconds)
             measured.worked[name].append(worked)
+            measured.polled[name].append(polled)
     session.close()
     dist.destroy_process_group()
     return measured
@@ -113,13 +118,25 @@ def _join_torch(context: RankContext, device: torch.device) -> None:
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world, timeout=deadline)
 
 
-def _time(step: Step, steps: int, device: torch.device) -> tuple[float, float]:
+def _time(step: Step, steps: int, device: torch.device) -> tuple[float, float, float]:
     _meet(device)
-    begin, worked = time.perf_counter(), time.process_time()
+    before = time.perf_counter(), time.process_time(), _nccl_seconds()
     for _ in range(steps):
         step()
     _synchronise(device)
-    return (time.perf_counter() - begin) / steps, (time.process_time() - worked) / steps
+    after = time.perf_counter(), time.process_time(), _nccl_seconds()
+    seconds, worked, polled = ((end - begin) / steps for begin, end in zip(before, after, strict=True))
+    return seconds, worked, polled
+
+
+def _nccl_seconds() -> float:
+    """Processor time of NCCL's threads, which are named where NCCL_SET_THREAD_NAME is set."""
+    found = 0.0
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it ended
+            if (thread / "comm").read_text().startswith("NCCL"):
+                found += int((thread / "schedstat").read_text().split()[0]) / 1e9
+    return found
 
 
 def _meet(device: torch.device) -> None:
@@ -142,9 +159,12 @@ def combine(measured: list[Measured], dtype: str) -> dict[str, Any]:
         if any(abs(a - b) > TOLERANCE[dtype] * abs(b) for a, b in zip(losses[OURS], losses[name])):
             raise SystemExit(f"{OURS} and {name} do not train alike: losses {losses[OURS]} and {losses[name]}")
     worked = {name: [sum(times) for times in zip(*(m.worked[name] for m in measured))] for name in names}
+    polled = {name: [sum(times) for times in zip(*(m.polled[name] for m in measured))] for name in names}
     return {
         "losses": losses[OURS], "seconds": {name: quartiles(values) for name, values in seconds.items()},
         "ratios": _ratios(seconds), "processor_ratios": _ratios(worked),
+        "processor_seconds": {name: quartiles(values) for name, values in worked.items()},
+        "nccl_seconds": {name: quartiles(values) for name, values in polled.items()},
     }  # fmt: skip
 
 

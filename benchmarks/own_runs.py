@@ -38,7 +38,7 @@ from phalanx.plan.plan import Plan
 from phalanx.predict.costs import Costs
 from phalanx.predict.from_facts import Device, costs_of_facts
 from phalanx.predict.from_profile import RankProfile, Reference, SegmentSeconds, overheads, profiled
-from phalanx.predict.simulate import simulate
+from phalanx.predict.simulate import seconds_among_others
 from phalanx.predict.split_facts import Split, SplitFacts
 from phalanx.profile.beside import Seen as Beside
 from phalanx.program.compile import compile_plan
@@ -141,13 +141,13 @@ class _Known:
 
     def step(self, text: str, plan: Plan) -> float:
         devices = (0,) * WORLD
-        return simulate(compile_plan(plan, self._facts(plan).eager), self._costs(text, plan, devices)).makespan
+        return seconds_among_others(compile_plan(plan, self._facts(plan).eager), self._costs(text, plan, devices))
 
     def _reference(self, mb: int) -> Reference:
         """One rank while all others do the same, which its seconds already hold."""
         plan = Plan(mb=mb, stages=(len(self._captured.blocks.blocks),))
         costs = self._costs(f"reference {mb}", plan, (0,))
-        simulated = simulate(compile_plan(plan, self._facts(plan).eager), costs).makespan
+        simulated = seconds_among_others(compile_plan(plan, self._facts(plan).eager), costs)
         return Reference(mb, statistics.median(self._seen.references[mb]), simulated)
 
     def _costs(self, text: str, plan: Plan, devices: tuple[int, ...]) -> Costs:

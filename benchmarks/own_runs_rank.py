@@ -190,8 +190,10 @@ def _time_references(
 
 
 def _seconds(session: Session, batch: dict[str, Tensor], ranks: beside.Together) -> float:
-    """Of a step, of a few that follow each other: the slowest rank's."""
+    """Of a step, of a few that follow each other and one before, which leaves on its way what steps leave: the slowest
+    rank's."""
     ranks.most(0.0)
+    session.step(batch, 0, LR).read()
     begin = time.perf_counter()
     for _ in range(STEPS):
         session.step(batch, 0, LR).read()

@@ -74,4 +74,4 @@ def batch_line(plan: Plan, memory: str, predict: Callable[[int], Prediction]) ->
 
 def _needs(prediction: Prediction) -> Needs:
     timeline = prediction.timeline
-    return Needs(max(timeline.peak_memory(rank) or 0 for rank in timeline.ranks), timeline.makespan)
+    return Needs(max(timeline.peak_memory(rank) or 0 for rank in timeline.ranks), prediction.step_seconds)

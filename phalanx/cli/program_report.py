@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from phalanx.predict.predict import Prediction
 
+_NOTICEABLE = 0.005  # of a step
+
 
 def print_report(
     facts: ModelFacts, prediction: Prediction, timelines: Mapping[str, Timeline], is_terminal: bool
@@ -62,6 +64,9 @@ def _print_step(console: Console, name: str, timeline: Timeline, prediction: Pre
     first = f", the first of {mesh.tp} tensor-parallel ranks" if mesh.tp > 1 else ""
     same = f", one of {mesh.dp} equal replicas" if mesh.dp > 1 else ""
     console.print(f"{name}: step {duration_text(timeline.makespan)}, bubble {timeline.mean_bubble:.1%}{first}{same}")
+    if timeline is prediction.timeline and prediction.step_seconds < (1 - _NOTICEABLE) * timeline.makespan:
+        among = duration_text(prediction.step_seconds)
+        console.print(f"in a run {among}: what the step leaves on its way goes on beneath the next", soft_wrap=True)
     for line in chart(timeline, ranks, console.width):
         console.print(line, soft_wrap=True)
     if mesh.tp > 1:

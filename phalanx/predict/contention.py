@@ -15,6 +15,7 @@ class Work(StrEnum):
     COMPUTE = "compute"
     TRANSFER = "transfer"  # a message or collective
     COPY = "copy"  # between a device and its host
+    LISTEN = "listen"  # to a message that was asked for and has not begun to come: on a GPU that takes a part of it
 
 
 Speeds = tuple[float, ...]  # beside one other, beside two, …; beside more than are listed as beside the last
@@ -32,6 +33,10 @@ class Contention:
     devices: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
     beside: Mapping[tuple[Work, Work], Speeds] = field(default_factory=dict[tuple[Work, Work], Speeds])
+
+    @property
+    def slows_listeners(self) -> bool:
+        return (Work.COMPUTE, Work.LISTEN) in self.beside
 
     @property
     def is_between_ranks(self) -> bool:

@@ -14,7 +14,7 @@ from phalanx.model.facts.facts import ModelFacts
 from phalanx.plan.complete import Completed, complete
 from phalanx.plan.plan import Plan
 from phalanx.predict.from_facts import Device, costs_of_facts, shipped
-from phalanx.predict.simulate import simulate
+from phalanx.predict.simulate import seconds_among_others, simulate
 from phalanx.predict.split_facts import SplitFacts
 from phalanx.predict.timeline import Timeline
 from phalanx.program.compile import CompiledPlan, compile_plan
@@ -25,7 +25,7 @@ _SEE_LATER_TOKENS = ("masked-lm", "image-classification")
 @dataclass(frozen=True)
 class Prediction:
     """`dims` are those of one micro-batch, the largest. Seconds and parameters are those of a rank; of several that
-    split a block, the first."""
+    split a block, the first. timeline: of a step by itself; step_seconds: of one among others."""
 
     completed: Completed
     dims: dict[str, int]
@@ -34,6 +34,7 @@ class Prediction:
     parameters: tuple[int, ...]  # per block
     compiled: CompiledPlan
     timeline: Timeline
+    step_seconds: float
     is_fused: bool  # memory is that of segments which are compiled
 
 
@@ -62,6 +63,8 @@ def predict(
     shape = described.shape(compiled)
     costs = costs_of_facts(described, shape, part, device, chosen.sum_bytes)
     program = compile_plan(chosen, shape)
-    timeline = simulate(program, costs)
     is_fused = compiled and described.compiled is not described.eager
-    return Prediction(completed, part, device, costs.forward, described.parameters, program, timeline, is_fused)
+    return Prediction(
+        completed, part, device, costs.forward, described.parameters, program, simulate(program, costs),
+        seconds_among_others(program, costs), is_fused,
+    )  # fmt: skip

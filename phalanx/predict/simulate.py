@@ -42,11 +42,22 @@ def simulate(compiled: CompiledPlan, costs: Costs, *, rendezvous: bool = True) -
     setting = Setting(compiled, costs, rendezvous)
     tasks = Tasks()
     for rank in setting.ranks:
-        issuer = _Issuer(setting, tasks, rank)
-        for position, row in enumerate(compiled.tables[compiled.pp_index(rank)].rows):
-            issuer.issue(position, row)
+        _Issuer(setting, tasks, rank).issue_all()
     events = _events(setting, tasks.tasks, run(tasks.tasks, costs.contention))
     return _for_world(setting, events)
+
+
+@without_collection()
+def seconds_among_others(compiled: CompiledPlan, costs: Costs) -> float:
+    """What a step takes in a run: from the end of one to that of the next. What a step leaves on its way, as shared
+    parameters and updates of the host, goes on beneath the next, of which whoever needs it waits."""
+    setting = Setting(compiled, costs, rendezvous=True)
+    tasks = Tasks()
+    issuers = [_Issuer(setting, tasks, rank) for rank in setting.ranks]
+    ends = [[issuer.issue_all() for issuer in issuers] for _ in range(2)]
+    times = run(tasks.tasks, costs.contention)
+    first, second = (max(times.end[task] for task in own) for own in ends)
+    return second - first
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,12 @@ class _Issuer:
         self.brings: dict[int, int] = {}  # value → task
         self.turns: dict[str, int] = {}
         self.computing = setting.costs.contention.uses(rank, Work.COMPUTE)
+
+    def issue_all(self) -> int:
+        """One step more. The task at whose end the rank itself is done with it."""
+        for position, row in enumerate(self.setting.compiled.tables[self.place].rows):
+            self.issue(position, row)
+        return self.computed[0]
 
     def issue(self, position: int, row: Row) -> None:
         it = row.instruction
@@ -234,6 +251,9 @@ class _Issuer:
         task.seconds = task.seconds if seconds is None else seconds
         if it.op in SENDS or self.setting.rendezvous:
             task.needs += self.computed
+        if it.op in RECEIVES and costs.contention.slows_listeners:
+            listened = costs.contention.uses(self.rank, Work.LISTEN)
+            self.tasks.add(Task(timeline.COMPUTE, needs=list(self.computed), uses=listened, until=place))
         self.brings.update(dict.fromkeys(row.writes, place))
 
     def _collective(self, position: int, row: Row, seconds: float | None = None) -> None:

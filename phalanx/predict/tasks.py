@@ -20,13 +20,14 @@ from phalanx.predict.contention import Contention, Place, Use, Work
 class Task:
     """Something that occupies a resource on one or several ranks. `places` are (rank, position in its program); what
     has none takes time, but is not shown. seconds: alone. uses: of devices and networks, where these slow it; of a
-    device once for each of its ranks that take part."""
+    device once for each of its ranks that take part. until: the task with whose begin it ends, whatever its seconds."""
 
     resource: str
     places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     needs: list[int] = field(default_factory=list[int])
     seconds: float = 0.0
     uses: tuple[Use, ...] = ()
+    until: int | None = None
 
 
 class Tasks:
@@ -88,6 +89,8 @@ class _Flow:
         self._under_way: dict[int, _Progress] = {}  # tasks that others may slow
         self._at: defaultdict[Place, dict[int, tuple[Work, int]]] = defaultdict(dict)  # and as how many it counts
         self._changed: set[Place] = set()
+        self._begun = bytearray(len(tasks))
+        self._until: defaultdict[int, list[int]] = defaultdict(list)  # a task that has not begun → those it ends
 
     def begin_all(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -95,11 +98,18 @@ class _Flow:
         heapify(self._foreseen)
 
     def begin(self, number: int) -> None:
-        task, self.times.begin[number] = self._tasks[number], self._now
-        if not task.uses or not task.seconds:
-            heappush(self._foreseen, (self._now + task.seconds, number, 0))
+        task, self.times.begin[number], self._begun[number] = self._tasks[number], self._now, True
+        for ended in self._until.pop(number, ()):
+            self._leave(ended)
+            heappush(self._foreseen, (self._now, ended, 0))
+        if task.until is not None and not self._begun[task.until]:
+            self._until[task.until].append(number)
+        elif task.until is not None or not task.uses or not task.seconds:
+            seconds = task.seconds if task.until is None else 0.0
+            heappush(self._foreseen, (self._now + seconds, number, 0))
             return
-        self._under_way[number] = _Progress(task.seconds, self._now)
+        else:
+            self._under_way[number] = _Progress(task.seconds, self._now)
         for (place, work), count in Counter(task.uses).items():
             self._at[place][number] = work, count
             self._changed.add(place)
@@ -117,15 +127,18 @@ class _Flow:
         self._now = self.times.end[number] = end
         if self._under_way.pop(number, None) is not None:
             self._version[number] += 1
-            for place in {place for place, _ in self._tasks[number].uses}:
-                del self._at[place][number]
-                self._changed.add(place)
+            self._leave(number)
         return number
+
+    def _leave(self, number: int) -> None:
+        for place in {place for place, _ in self._tasks[number].uses}:
+            del self._at[place][number]
+            self._changed.add(place)
 
     def _rate(self) -> None:
         """Foresees anew when tasks end at places where something changed."""
         counts: dict[Place, Counter[Work]] = {}
-        for number in {number for place in self._changed for number in self._at[place]}:
+        for number in {number for place in self._changed for number in self._at[place]} & self._under_way.keys():
             progress = self._under_way[number]
             rate = min(self._speed(place, number, counts) for place in {place for place, _ in self._tasks[number].uses})
             if rate != progress.rate:

@@ -24,7 +24,7 @@ from phalanx.plan.lighter import Lighter, Needs, lighter_plans
 from phalanx.plan.plan import Plan
 from phalanx.predict.costs import Costs
 from phalanx.predict.from_facts import Device, block_seconds
-from phalanx.predict.simulate import simulate
+from phalanx.predict.simulate import seconds_among_others
 from phalanx.prepare.did_not_fit import DoesNotFit
 from phalanx.tasks.base import Batch
 
@@ -193,7 +193,7 @@ class Fit:
             forward, forward, forward, tuple(bucket_costs(compiled)), _ASSUMED.link, _ASSUMED.link, dims=dims,
             element_bytes=compiled.dtype.itemsize,
         )  # fmt: skip
-        return rank_memory(compiled, parts), simulate(compiled.programs, costs).makespan
+        return rank_memory(compiled, parts), seconds_among_others(compiled.programs, costs)
 
 
 def _listed(components: Mapping[str, int]) -> str:

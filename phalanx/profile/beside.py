@@ -10,11 +10,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from phalanx.comm.links import Group, Links
+from phalanx.comm.links import Direction, Flow, Group, Links
+from phalanx.comm.pending import Pending
 from phalanx.predict.contention import Speeds, Work
 from phalanx.predict.costs import Curve
 
@@ -211,14 +213,77 @@ def measure(ranks: Together, run: Run, small: Run, sizes: Sequence[int]) -> Seen
             1 - (1 - below.compute) * number / ranks.size for number in range(1, ranks.size + 1)
         ),
     }
-    if ranks.size >= 4:
-        beside[Work.TRANSFER, Work.TRANSFER] = transferring(ranks, sizes[-1])
+    beside[Work.TRANSFER, Work.TRANSFER] = transferring(ranks, sizes[-1])
+    beside[Work.COMPUTE, Work.LISTEN] = listening(ranks, run)
     _kept.clear()
     return Seen(curves, beside, issuing(ranks, sizes[0]))
 
 
 def transferring(ranks: Together, size: int) -> Speeds:
-    """How fast a collective of two ranks gets on beside one other rank that communicates, beside two, …"""
-    pairs = ranks.size // 2
-    alone, *others = [collective(ranks, "all_reduce", size, 2, number) for number in range(1, pairs + 1)]
-    return tuple(min(1.0, alone / seconds) for seconds in others for _ in range(2))
+    """How fast a transfer gets on beside one other rank that communicates, beside two, …: sums of two ranks beside each
+    other, then messages round all ranks, then such both ways."""
+    sums = [collective(ranks, "all_reduce", size, 2, number) for number in range(1, ranks.size // 2 + 1)]
+    one_way: list[Flow] = [(rank, (rank + 1) % ranks.size, "f") for rank in range(ranks.size)]
+    both_ways: list[Flow] = [*one_way, *((receiver, sender, "b") for sender, receiver, _ in one_way)]
+    alone, *crowded = [messages(ranks, size, flows) for flows in (one_way[:1], one_way, both_ways)]
+    found = [sums[0] / seconds for seconds in sums[1:] for _ in range(2)]
+    for flows, seconds in zip((one_way, both_ways), crowded, strict=True):
+        found += [alone / seconds] * (2 * (len(flows) - 1) - len(found))
+    return tuple(accumulate((min(1.0, speed) for speed in found), min))
+
+
+def listening(ranks: Together, run: Run) -> Speeds:
+    """How fast a rank gets on with its work beside one message that a rank asked for and that has not come, beside two,
+    …: measured while all ranks wait for as many, from their neighbours on both sides, and between these numbers on a
+    straight line."""
+    before, after = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
+    ways: list[tuple[int, int, Direction]] = [(before, after, "f"), (after, before, "b"), (after, before, "f"),
+                                              (before, after, "b")]  # fmt: skip
+    every = [
+        (rank, (rank + step) % ranks.size, way) for way in ("f", "b") for step in (1, -1) for rank in range(ranks.size)
+    ]
+    ranks.links.open_channels(dict.fromkeys(every))
+    alone, speeds = ranks.seconds(run), [1.0]
+    for number in range(1, len(ways) + 1):
+        held = _Held(ranks, ways[:number])
+        speeds.append(min(speeds[-1], alone / ranks.seconds(run)))
+        held.let_come()
+    return tuple(
+        low + (high - low) * part / ranks.size for low, high in pairwise(speeds) for part in range(1, ranks.size + 1)
+    )
+
+
+class _Held:
+    """Messages that every rank has asked for and none has sent. ways: from whom they come here, and to whom this rank
+    is to send such a one."""
+
+    def __init__(self, ranks: Together, ways: Sequence[tuple[int, int, Direction]]) -> None:
+        self._ranks, self._ways = ranks, ways
+        channels = [ranks.links.channel(source, way, "in") for source, _, way in ways]
+        self._pending = [channel.recv(torch.zeros(1, device=ranks.device)) for channel in channels]
+
+    def let_come(self) -> None:
+        channels = [self._ranks.links.channel(target, way, "out") for _, target, way in self._ways]
+        self._pending += [channel.send(torch.zeros(1, device=self._ranks.device)) for channel in channels]
+        for one in self._pending:
+            one.wait("a message")
+
+
+def messages(ranks: Together, size: int, flows: Sequence[Flow]) -> float:
+    """Seconds of one along each of these flows, all at the same time."""
+    links, rank = ranks.links, ranks.rank
+    links.open_channels(flows)
+    own = [flow for flow in sorted(flows) if rank in flow[:2]]
+    tensors = [torch.zeros(max(1, size // 4), device=ranks.device) for _ in own]
+
+    def exchange() -> None:
+        pending: list[Pending] = []
+        for (sender, receiver, direction), tensor in zip(own, tensors, strict=True):
+            if sender == rank:
+                pending.append(links.channel(receiver, direction, "out").send(tensor))
+            else:
+                pending.append(links.channel(sender, direction, "in").recv(tensor))
+        for one in pending:
+            one.wait("a message")
+
+    return ranks.seconds(exchange, bool(own))

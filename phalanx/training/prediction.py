@@ -16,7 +16,7 @@ from phalanx.engine.measured import Recorder, clock_ahead, recording
 from phalanx.engine.memory import bucket_costs
 from phalanx.launch.context import RankContext
 from phalanx.predict.from_steps import Moment, Report, costs_of, report
-from phalanx.predict.simulate import simulate
+from phalanx.predict.simulate import seconds_among_others
 from phalanx.program.instructions import Instruction
 from phalanx.session.session import Session
 from phalanx.state.rendezvous import MissingRanks, StoreRendezvous
@@ -91,8 +91,7 @@ class Predictor:
                 ]
         if context.rank > 0:
             return None
-        timeline = simulate(compiled.programs, costs_of(compiled.programs, reports))
-        return timeline.makespan + self._between(steps)
+        return seconds_among_others(compiled.programs, costs_of(compiled.programs, reports)) + self._between(steps)
 
     def _moments(self, ahead: float) -> list[list[Moment]]:
         """Of each recorded step, on rank 0's clock."""

@@ -23,7 +23,7 @@ TINY = Size(layers=2, width=64, vocabulary=64, samples=4, tokens=8)
 
 def measured(ours: float, theirs: float, seconds: list[float]) -> Measured:
     times = {OURS: seconds, "torch": [2 * s for s in seconds]}
-    return Measured({OURS: [ours], "torch": [theirs]}, times, times)
+    return Measured({OURS: [ours], "torch": [theirs]}, times, times, times)
 
 
 def test_a_round_takes_as_long_as_its_slowest_rank() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from compare_setting import Setting, Size
 from own_runs import PLANS, compared, error, joined, regret, rows, summary
 from own_runs_rank import Task, measure, samples_of, whole
 
+from phalanx.comm.links import Links
+from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.plan import Plan
-from phalanx.predict.contention import Work
+from phalanx.predict.contention import Speeds, Work
+from phalanx.profile import beside
 from phalanx.profile.beside import Seen
 
 
@@ -64,6 +68,22 @@ def test_the_page_says_how_it_was_measured(tmp_path: Path) -> None:
     page = own_runs_page.page(tmp_path)
     assert "own_runs.py --link 1gbit --passes 2" in page and "| a | 1000.0 | 1250.0 | ±1.0% | -20.0% |" in page
     assert "compute beside compute 50%" in page and "3 plans: mean error" in page
+
+
+def ranks_listen(context: RankContext) -> tuple[Speeds, Speeds]:
+    links = Links(context)
+    ranks = beside.Together(links)
+    found = beside.listening(ranks, lambda: time.sleep(0.002)), beside.transferring(ranks, 1024)
+    links.close()
+    return found
+
+
+def test_ranks_measure_what_waiting_for_messages_and_crowded_links_cost(pool: WorkerPool) -> None:
+    """What sleeps is slowed by nothing, and all messages that were held back have come: the links can be closed."""
+    listening, transferring = pool.run(ranks_listen, world=2)[0]
+    assert len(listening) == 4 * 2 and all(0.5 < speed <= 1 for speed in listening)
+    assert len(transferring) == 2 * (2 * 2 - 1) and all(0 < speed <= 1 for speed in transferring)
+    assert list(transferring) == sorted(transferring, reverse=True)
 
 
 @pytest.mark.long

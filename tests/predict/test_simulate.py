@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from phalanx.plan.plan import Plan
 from phalanx.predict.costs import BucketCosts, Costs, Link, uniform
-from phalanx.predict.simulate import simulate
+from phalanx.predict.simulate import seconds_among_others, simulate
 from phalanx.predict.timeline import Event, Timeline
 from phalanx.program.compile import compile_forward, compile_plan
 from phalanx.program.instructions import COLLECTIVES, Op
+from phalanx.program.shape import ModelShape
 from tests.program.random_plans import by_hand, cases, chain, simple_shape
 
 
@@ -261,3 +262,39 @@ def test_an_evaluation_can_be_simulated_and_keeps_no_activations() -> None:
     timeline = simulate(compile_forward(plan, shape, 3), uniform(shape))
     assert timeline.makespan == 4
     assert [timeline.peak_memory(rank) for rank in (0, 1)] == [0, 0]
+
+
+# A step among others.
+
+
+@given(cases())
+def test_a_step_among_others_takes_no_longer_and_less_only_where_something_is_left_on_its_way(
+    case: tuple[Plan, ModelShape],
+) -> None:
+    plan, shape = case
+    costs = replace(uniform(shape, send=0.25), group_link=Link(latency_s=0.5))
+    compiled = compile_plan(plan, shape)
+    alone, among = simulate(compiled, costs).makespan, seconds_among_others(compiled, costs)
+    assert among <= alone + 1e-9
+    if plan.zero in (0, 3):
+        assert among == pytest.approx(alone)
+
+
+def test_shared_parameters_arrive_beneath_the_next_forward() -> None:
+    """Of four buckets that take a second each to share, the first is waited for, and each of the others comes while the
+    block before it is computed."""
+    plan, shape = Plan.parse("dp=2,zero=1,stages=4"), simple_shape(4)
+    costs = replace(
+        uniform(shape), buckets=(BucketCosts(weight_bytes=2**31),) * 4, group_link=Link(bytes_per_s=2.0**30)
+    )
+    compiled = compile_plan(plan, shape)
+    assert simulate(compiled, costs).makespan == pytest.approx(4 * 3 + 4)
+    assert seconds_among_others(compiled, costs) == pytest.approx(4 * 3 + 1)
+
+
+def test_the_host_updates_beneath_the_next_forward() -> None:
+    plan, shape = Plan.parse("offload=optimizer-step,stages=4"), simple_shape(4)
+    costs = replace(uniform(shape), buckets=(BucketCosts(host_step_seconds=1.0),) * 4)
+    compiled = compile_plan(plan, shape)
+    assert simulate(compiled, costs).makespan == 4 * 3 + 4
+    assert seconds_among_others(compiled, costs) == 4 * 3 + 1

@@ -161,6 +161,39 @@ def test_messages_beneath_computation_take_longer() -> None:
     assert min(sent) >= 0.5 and max(sent) == pytest.approx(1.0)
 
 
+LISTENING = Contention((0, 1), (), {(Work.COMPUTE, Work.LISTEN): (0.5,)})
+
+
+def test_who_listens_does_so_until_what_it_listens_to_begins() -> None:
+    """The message waits for its sender, who computes for three seconds; its receiver computes at half its speed until
+    then."""
+    tasks = [
+        Task("", seconds=3.0, uses=on(0)), Task("", needs=[0], seconds=1.0), Task("", seconds=2.0, uses=on(1)),
+        Task("", uses=on(1, Work.LISTEN), until=1),
+    ]  # fmt: skip
+    found = run(tasks, LISTENING)
+    assert found.end == pytest.approx([3, 4, 3.5, 3]) and found.begin[1] == 3
+
+
+def test_who_asks_for_what_has_begun_to_come_does_not_listen() -> None:
+    tasks = [Task("", seconds=1.0), Task("", needs=[0], uses=on(0, Work.LISTEN), until=2), Task("", seconds=5.0)]
+    assert run([*tasks, Task("", seconds=4.0, uses=on(0))], LISTENING).end == pytest.approx([1, 1, 5, 4])
+
+
+@given(cases())
+def test_ranks_that_listen_compute_slower_and_those_without_messages_as_before(case: tuple[Plan, ModelShape]) -> None:
+    plan, shape = case
+    costs = uniform(shape, send=0.25)
+    compiled = compile_plan(plan, shape)
+    devices = tuple(range(plan.world))
+    alone = simulate(compiled, replace(costs, contention=Contention(devices, (), {COMPUTING: (1.0,)}))).makespan
+    slowed = Contention(devices, (), {(Work.COMPUTE, Work.LISTEN): (0.5,)})
+    found = simulate(compiled, replace(costs, contention=slowed)).makespan
+    assert alone - 1e-9 <= found <= 2 * alone + 1e-9
+    if plan.pp == 1:
+        assert found == pytest.approx(alone)
+
+
 # What was measured of transfers, and what a step takes besides.
 
 
