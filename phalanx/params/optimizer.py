@@ -36,6 +36,7 @@ _FUSED = (torch.optim.AdamW, torch.optim.SGD)
 _GROUP = "group."
 _PLAIN = bool | int | float | str | None
 _NUM_STREAMS = 2  # more of them gain nothing
+_COPIED_BYTES = 512 * 2**20  # of gradients in the precision of what is updated, at a time
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping equals it
 
 
@@ -178,7 +179,21 @@ class Optimizer:
             _divide(gradients, divisor)  # their scale is float32, too coarse here
         elif divisor is not None:
             inner.grad_scale = divisor.float()
-        self._streams.run(self._update, gradients)
+        self._streams.run(self._update_in_parts, gradients)
+
+    def _update_in_parts(self, gradients: Mapping[str, Tensor]) -> None:
+        """Gradients of another precision than what is updated are copied; not all of them at once."""
+        part, copied = dict[str, Tensor](), 0
+        for name, gradient in gradients.items():
+            exact = self.weights[name].exact
+            size = exact.nbytes if gradient.dtype != exact.dtype else 0
+            if part and copied + size > _COPIED_BYTES:
+                self._update(part)
+                part, copied = {}, 0
+            part[name] = gradient
+            copied += size
+        if part:
+            self._update(part)
 
     def _update(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():

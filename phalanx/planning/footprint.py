@@ -82,11 +82,12 @@ class Widths(NamedTuple):
 
 
 def state_widths(model: ModelWork, plan: Plan, gradient: float = 4.0) -> Widths:
-    """gradient: bytes of a parameter's sum."""
+    """gradient: bytes of a parameter's sum; where nothing is added up, it is as wide as the parameter."""
     width, tp, shards = model.width, plan.tp, plan.shards
     state = model.trained * model.state_width / tp / (shards if plan.zero else 1)
     weights, gathered = width / tp, 0.0
-    gradients, reduced = model.trained * plan.sum_bytes(max(gradient, width)) / tp, 0.0
+    single = width if not plan.adds_gradients else plan.sum_bytes(max(gradient, width))
+    gradients, reduced = model.trained * single / tp, 0.0
     hosted, fetched = hosted_share(model, plan), fetched_share(model, plan)
     on_host = (fetched * weights + (hosted if plan.steps_on_host else fetched) * gradients) / shards + hosted * state
     if plan.zero == 3:

@@ -134,12 +134,16 @@ class Sizes:
         return int(size or 0) if size.isdigit() or not size else evaluate(size, dims)
 
     def single(self, value: Value) -> int:
-        """The same of what nothing was added to yet: a gradient that no other rank has a part of is kept as it came."""
+        """The same of what nothing was added to yet: a gradient that no other rank has a part of is kept as it came, as
+        wide as the weights. Those that a segment has by itself are of that kind."""
         bucket, _, op = value.what.partition("/")
-        if value.kind != "d_parameters" or op or self.plan.adds_gradients:
+        if value.kind != "d_parameters" or self.plan.adds_gradients:
             return self(value)
         is_alone = not self.shape.cells(int(bucket)) and not is_tied(self.plan, self.shape, int(bucket))
-        return min(self.buckets[int(bucket)].weight_bytes, self(value)) if is_alone else self(value)
+        if not op and not is_alone:
+            return self(value)
+        costs = self.buckets[int(bucket)]
+        return min(self(value), self(value) * costs.weight_bytes // max(1, costs.gradient_bytes))
 
     def _of_bucket(self, value: Value) -> int:
         bucket, _, op = value.what.partition("/")

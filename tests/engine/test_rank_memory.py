@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.engine.gradients import Sum
 from phalanx.engine.memory import bucket_costs, rank_memory
 from phalanx.engine.step import micro_batches
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.params.buckets import Bucket
 from phalanx.predict.costs import uniform
-from phalanx.predict.memory import Sizes
-from phalanx.program.instructions import Instruction
+from phalanx.predict.memory import Sizes, changes_in_order
+from phalanx.program.instructions import Instruction, Op
 from phalanx.session.session import Session
 from tests import captured
 from tests.program.lives import live_bytes
@@ -51,6 +52,28 @@ def test_state_is_what_lies_there_after_a_step(dtype: str) -> None:
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.tensors()}
     assert sum(found.get(name, 0) for name in STATE) == sum(held.values())
     assert ("masters" in found) == (dtype == "bfloat16")
+    session.close()
+
+
+@pytest.mark.parametrize("plan", ["", "recompute=block", "recompute=unit*2+light*2", "schedule=zb-h1", "mb=2"])
+def test_gradients_of_a_step_are_as_wide_as_the_table_says(plan: str) -> None:
+    """In half precision: one that is alone is as narrow as its weight, and sums are wide, that of the embedding and the
+    head too, which share one."""
+    case = captured.named(captured.GPT2, samples=4, tokens=8)
+    session = case.session(plan, dtype="bfloat16", master_weights=False)
+    engine, step = session.step.engine, session.step.begin(case.batch, 0, 0.0)
+    engine.run(session.step.program, step, until=Op.NORM)
+    table = step.linked.table
+    held = sum(own.num_bytes for own in step.values if isinstance(own, Sum))
+    costs = replace(uniform(session.compiled.formation.shape), buckets=tuple(bucket_costs(session.compiled)))
+    size = Sizes.of(session.compiled.programs, costs)
+    said = 0
+    for row, changes in zip(table.rows, changes_in_order(table, size, size.single), strict=True):
+        if row.instruction.op is Op.NORM:
+            break
+        said += sum(change for _, component, change in changes if component == "gradients")
+    assert held == said > 0
+    engine.run(session.step.program, step)
     session.close()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
 from phalanx.errors import CheckpointError, ConfigError, PlanError
+from phalanx.params import optimizer as optimizer_module
 from phalanx.params.element_wise import reach_of
 from phalanx.params.flat import Piece
 from phalanx.params.lr_schedule import lr_factor
@@ -177,6 +178,27 @@ def test_an_update_on_several_streams_is_the_same_update(clip: float | None):
         update(second, gradients(step), 0.1)
     for name in together:
         torch.testing.assert_close(apart[name], together[name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [(torch.bfloat16, 2), (torch.float32, 1)])
+def test_gradients_of_another_precision_are_copied_part_by_part(
+    dtype: torch.dtype, parts: int, monkeypatch: pytest.MonkeyPatch
+):
+    whole, apart = weights(), weights()
+    first, second = made(whole, 1.0, lr=0.1), made(apart, 1.0, lr=0.1)
+    update(first, {name: gradient.to(dtype) for name, gradient in gradients(0).items()}, 0.1)
+    monkeypatch.setattr(optimizer_module, "_COPIED_BYTES", apart["matrix"].nbytes)
+    calls, step = list[int](), second.inner.step
+
+    def watched() -> None:
+        calls.append(sum(weight.grad is not None for weight in apart.values()))
+        step()
+
+    monkeypatch.setattr(second.inner, "step", watched)
+    update(second, {name: gradient.to(dtype) for name, gradient in gradients(0).items()}, 0.1)
+    assert (len(calls), sum(calls)) == (parts, len(gradients(0)))
+    for name in whole:
+        torch.testing.assert_close(apart[name], whole[name], rtol=0, atol=0)
 
 
 def test_parameters_are_refreshed_from_float32_masters():
