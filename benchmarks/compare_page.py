@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import report
+from compare import OURS
 from compare_cli import HEADERS, rows
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -31,6 +32,14 @@ A ratio is formed within each round (who goes first changes), so that load on th
 median and quartiles. *faster* and *slower* mean that both quartiles say so. `processor time` is the same ratio for the
 time that processors of the host worked in all ranks and threads, which other load changes less, though it too shares
 caches.
+"""
+THREADS = """### Whose processor time it is
+
+NCCL has a thread for each communicator, which asks without a pause whether something came for as long as a receive is
+open. Here every neighbour and direction is a communicator of its own and receives are asked for ahead, so that messages
+come beneath computation; torch's pipelines have one communicator and ask for each message when they need it. All other
+threads together take less time than theirs. NCCL can share one such thread among communicators, but then starts their
+kernels one after the other, by its sources, so that a receive would hold up what is sent behind it; that was not tried.
 """
 REMARKS = {
     "pipeline_vs_torch": """
@@ -58,6 +67,9 @@ def page(name: str, folder: Path = RESULTS) -> str:
     """The whole page, from the result files that there are."""
     files = [folder / f"{name}{suffix}.json" for suffix in ("_gpu", "")]
     sections = [_section(name, json.loads(file.read_text()), file.name) for file in files if file.exists()]
+    threads = folder / f"{name}_gpu_threads.json"
+    if threads.exists():
+        sections.insert(1, _threads(json.loads(threads.read_text()), threads.name))
     return "\n".join([INTRO[name] + READING, *sections]) + REMARKS.get(name, "")
 
 
@@ -76,6 +88,21 @@ def _section(name: str, data: dict[str, Any], file: str) -> str:
         f"{_count(data['results'])} {report.busy({**setting, **machine})}", "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _threads(data: dict[str, Any], file: str) -> str:
+    """Whose the processor time is, in milliseconds a step over all ranks."""
+    found: list[list[str]] = []
+    for result in data["results"]:
+        (rival,) = result["ratios"]
+        both, polled = result["processor_seconds"], result["nccl_seconds"]
+        total, nccl = ([1e3 * side[name]["median"] for name in (OURS, rival)] for side in (both, polled))
+        rest = [whole - own for whole, own in zip(total, nccl, strict=True)]
+        shown = [f"{number:.0f}" for number in (nccl[0], rest[0], nccl[1], rest[1])]
+        found.append([result["plan"], *shown, f"{rest[1] / rest[0]:.2f}×"])
+    headers = ["plan", "ours: NCCL's threads ms", "all others ms", "theirs: NCCL's threads ms", "all others ms",
+               "theirs / ours of all others"]  # fmt: skip
+    return THREADS + f"\n{data['machine']['date']}, data: [{file}]({file}).\n\n{report.markdown(headers, found)}\n"
 
 
 def _count(results: Sequence[dict[str, Any]]) -> str:

@@ -190,15 +190,22 @@ def page() -> str:
 
 
 def _prices(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What each cap costs: the fastest under it beside the fastest of the same layers without one."""
+    """What each cap costs: the fastest under it beside the fastest of the same layers without one, of one run."""
     lines: list[str] = []
     good = [r for r in results if "seconds" in r]
     for cap in sorted({r["cap"] for r in good if r["cap"]}):
-        own = min((r for r in good if r["cap"] == cap), key=_median)
-        free = [_median(r) for r in good if not r["cap"] and r["layers"] == own["layers"]]
-        share = f", at {min(free) / _median(own):.2f}× the tokens/s of the whole card" if free else ""
+        own, free = _compared([r for r in good if r["cap"] == cap], [r for r in good if not r["cap"]])
+        share = f", at {_median(free) / _median(own):.2f}× the tokens/s of the whole card" if free else ""
         lines.append(f"- {own['parameters'] / 1e9:.2f}B parameters within {cap:.0f} GiB{share}.")
     return lines
+
+
+def _compared(capped: list[dict[str, Any]], free: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The fastest of both that have the same layers and ran in turn; else the fastest under the cap."""
+    pairs = [(a, b) for a in capped for b in free if (a["layers"], a.get("run")) == (b["layers"], b.get("run"))]
+    if not pairs:
+        return min(capped, key=_median), None
+    return min(pairs, key=lambda pair: (_median(pair[0]), _median(pair[1])))
 
 
 def _median(r: dict[str, Any]) -> float:

@@ -15,10 +15,10 @@ INTRO = """# Our own runs: predicted beside measured
 
 Steps of many plans on four ranks, each predicted by simulating its program with what was measured apart from it: the
 seconds of the model's segments by tensor-parallel degree and size of micro-batch, of transfers by size, how fast ranks
-compute and communicate beside each other, and, from steps of one rank that does everything, what micro-batches and
-steps take besides. Nothing of a plan's own steps enters its prediction. Profile and plans run in turn, pass by pass, in
-one job; `measured` is the median over passes of what a training loop sees of a step, `spread` half of the middle half.
-Errors are relative to what was measured: minus is a prediction too low.
+compute and communicate beside each other and while they wait for messages, and, from steps of one rank that does
+everything, what micro-batches and steps take besides. Nothing of a plan's own steps enters its prediction. Profile and
+plans run in turn, pass by pass, in one job; `measured` is the median over passes of what a training loop sees of a
+step, `spread` half of the middle half. Errors are relative to what was measured: minus is a prediction too low.
 """
 
 
@@ -39,6 +39,7 @@ def _section(data: dict[str, Any], file: str) -> str:
         f"tokens in {setting['dtype']}.", "",
         report.markdown(HEADERS[1:], [row[1:] for row in rows(data["results"])]), "",
         f"{summary(data['results'])}.", "", _beside(setting["profile"]), "",
+        *([data["notes"], ""] if "notes" in data else []),
     ]  # fmt: skip
     return "\n".join(lines)
 
