@@ -35,7 +35,7 @@ class Contention:
     beside: Mapping[tuple[Work, Work], Speeds] = field(default_factory=dict[tuple[Work, Work], Speeds])
 
     @property
-    def slows_listeners(self) -> bool:
+    def listening_slows(self) -> bool:
         return (Work.COMPUTE, Work.LISTEN) in self.beside
 
     @property

@@ -251,7 +251,7 @@ class _Issuer:
         task.seconds = task.seconds if seconds is None else seconds
         if it.op in SENDS or self.setting.rendezvous:
             task.needs += self.computed
-        if it.op in RECEIVES and costs.contention.slows_listeners:
+        if it.op in RECEIVES and costs.contention.listening_slows:
             listened = costs.contention.uses(self.rank, Work.LISTEN)
             self.tasks.add(Task(timeline.COMPUTE, needs=list(self.computed), uses=listened, until=place))
         self.brings.update(dict.fromkeys(row.writes, place))

@@ -228,8 +228,12 @@ def test_what_arrives_is_there_from_when_it_is_asked_for_and_what_is_sent_until_
 
 
 def test_frozen_buckets_have_neither_gradients_nor_optimizer_state() -> None:
-    held = memory(Plan(stages=(2,)), shape=replace(simple_shape(2), trained=(False, True)))
+    held = memory(Plan(mb=2, stages=(2,)), shape=replace(simple_shape(2), trained=(False, True)))
     assert (held["parameters"], held["gradients"], held["masters"] + held["moments"]) == (2000, 2000, 6000)
+
+
+def test_a_gradient_that_nothing_is_added_to_is_as_wide_as_its_parameter() -> None:
+    assert memory(Plan(stages=(2,)))["gradients"] == 2000 and memory(Plan(mb=2, stages=(2,)))["gradients"] == 4000
 
 
 def test_what_a_computation_needs_while_it_runs_comes_and_goes() -> None:
