@@ -40,6 +40,7 @@ open. Here every neighbour and direction is a communicator of its own and receiv
 come beneath computation; torch's pipelines have one communicator and ask for each message when they need it. All other
 threads together take less time than theirs. NCCL can share one such thread among communicators, but then starts their
 kernels one after the other, by its sources, so that a receive would hold up what is sent behind it; that was not tried.
+Of the other two schedules this was not measured: the run was cut off.
 """
 REMARKS = {
     "pipeline_vs_torch": """

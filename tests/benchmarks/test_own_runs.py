@@ -79,11 +79,11 @@ def ranks_listen(context: RankContext) -> tuple[Speeds, Speeds]:
 
 
 def test_ranks_measure_what_waiting_for_messages_and_crowded_links_cost(pool: WorkerPool) -> None:
-    """What sleeps is slowed by nothing, and all messages that were held back have come: the links can be closed."""
+    """All messages that were held back have come, so that the links can be closed; more listeners never help."""
     listening, transferring = pool.run(ranks_listen, world=2)[0]
-    assert len(listening) == 4 * 2 and all(0.5 < speed <= 1 for speed in listening)
+    assert len(listening) == 4 * 2 and all(0 < speed <= 1 for speed in listening)
     assert len(transferring) == 2 * (2 * 2 - 1) and all(0 < speed <= 1 for speed in transferring)
-    assert list(transferring) == sorted(transferring, reverse=True)
+    assert all(list(speeds) == sorted(speeds, reverse=True) for speeds in (listening, transferring))
 
 
 @pytest.mark.long
