@@ -239,8 +239,9 @@ def listening(ranks: Together, run: Run) -> Speeds:
     before, after = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
     ways: list[tuple[int, int, Direction]] = [(before, after, "f"), (after, before, "b"), (after, before, "f"),
                                               (before, after, "b")]  # fmt: skip
-    every = [
-        (rank, (rank + step) % ranks.size, way) for way in ("f", "b") for step in (1, -1) for rank in range(ranks.size)
+    both: tuple[Direction, ...] = ("f", "b")
+    every: list[Flow] = [
+        (rank, (rank + step) % ranks.size, way) for way in both for step in (1, -1) for rank in range(ranks.size)
     ]
     ranks.links.open_channels(dict.fromkeys(every))
     alone, speeds = ranks.seconds(run), [1.0]
