@@ -317,14 +317,13 @@ def _fixed(text: str) -> dict[str, Any]:
 
 
 def _estimate(case: Case, text: str) -> Estimate:
-    from phalanx.plan import fields
     from phalanx.plan.complete import complete
-    from phalanx.plan.rules import require_weighed
+    from phalanx.planning.degrees import require_heads
     from phalanx.planning.estimate import estimate
 
     costs = [work.products + work.attention for work in map(case.work.block, range(len(case.work.blocks)))]
-    require_weighed(fields.read(plan_text(text)))
     chosen = complete(plan_text(text), world=case.cluster.world, batch_size=case.batch, costs=costs).plan
+    require_heads(case.work, chosen)
     return estimate(case.work, chosen, case.cluster, case.software, case.batch)
 
 

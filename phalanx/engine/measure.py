@@ -143,17 +143,22 @@ class _Fitted:
         return expression
 
     def _units(self, block: Block) -> Iterator[UnitFacts]:
-        """A parameter belongs to the unit of the first node that uses it."""
-        template = self.blocks.templates[block.template]
-        owned = dict.fromkeys(template.flops, 0)
-        graph = graphs.load(template.text)
-        unit = dict(zip(graph.nodes, template.units, strict=True))
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        for port, node in zip(block.ports, placeholders, strict=True):
-            if port.kind == "parameter":
-                owned[unit[next(iter(node.users))]] += prod(self.captured.shapes[port.name])
-        for name, expression in template.flops.items():
+        owned = parameters_of_units(self.captured, block)
+        for name, expression in self.blocks.templates[block.template].flops.items():
             yield UnitFacts(name, owned[name], expression)
+
+
+def parameters_of_units(captured: Captured, block: Block) -> dict[str, int]:
+    """Elements of each unit. A parameter belongs to the unit of the first node that uses it."""
+    template = captured.blocks.templates[block.template]
+    owned = dict.fromkeys(template.flops, 0)
+    graph = graphs.load(template.text)
+    unit = dict(zip(graph.nodes, template.units, strict=True))
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for port, node in zip(block.ports, placeholders, strict=True):
+        if port.kind == "parameter":
+            owned[unit[next(iter(node.users))]] += prod(captured.shapes[port.name])
+    return owned
 
 
 def _tied(captured: Captured) -> Iterator[TiedFacts]:

@@ -12,12 +12,15 @@ from collections.abc import Mapping
 import torch
 
 from phalanx.engine.compiled import Compiled
+from phalanx.engine.measure import parameters_of_units
 from phalanx.engine.step import micro_batches
 from phalanx.engine.trace import Traced
+from phalanx.expressions import evaluate
 from phalanx.model.captured import Captured
+from phalanx.model.graph.blocks import Block
 from phalanx.model.segment.segments import Segment
 from phalanx.plan.plan import Plan
-from phalanx.planning.work import ModelWork, merged
+from phalanx.planning.work import ModelWork, Unit, merged
 from phalanx.predict.work_of_facts import BlockNumbers, block_work, kept_by, longer, products_and_attention
 from phalanx.program.shape import ModelShape
 from phalanx.tasks.base import Batch
@@ -73,11 +76,23 @@ def _numbers(
         inside = min(working, gradients)  # gradients of weights are made whatever the number of samples
         own = BlockNumbers(
             block.name, number == 0, *flops, sum(sizes.values()), tied, crossing[number], crossing[number + 1],
-            len(captured.blocks.units(block)), kept, (working - inside) / samples, inside,
+            _units(captured, block, one), kept, (working - inside) / samples, inside,
             compiled.dtype.itemsize,
         )  # fmt: skip
         found.append(own)
     return found
+
+
+def _units(captured: Captured, block: Block, dims: dict[str, int]) -> tuple[Unit, ...]:
+    names = captured.blocks.units(block)
+    if not names:
+        return ()
+    owned, flops = parameters_of_units(captured, block), captured.blocks.templates[block.template].flops
+    attends = {
+        name: products_and_attention(*(evaluate(flops[name], own) for own in (dims, longer(dims))))[1] > 0
+        for name in names
+    }
+    return tuple(Unit(owned[name], attends[name]) for name in names)
 
 
 def _crossing(shape: ModelShape, cut: int) -> float:

@@ -60,22 +60,15 @@ PIPELINES_ONLY = {name: schedule.for_pipelines for name, schedule in SCHEDULES.i
 MOMENTS = ("micro-batch", "step")
 
 
-NOT_WEIGHED = ("degrees",)
 SEARCHED = ("stages", "recompute")
 
 
-def require_weighed(given: Mapping[str, Any]) -> None:
-    """What an estimate says nothing about is refused, not ignored. given: fields of a plan."""
-    unknown = [name for name in NOT_WEIGHED if name in given]
-    if unknown:
-        message = f"option plan: {unknown[0]} is not in what planning estimates"
-        raise PlanError(message, "leave it out, or see what it does with `phalanx program --plan`")
-
-
 def require_searchable(given: Mapping[str, Any]) -> None:
-    """Of a plan whose other fields a search decides."""
-    require_weighed(given)
-    if decided := [name for name in SEARCHED if name in given]:
+    """Of a plan whose other fields a search decides. given: fields of a plan."""
+    decided = [name for name in SEARCHED if name in given]
+    if len(given.get("degrees", ())) > 1:
+        decided.append("degrees of each layer")
+    if decided:
         message = f"option plan: {decided[0]} is what the search decides, and cannot be given beside it"
         raise PlanError(message, "leave it out, or use `phalanx estimate` for a plan that is complete")
 

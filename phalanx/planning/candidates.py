@@ -67,7 +67,7 @@ def _shards_more(fields: Mapping[str, Any]) -> bool:
     return fields.get("zero", 0) == 2 or (fields.get("zero", 0) == 3 and fields.get("gather") != "micro-batch")
 
 
-_BESIDE_ZERO = ("pp", "tp", "mb", "overlap", "pairs", "schedule", "v", "slices", "zero_degree")
+_BESIDE_ZERO = ("pp", "tp", "mb", "overlap", "pairs", "degrees", "schedule", "v", "slices", "zero_degree")
 
 
 def _in_order(

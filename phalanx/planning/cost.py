@@ -16,7 +16,7 @@ from phalanx.plan.plan import Plan
 from phalanx.planning.cluster import Cluster, Nodes
 from phalanx.planning.collectives import Group, Links, all_reduce, consecutive, gather, send
 from phalanx.planning.footprint import kept_bytes, most_slices
-from phalanx.planning.work import BlockWork, ModelWork, at_degree
+from phalanx.planning.work import BlockWork, Exchange, ModelWork, at_degree
 
 STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
 MOST_RESERVED = 0.1  # of a device's memory, what libraries keep of it at most
@@ -135,7 +135,8 @@ class Machine:
     def key(self) -> tuple[object, ...]:
         """What the seconds and bytes of a block depend on, beside the block."""
         plan, shared = self.plan, self.plan.mb if self.plan.pairs else 0
-        return self.number, plan.tp, plan.sequence, plan.saves, self.samples, plan.overlap, shared, self.parts
+        split = plan.tp, plan.sequence, plan.saves, plan.degrees
+        return self.number, split, self.samples, plan.overlap, shared, self.parts
 
     @cached_property
     def budget(self) -> float:
@@ -181,7 +182,7 @@ class Machine:
         """Of one part of a micro-batch."""
         computed, inputs, weight = self._computed(work)
         moved = self._moved(work)
-        sums = work.exchanges * self.sum_seconds(work)
+        sums = self.sums_seconds(work)
         again, repeated = {
             "none": (0.0, 0.0), "light": (moved, 0.0), "unit": (computed, 0.0), "block": (computed, sums),
         }[rung]  # fmt: skip
@@ -212,7 +213,7 @@ class Machine:
         """Seconds that a host takes to start the kernels of a forward; what was measured has them already."""
         if self._is_measured(work):
             return 0.0
-        calls = work.exchanges * self.software.call if self.plan.tp > 1 else 0.0
+        calls = (work.exchanges + len(work.moves) / 2) * self.software.call if self.plan.tp > 1 else 0.0
         return self.software.launch * (max(1, work.units) + work.apart) + calls
 
     def _hidden(
@@ -249,7 +250,7 @@ class Machine:
 
     def _narrowness(self, work: BlockWork) -> float:
         """How much kernels lose on matrices that are narrow or short: 1 / side and 1 / rows, of a unit's on average."""
-        narrow = math.sqrt(work.parameters / max(1, work.units)) / self.plan.tp
+        narrow = (work.side or math.sqrt(work.parameters / max(1, work.units))) / self.plan.tp
         rows = work.products / (2 * work.parameters) * self.samples / self.parts
         return 1 / narrow + 1 / rows
 
@@ -285,6 +286,18 @@ class Machine:
         """One sum over the tensor-parallel ranks; scattered and gathered, where tokens are split, takes as long."""
         return all_reduce(self.links, self.tp_group, work.crossing * self.samples / self.parts)
 
+    def sums_seconds(self, work: BlockWork) -> float:
+        """All sums of a forward, and half of what moves between units of different degrees in it and its backward."""
+        if not work.copied:
+            sums = work.exchanges * self.sum_seconds(work)
+        else:
+            sums = sum(2 * self._gathered(own) for own in work.sums)
+        return sums + sum(map(self._gathered, work.moves)) / 2
+
+    def _gathered(self, own: Exchange) -> float:
+        group = consecutive(own.ranks, own.stride, self.nodes.devices)
+        return gather(self.links, group, own.size * self.samples / self.parts)
+
     def message_seconds(self, size: float) -> float:
         """From a stage to the next, of `size` bytes that cross for one sample: of one part of a micro-batch."""
         plan = self.plan
@@ -298,17 +311,23 @@ class Machine:
         """ZeRO 3: weights, from the ranks that share them."""
         return gather(self.links, self.shard_group, width * parameters / self.plan.tp)
 
-    def reduce_seconds(self, parameters: float) -> float:
-        """Gradients, over all replicas."""
+    def reduce_seconds(self, parameters: float, copies: int = 1) -> float:
+        """Gradients, over all replicas. copies: groups of tensor-parallel ranks that have the same parameters."""
         plan, size = self.plan, self.plan.sum_bytes(self.software.gradient) * parameters / self.plan.tp
-        if plan.dp == 1:
+        if plan.dp * copies == 1:
             return 0.0
         if not plan.zero:
-            return all_reduce(self.links, self.dp_group, size)
+            return all_reduce(self.links, self._beside(self.dp_group, copies), size)
         scattered = gather(self.links, self.shard_group, size)
-        copies = plan.dp // plan.shards
-        across = consecutive(copies, plan.tp * plan.shards, self.nodes.devices)
-        return scattered + all_reduce(self.links, across, size / plan.shards)
+        across = consecutive(plan.dp // plan.shards, plan.tp * plan.shards, self.nodes.devices)
+        return scattered + all_reduce(self.links, self._beside(across, copies), size / plan.shards)
+
+    def _beside(self, group: Group, copies: int) -> Group:
+        """A group with, for each of its ranks, those of the other copies among its tensor-parallel ranks."""
+        if copies == 1:
+            return group
+        own = consecutive(copies, self.plan.tp // copies, self.nodes.devices)
+        return Group(copies * group.size, own.on_node * (group.on_node if own.num_nodes == 1 else 1))
 
     def host_seconds(self, parameters: float, width: float) -> float:
         """Between a device and its host one way: of a rank's part of so many parameters, `width` bytes of each."""

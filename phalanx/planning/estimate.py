@@ -14,6 +14,7 @@ from functools import cached_property
 from phalanx.plan.plan import Plan
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import Machine, Seconds, Software, add, machines, times
+from phalanx.planning.degrees import all_copied, split_model
 from phalanx.planning.footprint import (
     fetched_share,
     host_bytes,
@@ -25,7 +26,7 @@ from phalanx.planning.footprint import (
     place_blocks,
 )
 from phalanx.planning.slice_shares import slowest
-from phalanx.planning.work import ModelWork
+from phalanx.planning.work import Copied, ModelWork
 
 PARTS = (
     "computation",
@@ -111,6 +112,7 @@ class Estimate:
 
 def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software, batch: int) -> Estimate:
     """plan: with its stages."""
+    model = split_model(model, plan)
     samples = -(-batch // (plan.dp * plan.mb))
     places = machines(cluster, software, plan, samples)
     rungs = rungs_of(model, plan)
@@ -152,12 +154,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Load:
-    """What a place in the pipeline holds: how many blocks of each class and rung, their parameters, and those of the
-    largest block."""
+    """What a place in the pipeline holds: how many blocks of each class and rung, their parameters, those of the
+    largest block, and those that several groups of its tensor-parallel ranks have."""
 
     counts: frozenset[tuple[tuple[int, str], int]]
     parameters: float
     largest: float
+    copied: tuple[Copied, ...] = ()
 
 
 def loads_of(model: ModelWork, plan: Plan) -> list[Load]:
@@ -167,7 +170,8 @@ def loads_of(model: ModelWork, plan: Plan) -> list[Load]:
         blocks = place_blocks(plan, place)
         counts = Counter((model.blocks[block], rungs[block]) for block in blocks)
         largest = max(model.classes[kind].parameters for kind, _ in counts)
-        found.append(Load(frozenset(counts.items()), parameters_of(model, blocks), largest))
+        copied = all_copied(model.block(block) for block in blocks)
+        found.append(Load(frozenset(counts.items()), parameters_of(model, blocks), largest, copied))
     return found
 
 
@@ -182,7 +186,8 @@ def parts_of(model: ModelWork, plan: Plan, places: Sequence[Machine], loads: Seq
                 for (kind, rung), n in load.counts
                 for work in (model.classes[kind],)
             ]
-            known[machine.number, load] = timed_place(model, plan, machine, add(own), load.parameters, load.largest)
+            held = load.parameters, load.largest, load.copied
+            known[machine.number, load] = timed_place(model, plan, machine, add(own), *held)
     timed = [known[machine.number, load] for machine, load in zip(places, loads, strict=True)]
     longest = longest_slice(model, plan, places[0])
     return step_parts(plan, timed, message_seconds(model, plan, places), places[0].software, longest)
@@ -197,14 +202,19 @@ def longest_slice(model: ModelWork, plan: Plan, machine: Machine) -> float:
 
 
 def timed_place(
-    model: ModelWork, plan: Plan, machine: Machine, seconds: Seconds, parameters: float, largest: float
+    model: ModelWork, plan: Plan, machine: Machine, seconds: Seconds, parameters: float, largest: float,
+    copied: Sequence[Copied] = (),
 ) -> Place:  # fmt: skip
-    """parameters: elements of all blocks of the place; largest: of the largest block."""
+    """parameters: elements of all blocks of the place; largest: of the largest block; copied: of those that several
+    groups of tensor-parallel ranks have."""
     hidden, contention, width = machine.software.hidden, machine.software.contention, model.width
     learning = model.trained * parameters
     behind = hidden * (seconds.backward + seconds.weight + seconds.again)
-    reduce = machine.reduce_seconds(learning)
-    per_micro_batch = reduce if plan.reduces == "micro-batch" and plan.dp > 1 else 0.0
+    single = learning - model.trained * sum(own.elements for own in copied)
+    reduce = machine.reduce_seconds(single) + sum(
+        machine.reduce_seconds(model.trained * own.elements, own.copies) for own in copied
+    )
+    per_micro_batch = reduce if plan.reduces == "micro-batch" else 0.0
     waits = 0.0
     if plan.gathers == "micro-batch":
         gathered = plan.v * machine.gather_seconds(parameters / plan.v, width)

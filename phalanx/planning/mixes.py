@@ -9,22 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
+SEVERAL = 4  # options; where there are more, so few layers have any but two of them
+MOST_OPTIONS = 6  # of which layers of one stage are mixed
 FEW = 3  # layers of a third and fourth option: two options in quantity are enough, the others fill gaps
 
 
 class Option(NamedTuple):
-    """A way to treat one layer. seconds: of a micro-batch; kept, working: bytes of one. An offload is one more row."""
+    """A way to treat one layer. seconds: of a micro-batch; kept, working: bytes of one. state: bytes of parameters and
+    what belongs to them, beyond those of a layer that is split over all tensor-parallel ranks; degrees: of its units,
+    for each kind of layers, where that is not so."""
 
     rung: str
     seconds: float
     kept: float
     working: float
+    state: float = 0.0
+    degrees: tuple[tuple[int, ...], ...] = ()
 
 
 class Ends(NamedTuple):
@@ -40,10 +47,46 @@ class Ends(NamedTuple):
 def undominated(options: Sequence[Option]) -> list[Option]:
     """Without those that another one beats in time and in bytes; those that need most at work first."""
     left: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.seconds, o.kept, o.working)):
-        if not any(other.kept <= option.kept and other.working <= option.working for other in left):
+    for option in sorted(options, key=lambda o: (o.seconds, o.kept, o.working, o.state)):
+        if not any(_needs_less(other, option) for other in left):
             left.append(option)
     return sorted(left, key=lambda option: -option.working)
+
+
+def _needs_less(one: Option, other: Option) -> bool:
+    return one.kept <= other.kept and one.working <= other.working and one.state <= other.state
+
+
+def worth_mixing(options: Sequence[Option], held: float, most: int) -> list[Option]:
+    """Those that are nearest to the best mixes of two, where so many micro-batches are held at once."""
+    left = undominated(options)
+    if len(left) <= most:
+        return left
+    points = {option: (held * option.kept + option.state, option.seconds) for option in left}
+    sizes, seconds = zip(*best_mixes(list(points.values())), strict=True)
+    beyond = {option: took - np.interp(size, sizes, seconds) for option, (size, took) in points.items()}
+    return undominated(sorted(left, key=lambda option: beyond[option])[:most])
+
+
+Point = tuple[float, float]  # bytes and seconds
+
+
+def best_mixes(points: Sequence[Point]) -> list[Point]:
+    """Those that no mix of two others beats, by their bytes."""
+    left: list[Point] = []
+    for point in sorted(points):
+        if left and point[1] >= left[-1][1]:
+            continue
+        while len(left) > 1 and _is_beaten(left[-2], left[-1], point):
+            left.pop()
+        left.append(point)
+    return left
+
+
+def _is_beaten(first: Point, middle: Point, last: Point) -> bool:
+    """By a mix of the other two that needs as much."""
+    share = (middle[0] - first[0]) / (last[0] - first[0])
+    return middle[1] >= first[1] + share * (last[1] - first[1])
 
 
 @lru_cache(maxsize=4096)
@@ -51,6 +94,9 @@ def counts(num_layers: int, num_options: int) -> NDArray[np.int64]:
     """[row, option]: ways to give each of so many layers an option; of at most two options more than a few."""
     if num_options == 1:
         return np.array([[num_layers]])
+    if num_options > SEVERAL and num_layers <= FEW:
+        each = np.array(list(combinations_with_replacement(range(num_options), num_layers)))
+        return np.stack([(each == option).sum(axis=1) for option in range(num_options)], axis=1)
     few = np.arange(min(FEW, num_layers) + 1)
     rows = np.concatenate([
         _two_of(num_layers, [few if place not in (i, j) else few[:1] for place in range(num_options)], i, j)
@@ -63,7 +109,8 @@ def counts(num_layers: int, num_options: int) -> NDArray[np.int64]:
 def _two_of(num_layers: int, others: Sequence[NDArray[np.int64]], i: int, j: int) -> NDArray[np.int64]:
     """Every way in which two options share what all ways of `others` leave of the layers."""
     some = np.stack(np.meshgrid(*others, indexing="ij"), axis=-1).reshape(-1, len(others))
-    some = some[some.sum(axis=1) <= num_layers]
+    most = num_layers if len(others) <= SEVERAL else min(num_layers, FEW)
+    some = some[some.sum(axis=1) <= most]
     ways = num_layers - some.sum(axis=1) + 1
     rows = np.repeat(some, ways, axis=0)
     rows[:, i] = np.arange(len(rows)) - np.repeat(np.cumsum(ways) - ways, ways)
@@ -72,9 +119,9 @@ def _two_of(num_layers: int, others: Sequence[NDArray[np.int64]], i: int, j: int
 
 
 class Mix(NamedTuple):
-    """How many layers have which rung, in the order in which they stand, and the seconds of all of them."""
+    """How many layers have which option, in the order in which they stand, and the seconds of all of them."""
 
-    rungs: tuple[tuple[str, int], ...]
+    options: tuple[tuple[Option, int], ...]
     seconds: float
 
 
@@ -83,8 +130,9 @@ class Mixer:
 
     def __init__(self, options: Sequence[Option]) -> None:
         self._options = undominated(options)
-        self._seconds, self._kept, self._working = (
-            np.array([getattr(option, name) for option in self._options]) for name in ("seconds", "kept", "working")
+        names = ("seconds", "kept", "working", "state")
+        self._seconds, self._kept, self._working, self._state = (
+            np.array([getattr(option, name) for option in self._options]) for name in names
         )
         self.fastest = min(self._options, key=lambda option: option.seconds)
         self._rows: dict[tuple[int, Ends], tuple[NDArray[np.int64], Numbers, Numbers]] = {}
@@ -107,9 +155,9 @@ class Mixer:
         whole = kept + ends.last_kept
         peak = max(ends.first_kept + ends.first_working, kept + (option.working if num_layers else 0.0),
                    whole + ends.last_working)  # fmt: skip
-        if (held - 1) * whole + peak > room:
+        if (held - 1) * whole + peak + num_layers * option.state > room:
             return None
-        return Mix(((option.rung, num_layers),) if num_layers else (), num_layers * option.seconds)
+        return Mix(((option, num_layers),) if num_layers else (), num_layers * option.seconds)
 
     def _table(self, num_layers: int, ends: Ends) -> tuple[NDArray[np.int64], Numbers, Numbers]:
         """Rows of counts, the quickest first, with the bytes that a micro-batch keeps and the most that the one at work
@@ -121,10 +169,12 @@ class Mixer:
             moments = np.where(rows > 0, kept + self._working, 0.0).max(axis=1)
             whole = kept[:, -1] + ends.last_kept
             peak = np.maximum(np.maximum(moments, ends.first_kept + ends.first_working), whole + ends.last_working)
+            if self._state.any():
+                peak = peak + (rows * self._state).sum(axis=1)
             order = np.argsort(rows @ self._seconds, kind="stable")
             self._rows[key] = (rows[order], whole[order], peak[order])
         return self._rows[key]
 
     def _mix(self, row: NDArray[np.int64]) -> Mix:
-        pairs = tuple((option.rung, int(n)) for option, n in zip(self._options, row, strict=True) if n)
+        pairs = tuple((option, int(n)) for option, n in zip(self._options, row, strict=True) if n)
         return Mix(pairs, float(row @ self._seconds))

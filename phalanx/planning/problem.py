@@ -5,7 +5,7 @@ and a number of samples, a mesh and a way to shard), which is worked out once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -14,8 +14,10 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.rules import may_host_parameters
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import Machine, Seconds, Software, add, machines, times
+from phalanx.planning.degrees import Degrees, choices, split_block
 from phalanx.planning.footprint import Largest, hosted_share, kept_here, largest_of, state_widths
-from phalanx.planning.work import RUNGS, ModelWork
+from phalanx.planning.mixes import best_mixes
+from phalanx.planning.work import RUNGS, BlockWork, ModelWork
 
 FEW_BLOCKS = 12
 Known = TypeVar("Known")
@@ -36,13 +38,16 @@ class Sharded(NamedTuple):
 
 @dataclass
 class Problem:
-    """What is searched for, and what is known of it by now. slot: samples of every micro-batch, where that is given."""
+    """What is searched for, and what is known of it by now. slot: samples of every micro-batch, where that is given.
+    degrees_given: that a plan's degrees are those of every layer. Otherwise each unit of each layer has one of them, or
+    all tensor-parallel ranks."""
 
     model: ModelWork
     cluster: Cluster
     software: Software
     batch: int
     slot: int | None = None
+    degrees_given: bool = False
 
     def __post_init__(self) -> None:
         self._known: defaultdict[str, dict[object, Any]] = defaultdict(dict)
@@ -67,6 +72,12 @@ class Problem:
     def is_small(self) -> bool:
         """Whether the model has so few blocks that all plans are looked at that may be best."""
         return len(self.model.blocks) <= FEW_BLOCKS
+
+    @property
+    def can_cap(self) -> bool:
+        """Whether units with too few heads may be split over fewer ranks than others of the same layers."""
+        layers = [self.model.classes[kind] for kind in self.kinds]
+        return all(len({unit.attends for unit in work.parts}) == 2 for work in layers)
 
     def samples(self, plan: Plan) -> int:
         """Of the largest micro-batch."""
@@ -137,7 +148,7 @@ class Problem:
             both = list(zip(layers, shares, strict=True))
             kept = sum(share * kept_here(work, rung, machine.plan, machine.samples) for work, share in both)
             found.append((kept, sum(share * machine.seconds(work, rung).total for work, share in both)))
-        return _cheapest([(kept, seconds - found[0][1]) for kept, seconds in found])
+        return best_mixes([(kept, seconds - found[0][1]) for kept, seconds in found])[::-1]
 
     def blocks_of(self, runs: Runs) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """How many layers of each kind they have, and their blocks that are no layers."""
@@ -174,27 +185,34 @@ class Problem:
         return own, total, largest.block
 
     def class_seconds(self, machine: Machine) -> list[Seconds]:
-        """Of each class of blocks that keeps everything."""
+        """Of each class of blocks that keeps everything, and whose units have the degrees that are quickest."""
         classes = self.model.classes
+        if machine.plan.degrees:
+            return self.once("seconds", machine.key, lambda: [self._quickest(machine, own) for own in classes])
         return self.once("seconds", machine.key, lambda: [machine.seconds(work, "none") for work in classes])
 
+    def _quickest(self, machine: Machine, work: BlockWork) -> Seconds:
+        ways = choices(work, machine.plan, self.model.heads, self.degrees_given) if work.is_layer else []
+        split = [self.split(work, degrees, machine.plan) for degrees in ways] or [work]
+        return min((machine.seconds(own, "none") for own in split), key=lambda own: own.total)
 
-def _cheapest(rungs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without those that a mix of two others beats. rungs: bytes and seconds, in the order of fewer bytes."""
-    left: list[tuple[float, float]] = []
-    for kept, seconds in rungs:
-        if left and kept >= left[-1][0]:
-            continue
-        while len(left) > 1 and _above(left[-2], left[-1], (kept, seconds)):
-            left.pop()
-        left.append((kept, seconds))
-    return left
+    def split(self, work: BlockWork, degrees: Degrees, plan: Plan) -> BlockWork:
+        """A layer among others whose units have the same degrees."""
+        key = (work.name, degrees, plan.tp, plan.sequence, plan.saves)
+        return self.once("split", key, lambda: split_block(work, degrees, degrees[-1], plan))
 
-
-def _above(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    """Whether the middle one takes longer than a mix of the others that keeps as much."""
-    share = (first[0] - middle[0]) / (first[0] - last[0]) if first[0] > last[0] else 1.0
-    return middle[1] >= first[1] + share * (last[1] - first[1])
+    def splits(self, plan: Plan) -> list[tuple[Degrees, ...]]:
+        """Degrees that the units of layers may have, for each kind of layers; none where the plan says nothing."""
+        if not plan.degrees:
+            return []
+        works, heads = [self.model.classes[kind] for kind in self.kinds], self.model.heads
+        if any(work.tied for work in works) and not self.degrees_given:
+            return []  # layers that share parameters share how they are split
+        every = [choices(work, plan, heads, self.degrees_given) for work in works]
+        if len(works) == 1:
+            return [(own,) for own in every[0]]
+        alike = [[own for own in ways if len(set(own)) == 1 or len(ways) == 1] for ways in every]
+        return list(zip(*alike, strict=True)) if len({len(ways) for ways in alike}) == 1 else []
 
 
 def _exchanged(machine: Machine, model: ModelWork, parameters: float) -> float:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
+from phalanx.errors import PlanError
 from phalanx.plan.plan import Plan
 from phalanx.planning.candidates import UNEVEN, Candidate, mesh_key, plan_of, promising
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import Software
 from phalanx.planning.estimate import Estimate
 from phalanx.planning.problem import Problem
-from phalanx.planning.space import Base, meshes, variants
+from phalanx.planning.space import Base, meshes, variants, with_degrees
 from phalanx.planning.stage_times import StageTimes, worked_out
 from phalanx.planning.unfit import no_candidates, nothing_fits
 from phalanx.planning.work import ModelWork
@@ -29,6 +30,7 @@ MOST_TRIED = 24  # plans that are worked out, of those that look best quickly
 MOST_POLISHED = 8  # stages of a plan that is polished
 MOST_OF_MESH = 5  # plans of one mesh of a model of many blocks that are worked out,
 UNFIT = 0.1  # of such a plan, what one counts that fits in no way: that shows soon
+SPLIT = 3  # of the best plans, those that are looked at with units over fewer ranks
 FIRST_OF_MESH = 2  # of which so many before those of slower meshes
 NEAR, FAR = 1.05, 1.3  # times what is found of a mesh: others of it that look slower are not worked out
 
@@ -48,7 +50,7 @@ def search(
 ) -> Found:  # fmt: skip
     """fixed: fields of a plan that are given. keep: plans to return. most: to work out. slot: samples of every
     micro-batch, where that is given. A PlanError where none fits."""
-    problem = Problem(model, cluster, software, batch, slot)
+    problem = Problem(model, cluster, software, batch, slot, degrees_given="degrees" in (fixed or {}))
     bases = list(meshes(problem, fixed or {}))
     if not bases:
         raise no_candidates(model, cluster, batch, fixed or {})
@@ -83,7 +85,34 @@ def search(
         raise nothing_fits(problem, fixed or {})
     first, *others = sorted(best.values(), key=_seconds)[:keep]
     # Of many blocks one is little: only the best plan is polished.
-    return Found((polished(problem, first), *others), tried, known)
+    first = polished(problem, first)
+    if is_large and "degrees" not in (fixed or {}):
+        first = min([first, *_over_fewer_ranks(problem, [first, *others[: SPLIT - 1]], fixed or {})], key=_seconds)
+    return Found((first, *others), tried, known)
+
+
+def _over_fewer_ranks(problem: Problem, found: Sequence[Estimate], fixed: Mapping[str, Any]) -> Iterator[Estimate]:
+    """The best plans of a model of many blocks, as they are and with twice the tensor-parallel ranks, whose units may
+    be split over fewer than all of these: where that may be better than the best."""
+    for own in (own for own in found if own.plan.schedule != "block-major"):
+        plan = replace(own.plan, stages=(), recompute=())
+        wider = [own for own in _wider(problem, plan) if all(getattr(own, name) == fixed[name] for name in fixed)]
+        for split in (split for wide in (plan, *wider) for split in with_degrees(problem, wide)):
+            if StageTimes(problem, split).quick(found[0].step_seconds).free < found[0].step_seconds:
+                better = worked_out(problem, split)
+                yield from [better] if better is not None else []
+
+
+def _wider(problem: Problem, plan: Plan) -> list[Plan]:
+    """With twice the tensor-parallel ranks and half the replicas, where there may be such a plan."""
+    tp, dp, heads = 2 * plan.tp, plan.dp // 2, problem.model.heads
+    if plan.dp % 2 or tp > 2 * problem.cluster.per_node or (heads and tp > heads and not problem.can_cap):
+        return []
+    alone = {"zero": 0, "gather": "", "reduce": ""} if dp == 1 else {}
+    try:
+        return [replace(plan, tp=tp, dp=dp, sequence=True, **alone)]
+    except PlanError:
+        return []
 
 
 def _varied(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -115,7 +144,7 @@ def polished(problem: Problem, own: Estimate) -> Estimate:
     plan = own.plan
     if plan.num_stages == 1 or plan.num_stages > MOST_POLISHED:
         return own
-    stages = StageTimes(problem, replace(plan, stages=(), recompute=()))
+    stages = StageTimes(problem, replace(plan, stages=(), recompute=()), in_order=problem.is_small)
     while True:
         moves = (_moved(own.plan.stages, a, b) for a, b in permutations(range(plan.num_stages), 2))
         found = [new for counts in moves if min(counts) and (new := stages.estimate(counts)) is not None]

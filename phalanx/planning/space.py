@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.rules import OVERLAPS, SLICED_SCHEDULES, VIRTUAL_STAGES, divisors, may_host_parameters
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import STEP_MOVES, Machine, machines
+from phalanx.planning.degrees import Degrees
 from phalanx.planning.problem import Problem
 from phalanx.planning.slice_shares import equal
 
+Degreed = tuple[Degrees, ...]  # of every layer, or of all
 MOST_VIRTUAL = 4
 MOST_STAGES = 128
 SLICES, FEWEST_TOKENS, GRAINS = (2, 4, 8, 16, 32, 64), 64, 16  # numbers of slices; tokens and grains of one
@@ -43,13 +46,12 @@ def meshes(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Base]:
             continue
         for tp in _allowed(divisors(cluster.world // pp), fixed, "tp"):
             dp = cluster.world // pp // tp
-            splits = tp <= 2 * cluster.per_node and (not model.heads or tp <= model.heads)
-            if splits and dp <= batch and fixed.get("dp", dp) == dp:
+            if tp <= 2 * cluster.per_node and dp <= batch and fixed.get("dp", dp) == dp:
                 sequence = fixed.get("sequence", tp > 1)
                 for mb in _allowed(_micro_batches(batch // dp, problem.slot), fixed, "mb"):
                     for overlap, pairs in _ways_to_hide(batch, pp, tp, dp, mb, fixed):
                         plan = Plan(pp=pp, tp=tp, dp=dp, mb=mb, sequence=sequence, overlap=overlap, pairs=pairs)
-                        yield _base(problem, plan)
+                        yield from (base_of(problem, own) for own in _over_fewer_ranks(problem, plan, fixed))
 
 
 def _ways_to_hide(
@@ -64,7 +66,38 @@ def _ways_to_hide(
             yield overlap, pairs
 
 
-def _base(problem: Problem, plan: Plan) -> Base:
+def _over_fewer_ranks(problem: Problem, plan: Plan, fixed: Mapping[str, Any]) -> Iterator[Plan]:
+    """As it is, and with the degrees that units may have. Of a model of many blocks only where units have too few
+    heads for what is given; the best plans are looked at with them in the end."""
+    if "degrees" in fixed:
+        own = fixed["degrees"]
+        if all(plan.tp % degree == 0 for units in own for degree in units):
+            yield from with_degrees(problem, plan, own)
+        return
+    has_heads = not problem.model.heads or plan.tp <= problem.model.heads
+    if has_heads:
+        yield plan
+    if problem.is_small:
+        yield from with_degrees(problem, plan)
+    elif not has_heads and "tp" in fixed and problem.can_cap:
+        yield from with_degrees(problem, plan, ((plan.tp,),))
+
+
+def with_degrees(problem: Problem, plan: Plan, given: Degreed = ()) -> Iterator[Plan]:
+    """With the degrees that are given, or all that units may have, where these leave every group of ranks as many
+    samples of each micro-batch."""
+    samples = problem.batch // (plan.dp * plan.mb * plan.halves)
+    if plan.tp == 1 or problem.batch % (plan.dp * plan.mb * plan.halves):
+        return
+    allowed = tuple(degree for degree in divisors(plan.tp) if samples % (plan.tp // degree) == 0)
+    split = replace(plan, degrees=given or (allowed,))
+    ways = problem.splits(split)
+    groups = {plan.tp // degree for way in ways for units in way for degree in units}
+    if len(ways) > (0 if given else 1) and all(samples % count == 0 for count in groups):
+        yield split
+
+
+def base_of(problem: Problem, plan: Plan) -> Base:
     """If all stages were equal and kept everything."""
     places = machines(problem.cluster, problem.software, plan, problem.samples(plan))
     totals = [[own.total for own in problem.class_seconds(machine)] for machine in set(places)]
@@ -77,7 +110,7 @@ def _base(problem: Problem, plan: Plan) -> Base:
 def variants(problem: Problem, base: Base, fixed: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
     """Schedules, slices and ways to shard state, as a plan's fields, each with seconds that no step of it is below."""
     plan = base.plan
-    names = ("pp", "tp", "dp", "mb", "sequence", "overlap", "pairs")
+    names = ("pp", "tp", "dp", "mb", "sequence", "overlap", "pairs", "degrees")
     fields = {**fixed, **{name: getattr(plan, name) for name in names}}
     shardings = _shardings(plan, problem.cluster, fixed)
     for schedule in _schedules(plan, len(problem.model.blocks), fixed):

@@ -11,13 +11,16 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from phalanx.plan.plan import Plan
+from phalanx.plan.rules import divisors
 from phalanx.planning.cost import Machine, Seconds, machines
+from phalanx.planning.degrees import Degrees, split_block
 from phalanx.planning.estimate import Estimate, Place, estimate, longest_slice, message_seconds, step_parts, timed_place
 from phalanx.planning.footprint import kept_here, moved_share, num_held, past_bytes, state_widths, working_bytes
-from phalanx.planning.mixes import Ends, Mix, Mixer, Option
+from phalanx.planning.layer_options import LayerOptions
+from phalanx.planning.mixes import FEW, Ends, Mix, Option
 from phalanx.planning.partition import evenly, partition
 from phalanx.planning.problem import Problem, Runs
-from phalanx.planning.work import RUNGS
+from phalanx.planning.sequences import MOST_LAYERS, Beside, Taken, together
 
 
 class Quick(NamedTuple):
@@ -28,14 +31,17 @@ class Quick(NamedTuple):
 
 
 class StageTimes:
-    """Of one plan whose stages are open."""
+    """Of one plan whose stages are open. in_order: whether few layers of different degrees are tried one after the
+    other."""
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
+    def __init__(self, problem: Problem, plan: Plan, in_order: bool = False) -> None:
         self._problem, self._plan, self._samples = problem, plan, problem.samples(plan)
         self._places = machines(problem.cluster, problem.software, plan, self._samples)
         self._held: dict[int, float] = {}
         self._implied = plan.policies[0] if plan.policies != ("none",) else ""  # by every block
         self._widths = state_widths(problem.model, plan, problem.software.gradient)
+        self._in_order = in_order
+        self._layers = LayerOptions(problem, plan, self._samples, self._implied, self._widths)
         self._ends_seen: dict[tuple[tuple[int, ...], int], Ends] = {}
         self._times: dict[tuple[object, ...], tuple[float, Mix | None]] = {}
         self._runs_seen: dict[tuple[int, int, int], float] = {}
@@ -72,7 +78,7 @@ class StageTimes:
         if self._plan.slices:
             room -= self._past(layers)
         fixed = sum(self._end_seconds(machine, block) for block in ends)
-        mix = self._mixer(machine, layers).best(sum(layers), self._held[place], room, self._ends(runs, ends))
+        mix = self._mixed(place, runs, layers, ends, room)
         if mix is None or (self._plan.offload and self._on_host(place, mix, layers, parameters) > machine.host_memory):
             return math.inf, None
         return fixed + mix.seconds, mix
@@ -85,8 +91,8 @@ class StageTimes:
         moved, samples, total = moved_share(plan, sum(layers)), self._samples, max(1, sum(layers))
         kinds = [(model.classes[kind], n / total) for kind, n in zip(self._problem.kinds, layers, strict=True) if n]
         kept = sum(
-            count * share * kept_here(work, rung, plan, samples)
-            for rung, count in mix.rungs for work, share in kinds
+            count * share * kept_here(work, option.rung, plan, samples)
+            for option, count in mix.options for work, share in kinds
         )  # fmt: skip
         return moved * self._held[place] * kept + self._widths.hosted * parameters
 
@@ -124,29 +130,33 @@ class StageTimes:
             own[1] = max(own[1], working_bytes(work, rung, self._plan, self._samples, logits=whole))
         return Ends(*sizes[True], *sizes[False])
 
-    def _mixer(self, machine: Machine, layers: tuple[int, ...]) -> Mixer:
-        """Of the layers of a stage as they are on average."""
-        total = sum(layers) or 1
-        shares = tuple(round(count / total, 3) for count in layers)
-        moved = moved_share(self._plan, sum(layers))
-        key = (machine.key, shares, moved)
-        return self._problem.once("mixer", key, lambda: Mixer(self._options(machine, shares, moved)))
+    def _mixed(self, place: int, runs: Runs, layers: tuple[int, ...], ends: tuple[int, ...], room: float) -> Mix | None:
+        """What layers take, each as it is on average. room: bytes for what they keep and what is at work."""
+        machine, held, count = self._places[place], self._held[place], sum(layers)
+        total, moved = count or 1, moved_share(self._plan, count)
+        shares = tuple(round(own / total, 3) for own in layers)
+        beside = self._ends(runs, ends)
+        if not self._plan.degrees:
+            return self._layers.mixer(machine, shares, moved).best(count, held, room, beside)
+        if self._in_order and 0 < count <= MOST_LAYERS and len(self._problem.kinds) == 1:
+            own = self._layers.sequences(machine, moved, held, count)
+            return own.best(count, held, room, beside, self._beside(machine, runs, ends))
+        mixer = self._layers.split_mixer(machine, shares, moved, held, is_few=count <= FEW)
+        return mixer.best(count, held, room, beside)
 
-    def _options(self, machine: Machine, shares: Sequence[float], moved: float) -> list[Option]:
-        plan, samples, kinds = self._plan, self._samples, self._problem.kinds
-        present = [(self._problem.model.classes[k], share) for k, share in zip(kinds, shares, strict=True) if share]
-        rungs = [rung for rung in RUNGS if all(rung in work.kept for work, _ in present)]
-        if self._implied in rungs:
-            rungs = [self._implied]
-        return [
-            Option(
-                rung,
-                sum(machine.seconds(work, rung, moved).total * share for work, share in present),
-                sum(kept_here(work, rung, plan, samples, moved) * share for work, share in present),
-                max((working_bytes(work, rung, plan, samples, moved) for work, _ in present), default=0.0),
-            )
-            for rung in rungs
-        ]
+    def _beside(self, machine: Machine, runs: Runs, ends: tuple[int, ...]) -> Beside:
+        """What these blocks take that are no layers, beyond what they take where all is split over all ranks."""
+        degrees, model = divisors(self._plan.tp), self._problem.model
+        layers = [b for begin, end in runs for b in range(begin, end) if b not in ends]
+        entering = len(degrees) - 1 if layers[0] - 1 in (-1, *self._problem.ends) else None
+
+        def taken(block: int, degree: int) -> Taken:
+            own = degree if block == layers[-1] + 1 else self._plan.tp
+            work = split_block(model.block(block), (), own, self._plan)
+            return self._layers.taken(machine, work, self._end_rung(block))
+
+        found = [together([taken(block, degree) for block in ends]) for degree in degrees]
+        return Beside(entering, [own._replace(seconds=own.seconds - found[-1].seconds) for own in found])
 
     # Stages.
 
@@ -263,24 +273,36 @@ class StageTimes:
 
     def estimate(self, counts: tuple[int, ...]) -> Estimate | None:
         """The whole plan, judged; None where it does not fit, such as when its layers are not all alike."""
-        chosen: dict[int, str] = {}
+        chosen: dict[int, Option] = {}
         for place in range(self._plan.pp):
             runs = self._runs(counts, place)
             mix = self._own(place, runs)[1]
             if mix is None:
                 return None
             layers = iter(b for begin, end in runs for b in range(begin, end) if b not in self._problem.ends)
-            chosen |= {next(layers): rung for rung, count in mix.rungs for _ in range(count)}
-        policies = tuple(chosen[block] for block in self._problem.model.layers)
-        recompute = self._plan.recompute if self._implied else policies
-        plan = replace(self._plan, stages=counts, recompute=recompute)
+            chosen |= {next(layers): option for option, count in mix.options for _ in range(count)}
+        options = [chosen[block] for block in self._problem.model.layers]
+        recompute = self._plan.recompute if self._implied else tuple(option.rung for option in options)
+        plan = replace(self._plan, stages=counts, recompute=recompute, degrees=self._degrees(options))
         found = estimate(self._problem.model, plan, self._problem.cluster, self._problem.software, self._problem.batch)
         return found if found.fits else None
+
+    def _degrees(self, options: Sequence[Option]) -> tuple[Degrees, ...]:
+        """Of the units of every layer; nothing where all have all ranks, and once where all have the same."""
+        model, kinds = self._problem.model, self._problem.kinds
+        if not self._plan.degrees:
+            return ()
+        places = [kinds.index(model.blocks[block]) for block in model.layers]
+        found = [option.degrees[place] for option, place in zip(options, places, strict=True)]
+        short = [own[:1] if len(set(own)) == 1 else own for own in found]
+        if all(own == (self._plan.tp,) for own in short):
+            return ()
+        return tuple(short[:1] if len(set(short)) == 1 else short)
 
 
 def worked_out(problem: Problem, plan: Plan) -> Estimate | None:
     """With the best stages and layers that compute again as little as fits; None where nothing does."""
-    stages = StageTimes(problem, plan)
+    stages = StageTimes(problem, plan, in_order=problem.is_small)
     counts = stages.best()
     return None if counts is None else stages.estimate(counts)
 

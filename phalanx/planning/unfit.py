@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.errors import PlanError
+from phalanx.plan import fields
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import OVERLAPS, listed
 from phalanx.planning.cluster import Cluster, Nodes
@@ -21,7 +22,7 @@ from phalanx.planning.work import ModelWork
 
 
 def no_candidates(model: ModelWork, cluster: Cluster, batch: int, fixed: Mapping[str, Any]) -> PlanError:
-    given = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    given = _words(fixed)
     if given:
         message = f"plan: no plan with {given} divides {cluster.world} devices and a batch of {batch} samples"
         hint = (
@@ -34,6 +35,10 @@ def no_candidates(model: ModelWork, cluster: Cluster, batch: int, fixed: Mapping
     largest = 2 * cluster.per_node * min(len(model.blocks), MOST_STAGES)
     message = f"plan: a batch of {batch} samples is too small for {cluster.world} devices: every replica needs a sample"
     return PlanError(message, f"use a batch of {-(-cluster.world // largest)} samples or more, or fewer devices")
+
+
+def _words(fixed: Mapping[str, Any]) -> str:
+    return ", ".join(fields.write({name: value}) for name, value in fixed.items())
 
 
 def nothing_fits(problem: Problem, fixed: Mapping[str, Any]) -> PlanError:
@@ -50,7 +55,7 @@ def nothing_fits(problem: Problem, fixed: Mapping[str, Any]) -> PlanError:
     hints = [f"{nodes} times the nodes"] if nodes else []
     needed = sum(held.values()) / (1 - problem.software.slack) + problem.software.reserved
     hints += [f"devices with {math.ceil(needed / GIB)} GiB or more", "shorter samples"]
-    given = f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}" if fixed else ""
+    given = f" with {_words(fixed)}" if fixed else ""
     message = (
         f"plan: {model.name} does not fit on {cluster}{given}: the leanest plan ({leanest.plan.shown}) lacks "
         f"{leanest.lacks / GIB:.1f} GiB on each device of place {place} of the pipeline, which would hold {parts} GiB "

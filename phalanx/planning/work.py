@@ -67,6 +67,30 @@ def kept(split: float, entries: float, rest: float) -> Kept:
     return Kept(split + entries + rest, split, entries, rest)
 
 
+class Unit(NamedTuple):
+    """A unit of a block. parameters: elements. attends: whether its heads limit the ranks that it can be split over."""
+
+    parameters: float
+    attends: bool = False
+
+
+class Exchange(NamedTuple):
+    """Ranks that exchange something, each `stride` behind the last, and bytes of what each of them has of a sample
+    afterwards."""
+
+    ranks: int
+    stride: int
+    size: float
+
+
+class Copied(NamedTuple):
+    """Parameters of which several groups among the tensor-parallel ranks have the same. elements: counted once for each
+    of these groups."""
+
+    copies: int
+    elements: float
+
+
 @dataclass(frozen=True)
 class BlockWork:
     """A class of blocks.
@@ -80,7 +104,11 @@ class BlockWork:
     keys: elements of its keys and values; where that is not known, as many as there can be. times: what it was seen to
     take on the device that is planned for. head_dim: elements of a head, where its scores are products by themselves;
     logits: that a head puts out; 0 where that is not known. apart: of its attention, so many times the kernels of a
-    unit that are started one by one."""
+    unit that are started one by one. parts: its units one by one, where they are known.
+
+    Of a block whose units a plan splits over fewer than all tensor-parallel ranks (`degrees.py`), further: sums, moves:
+    what its ranks exchange instead of `exchanges`, sums in a forward and gathered samples or tokens in a forward and
+    its backward. copied: parameters that several groups of ranks have. side: of its matrices, times the ranks."""
 
     name: str
     products: float
@@ -101,6 +129,11 @@ class BlockWork:
     head_dim: float = 0.0
     logits: float = 0.0
     apart: float = 0.0
+    parts: tuple[Unit, ...] = ()
+    sums: tuple[Exchange, ...] = ()
+    moves: tuple[Exchange, ...] = ()
+    copied: tuple[Copied, ...] = ()
+    side: float = 0.0
 
     @property
     def is_layer(self) -> bool:
@@ -196,6 +229,7 @@ def transformer(name: str, shape: Shape, width: int = 2) -> ModelWork:
         working=4.0 * s * f + _SCORE_WORK[shape.attention] * scores, scores=moves * scores,
         keys=2.0 * s * keys, head_dim=h / shape.heads if moves else 0.0,
         apart=_UNFUSED if shape.attention == "unfused" else 0.0,
+        parts=(Unit(attention_parameters + 2 * h, attends=True), Unit(ffn_parameters + 2 * h)),
     )  # fmt: skip
     vocabulary = shape.vocabulary * h
     token = kept(8.0 * s, 0, 0)

@@ -8,6 +8,7 @@ from itertools import accumulate
 from phalanx.plan.plan import Plan
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import Machine, Seconds, Software, add, machines
+from phalanx.planning.degrees import split_model
 from phalanx.planning.estimate import Estimate, message_seconds, rungs_of
 from phalanx.planning.footprint import moved_share
 from phalanx.planning.slice_shares import up_to
@@ -30,7 +31,7 @@ def shown_plan(plan: Plan) -> Plan:
 
 def sketch(model: ModelWork, own: Estimate, cluster: Cluster, software: Software) -> Timeline:
     """Without what replicas exchange, which comes after the last backward or beneath it."""
-    plan, shown = own.plan, shown_plan(own.plan)
+    plan, shown, model = own.plan, shown_plan(own.plan), split_model(model, own.plan)
     places = machines(cluster, software, plan, -(-own.batch // (plan.dp * plan.mb)))
     stages = [_stage(model, plan, places[stage % plan.pp], stage) for stage in range(plan.num_stages)]
     if plan.schedule == "zb-v":  # whose second stages come back over the same ranks

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, fewest_heads
 from phalanx.plan.plan import Plan
-from phalanx.planning.work import BlockWork, Kept, ModelWork, merged
+from phalanx.planning.work import BlockWork, Kept, ModelWork, Unit, merged
 from phalanx.predict.from_facts import shipped
 from phalanx.predict.split_facts import SplitFacts
 from phalanx.program.shape import ModelShape
@@ -48,7 +48,13 @@ def _block(facts: ModelFacts, number: int, dims: Dims, shapes: dict[str, ModelSh
     block = facts.blocks[number]
     before = facts.blocks[number - 1].crossing if number else ()
     entering, leaving = (float(sum(t.bytes(dims) for t in crossing)) for crossing in (before, block.crossing))
-    units = sum(bool(unit.name) for unit in block.units)
+    units = tuple(
+        Unit(
+            unit.parameters, products_and_attention(*(evaluate(unit.flops, own) for own in (dims, longer(dims))))[1] > 0
+        )
+        for unit in block.units
+        if unit.name
+    )
     kept = {rung: kept_by(shape, number, dims) for rung, shape in shapes.items()}
     flops = products_and_attention(*(evaluate(block.flops, own) for own in (dims, longer(dims))))
     seen = BlockNumbers(
@@ -71,7 +77,7 @@ class BlockNumbers(NamedTuple):
     tied: float
     entering: float
     leaving: float
-    units: int
+    units: tuple[Unit, ...]
     kept: Mapping[str, float]
     working: float
     fixed: float
@@ -80,7 +86,7 @@ class BlockNumbers(NamedTuple):
 
 def block_work(seen: BlockNumbers) -> BlockWork:
     """What tensor parallelism divides of it follows from what lies between units."""
-    units, entering = seen.units, seen.entering
+    units, entering = len(seen.units), seen.entering
     lies_between = units or int(bool(entering))  # the head, too, norms what enters it
     between = lies_between * entering
     kept = {"none": _divided(seen.kept["none"], between, between)}
@@ -95,7 +101,7 @@ def block_work(seen: BlockNumbers) -> BlockWork:
         seen.name, seen.products, seen.attention, seen.parameters, kept, kept["none"], seen.leaving or entering,
         exchanges, units, seen.working, seen.fixed, seen.tied,
         odd=not units and _is_odd(seen.products, entering, seen.width),
-        keys=2 * entering / seen.width if units else 0.0,
+        keys=2 * entering / seen.width if units else 0.0, parts=seen.units,
     )  # fmt: skip
 
 

@@ -68,7 +68,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned for. simple: the plan that is taken where nothing can be judged. tried: what did not fit."""
+    """What is planned for. simple: the plan that is taken where nothing can be judged. tried: what did not fit.
+    eval_samples: of every evaluation; 0 where there is none."""
 
     spec: ModelSpec
     captured: Captured
@@ -78,6 +79,7 @@ class Subject:
     simple: Plan
     optimizer_class: type[Any] | None = None
     tried: Tried = NONE_TRIED
+    eval_samples: int = 0
 
     @property
     def cuts(self) -> bool:
@@ -191,7 +193,9 @@ def _work(subject: Subject, compiled: Compiled, ranks: int, light: bool = True) 
 
 
 def _can_run(subject: Subject, plan: Plan) -> bool:
-    """Whether tensors and tokens can be split so; everything else can be done with every model."""
+    """Whether tensors and tokens can be split so, and evaluations cut; everything else can be done with every model."""
+    if subject.eval_samples % plan.multiple:
+        return False
     if plan.tp == 1 and not plan.slices:
         return True
     try:

@@ -123,11 +123,13 @@ def prepare(
                 eval_batches.mask_like(own)
                 own.mask_like(eval_batches)
     total_steps, length_reason = run_length(config, batches)
-    read = read_model(spec, task, batches, config, context, groups, step, optimizer_class, plan, phase, tried)
+    evaluated = 0 if eval_batches is None else eval_length(config, eval_batches)
+    read = read_model(
+        spec, task, batches, config, context, groups, step, optimizer_class, plan, phase, tried, evaluated
+    )  # fmt: skip
     if config.export and context.rank == 0:
         _warn_of_changed_layers(model)
-    if eval_batches is not None:
-        require_evaluation(read.plan, eval_length(config, eval_batches))
+    require_evaluation(read.plan, evaluated)
     return Prepared(
         spec, task, tokenizer, batches, eval_batches, read.captured, read.trainable, read.groups, read.plan,
         device, dtype, total_steps,

@@ -66,10 +66,10 @@ class ReadModel:
 def read_model(
     spec: ModelSpec, task: Task, batches: Batches, config: RunConfig, context: RankContext,
     groups: Sequence[ParameterGroup] = (), step: int = 1, optimizer_class: type[Any] | None = None,
-    given: str | None = None, phase: Phase = untimed, tried: Tried = NONE_TRIED,
+    given: str | None = None, phase: Phase = untimed, tried: Tried = NONE_TRIED, eval_samples: int = 0,
 ) -> ReadModel:  # fmt: skip
     """Captured, proven on samples of these batches, and with a plan that suits it. step: whose plan it is; given: the
-    one that is taken instead; tried: those that did not fit."""
+    one that is taken instead; tried: those that did not fit; eval_samples: of every evaluation."""
     dtype, period = getattr(torch, config.dtype), config.periods.at(step)
     inputs = task.inputs(spec.config, padding=batches.padding, documents=batches.documents)
     with phase("graph"):
@@ -89,7 +89,7 @@ def read_model(
     subject, choice = None, None
     if config.searches_plan and period.plan == config.given_plan and given is None:
         current = config.override(batch_size=period.batch_size)
-        subject = Subject(spec, captured, trainable, batches, current, plan, optimizer_class, tried)
+        subject = Subject(spec, captured, trainable, batches, current, plan, optimizer_class, tried, eval_samples)
     if subject is not None and context.world > 1:
         with phase("plan"):
             choice = choose(subject, context)

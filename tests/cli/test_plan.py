@@ -97,6 +97,14 @@ def test_a_lab_is_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["cluster"] == "2x2 CPU network 0.125GB/s"
 
 
+def test_layers_may_be_replicas_beside_a_vocabulary_that_ranks_share(capsys: pytest.CaptureFixture[str]) -> None:
+    case = ("--model", "gpt2", "--cluster", "8 T4", "--batch-size", "32", "--seq-len", "1024")
+    best = next(line for line in shown(capsys, "plan", *case).splitlines() if line.startswith("the best:"))
+    assert "dp=4,tp=2" in best and "degrees=1" in best
+    given = shown(capsys, "plan", *case, "--plan", "tp=4,degrees=2:4")
+    assert "degrees=2:4" in next(line for line in given.splitlines() if line.startswith("the best:"))
+
+
 def test_an_estimate_says_where_time_and_memory_go(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "estimate", *GPT2, "--cluster", "4 A100", "--plan", "pp=4,mb=8")
     for word in ("a step's time", "computation", "bubble", "place", "weights", "activations", "limits:"):
@@ -117,9 +125,12 @@ def test_an_estimate_says_where_time_and_memory_go(capsys: pytest.CaptureFixture
         (("--cluster", "4 A100", "--profile", "no.json"), "profile no.json cannot be read: No such file"),
         (("--cluster", "4 A100", "--export", "megatrn"), "option export = 'megatrn' is not one of megatron"),
         (("--cluster", "4 A100", "--plan", "recompute=block"), "recompute is what the search decides"),
-        (("--cluster", "4 A100", "--plan", "tp=2,degrees=1"), "option plan: degrees is not in what planning estimates"),
+        (("--cluster", "4 A100", "--plan", "tp=2,degrees=1*6+2*6"), "degrees of each layer is what the search decides"),
+        (("--cluster", "4 A100", "--plan", "tp=2,degrees=1:1:1"), "is for 3 units, and layer 0 of the model has 2"),
+        (("--cluster", "4 A100", "--plan", "degrees=3:1"), "no plan with degrees=3:1 divides 4 devices"),
         (("--cluster", "4 A100", "--plan", "schedule=interleaved,v=9,pp=2"), "no plan with schedule=interleaved"),
-        (("--cluster", "4 A100", "--compare", "dp=2,tp=2,degrees=1"), "degrees is not in what planning estimates"),
+        (("--cluster", "4 A100", "--compare", "dp=2,tp=2,degrees=4"), "degree 4 for all layers, which does not divide"),
+        (("--cluster", "64 A100", "--compare", "tp=64"), "gpt2 attends with 12 heads, which 64 ranks cannot split"),
         (("--cluster", "1 A100", "--plan", "zero=1"), "plan: zero=1 does nothing with dp=1"),
         (("--cluster", "4 A100", "--dtype", "int8"), "option dtype = 'int8' is not one of"),
         (("--cluster", "4 A100", "--calibration", "no.json"), "option calibration = 'no.json': cannot be read"),

@@ -73,7 +73,7 @@ def test_no_integer_programme_finds_a_better_mix() -> None:
         if mix is not None and best is not None:
             fitting += 1
             assert best * (1 - 1e-6) <= mix.seconds <= best * 1.001
-            assert sum(count for _, count in mix.rungs) == layers
+            assert sum(count for _, count in mix.options) == layers
     assert fitting > NUM_CASES // 2
 
 

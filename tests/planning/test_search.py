@@ -14,6 +14,7 @@ from phalanx.errors import PlanError
 from phalanx.plan.plan import Plan
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import Machine, Software, machines
+from phalanx.planning.degrees import split_model
 from phalanx.planning.estimate import Estimate, estimate
 from phalanx.planning.footprint import kept_here, memory, moved_share, num_held, place_blocks
 from phalanx.planning.mixes import Ends, Mixer, Option
@@ -55,13 +56,17 @@ def all_stages(num_blocks: int, plan: Plan) -> Iterator[tuple[int, ...]]:
 
 def exhaustive(problem: Problem) -> float:
     """The best step of all plans of the space: every mesh, schedule and sharding, what lies on the host, all stages,
-    all layers' rungs. What would not be better even if everything could be kept is not followed further."""
+    all layers' rungs and, where nothing lies on the host, degrees. What would not be better even if everything could
+    be kept is not followed further."""
     best = math.inf
     for base in meshes(problem, {}):
-        for fields, _ in variants(problem, base, {}):
+        for fields, least in variants(problem, base, {}):
             plan = Plan(**fields)
-            for change in ({}, *(own for own, _ in offloads(problem, plan))):
-                changed = replace(plan, **change)
+            if plan.degrees and least >= best:
+                continue
+            changes = [{}, *(own for own, _ in offloads(problem, plan) if not plan.degrees)]
+            for change, degrees in product(changes, all_degrees(problem, plan)):
+                changed = replace(plan, **change, degrees=degrees)
                 for counts in all_stages(len(problem.model.blocks), changed):
                     own = replace(changed, stages=counts)
                     kept = estimate(problem.model, own, problem.cluster, problem.software, problem.batch)
@@ -72,12 +77,21 @@ def exhaustive(problem: Problem) -> float:
     return best
 
 
+def all_degrees(problem: Problem, plan: Plan) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Where units may have several: every one for every layer."""
+    if not plan.degrees:
+        yield ()
+        return
+    ways = product([(degree,) for degree in sorted({*plan.degrees[0], plan.tp})], repeat=len(problem.model.layers))
+    yield from (own for own in ways if any(units != (plan.tp,) for units in own))
+
+
 def may_fit(problem: Problem, own: Estimate) -> bool:
     """Whatever is computed again: with the least that every layer can keep, and nothing at work."""
-    plan, samples = own.plan, problem.samples(own.plan)
+    plan, samples, model = own.plan, problem.samples(own.plan), split_model(problem.model, own.plan)
     for place, (held, budget) in enumerate(zip(own.memory, own.budget, strict=True)):
         least = sum(held[name] for name in ("weights", "gradients", "optimizer"))
-        works = [problem.model.block(b) for b in place_blocks(plan, place)]
+        works = [model.block(b) for b in place_blocks(plan, place)]
         moved = moved_share(plan, sum(work.is_layer for work in works))
         for work in works:
             rungs = work.kept if work.is_layer else ("none",)
@@ -91,14 +105,15 @@ def may_fit(problem: Problem, own: Estimate) -> bool:
 
 def best_rungs(problem: Problem, plan: Plan) -> Estimate | None:
     """Places do not depend on each other: of each the fastest rungs that fit, of all there are."""
-    model, samples = problem.model, problem.samples(plan)
+    model, samples = split_model(problem.model, plan), problem.samples(plan)
     places = machines(problem.cluster, problem.software, plan, samples)
     chosen = ["none"] * len(model.blocks)
     for place, machine in enumerate(places):
         layers = [b for stage in plan.stages_of(place) for b in plan.stage_blocks(stage) if model.block(b).is_layer]
         moved, found = moved_share(plan, len(layers)), None
-        took = {rung: machine.seconds(model.block(layers[0]), rung, moved).total for rung in RUNGS} if layers else {}
-        for rungs in sorted(product(RUNGS, repeat=len(layers)), key=lambda rungs: sum(took[rung] for rung in rungs)):
+        took = {(b, rung): machine.seconds(model.block(b), rung, moved).total for b in layers for rung in RUNGS}
+        ways = product(RUNGS, repeat=len(layers))
+        for rungs in sorted(ways, key=lambda rungs: sum(took[own] for own in zip(layers, rungs, strict=True))):
             if fits(problem, plan, place, machine, dict(zip(layers, rungs, strict=True))):
                 found = rungs
                 break
@@ -107,12 +122,12 @@ def best_rungs(problem: Problem, plan: Plan) -> Estimate | None:
         for block, rung in zip(layers, found, strict=True):
             chosen[block] = rung
     recompute = tuple(chosen[block] for block in model.layers)
-    return estimate(model, replace(plan, recompute=recompute), problem.cluster, problem.software, problem.batch)
+    return estimate(problem.model, replace(plan, recompute=recompute), problem.cluster, problem.software, problem.batch)
 
 
 def fits(problem: Problem, plan: Plan, place: int, machine: Machine, rungs: dict[int, str]) -> bool:
     every = [rungs.get(block, "none") for block in range(len(problem.model.blocks))]
-    used = sum(memory(problem.model, plan, place, problem.samples(plan), every).values())
+    used = sum(memory(split_model(problem.model, plan), plan, place, problem.samples(plan), every).values())
     return used <= machine.budget * (1 + 1e-12)
 
 

@@ -46,7 +46,7 @@ def test_words_that_stand_for_a_plan() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("auto,tp=2,degrees=1", "degrees is not in what planning estimates"),
+        ("auto,tp=2,degrees=1*2+2*2", "degrees of each layer is what the search decides"),
         ("auto,stages=2-2", "stages is what the search decides"),
         ("auto,tpp=2", "tpp"),
         ("autos", "'autos' is not name=value"),
@@ -192,6 +192,19 @@ def test_every_rank_takes_what_rank_0_chose() -> None:
     store.get = store.__getitem__  # type: ignore[method-assign]
     assert choose(subject(), context(store, rank=1)) == first != Choice(subject().simple, "")
     assert first.plan.world == 2 and first.record["runners_up"]
+
+
+def test_no_plan_is_chosen_that_cannot_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose halves or groups of ranks would not all get samples."""
+
+    def searched(*arguments: Any, **named: Any) -> Any:
+        found = search(*arguments, **named)
+        two = replace(found.plans[0], plan=Plan(tp=2, degrees=((1,),), stages=(6,)))
+        return replace(found, plans=(two, *found.plans))
+
+    monkeypatch.setattr("phalanx.prepare.auto.search", searched)
+    assert choose(subject(eval_samples=6), context(Store())).plan.degrees
+    assert not choose(subject(eval_samples=7), context(Store())).plan.degrees
 
 
 def test_what_cannot_be_judged_gets_the_simple_plan_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
