@@ -133,8 +133,8 @@ class _Known:
         others = joined(seen.others)
         elements = sum(self._facts(Plan()).elements)
         self._profile = RankProfile(
-            statistics.median(seen.update) / elements, issue=others.issue, transfers=others.transfers,
-            beside=others.beside,
+            statistics.median(seen.update) / elements, issue=others.issue, start=others.start,
+            meeting=others.meeting, transfers=others.transfers, beside=others.beside,
         )  # fmt: skip
         per_micro_batch, per_step = overheads([self._reference(mb) for mb in REFERENCES])
         self._profile = replace(self._profile, input=per_micro_batch, step=per_step)
@@ -177,7 +177,9 @@ def joined(seen: Sequence[Beside]) -> Beside:
 
     beside = {key: tuple(map(statistics.median, zip(*(own.beside[key] for own in seen), strict=True)))
               for key in seen[0].beside}  # fmt: skip
-    return Beside({key: points(key) for key in seen[0].transfers}, beside, statistics.median(o.issue for o in seen))
+    meeting = {size: statistics.median(own.meeting[size] for own in seen) for size in seen[0].meeting}
+    issue, start = (statistics.median(getattr(own, name) for own in seen) for name in ("issue", "start"))
+    return Beside({key: points(key) for key in seen[0].transfers}, beside, issue, start, meeting)
 
 
 def _shown(seen: Sequence[Seen]) -> dict[str, Any]:
@@ -186,6 +188,7 @@ def _shown(seen: Sequence[Seen]) -> dict[str, Any]:
     return {
         "transfers": {f"{kind} of {ranks}": points for (kind, ranks), points in others.transfers.items()},
         "beside": {f"{a} beside {b}": speeds for (a, b), speeds in others.beside.items()}, "issue": others.issue,
+        "start": others.start, "meeting": others.meeting,
         "update": statistics.median(seen[0].update),
         "references": {mb: statistics.median(found) for mb, found in seen[0].references.items()},
     }  # fmt: skip

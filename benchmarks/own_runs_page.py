@@ -15,10 +15,11 @@ INTRO = """# Our own runs: predicted beside measured
 
 Steps of many plans on four ranks, each predicted by simulating its program with what was measured apart from it: the
 seconds of the model's segments by tensor-parallel degree and size of micro-batch, of transfers by size, how fast ranks
-compute and communicate beside each other and while they wait for messages, and, from steps of one rank that does
-everything, what micro-batches and steps take besides. Nothing of a plan's own steps enters its prediction. Profile and
-plans run in turn, pass by pass, in one job; `measured` is the median over passes of what a training loop sees of a
-step, `spread` half of the middle half. Errors are relative to what was measured: minus is a prediction too low.
+compute and communicate beside each other and while they wait for messages, what ranks lose that come to a sum from a
+computation, and, from steps of one rank that does everything, what micro-batches and steps take besides. Nothing of a
+plan's own steps enters its prediction. Profile and plans run in turn, pass by pass, in one job; `measured` is the
+median over passes of what a training loop sees of a step, `spread` half of the middle half. Errors are relative to what
+was measured: minus is a prediction too low.
 """
 
 
@@ -53,4 +54,8 @@ def _options(setting: dict[str, Any]) -> str:
 def _beside(profile: dict[str, Any]) -> str:
     speeds = profile["beside"].items()
     shown = "; ".join(f"{name} {', '.join(f'{speed:.0%}' for speed in own)}" for name, own in speeds)
-    return f"Speeds beside one other, two, …, as shares of those alone: {shown}."
+    text = f"Speeds beside one other, two, …, as shares of those alone: {shown}."
+    if "meeting" not in profile:
+        return text
+    lost = ", ".join(f"{seconds * 1e3:.1f} ms of {ranks} ranks" for ranks, seconds in profile["meeting"].items())
+    return f"{text} A sum takes {profile['start'] * 1e3:.1f} ms of a rank's own time to start; lost at one: {lost}."

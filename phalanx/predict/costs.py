@@ -118,8 +118,10 @@ class Costs:
     links: single links, by the two ranks of a message or the ranks of a group; all others are the default ones.
     transfers: of collectives by their names and numbers of ranks, of messages as ("send", 2), what sizes took where
         that was measured; before the default links, behind single ones.
-    issue_seconds: what starting to send or receive a message takes of the rank's own time; input_seconds, what getting
-        a micro-batch ready does, and step_seconds what a step takes besides its program.
+    issue_seconds: what starting to send or receive a message takes of the rank's own time, start_seconds, what starting
+        a redistribution does; input_seconds, what getting a micro-batch ready does, and step_seconds what a step takes
+        besides its program. meeting_seconds: by their number, what ranks lose at a redistribution that all of them wait
+        for, to which they do not come at the same time.
     dims: of a micro-batch, for the expressions in the ops of a block. element_bytes: of what redistributions send.
     slice_cost: the part of a block's seconds that a slice of a micro-batch takes, by what was measured or derived; the
         parts may add up to more than 1. None: by the arithmetic of the block's ops, or where
@@ -140,8 +142,10 @@ class Costs:
     links: Mapping[Ranks, Link] = field(default_factory=dict[Ranks, Link])
     transfers: Mapping[tuple[str, int], Curve] = field(default_factory=dict[tuple[str, int], Curve])
     issue_seconds: float = 0.0
+    start_seconds: float = 0.0
     input_seconds: float = 0.0
     step_seconds: float = 0.0
+    meeting_seconds: Mapping[int, float] = field(default_factory=dict[int, float])
     dims: Mapping[str, int] = field(default_factory=dict[str, int])
     element_bytes: int = 4
     slice_cost: SliceCost | None = None

@@ -31,13 +31,15 @@ class SegmentSeconds:
 @dataclass(frozen=True)
 class RankProfile:
     """What ranks were seen to do. update: seconds of an element in the optimizer, with its norm. input, step: of a
-    micro-batch and of a step besides their computations. issue: of starting a message. transfers, links: as of `Costs`.
-    beside: as of `Contention`."""
+    micro-batch and of a step besides their computations. issue, start: of starting a message, and a sum over ranks.
+    meeting, transfers, links: as of `Costs`. beside: as of `Contention`."""
 
     update: float = 0.0
     input: float = 0.0
     step: float = 0.0
     issue: float = 0.0
+    start: float = 0.0
+    meeting: Mapping[int, float] = field(default_factory=dict[int, float])
     transfers: Mapping[tuple[str, int], Curve] = field(default_factory=dict[tuple[str, int], Curve])
     links: Mapping[Ranks, Link] = field(default_factory=dict[Ranks, Link])
     beside: Mapping[tuple[Work, Work], Speeds] = field(default_factory=dict[tuple[Work, Work], Speeds])
@@ -61,7 +63,8 @@ def profiled(
         segments=by_instruction(segments, speed),
         buckets=tuple(replace(own, step_seconds=speed * known.update * count) for own, count in buckets),
         transfers=known.transfers, links=known.links, issue_seconds=speed * known.issue,
-        input_seconds=speed * known.input, step_seconds=speed * known.step,
+        start_seconds=speed * known.start,
+        input_seconds=speed * known.input, step_seconds=speed * known.step, meeting_seconds=known.meeting,
         contention=Contention(tuple(devices), tuple(nodes), known.beside),
     )  # fmt: skip
 

@@ -130,6 +130,7 @@ class _Issuer:
         self.peers = [setting.mesh.at_stage(rank, p) for p in range(setting.compiled.plan.pp)]
         self.computed: list[int] = []  # the last computation
         self.brings: dict[int, int] = {}  # value → task
+        self.meetings: dict[int, float] = {}  # redistributions since the last computation → seconds lost at them
         self.turns: dict[str, int] = {}
         self.computing = setting.costs.contention.uses(rank, Work.COMPUTE)
 
@@ -145,6 +146,7 @@ class _Issuer:
         if self.measured is not None:
             self._issue_measured(position, row, waits, self.measured)
         elif it.op in COMPUTE:
+            self._meet(waits)
             self._local(position, waits, self._seconds(it))
         elif it.op in SENDS or it.op in RECEIVES:
             self._wait(waits)
@@ -156,7 +158,8 @@ class _Issuer:
             self._wait(waits)
             self._copy(position, row, self._host_step_seconds(it))
         elif it.op in COLLECTIVES and len(self.setting.group(self.rank, it)) > 1:
-            self._wait(waits, self._other_seconds(it))
+            starts = self.setting.costs.start_seconds if it.op in REDISTRIBUTIONS else 0.0
+            self._wait(waits, self._other_seconds(it) + starts)
             self._collective(position, row)
         else:
             self._local(position, waits, self._other_seconds(it))
@@ -177,6 +180,13 @@ class _Issuer:
             self._collective(position, row, moving)
         else:
             self._local(position, waits, seconds)
+
+    def _meet(self, waits: list[int]) -> None:
+        """Where a rank waits at once for a redistribution, as do the others, which are not there at the same time."""
+        lost = {place: seconds for place, seconds in self.meetings.items() if place in waits and seconds}
+        if lost:
+            self.computed = [self.tasks.add(Task(timeline.COMPUTE, [], [*self.computed, *lost], sum(lost.values())))]
+        self.meetings.clear()
 
     def _local(self, position: int, needs: list[int], seconds: float) -> None:
         task = Task(timeline.COMPUTE, [(self.rank, position)], [*self.computed, *needs], seconds, self.computing)
@@ -267,6 +277,8 @@ class _Issuer:
                 self._redistribution_seconds(it, ranks) if it.op in REDISTRIBUTIONS else self._reduce_seconds(it, ranks)
             )
         task.seconds = seconds
+        if it.op in REDISTRIBUTIONS:
+            self.meetings[place] = self.setting.costs.meeting_seconds.get(len(ranks), 0.0)
         self.brings.update(dict.fromkeys((*row.writes, *row.adds), place))
         if it.op is Op.NORM:
             self._wait([place])

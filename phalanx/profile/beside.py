@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from phalanx.predict.costs import Curve
 
 Run = Callable[[], Any]
 _WARM_UP, _ROUNDS, _SECONDS, _MOST = 2, 3, 0.04, 200
+_MEETINGS = 16  # sums in a round after computations
 _BENEATH = 6  # transfers in a round beneath computation
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -45,8 +46,9 @@ class Together:
         first = self.rank - self.rank % size
         return self.links.group(tuple(range(first, first + size)), "profile")
 
-    def seconds(self, run: Run, busy: bool = True) -> float:
-        """Of one run, of the slowest rank of those that are busy; the median of a few rounds."""
+    def seconds(self, run: Run, busy: bool = True, times: int | None = None) -> float:
+        """Of one run, of the slowest rank of those that are busy; the median of a few rounds. times: runs of a round;
+        None: as many as take a while."""
 
         def timed(times: int) -> float:
             self.most(0.0)
@@ -58,8 +60,8 @@ class Together:
             return self.most((time.perf_counter() - begin) / times if busy else 0.0)
 
         timed(_WARM_UP)
-        times = max(1, min(_MOST, int(_SECONDS / max(timed(1), 1e-7))))
-        return statistics.median(timed(times) for _ in range(_ROUNDS))
+        count = times or max(1, min(_MOST, int(_SECONDS / max(timed(1), 1e-7))))
+        return statistics.median(timed(count) for _ in range(_ROUNDS))
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -139,6 +141,35 @@ def _to_and_fro(ranks: Together, size: int, peer: int) -> Callable[..., None]:
     return exchange
 
 
+class Meeting(NamedTuple):
+    """What a sum over ranks takes after a computation of each. start: of a rank's own time, until it is on its way;
+    lost: beyond that, the computation and a sum of ranks that have nothing else to do."""
+
+    start: float
+    lost: float
+
+
+def meeting(ranks: Together, run: Run, size: int, group_size: int) -> Meeting:
+    """Where ranks are more than cores, each comes to the sum when it had one. size: bytes."""
+    group, started = ranks.group(group_size), list[float]()
+
+    def summed() -> None:
+        begin = time.perf_counter()
+        pending = _start(group, "all_reduce", size, ranks.device)
+        started.append(time.perf_counter() - begin)
+        pending.wait("a sum")
+
+    def both() -> None:
+        run()
+        summed()
+
+    computed, only = ranks.seconds(run, times=_MEETINGS), ranks.seconds(summed, times=_MEETINGS)
+    started.clear()
+    together = ranks.seconds(both, times=_MEETINGS)
+    start = ranks.most(statistics.fmean(started))
+    return Meeting(start, max(0.0, together - computed - only - start))
+
+
 @dataclass(frozen=True)
 class Beneath:
     """transfer: speeds of a collective of all ranks beneath the computation of one rank, of two, …; compute: the speed
@@ -193,6 +224,8 @@ class Seen:
     transfers: dict[tuple[str, int], Curve]
     beside: dict[tuple[Work, Work], Speeds]
     issue: float
+    start: float
+    meeting: dict[int, float]
 
 
 def measure(ranks: Together, run: Run, small: Run, sizes: Sequence[int]) -> Seen:
@@ -215,8 +248,10 @@ def measure(ranks: Together, run: Run, small: Run, sizes: Sequence[int]) -> Seen
     }
     beside[Work.TRANSFER, Work.TRANSFER] = transferring(ranks, sizes[-1])
     beside[Work.COMPUTE, Work.LISTEN] = listening(ranks, run)
+    met = {size: meeting(ranks, run, sizes[len(sizes) // 2], size) for size in groups}
     _kept.clear()
-    return Seen(curves, beside, issuing(ranks, sizes[0]))
+    start = statistics.median(own.start for own in met.values())
+    return Seen(curves, beside, issuing(ranks, sizes[0]), start, {size: own.lost for size, own in met.items()})
 
 
 def transferring(ranks: Together, size: int) -> Speeds:

@@ -54,20 +54,25 @@ def test_plans_share_segments_where_they_compute_the_same() -> None:
 
 def test_passes_are_joined_by_their_medians() -> None:
     key = (Work.COMPUTE, Work.COMPUTE)
-    passes = [Seen({("send", 2): ((8.0, seconds),)}, {key: (seconds / 4,)}, seconds) for seconds in (1.0, 3.0, 2.0)]
-    assert joined(passes) == Seen({("send", 2): ((8.0, 2.0),)}, {key: (0.5,)}, 2.0)
+    passes = [
+        Seen({("send", 2): ((8.0, seconds),)}, {key: (seconds / 4,)}, seconds, 2 * seconds, {4: seconds})
+        for seconds in (1.0, 3.0, 2.0)
+    ]
+    assert joined(passes) == Seen({("send", 2): ((8.0, 2.0),)}, {key: (0.5,)}, 2.0, 4.0, {4: 2.0})
 
 
 def test_the_page_says_how_it_was_measured(tmp_path: Path) -> None:
     setting = {"ranks": "4 nodes, 1gbit", "device": "cpu", "dtype": "float32", "passes": 2,
                "size": {"layers": 2, "width": 64, "samples": 8, "tokens": 16},
-               "profile": {"beside": {"compute beside compute": [0.5]}}}  # fmt: skip
+               "profile": {"beside": {"compute beside compute": [0.5]}, "start": 1e-3,
+                           "meeting": {"4": 5e-3}}}  # fmt: skip
     machine = {"gpus": [], "processor": "x", "torch": "2", "date": "today", "cores": 2, "load": 0.0}
     data = {"machine": machine, "setting": setting, "results": RESULTS}
     (tmp_path / "own_runs_link.json").write_text(json.dumps(data))
     page = own_runs_page.page(tmp_path)
     assert "own_runs.py --link 1gbit --passes 2" in page and "| a | 1000.0 | 1250.0 | ±1.0% | -20.0% |" in page
     assert "compute beside compute 50%" in page and "3 plans: mean error" in page
+    assert "A sum takes 1.0 ms of a rank's own time to start; lost at one: 5.0 ms of 4 ranks." in page
 
 
 def ranks_listen(context: RankContext) -> tuple[Speeds, Speeds]:

@@ -63,6 +63,23 @@ def test_a_segment_takes_its_share_of_the_block_and_an_redistribution_its_bytes_
     assert span(events["F0.0/0:6"]) == (1.5, 2.0)  # its input is made of what the all-reduce brings
 
 
+def test_ranks_lose_time_where_all_wait_for_a_redistribution_and_none_where_something_is_computed_beneath() -> None:
+    plan = Plan.parse(f"tp=2,overlap=halves,stages={LAYERS}")
+    met = replace(linked(SHAPE, 800), meeting_seconds={2: 0.25})
+    waited, hidden = "F0.0/0:2 CF0.0/0:3 F0.0/0:4", "F0.0/0:2 CF0.0/0:3 F0.0/1:2 F0.0/0:4"
+    for text, lost in ((waited, 0.25), (hidden, 0.0)):
+        ends = [simulate(by_hand(plan, SHAPE, text), costs).makespan for costs in (linked(SHAPE, 800), met)]
+        assert ends[1] - ends[0] == lost
+
+
+def test_starting_a_redistribution_takes_of_a_ranks_own_time() -> None:
+    plan = Plan.parse(f"tp=2,overlap=halves,stages={LAYERS}")
+    started = replace(linked(SHAPE, 800), start_seconds=0.25)
+    timeline = simulate(by_hand(plan, SHAPE, "F0.0/0:2 CF0.0/0:3 F0.0/1:2 F0.0/0:4"), started)
+    first, other = (e for e in timeline.events if e.rank == 0 and str(e.instruction) in ("F0.0/0:2", "F0.0/1:2"))
+    assert other.start - first.end == 0.25
+
+
 def test_halves_take_half_the_time_and_one_travels_behind_the_other() -> None:
     halves = "F0.0a/0:0 F0.0a/0:2 CF0.0a/0:3 F0.0b/0:0 F0.0b/0:2 CF0.0b/0:3 F0.0a/0:4 F0.0a/0:6 F0.0b/0:4"
     events = events_of(SHAPE, halves, bytes_per_s=1600)
