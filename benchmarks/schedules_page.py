@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,10 @@ def _sentence(kind: str, results: list[dict[str, Any]]) -> str:
     inside = sum(abs(error) <= TARGET for error in errors.values())
     first = results[0]
     link = first["link"]["latency_s"] * 1e3, first["link"]["bytes_per_s"] / 1e9
+    size = f" + bytes / {link[1]:.2f} GB/s" if math.isfinite(link[1]) else " whatever its size"
     return (
         f"{kind}: {inside} of {len(errors)} schedules within 10 %; the farthest is {worst} ({errors[worst]:+.1%}). "
-        f"A message takes {link[0]:.2f} ms + bytes / {link[1]:.2f} GB/s and {first['issue_seconds'] * 1e3:.2f} ms to "
+        f"A message takes {link[0]:.2f} ms{size} and {first['issue_seconds'] * 1e3:.2f} ms to "
         f"start, the norm {first['norm_seconds'] * 1e3:.2f} ms. The machine has {first['cores']} cores; its load was "
         f"{first['load']:.1f}.\n"
     )
