@@ -66,15 +66,15 @@ def main() -> None:
     if options.device == "cuda" and not options.again:
         _require_gpu()
     results: list[dict[str, Any]] = []
-    for result in _again(options.again) if options.again else _measured(options):
-        results.append(result)
-        print(row(result), file=sys.stderr, flush=True)
-    print(report.table(HEADERS, [row(r) for r in results]))
-    print(summary(results))
     setting = {name: value for name, value in vars(options).items() if name not in ("out", "plot", "again")}
     if options.again:
         setting["measured_on"] = json.loads(Path(options.again[0]).read_text())["machine"]
-    report.publish(options, "memory", setting, results, [_panel(results)])
+    for result in _again(options.again) if options.again else _measured(options):
+        results.append(result)
+        print(row(result), file=sys.stderr, flush=True)
+        report.publish(options, "memory", setting, results, [_panel(results)])
+    print(report.table(HEADERS, [row(r) for r in results]))
+    print(summary(results))
 
 
 def _options() -> argparse.Namespace:
@@ -88,6 +88,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, help="samples (default: as the table has it, else 4)")
     parser.add_argument("--tokens", type=int, help="of a sample (default: as the table has it, else 4096)")
+    parser.add_argument("--fields", nargs="*", default=(), metavar="NAME=N", help="of the configuration, to be changed")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--again", nargs="+", metavar="FILE", help="results of earlier runs, to be predicted anew")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny models, predictions alone")
@@ -106,9 +107,11 @@ def _require_gpu() -> None:
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     """Those of one precision and model beside each other: they share what is compiled."""
     known = {own.model: own for own in SETTINGS}
+    given = tuple((name, int(value)) for name, value in (text.split("=") for text in options.fields))
     for model in options.models:
         own = known.get(model, Setting(model, 4, 4096))
-        setting = replace(own, batch=options.batch or own.batch, tokens=options.tokens or own.tokens)
+        samples, tokens = options.batch or own.batch, options.tokens or own.tokens
+        setting = replace(own, batch=samples, tokens=tokens, fields=own.fields + given)
         for precision in options.precisions or PRECISIONS:
             whole = options.precisions is not None or precision == PRECISIONS[0]
             yield from (Case(setting, plan, precision) for plan in (options.plans if whole else options.plans[:1]))

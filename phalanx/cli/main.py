@@ -31,7 +31,7 @@ from phalanx.cli import (
     verify,
 )  # fmt: skip
 from phalanx.errors import PhalanxError
-from phalanx.launch.quiet import quiet_torch
+from phalanx.launch.torch_defaults import set_torch_defaults
 from phalanx.spellings import said_here
 
 VERBS = (train, change, history, launch, verify, inspect, plan, profile, calibrate, program, lab, bench, env)
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(line: list[str]) -> int:
-    quiet_torch()
+    set_torch_defaults()
     try:
         code = app(args=line, prog_name="phalanx", standalone_mode=False)
     except PhalanxError as error:

@@ -20,8 +20,8 @@ from typing import Any
 
 from phalanx.errors import RankError
 from phalanx.launch import early
-from phalanx.launch.quiet import QUIET
 from phalanx.launch.server import Begin, End, Ended, Fork, Forked, Hosted
+from phalanx.launch.torch_defaults import torch_defaults
 from phalanx.launch.wire import Wire
 
 _START_SECONDS = 120.0
@@ -224,7 +224,7 @@ def _started_server() -> tuple[Popen[bytes], Wire]:
     # A session of its own keeps the terminal's Ctrl-C away from the ranks: who started them decides.
     started = Popen(
         [sys.executable, "-c", code], stdin=DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-        env={**QUIET, **os.environ, "PYTHONPATH": path},
+        env={**os.environ, **torch_defaults(os.environ), "PYTHONPATH": path},
     )  # fmt: skip
     theirs.close()
     return started, Wire(ours)

@@ -35,6 +35,9 @@ class Captured:
             if isinstance(dim, str)
         }
 
+    def buffers_on(self, device: torch.device) -> dict[str, Tensor]:
+        return {name: buffer.to(device) for name, buffer in self.buffers.items()}
+
 
 def attention_sites(blocks: Blocks) -> tuple[str, ...]:
     """Module paths whose attention probabilities are dropped out."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -76,6 +76,14 @@ class Optimizer:
             _divide(gradients, factor)
             self._update(gradients)
         self.refresh()
+
+    def make_state(self, names: Collection[str]) -> None:
+        """What is kept of these weights, before anything else that a step needs lies in between: by an update that is
+        skipped. An optimizer that cannot skip one makes its state in its first."""
+        own = {name: weight.exact.detach() for name, weight in self.weights.items() if name in names}
+        if own and self._skips_on_device:
+            device = next(iter(own.values())).device
+            self._update_on_device(own, None, finite=torch.tensor(False, device=device))
 
     def forget(self) -> None:
         """Lets go of all tensors, whoever still knows this optimizer."""

@@ -68,6 +68,11 @@ class State:
             )  # fmt: skip
         self.loss_scale = LossScale(device) if config.dtype == "float16" else None
 
+    def begin(self) -> None:
+        """Before the first step: what the optimizer keeps on the device from then on."""
+        used = {each.facts.name for each in self.layout.updated(self._rank)}
+        self.optimizer.make_state(used)
+
     def connect(self, join: Callable[[tuple[int, ...]], Group]) -> None:
         """Where an optimizer needs tensors whole, its ranks exchange them."""
         inner = self.optimizer.inner

@@ -42,6 +42,7 @@ from phalanx.profile.store import rows_here
 _KEY = "plan"
 _TOO_HIGH = 1.3  # by about how much an estimate of memory may be, at most
 _TRIES = 4
+_FILLED = 0.985
 ALIKE = 1.01
 
 
@@ -179,7 +180,7 @@ def _whole(subject: Subject, device: torch.device) -> Compiled:
     whole = Plan(stages=(len(subject.captured.blocks.blocks),))
     return Compiled(
         subject.captured, subject.config, whole, rank=0, device=device, trainable=subject.trainable,
-        buffers=subject.captured.buffers, optimizer_class=subject.optimizer_class,
+        buffers=subject.captured.buffers_on(device), optimizer_class=subject.optimizer_class,
     )  # fmt: skip
 
 
@@ -265,15 +266,21 @@ def choose_alone(
     """For one rank, whose simple plan needs `fit`; None where nothing fits, as is then said of that plan. look: what
     another plan needs. budget: what there is, where that is known."""
     simple, there = subject.simple, "" if budget is None else f" of {bytes_text(budget.bytes)}"
-    if budget is None or fit.bytes <= subject.tried.share * budget.bytes:
+    usable = 0.0 if budget is None else subject.tried.share * _filled(fit.device) * budget.bytes
+    if budget is None or fit.bytes <= usable:
         needs = f"all that the backward needs fits ({bytes_text(fit.bytes)}{there})"
         return Choice(simple, f"{simple.shown}: one device, and {needs}")
-    found, tried = lightened(subject, context, fit, look, int(subject.tried.share * budget.bytes)), subject.tried
+    found, tried = lightened(subject, context, fit, look, int(usable)), subject.tried
     if not tried.plans:
         return found
     if found is None:
         raise tried.nothing_else()
     return replace(found, reason=found.reason + tried.words, record=found.record | tried.record)
+
+
+def _filled(device: torch.device) -> float:
+    """Of the memory there is, what tensors may fill: between those on a GPU there are gaps."""
+    return _FILLED if device.type == "cuda" else 1.0
 
 
 def lightened(

@@ -100,7 +100,13 @@ class MemoryGuard:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise self.fit.error(error, what) from error
+            raise self._ran_out(error, what) from error
+
+    def _ran_out(self, error: RuntimeError, what: str) -> DoesNotFit:
+        if "fit" in vars(self):
+            return self.fit.error(error, what)
+        message = f"nothing fits in the memory of {self._device}: {str(error).splitlines()[0]}"
+        return DoesNotFit(message, "give it more memory (--memory), or end what else uses the device")
 
 
 Replan = Callable[["Fit", Callable[[Plan], "Fit"], Budget | None], Plan | None]

@@ -154,7 +154,7 @@ def measure_on_rank(
     config = RunConfig.create(dtype=dtype, batch_size=size.samples)
     compiled = Compiled(
         captured, config, plan, rank=0, device=device, trainable=captured.trainable,
-        buffers={name: value.to(device) for name, value in captured.buffers.items()},
+        buffers=captured.buffers_on(device),
     )  # fmt: skip
     segments = Segments(compiled, samples_of(spec, size.samples, tokens))
     with ExitStack() as stack:

@@ -57,7 +57,7 @@ class SliceRun:
         self._blocks = [captured.blocks.blocks[number] for number in blocks]
         names = {name for block in self._blocks for name in block.names("parameter")}
         weights = {name: _weight(captured.shapes[name], dtype, device) for name in sorted(names)}
-        buffers = {name: value.to(device) for name, value in captured.buffers.items()}
+        buffers = captured.buffers_on(device)
         compute = Compute(
             captured.blocks, buffers, trainable=captured.trainable, device=device,
             compiler=Compiler(resolve_mode(compile, device)), products=True,

@@ -165,6 +165,7 @@ class Session:
         connected = ProcessGroups(compiled.formation, own, owns_links=links is None)
         state = opening.state(compiled, read)
         state.connect(lambda ranks: own.group(ranks, "matrices"))
+        state.begin()
         return cls(compiled, connected, state, opening.watches, opening)
 
     def under(self, plan: Plan) -> Session:

@@ -15,6 +15,7 @@ import phalanx
 from phalanx.cli.main import VERBS, app, main
 from phalanx.config import RunConfig
 from phalanx.errors import ConfigError, DataError, PhalanxError
+from phalanx.launch.torch_defaults import torch_defaults
 from phalanx.plan import fields
 from phalanx.spellings import SAID_HERE, said_here
 
@@ -69,6 +70,18 @@ def test_every_command_keeps_torch_quiet_unless_it_is_asked_to_speak(
 
     monkeypatch.setattr("phalanx.cli.env.gather", look)
     assert main(["env"]) == 2 and seen == [heard]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, None),
+    ],
+)
+def test_torch_allocates_segments_that_grow_unless_the_user_says_how(given: dict[str, str], expected: str | None):
+    assert torch_defaults(given).get("PYTORCH_ALLOC_CONF") == expected
 
 
 def test_ranks_of_a_launched_script_are_quiet_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

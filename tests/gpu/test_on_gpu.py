@@ -5,12 +5,14 @@ Skipped where there is none. The compiler, the attention kernels and NCCL behave
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig
 
 from phalanx.lab import gpu, owned
 from phalanx.launch.worker_pool import WorkerPool
@@ -20,7 +22,7 @@ from phalanx.verification.case import Case
 from phalanx.verification.plain_side import PlainProcess
 from phalanx.verification.verify import verify_case
 from tests.parity.architectures import ARCHITECTURES
-from tests.run_helpers import losses, short_run
+from tests.run_helpers import losses, records, short_run
 
 DEVICE = "cuda"
 GPT2, LLAMA = "gpt2-xl", "meta-llama/Llama-3.2-1B"
@@ -124,3 +126,27 @@ def test_half_precision_with_an_odd_vocabulary_trains_like_float32(dtype: str, t
         runs[precision] = losses(tmp_path / precision)
     assert sorted(runs[dtype]) == [1, 2, 3]
     assert runs[dtype] == pytest.approx(runs["float32"], rel=0.01)
+
+
+def test_without_a_plan_and_with_little_memory_one_is_searched_that_fits(tmp_path: Path) -> None:
+    """A graph is judged where it will run, and the first step holds as much as any other."""
+    config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=2048, num_hidden_layers=8,
+                         num_attention_heads=8, max_position_embeddings=1024)  # fmt: skip
+    options = {"dtype": "bfloat16", "device": DEVICE, "export": False, "compile": "off", "seq_len": 1024,
+               "batch_size": 32, "tiny": False}  # fmt: skip
+    short_run(config, "synthetic:32", tmp_path / "a", **options)
+    needed = records(tmp_path / "a", "memory")[0]["predicted_bytes"]
+    allowed = int(0.8 * needed)
+    short_run(config, "synthetic:32", tmp_path / "b", memory=str(allowed), **options)
+    plan, memory = records(tmp_path / "b", "plan")[-1], records(tmp_path / "b", "memory")[-1]
+    assert memory["predicted_bytes"] <= allowed and "a step predicted on" in plan["reason"]
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-3)
+
+
+def test_ranks_that_share_the_gpu_choose_a_plan_by_themselves(tmp_path: Path) -> None:
+    train = ["train", "--model", LLAMA, "--tiny", "--data", "synthetic:8", "--steps", "3", "--compile", "off"]
+    options = ["--dtype", "bfloat16", "--no-export", "--progress", "off", "--out", str(tmp_path / "a")]
+    phalanx = [sys.executable, "-m", "phalanx"]
+    subprocess.run([*phalanx, "lab", "ranks=2,gpu_share=50%", "--", *phalanx, *train, *options], check=True)
+    (plan,) = records(tmp_path / "a", "plan")
+    assert "unsearched" not in plan and "a step predicted on" in plan["reason"]

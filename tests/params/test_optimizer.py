@@ -129,6 +129,28 @@ def test_a_step_that_is_not_finite_changes_nothing(options: Any, value: float, w
     assert all(torch.equal(skipping[name], without[name]) for name in without)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_state_that_is_made_beforehand_is_that_of_a_weight_without_steps(dtype: torch.dtype):
+    ready, plain = weights(dtype), weights(dtype)
+    first, second = made(ready, lr=0.1), made(plain, lr=0.1)
+    first.make_state({"matrix", "bias"})
+    found = {(slot, name): tensor for slot, name, tensor in first.tensors()}
+    assert found.keys() == {(s, n) for s in ("step", "exp_avg", "exp_avg_sq") for n in ("matrix", "bias")}
+    assert not any(tensor.any() for tensor in found.values())
+    assert all(torch.equal(ready[name], value) for name, value in weights(dtype).items())
+    for step in range(2):
+        update(first, gradients(step, dtype), 0.1)
+        update(second, gradients(step, dtype), 0.1)
+    assert all(torch.equal(ready[name], plain[name]) for name in plain)
+    assert all(torch.equal(tensor, found[slot, name]) for slot, name, tensor in first.tensors())  # in the same place
+
+
+def test_an_optimizer_that_cannot_skip_an_update_makes_its_state_in_the_first():
+    optimizer = made(weights(), optimizer="sgd", optimizer_options={"momentum": 0.9})
+    optimizer.make_state({"matrix"})
+    assert not list(optimizer.tensors())
+
+
 def test_finite_gradients_are_not_used_where_another_rank_has_others():
     values = weights()
     made(values).step(gradients(0), 0.1, torch.tensor(float("inf")), torch.tensor(False))

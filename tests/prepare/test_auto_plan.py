@@ -19,12 +19,12 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 from phalanx.planning.search import search
-from phalanx.prepare.auto import Choice, Subject, choose
+from phalanx.prepare.auto import Choice, Subject, _whole, choose
 from phalanx.prepare.did_not_fit import DoesNotFit
 from phalanx.prepare.here import RankDevice, cluster_of, known_device
 from phalanx.training.job import Job
 from phalanx.training.trials import STEPS, with_fastest
-from tests.captured import named
+from tests.captured import LLAMA, named
 from tests.greedy import Greedy
 from tests.run_helpers import NoDecay, losses, records, short_run
 
@@ -192,6 +192,14 @@ def test_every_rank_takes_what_rank_0_chose() -> None:
     store.get = store.__getitem__  # type: ignore[method-assign]
     assert choose(subject(), context(store, rank=1)) == first != Choice(subject().simple, "")
     assert first.plan.world == 2 and first.record["runners_up"]
+
+
+def test_a_graph_is_judged_with_its_buffers_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary frequencies that stay on the host cannot be multiplied by positions on a GPU."""
+    monkeypatch.setattr("phalanx.prepare.auto.Compiled", lambda *given, **named: SimpleNamespace(**named))
+    rotary = named(LLAMA).captured
+    found = _whole(subject(captured=rotary), torch.device("meta"))
+    assert rotary.buffers and {buffer.device.type for buffer in found.buffers.values()} == {"meta"}
 
 
 def test_no_plan_is_chosen_that_cannot_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:

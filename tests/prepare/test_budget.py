@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from phalanx.config import RunConfig
+from phalanx.engine import compiled
 from phalanx.engine.engine import Engine
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.observe.runlog import read_log
@@ -155,6 +156,18 @@ def test_memory_that_runs_out_in_a_step_is_told_with_what_was_predicted(
     with pytest.raises(PhalanxError, match=f"{message}.* were predicted") as caught:
         short_run(MODEL, DATA, tmp_path, plan="mb=2,schedule=gpipe")
     assert "would fit: " in caught.value.hint and "dtype" not in caught.value.hint
+
+
+def test_memory_that_runs_out_before_a_plan_was_looked_at_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def optimizer_slots(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(compiled, "optimizer_slots", optimizer_slots)
+    with pytest.raises(PhalanxError, match="nothing fits in the memory of cpu: CUDA out of memory") as caught:
+        short_run(MODEL, DATA, tmp_path)
+    assert "--memory" in caught.value.hint
 
 
 def test_a_model_that_does_not_fit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
