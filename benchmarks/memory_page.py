@@ -35,7 +35,25 @@ def page(folder: Path = RESULTS) -> str:
         f"{machine['transformers']}), {machine['date']}. Data: [memory.json](memory.json). {INTRO}"
         f"{AGAIN if 'measured_on' in data['setting'] else ''}", "", f"**{memory.summary(results)}.**", "",
         report.markdown(memory.HEADERS, [memory.row(result) for result in results]), "", BELOW + _gain(results), "",
+        *(line for file in sorted(folder.glob("memory_*.json")) for line in _long(file)),
     ])  # fmt: skip
+
+
+def _long(file: Path) -> list[str]:
+    """What rungs cost for one long sample."""
+    data = json.loads(file.read_text())
+    machine, own, results = data["machine"], data["setting"], data["results"]
+    block = next(statistics.median(r["seconds"]) for r in results if r["plan"].endswith("recompute=block"))
+    rows = [[*memory.row(r)[3:-1], f"{block / statistics.median(r['seconds']):.2f}×"] for r in results]
+    plans = " ".join(own["plans"])
+    return [
+        f"## {own['models'][0]}, one sample of {own['tokens']:,} tokens", "",
+        f"`python benchmarks/memory.py --models {own['models'][0]} --batch {own['batch']} --tokens {own['tokens']} "
+        f"--fields {' '.join(own['fields'])} --precisions {own['precisions'][0]} --plans {plans}` on one "
+        f"{machine['gpus'][0]}, {machine['date']}. Data: [{file.name}]({file.name}).", "",
+        report.markdown([*memory.HEADERS[3:-1], "as fast as whole blocks"], rows), "",
+        *(line for note in data.get("notes", ()) for line in (note, "")),
+    ]  # fmt: skip
 
 
 def _gain(results: list[dict[str, Any]]) -> str:

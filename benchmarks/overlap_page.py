@@ -109,7 +109,8 @@ def _section(data: Mapping[str, Any], file: str) -> str:
     lines += [report.busy(machine), ""]
     lines += [_model(result, setting["kind"]["dtype"]) for result in data["results"]]
     lines += ["", report.markdown(HEADERS, rows(data["results"])), ""]
-    return "\n".join([*lines, *(f"{sentence(result)}\n" for result in data["results"])])
+    lines += [f"{sentence(result)}\n" for result in data["results"]]
+    return "\n".join([*lines, *(f"{note}\n" for note in data.get("notes", ()))])
 
 
 def _model(result: Mapping[str, Any], dtype: str) -> str:
