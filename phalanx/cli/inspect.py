@@ -15,12 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.cli import inspect_slices, inspect_tensor
-from phalanx.cli.models import DTYPES, PIPED_WIDTH, TOKENS, choose_dims, describer, find_facts, run_name
+from phalanx.cli.models import (
+    DTYPES,
+    PIPED_WIDTH,
+    TOKENS,
+    MasterWeights,
+    choose_dims,
+    describer,
+    find_facts,
+    run_name,
+)
 from phalanx.errors import ConfigError, nearest
 from phalanx.expressions import evaluate
-from phalanx.model.facts.facts import DTYPE_BYTES, BlockFacts, Dims, ModelFacts, load, runs
+from phalanx.model.facts.facts import BlockFacts, Dims, ModelFacts, load, runs
 from phalanx.model.zoo import zoo_table
 from phalanx.observe.format import bytes_text, number_text
+from phalanx.predict.from_facts import Widths
 from phalanx.written import plan_text
 
 if TYPE_CHECKING:
@@ -50,6 +60,7 @@ def inspect(
     ] = None,
     task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="precision of training")] = DTYPES[0],
+    master_weights: MasterWeights = True,
     tiny: Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")] = False,
     live: Annotated[bool, typer.Option("--live", help="capture a zoo model too, instead of reading its facts")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -90,9 +101,11 @@ def inspect(
     measured = inspect_slices.find_slices(facts, model, task, tiny, dims, stages, device) if slices else None
     split = inspect_tensor.find_report(facts, model, task, tiny, split_plan, dims) if split_plan.tp > 1 else None
     describe = describer(facts, model, task, tiny)
-    held = _Memory(facts, plan, dims, memory, describe, largest_batch) if plan is not None else None
+    held = _Memory(facts, plan, dims, memory, describe, largest_batch, master_weights) if plan is not None else None
     if as_json:
-        data = as_data(facts, dims) | ({"tensor": inspect_tensor.as_data(split, split_plan)} if split else {})
+        data = as_data(facts, dims, master_weights) | (
+            {"tensor": inspect_tensor.as_data(split, split_plan)} if split else {}
+        )
         data |= {"slices": inspect_slices.as_data(measured)} if measured else {}
         data |= {"memory": held.as_data()} if held else {}
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
@@ -101,7 +114,7 @@ def inspect(
     elif split:
         inspect_tensor.print_report(facts, dims, split_plan, split)
     else:
-        _print(facts, dims)
+        _print(facts, dims, master_weights)
     if held and not as_json:
         held.print()
 
@@ -111,10 +124,10 @@ class _Memory:
 
     def __init__(
         self, facts: ModelFacts, plan: str, dims: dict[str, int], budget: str | None,
-        describe: Callable[[Plan], SplitFacts], finds_batch: bool = False,
+        describe: Callable[[Plan], SplitFacts], finds_batch: bool = False, master_weights: bool = True,
     ) -> None:  # fmt: skip
         self._facts, self._dims, self._budget, self._describe = facts, dims, budget, describe
-        self._finds_batch = finds_batch
+        self._finds_batch, self._master_weights = finds_batch, master_weights
         self._prediction = self._predict(plan_text(plan))
 
     def as_data(self) -> dict[str, Any]:
@@ -148,7 +161,9 @@ class _Memory:
         from phalanx.predict.predict import predict
 
         dims = {**self._dims, "batch": batch or self._dims["batch"]}
-        return predict(self._facts, plan, None, dims["batch"], dims, Device(), self._describe)
+        return predict(
+            self._facts, plan, None, dims["batch"], dims, Device(), self._describe, master_weights=self._master_weights
+        )
 
 
 def _list_zoo() -> None:
@@ -160,14 +175,9 @@ def _list_zoo() -> None:
             typer.echo(f"{facts.name.ljust(width)}  {number_text(facts.num_parameters):>7}  {facts.task}")
 
 
-def totals(facts: ModelFacts, dims: Dims) -> dict[str, int]:
-    """What the whole model takes: work per batch and per token, and memory without any sharding.
-
-    Gradients and AdamW's state are float32 unless training is more precise; bfloat16 weights have float32 masters.
-    """
-    width = DTYPE_BYTES[facts.dtype]
-    wide = max(4, width)
-    training = facts.flops(dims)
+def totals(facts: ModelFacts, dims: Dims, master_weights: bool = True) -> dict[str, int]:
+    """What the whole model takes: work per batch and per token, and memory without any sharding."""
+    kept, training = Widths.of(facts.dtype, master_weights), facts.flops(dims)
     return {
         "parameters": facts.num_parameters,
         "forward_flops": facts.flops(dims, training=False),
@@ -175,19 +185,19 @@ def totals(facts: ModelFacts, dims: Dims) -> dict[str, int]:
         "training_flops_per_token": training // (dims["batch"] * facts.tokens_per_sample(dims)),
         "saved_bytes": facts.saved_bytes(dims),
         "weight_bytes": facts.parameter_bytes,
-        "gradient_bytes": wide * facts.num_parameters,
-        "optimizer_bytes": (2 * wide + (wide if width < wide else 0)) * facts.num_parameters,
+        "gradient_bytes": kept.gradient * facts.num_parameters,
+        "optimizer_bytes": (kept.master + kept.moments) * facts.num_parameters,
     }
 
 
-def as_data(facts: ModelFacts, dims: Dims) -> dict[str, Any]:
+def as_data(facts: ModelFacts, dims: Dims, master_weights: bool = True) -> dict[str, Any]:
     """Everything that is shown, for programs."""
     return {
         "model": facts.name,
         "task": facts.task,
         "dtype": facts.dtype,
         "dims": dict(dims),
-        "totals": totals(facts, dims),
+        "totals": totals(facts, dims, master_weights),
         "blocks": [_block_data(block, dims) for block in facts.blocks],
         "tied": [{"name": t.name, "parameters": t.parameters, "blocks": list(t.blocks)} for t in facts.tied],
         "notes": list(facts.notes),
@@ -211,14 +221,14 @@ def _block_data(block: BlockFacts, dims: Dims) -> dict[str, Any]:
     }
 
 
-def _print(facts: ModelFacts, dims: Dims) -> None:
+def _print(facts: ModelFacts, dims: Dims, master_weights: bool) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     shape = ", ".join(f"{name} {size}" for name, size in dims.items())
     console.print(f"{facts.name}  [dim]{facts.task}, {facts.dtype}, {shape}[/dim]", highlight=False)
     console.print(_block_table(facts, dims))
-    console.print(_totals_table(facts, dims))
+    console.print(_totals_table(facts, dims, master_weights))
     for note in facts.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
 
@@ -246,12 +256,12 @@ def _block_table(facts: ModelFacts, dims: Dims) -> RenderableType:
     return table
 
 
-def _totals_table(facts: ModelFacts, dims: Dims) -> RenderableType:
+def _totals_table(facts: ModelFacts, dims: Dims, master_weights: bool) -> RenderableType:
     from rich.table import Table
 
-    sums = totals(facts, dims)
+    sums = totals(facts, dims, master_weights)
     per = "token" if "tokens" in facts.dims else "sample"
-    masters = "float32 master weights and " if DTYPE_BYTES[facts.dtype] < 4 else ""
+    masters = "float32 master weights and " if Widths.of(facts.dtype, master_weights).master else ""
     rows = {
         "parameters": (f"{sums['parameters']:,}", _tied_text(facts)),
         f"training FLOPs per {per}": (number_text(sums["training_flops_per_token"]), "forward and backward"),

@@ -10,7 +10,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from phalanx.errors import ConfigError
 from phalanx.model.facts.facts import BlockFacts, ModelFacts, load
@@ -25,6 +27,13 @@ TOKENS = 2048
 DTYPES = ("bfloat16", "float32", "float64")
 PIPED_WIDTH = 160  # a file has no width, and a table squeezed into 80 columns cannot be read
 _SECONDS = 2.0
+
+MasterWeights = Annotated[
+    bool,
+    typer.Option(
+        "--master-weights/--no-master-weights", help="keep float32 master weights when training in half precision"
+    ),
+]
 
 
 def find_facts(model: str, task: str | None, dtype: str, tiny: bool, live: bool) -> ModelFacts:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.models import DTYPES, TOKENS, capture_model, choose_dims, find_facts, patiently
+from phalanx.cli.models import DTYPES, TOKENS, MasterWeights, capture_model, choose_dims, find_facts, patiently
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.written import plan_text, read_mapping
 
@@ -93,6 +93,7 @@ def plan(
     more: Annotated[list[str] | None, typer.Argument(hidden=True, show_default=False)] = None,
     task: Task = None,
     dtype: Dtype = DTYPES[0],
+    master_weights: MasterWeights = True,
     tiny: Tiny = False,
     calibration: Calibration = None,
     profile: Profile = None,
@@ -117,7 +118,8 @@ def plan(
             f"plan {' '.join(more)!r} stands by itself", "give it to --plan as one word or in quotes, or to --compare"
         )
     between = read_range(batch_size)
-    case = _case(model, cluster, between and between.last, seq_len, data, task, dtype, tiny, calibration, profile)
+    case = _case(model, cluster, between and between.last, seq_len, data, task, dtype, tiny, calibration, profile,
+                 master_weights)  # fmt: skip
     case.fixed = _fixed(given)
     best, case.looked = best_batch(
         between or Range(case.batch, case.batch), case.data,
@@ -148,6 +150,7 @@ def estimate(
     data: Data = None,
     task: Task = None,
     dtype: Dtype = DTYPES[0],
+    master_weights: MasterWeights = True,
     tiny: Tiny = False,
     calibration: Calibration = None,
     profile: Profile = None,
@@ -156,7 +159,7 @@ def estimate(
     """Show what a plan takes on a cluster: where a step's time goes, and the memory of every stage."""
     from phalanx.cli import plan_report
 
-    case = _case(model, cluster, batch_size, seq_len, data, task, dtype, tiny, calibration, profile)
+    case = _case(model, cluster, batch_size, seq_len, data, task, dtype, tiny, calibration, profile, master_weights)
     own = _estimate(case, given)
     if as_json:
         typer.echo(json.dumps(plan_report.shown_data(case, own), indent=2, ensure_ascii=False))
@@ -178,7 +181,7 @@ class Case:
 
 def _case(
     model: str, cluster: str, batch_size: int | None, seq_len: int | None, data: list[str] | None, task: str | None,
-    dtype: str, tiny: bool, calibration: Path | None, profile: Path | None,
+    dtype: str, tiny: bool, calibration: Path | None, profile: Path | None, master_weights: bool = True,
 ) -> Case:  # fmt: skip
     from phalanx.cli.plan_data import read_data
     from phalanx.planning.rates import on_cluster
@@ -203,7 +206,7 @@ def _case(
     from phalanx.model.facts.facts import load
 
     is_shipped = load(facts.name) == facts
-    work = work_of_facts(facts, choose_dims(facts, 1, seq_len), None if is_shipped else describe)
+    work = work_of_facts(facts, choose_dims(facts, 1, seq_len), None if is_shipped else describe, master_weights)
     software = _software(calibration, machines)
     if (found := _profile_of(profile, machines, dtype)) is not None:
         path, rows, rates = found

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli.models import DTYPES, TOKENS, choose_dims, describer, find_facts
+from phalanx.cli.models import DTYPES, TOKENS, MasterWeights, choose_dims, describer, find_facts
 from phalanx.errors import ConfigError, PlanError, nearest
 from phalanx.written import parse_bytes, plan_text
 
@@ -43,6 +44,7 @@ def program(
     ] = None,
     task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="precision of training")] = DTYPES[0],
+    master_weights: MasterWeights = True,
     tiny: Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")] = False,
     device_flops: Annotated[
         float | None, typer.Option(help="FLOP/s that a device is assumed to reach (default: 1e14)")
@@ -76,7 +78,8 @@ def program(
     facts = find_facts(model, task, dtype, tiny, live=False)
 
     dims, describe = choose_dims(facts, batch_size, seq_len), describer(facts, model, task, tiny)
-    prediction = predict(facts, plan_text(plan), ranks, batch_size, dims, device, describe)
+    predicted = partial(predict, facts, dims=dims, device=device, describe=describe, master_weights=master_weights)
+    prediction = predicted(plan_text(plan), ranks, batch_size)
     if lowered or values:
         typer.echo("\n".join(_values(prediction) if values else _lowered(prediction)))
         return
@@ -90,7 +93,7 @@ def program(
         from phalanx.cli.memory_table import fit_lines
 
         def again(plan: Plan) -> Prediction:
-            return predict(facts, plan.full_text, None, batch_size, dims, device, describe)
+            return predicted(plan.full_text, None, batch_size)
 
         typer.echo("\n".join(["", *fit_lines(prediction, memory, batch_size, again)]))
     _write(timelines, svg=svg, png=png, trace=trace)

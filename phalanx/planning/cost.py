@@ -18,7 +18,6 @@ from phalanx.planning.collectives import Group, Links, all_reduce, consecutive, 
 from phalanx.planning.footprint import kept_bytes, most_slices
 from phalanx.planning.work import BlockWork, Exchange, ModelWork, at_degree
 
-STEP_MOVES = 32  # bytes that an update reads and writes for a parameter
 MOST_RESERVED = 0.1  # of a device's memory, what libraries keep of it at most
 NARROW_HEAD = 64  # elements of a head, of which attention reaches half of what it could
 ALONE, MEETING = 6.0, 2.5  # how sharply a device passes from waiting for its host to computing without a pause
@@ -338,15 +337,22 @@ class Machine:
         of which a share on the host comes to the device and leaves again at the same time, or is updated there."""
         plan, own = self.plan, parameters / self.plan.tp
         hosted = share * own / plan.shards
-        moved = STEP_MOVES * (own / plan.shards - (hosted if plan.steps_on_host else 0.0)) / self.bandwidth
+        here = own / plan.shards - (hosted if plan.steps_on_host else 0.0)
+        moved = update_bytes(width, state) * here / self.bandwidth
         if hosted:
             # Gradients of parameters that lie on the host left before, and come back where the device updates.
             there, back = (0.0, 4.0) if plan.hosts_parameters else (4.0 + width, 0.0)
-            here = plan.device_updates if plan.steps_on_host else 1.0
-            sent = hosted * (there if plan.steps_on_host else 0.0) + here * hosted * (state + back)
-            moved += max(sent / self.host_rate, (1 - here) * hosted / self.software.host_updates)
+            comes = plan.device_updates if plan.steps_on_host else 1.0
+            sent = hosted * (there if plan.steps_on_host else 0.0) + comes * hosted * (state + back)
+            moved += max(sent / self.host_rate, (1 - comes) * hosted / self.software.host_updates)
         shares = plan.zero in (1, 2)
         return moved + (gather(self.links, self.shard_group, width * own) if shares else 0.0)
+
+
+def update_bytes(width: float, state: float) -> float:
+    """That an update reads and writes for a parameter of so many bytes with so many of state: all, and reads the sum of
+    its gradients."""
+    return 2 * (width + state) + max(4.0, width)
 
 
 def machines(cluster: Cluster, software: Software, plan: Plan, samples: int) -> list[Machine]:

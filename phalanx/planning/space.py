@@ -15,7 +15,7 @@ from phalanx.plan.offload import Offload
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import OVERLAPS, SLICED_SCHEDULES, VIRTUAL_STAGES, divisors, may_host_parameters
 from phalanx.planning.cluster import Cluster
-from phalanx.planning.cost import STEP_MOVES, Machine, machines
+from phalanx.planning.cost import Machine, machines, update_bytes
 from phalanx.planning.degrees import Degrees
 from phalanx.planning.problem import Problem
 from phalanx.planning.slice_shares import equal
@@ -151,7 +151,8 @@ def offloads(problem: Problem, plan: Plan) -> list[tuple[Change, float]]:
     model = problem.model
     own = model.trained * model.num_parameters / plan.pp / plan.tp / plan.shards
     kinds = [Machine(kind, problem.software, plan, 1) for kind in problem.cluster.nodes]
-    rate, here = max(kind.host_rate for kind in kinds), STEP_MOVES / min(kind.bandwidth for kind in kinds)
+    rate = max(kind.host_rate for kind in kinds)
+    here = update_bytes(model.width, model.state_width) / min(kind.bandwidth for kind in kinds)
     ways = {"optimizer": model.state_width / rate, "optimizer-step": 1 / problem.software.host_updates - here}
     word = min(ways, key=lambda name: ways[name])
     state = [(((word, share),), share * own * ways[word]) for share in HOSTED]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import NamedTuple
 
 from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, TensorFacts, load
@@ -37,15 +38,35 @@ class Device:
     host_memory_bytes_per_s: float = 1e11
 
 
+class Widths(NamedTuple):
+    """Bytes that training keeps of each parameter beside it: the sum of its gradients, its master, and what AdamW knows
+    of it."""
+
+    gradient: int
+    master: int
+    moments: int
+
+    @staticmethod
+    def of(dtype: str, master_weights: bool = True) -> Widths:
+        """As the option of that name says, weights narrower than float32 have masters, and these the moments."""
+        width = DTYPE_BYTES[dtype]
+        wide = max(4, width)
+        has_masters = master_weights and width < wide
+        return Widths(wide, wide if has_masters else 0, 2 * (wide if has_masters else width))
+
+
 def costs_of_facts(
-    facts: SplitFacts, shape: ModelShape, dims: Dims, device: Device, sum_bytes: SumBytes = float
-) -> Costs:
+    facts: SplitFacts, shape: ModelShape, dims: Dims, device: Device, sum_bytes: SumBytes = float,
+    master_weights: bool = True,
+) -> Costs:  # fmt: skip
     """Costs of one micro-batch of `dims`, the largest, on the first tensor-parallel rank. The gradients of inputs and
     those of weights take as long as the forward. shape: one of those of the facts. sum_bytes: as a plan has it."""
-    forward = block_seconds(shape, dims, device)
+    forward, widths = block_seconds(shape, dims, device), Widths.of(facts.dtype, master_weights)
     return Costs(
         forward=forward, backward=forward, weight=forward,
-        buckets=tuple(bucket_costs(size, facts.dtype, device, sum_bytes) for size in facts.elements),
+        buckets=tuple(
+            bucket_costs(size, DTYPE_BYTES[facts.dtype], widths, device, sum_bytes) for size in facts.elements
+        ),
         message_link=device.link, group_link=device.link, host_link=device.host_link, dims=dims,
         element_bytes=DTYPE_BYTES[facts.dtype],
     )  # fmt: skip
@@ -74,16 +95,16 @@ def block_seconds(shape: ModelShape, dims: Dims, device: Device) -> tuple[float,
     return tuple(found)
 
 
-def bucket_costs(size: int, dtype: str, device: Device, sum_bytes: SumBytes = float) -> BucketCosts:
-    """AdamW: gradients and two moments in float32 or wider, and float32 masters of narrower weights."""
-    width = DTYPE_BYTES[dtype]
-    wide = max(4, width)
-    masters = wide if width < wide else 0
-    costs = BucketCosts(size * width, size * int(sum_bytes(wide)), size * masters, 2 * size * wide)
+def bucket_costs(
+    size: int, width: int, widths: Widths, device: Device, sum_bytes: SumBytes = float
+) -> BucketCosts:  # fmt: skip
+    """size: parameters, each of `width` bytes."""
+    sums = size * int(sum_bytes(widths.gradient))
+    costs = BucketCosts(size * width, sums, size * widths.master, size * widths.moments)
     # Everything is read, and all but the gradients is written.
     state = costs.master_bytes + costs.moment_bytes
     moved = 2 * (costs.weight_bytes + state) + costs.gradient_bytes
-    exact = size * (wide if not masters else 0)  # without masters the host has the weights themselves
+    exact = 0 if widths.master else size * width  # without masters the host has the weights themselves
     on_host = 2 * (exact + state) + costs.gradient_bytes
     return replace(
         costs,

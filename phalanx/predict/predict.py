@@ -40,12 +40,12 @@ class Prediction:
 
 def predict(
     facts: ModelFacts, plan: str, ranks: int | None, batch: int, dims: dict[str, int], device: Device,
-    describe: Callable[[Plan], SplitFacts] | None = None, compiled: bool = True,
+    describe: Callable[[Plan], SplitFacts] | None = None, compiled: bool = True, master_weights: bool = True,
 ) -> Prediction:  # fmt: skip
     """Completes the plan, compiles it and simulates a step of a batch of `dims`.
 
     describe: from the graph, what is not shipped about the model under a plan. compiled: segments are compiled, as on
-    GPUs, and so keep less.
+    GPUs, and so keep less. master_weights: as the option of a run.
     """
     # As a run balances its stages: by arithmetic.
     completed = complete(plan, world=ranks, batch_size=batch, costs=[evaluate(b.flops, dims) for b in facts.blocks])
@@ -61,7 +61,7 @@ def predict(
             "describe it from its graph (phalanx.engine.describe), as `phalanx program` does",
         )
     shape = described.shape(compiled)
-    costs = costs_of_facts(described, shape, part, device, chosen.sum_bytes)
+    costs = costs_of_facts(described, shape, part, device, chosen.sum_bytes, master_weights)
     program = compile_plan(chosen, shape)
     is_fused = compiled and described.compiled is not described.eager
     return Prediction(

@@ -14,15 +14,18 @@ from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, fewest_heads
 from phalanx.plan.plan import Plan
 from phalanx.planning.work import BlockWork, Kept, ModelWork, Unit, merged
-from phalanx.predict.from_facts import shipped
+from phalanx.predict.from_facts import Widths, shipped
 from phalanx.predict.split_facts import SplitFacts
 from phalanx.program.shape import ModelShape
 
 Describe = Callable[[Plan], SplitFacts]
 
 
-def work_of_facts(facts: ModelFacts, dims: Dims, describe: Describe | None = None) -> ModelWork:
-    """dims: of one batch, whose number of samples does not matter. describe: from the graph, what is not shipped."""
+def work_of_facts(
+    facts: ModelFacts, dims: Dims, describe: Describe | None = None, master_weights: bool = True
+) -> ModelWork:
+    """dims: of one batch, whose number of samples does not matter. describe: from the graph, what is not shipped.
+    master_weights: as the option of a run."""
     one = {**dims, "batch": 1}
     shapes = {
         rung: found.compiled
@@ -34,8 +37,11 @@ def work_of_facts(facts: ModelFacts, dims: Dims, describe: Describe | None = Non
     classes, places = merged(blocks)
     tokens = facts.tokens_per_sample(one)
     width, heads = DTYPE_BYTES[facts.dtype], fewest_heads(facts.name)
-    causal = facts.task == "causal-lm"
-    return ModelWork(facts.name, classes, places, tokens, facts.num_parameters, width, heads, causal=causal)
+    kept, causal = Widths.of(facts.dtype, master_weights), facts.task == "causal-lm"
+    state = float(kept.master + kept.moments)
+    return ModelWork(
+        facts.name, classes, places, tokens, facts.num_parameters, width, heads, state=state, causal=causal
+    )
 
 
 def shipped_or(facts: ModelFacts, plan: Plan, describe: Describe | None) -> SplitFacts | None:

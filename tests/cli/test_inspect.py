@@ -92,6 +92,13 @@ def test_memory_follows_the_precision() -> None:
         sums = inspect.totals(replace(facts, dtype=dtype), dims)
         names = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
         assert [sums[name] for name in names] == [size * count for size in sizes]
+    assert inspect.totals(facts, dims, master_weights=False)["optimizer_bytes"] == 4 * count
+
+
+def test_memory_without_master_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _data(capsys, "gpt2", "--no-master-weights")["totals"]["optimizer_bytes"] == 4 * 124_439_808
+    held = _data(capsys, "gpt2", "--no-master-weights", "--plan", "mb=1")["memory"]["ranks"][0]
+    assert held["masters"] == 0 and held["moments"] == 4 * 124_439_808
 
 
 def test_blocks_of_different_lists_are_named_in_full() -> None:

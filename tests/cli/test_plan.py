@@ -14,6 +14,7 @@ from phalanx.profile.data import DataProfile, to_rows
 from phalanx.profile.store import Row, Store
 
 GPT2 = ("--model", "gpt2", "--seq-len", "512")
+PARAMETERS = 124_439_808
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -89,6 +90,17 @@ def test_a_page_holds_the_answer_and_the_simulated_step_and_needs_nothing_else(
 def test_what_is_given_of_a_plan_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(shown(capsys, "plan", *GPT2, "--cluster", "4 A100", "--plan", "pp=2,zero=1", "--json"))
     assert all(Plan.parse(own["plan"]).pp == 2 and Plan.parse(own["plan"]).zero == 1 for own in data["plans"])
+
+
+def test_without_master_weights_state_and_update_are_smaller(capsys: pytest.CaptureFixture[str]) -> None:
+    """AdamW keeps 12 bytes of a parameter with a master, and 4 in bfloat16 alone: everywhere the same."""
+    case = ("estimate", *GPT2, "--cluster", "1 A100", "--batch-size", "8", "--plan", "mb=2", "--json")
+    wide, narrow = (json.loads(shown(capsys, *case, *more)) for more in ((), ("--no-master-weights",)))
+    (more,), (less,) = wide["memory_bytes"], narrow["memory_bytes"]
+    assert (more["optimizer"], less["optimizer"]) == (12 * PARAMETERS, 4 * PARAMETERS)
+    assert narrow["parts_seconds"]["optimizer"] == pytest.approx(16 / 32 * wide["parts_seconds"]["optimizer"])
+    searched = ("plan", *case[1:], "--no-master-weights")
+    assert json.loads(shown(capsys, *searched))["plans"][0]["memory_bytes"] == [less]
 
 
 def test_a_lab_is_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
