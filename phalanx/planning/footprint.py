@@ -14,6 +14,7 @@ from phalanx.planning.work import BlockWork, Kept, ModelWork
 HELD_BACK = 1.75  # of a micro-batch's activations, what waits for its weight gradients
 IN_V = 1.35  # times a micro-batch's activations, what one takes under ZB-V
 MOVING = 3  # layers whose activations are on the device while those of all lie on the host: leaving, at work, coming
+HOLDING_BACK = ("zb-h1", "zb-v")  # weight gradients, beside what they need
 STAGED = 3  # parts of state that are on the device while all of it lies on the host: coming, updated, leaving
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "working")
 
@@ -25,10 +26,13 @@ def place_blocks(plan: Plan, place: int) -> list[int]:
 
 def parameters_of(model: ModelWork, blocks: Sequence[int]) -> float:
     """Elements, tied ones once where several of their blocks are here."""
-    own = [model.block(block) for block in blocks]
-    tied = [work.tied for work in own if work.tied]
-    holds_other = 0 in blocks  # what a head shares is the embedding's
-    return sum(work.parameters for work in own) - (sum(tied) if holds_other else 0.0)
+    return sum(untied_of(model, blocks))
+
+
+def untied_of(model: ModelWork, blocks: Sequence[int]) -> list[float]:
+    """Elements of each; what a head shares is the embedding's, and counts where the backward comes first."""
+    shared = sum(model.block(block).tied for block in blocks)
+    return [model.block(block).parameters - (shared if block == 0 else 0.0) for block in blocks]
 
 
 def kept_bytes(kept: Kept, plan: Plan) -> float:
@@ -56,7 +60,8 @@ def largest_of(works: Sequence[BlockWork]) -> Largest:
 
 class Widths(NamedTuple):
     """Bytes for each of a rank's parameters: during the whole step, and only while their block is one of two at work.
-    hosted: in the memory of its host."""
+    hosted: in the memory of its host. single: of the gradients, those that a block's backward leaves in the place of
+    what was kept for it, as that of a single micro-batch does; sums of several are there from the first to the last."""
 
     weights: float
     gathered: float
@@ -64,6 +69,7 @@ class Widths(NamedTuple):
     reduced: float
     optimizer: float
     hosted: float
+    single: float
 
     def state(self, parameters: float, largest: Largest) -> dict[str, float]:
         """Of a place with so many parameters."""
@@ -101,7 +107,11 @@ def state_widths(model: ModelWork, plan: Plan, gradient: float = 4.0) -> Widths:
         reduced = gradients
     if leaves_block_by_block(plan):
         gradients *= 1 - fetched
-    return Widths((1 - fetched) * weights, gathered, gradients, reduced, (1 - hosted) * state, on_host)
+    is_single = not plan.adds_gradients and plan.schedule not in HOLDING_BACK
+    return Widths(
+        (1 - fetched) * weights, gathered, gradients, reduced, (1 - hosted) * state, on_host,
+        gradients if is_single else 0.0,
+    )  # fmt: skip
 
 
 def leaves_block_by_block(plan: Plan) -> bool:
@@ -203,7 +213,8 @@ def memory(
     `Software`.
 
     While a block is at work, what later blocks of its place kept for the same micro-batch is gone already: an
-    embedding needs most when little else is there."""
+    embedding needs most when little else is there. Where gradients are not added up, only those of later blocks are
+    there."""
     blocks = place_blocks(plan, place)
     moved = moved_share(plan, sum(model.block(block).is_layer for block in blocks))
     shares = [moved if model.block(block).is_layer else 0.0 for block in blocks]
@@ -211,16 +222,19 @@ def memory(
         kept_here(model.block(block), rungs[block], plan, samples, share)
         for block, share in zip(blocks, shares, strict=True)
     ]
+    widths, parameters = state_widths(model, plan, gradient), parameters_of(model, blocks)
+    to_come = accumulate(-widths.single * elements for elements in untied_of(model, blocks))
     others = (num_held(plan, place) - 1) * sum(kept)
     moments = [
-        (others + so_far, working_bytes(model.block(block), rungs[block], plan, samples, share, logits))
-        for block, so_far, share in zip(blocks, accumulate(kept), shares, strict=True)
+        (others + so_far, working_bytes(model.block(block), rungs[block], plan, samples, share, logits), less)
+        for block, so_far, less, share in zip(blocks, accumulate(kept), to_come, shares, strict=True)
     ]
-    held, working = max(moments, key=sum)
+    held, working, less = max(moments, key=sum)
     held += sum(past_bytes(model.block(block), plan, samples) for block in blocks)
     largest = largest_of([model.block(block) for block in blocks])
-    widths, parameters = state_widths(model, plan, gradient), parameters_of(model, blocks)
-    needed = {**widths.state(parameters, largest), "activations": held, "working": working}
+    state = widths.state(parameters, largest)
+    state["gradients"] += less
+    needed = {**state, "activations": held, "working": working}
     updating = widths.total(parameters, Largest(0.0, 0.0)) + staged_bytes(model, plan, gradient)
     return needed | {"working": working + max(0.0, updating - sum(needed.values()))}
 

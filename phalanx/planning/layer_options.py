@@ -30,7 +30,7 @@ class LayerOptions:
     def mixer(self, machine: Machine, shares: tuple[float, ...], moved: float) -> Mixer:
         """Of layers that are split over all tensor-parallel ranks. shares: of each kind of layers; moved: of what they
         keep, the share that lies on the host in between."""
-        key = (machine.key, shares, moved)
+        key = (machine.key, shares, moved, self._widths.single)
         return self._problem.once("mixer", key, lambda: Mixer(self._rungs(machine, self._present(shares), moved)))
 
     def split_mixer(
@@ -78,11 +78,16 @@ class LayerOptions:
             Option(
                 rung,
                 sum(machine.seconds(work, rung, moved).total * share for work, share in present),
-                sum(kept_here(work, rung, plan, samples, moved) * share for work, share in present),
+                sum(self._left(work, rung, moved) * share for work, share in present),
                 max((working_bytes(work, rung, plan, samples, moved) for work, _ in present), default=0.0),
             )
             for rung in rungs
         ]
+
+    def _left(self, work: BlockWork, rung: str, moved: float) -> float:
+        """What a layer's backward frees that was kept for it, beyond what it leaves."""
+        kept = kept_here(work, rung, self._plan, self._samples, moved)
+        return kept - self._widths.single * work.parameters
 
     def _split(self, machine: Machine, shares: Sequence[float], moved: float) -> list[Option]:
         """For every way to split units, beside others like it: with the parameters that then lie on several groups of

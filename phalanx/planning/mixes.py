@@ -22,9 +22,9 @@ FEW = 3  # layers of a third and fourth option: two options in quantity are enou
 
 
 class Option(NamedTuple):
-    """A way to treat one layer. seconds: of a micro-batch; kept, working: bytes of one. state: bytes of parameters and
-    what belongs to them, beyond those of a layer that is split over all tensor-parallel ranks; degrees: of its units,
-    for each kind of layers, where that is not so."""
+    """A way to treat one layer. seconds: of a micro-batch; kept, working: bytes of one, without gradients that come in
+    their place. state: bytes of parameters and what belongs to them, beyond those of a layer that is split over all
+    tensor-parallel ranks; degrees: of its units, for each kind of layers, where that is not so."""
 
     rung: str
     seconds: float
@@ -152,8 +152,8 @@ class Mixer:
         """All layers with the fastest option, where that fits: nothing is faster."""
         option = self.fastest
         kept = ends.first_kept + num_layers * option.kept
-        whole = kept + ends.last_kept
-        peak = max(ends.first_kept + ends.first_working, kept + (option.working if num_layers else 0.0),
+        whole, most = kept + ends.last_kept, max(kept, ends.first_kept + option.kept) if num_layers else kept
+        peak = max(ends.first_kept + ends.first_working, most + (option.working if num_layers else 0.0),
                    whole + ends.last_working)  # fmt: skip
         if (held - 1) * whole + peak + num_layers * option.state > room:
             return None
@@ -166,7 +166,8 @@ class Mixer:
         if key not in self._rows:
             rows = counts(num_layers, len(self._options))
             kept: Numbers = ends.first_kept + np.cumsum(rows * self._kept, axis=1, dtype=np.float64)
-            moments = np.where(rows > 0, kept + self._working, 0.0).max(axis=1)
+            first = kept - (rows - 1) * self._kept  # where a layer frees less than it leaves, its first needs most
+            moments = np.where(rows > 0, np.maximum(kept, first) + self._working, 0.0).max(axis=1)
             whole = kept[:, -1] + ends.last_kept
             peak = np.maximum(np.maximum(moments, ends.first_kept + ends.first_working), whole + ends.last_working)
             if self._state.any():

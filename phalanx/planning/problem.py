@@ -99,7 +99,7 @@ class Problem:
 
     def sharded(self, plan: Plan) -> Sharded:
         """What a mesh and a way to shard mean, whatever else is planned."""
-        key = (plan.pp, plan.tp, plan.dp, plan.zero, plan.zero_degree, plan.gathers, plan.reduces)
+        key = (plan.pp, plan.tp, plan.dp, plan.zero, plan.zero_degree, plan.gathers, plan.reduces, plan.adds_gradients)
         if plan.offload:
             key = (*key, plan.offload, plan.schedule, plan.mb == 1)
         return self.once("sharded", key, lambda: self._sharded(plan))
@@ -143,10 +143,14 @@ class Problem:
         layers = [self.model.classes[kind] for kind in self.kinds]
         shares = [self.counted[place][-1] / len(self.model.layers) for place in range(len(self.kinds))]
         every = [rung for rung in RUNGS if all(rung in work.kept for work in layers)]
+        single = state_widths(self.model, machine.plan, self.software.gradient).single
         found: list[tuple[float, float]] = []
         for rung in every:
             both = list(zip(layers, shares, strict=True))
-            kept = sum(share * kept_here(work, rung, machine.plan, machine.samples) for work, share in both)
+            kept = sum(
+                share * (kept_here(work, rung, machine.plan, machine.samples) - single * work.parameters)
+                for work, share in both
+            )
             found.append((kept, sum(share * machine.seconds(work, rung).total for work, share in both)))
         return best_mixes([(kept, seconds - found[0][1]) for kept, seconds in found])[::-1]
 

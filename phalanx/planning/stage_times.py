@@ -15,7 +15,17 @@ from phalanx.plan.rules import divisors
 from phalanx.planning.cost import Machine, Seconds, machines
 from phalanx.planning.degrees import Degrees, split_block
 from phalanx.planning.estimate import Estimate, Place, estimate, longest_slice, message_seconds, step_parts, timed_place
-from phalanx.planning.footprint import kept_here, moved_share, num_held, past_bytes, state_widths, working_bytes
+from phalanx.planning.footprint import (
+    Largest,
+    kept_here,
+    moved_share,
+    num_held,
+    past_bytes,
+    staged_bytes,
+    state_widths,
+    untied_of,
+    working_bytes,
+)
 from phalanx.planning.layer_options import LayerOptions
 from phalanx.planning.mixes import FEW, Ends, Mix, Option
 from phalanx.planning.partition import evenly, partition
@@ -40,6 +50,7 @@ class StageTimes:
         self._held: dict[int, float] = {}
         self._implied = plan.policies[0] if plan.policies != ("none",) else ""  # by every block
         self._widths = state_widths(problem.model, plan, problem.software.gradient)
+        self._staged = staged_bytes(problem.model, plan, problem.software.gradient)
         self._in_order = in_order
         self._layers = LayerOptions(problem, plan, self._samples, self._implied, self._widths)
         self._ends_seen: dict[tuple[tuple[int, ...], int], Ends] = {}
@@ -73,7 +84,7 @@ class StageTimes:
         machine = self._places[place]
         parameters, largest = self._problem.parameters_of(runs, layers, ends)
         room = machine.budget - self._widths.total(parameters, largest)
-        if room <= 0:
+        if room <= 0 or self._widths.total(parameters, Largest(0.0, 0.0)) + self._staged > machine.budget:
             return math.inf, None
         if self._plan.slices:
             room -= self._past(layers)
@@ -122,10 +133,10 @@ class StageTimes:
 
     def _beside_layers(self, ends: tuple[int, ...], first: int) -> Ends:
         """first: the first layer."""
-        sizes = {True: [0.0, 0.0], False: [0.0, 0.0]}
-        for block in ends:
-            work, rung, own = self._problem.model.block(block), self._end_rung(block), sizes[block < first]
-            own[0] += kept_here(work, rung, self._plan, self._samples)
+        sizes, model = {True: [0.0, 0.0], False: [0.0, 0.0]}, self._problem.model
+        for block, elements in zip(ends, untied_of(model, ends), strict=True):
+            work, rung, own = model.block(block), self._end_rung(block), sizes[block < first]
+            own[0] += kept_here(work, rung, self._plan, self._samples) - self._widths.single * elements
             whole = self._problem.software.logits
             own[1] = max(own[1], working_bytes(work, rung, self._plan, self._samples, logits=whole))
         return Ends(*sizes[True], *sizes[False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
@@ -146,7 +146,7 @@ def compare(seed: int) -> float | None:
     return found / best - 1
 
 
-def check(seeds: range) -> None:
+def check(seeds: Sequence[int]) -> None:
     worse = {seed: ratio for seed in seeds if (ratio := compare(seed)) is not None}
     assert len(worse) > 0.6 * len(seeds)
     assert not (bad := {seed: ratio for seed, ratio in worse.items() if ratio > 1e-3}), bad
@@ -155,7 +155,7 @@ def check(seeds: range) -> None:
 
 @pytest.mark.heavy
 def test_what_is_found_is_the_best_of_all_plans_of_small_instances() -> None:
-    check(range(4, 14))
+    check([*range(4, 14), 332])  # the last is full while state from the host is updated, and only then
 
 
 @pytest.mark.long

@@ -51,6 +51,11 @@ def test_models_of_every_kind_are_planned(name: str) -> None:
     "name, plan, within",
     [
         ("gpt2", "pp=4,mb=8", 0.1),
+        ("gpt2", "mb=1", 0.02),
+        ("gpt2", "mb=1,recompute=block", 0.1),
+        ("gpt2", "pp=4,mb=1", 0.1),
+        ("meta-llama/Llama-3.2-1B", "mb=1", 0.02),
+        ("meta-llama/Llama-3.2-1B", "mb=1,recompute=light", 0.02),
         ("gpt2", "pp=2,dp=2,mb=4,zero=1", 0.1),
         ("gpt2", "pp=2,dp=2,mb=4,zero=3", 0.1),
         ("gpt2", "pp=4,mb=8,recompute=block", 0.16),
@@ -68,6 +73,7 @@ def test_models_of_every_kind_are_planned(name: str) -> None:
         ("meta-llama/Llama-3.3-70B-Instruct", f"mb=8,{BLOCK_MAJOR}activations+parameters+optimizer-step", 0.15),
         ("meta-llama/Llama-3.3-70B-Instruct", "pp=8,mb=8", 0.06),
         ("meta-llama/Llama-3.3-70B-Instruct", "pp=8,tp=8,mb=2", 0.15),
+        ("meta-llama/Llama-3.3-70B-Instruct", "pp=8,tp=8,mb=1", 0.15),
         ("meta-llama/Llama-3.3-70B-Instruct", "pp=8,tp=8,mb=2,recompute=unit", 0.2),
     ],
 )
