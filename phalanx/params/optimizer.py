@@ -188,6 +188,7 @@ class Optimizer:
         elif divisor is not None:
             inner.grad_scale = divisor.float()
         self._streams.run(self._update_in_parts, gradients)
+        inner.found_inf = inner.grad_scale = None  # in a loop of the user's own it also steps without this
 
     def _update_in_parts(self, gradients: Mapping[str, Tensor]) -> None:
         """Gradients of another precision than what is updated are copied; not all of them at once."""

@@ -145,6 +145,19 @@ def test_state_that_is_made_beforehand_is_that_of_a_weight_without_steps(dtype: 
     assert all(torch.equal(tensor, found[slot, name]) for slot, name, tensor in first.tensors())  # in the same place
 
 
+def test_after_its_state_was_made_an_optimizer_steps_by_itself():
+    """As in a loop of the user's own."""
+    ready, plain = weights(), weights()
+    first, second = made(ready, lr=0.1), made(plain, lr=0.1)
+    first.make_state({"matrix", "bias"})
+    for values, optimizer in ((ready, first), (plain, second)):
+        for name, gradient in gradients(0).items():
+            values[name].grad = gradient
+        optimizer.inner.step()
+    assert all(torch.equal(ready[name], plain[name]) for name in plain)
+    assert not torch.equal(plain["matrix"], weights()["matrix"])
+
+
 def test_an_optimizer_that_cannot_skip_an_update_makes_its_state_in_the_first():
     optimizer = made(weights(), optimizer="sgd", optimizer_options={"momentum": 0.9})
     optimizer.make_state({"matrix"})
