@@ -42,7 +42,7 @@ def page(folder: Path = RESULTS) -> str:
 def _long(file: Path) -> list[str]:
     """What rungs cost for one long sample."""
     data = json.loads(file.read_text())
-    machine, own, results = data["machine"], data["setting"], data["results"]
+    machine, own, results = data["machine"], data["setting"], [r for r in data["results"] if "error" not in r]
     block = next(statistics.median(r["seconds"]) for r in results if r["plan"].endswith("recompute=block"))
     rows = [[*memory.row(r)[3:-1], f"{block / statistics.median(r['seconds']):.2f}×"] for r in results]
     plans = " ".join(own["plans"])

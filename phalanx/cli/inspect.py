@@ -23,14 +23,15 @@ from phalanx.cli.models import (
     choose_dims,
     describer,
     find_facts,
+    require_precision,
     run_name,
 )
-from phalanx.errors import ConfigError, nearest
+from phalanx.errors import ConfigError
 from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import BlockFacts, Dims, ModelFacts, load, runs
 from phalanx.model.zoo import zoo_table
 from phalanx.observe.format import bytes_text, number_text
-from phalanx.predict.from_facts import Widths
+from phalanx.predict.from_facts import TrainingBytes
 from phalanx.written import plan_text
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ def inspect(
 ) -> None:
     """Show a model's blocks: parameters, FLOPs, activations, what crosses each cut; with --tp how it is split, with
     --slices what parts of its sequences take."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    require_precision(dtype, master_weights)
     if model is None:
         return _list_zoo()
     inspect_slices.require_slices(slices, stages, device, tp)
@@ -177,7 +177,7 @@ def _list_zoo() -> None:
 
 def totals(facts: ModelFacts, dims: Dims, master_weights: bool = True) -> dict[str, int]:
     """What the whole model takes: work per batch and per token, and memory without any sharding."""
-    kept, training = Widths.of(facts.dtype, master_weights), facts.flops(dims)
+    kept, training = TrainingBytes.of(facts.dtype, master_weights), facts.flops(dims)
     return {
         "parameters": facts.num_parameters,
         "forward_flops": facts.flops(dims, training=False),
@@ -261,7 +261,7 @@ def _totals_table(facts: ModelFacts, dims: Dims, master_weights: bool) -> Render
 
     sums = totals(facts, dims, master_weights)
     per = "token" if "tokens" in facts.dims else "sample"
-    masters = "float32 master weights and " if Widths.of(facts.dtype, master_weights).master else ""
+    masters = "float32 master weights and " if TrainingBytes.of(facts.dtype, master_weights).master else ""
     rows = {
         "parameters": (f"{sums['parameters']:,}", _tied_text(facts)),
         f"training FLOPs per {per}": (number_text(sums["training_flops_per_token"]), "forward and backward"),

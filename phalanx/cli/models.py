@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, nearest
 from phalanx.model.facts.facts import BlockFacts, ModelFacts, load
 
 if TYPE_CHECKING:
@@ -34,6 +34,15 @@ MasterWeights = Annotated[
         "--master-weights/--no-master-weights", help="keep float32 master weights when training in half precision"
     ),
 ]
+
+
+def require_precision(dtype: str, master_weights: bool) -> None:
+    """Refuses what is not known, and what does nothing."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    if not master_weights and dtype != DTYPES[0]:
+        message = f"option master_weights = False does nothing with dtype = {dtype}"
+        raise ConfigError(message, f"leave it out, or use --dtype {DTYPES[0]}")
 
 
 def find_facts(model: str, task: str | None, dtype: str, tiny: bool, live: bool) -> ModelFacts:

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.models import DTYPES, TOKENS, MasterWeights, capture_model, choose_dims, find_facts, patiently
+from phalanx.cli.models import (
+    DTYPES,
+    TOKENS,
+    MasterWeights,
+    capture_model,
+    choose_dims,
+    find_facts,
+    patiently,
+    require_precision,
+)
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.written import plan_text, read_mapping
 
@@ -187,8 +196,7 @@ def _case(
     from phalanx.planning.rates import on_cluster
     from phalanx.predict.work_of_facts import work_of_facts
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    require_precision(dtype, master_weights)
     machines = _cluster(cluster)
     used = read_data(data, model, task, seq_len) if data else None
     seq_len = used.tokens if used is not None else seq_len

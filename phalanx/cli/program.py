@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli.models import DTYPES, TOKENS, MasterWeights, choose_dims, describer, find_facts
-from phalanx.errors import ConfigError, PlanError, nearest
+from phalanx.cli.models import DTYPES, TOKENS, MasterWeights, choose_dims, describer, find_facts, require_precision
+from phalanx.errors import ConfigError, PlanError
 from phalanx.written import parse_bytes, plan_text
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ def program(
     measured: Annotated[Path | None, typer.Option(help="lay the timeline that a run wrote beside it")] = None,
 ) -> None:
     """Show what a plan makes every rank do: stages, instructions over time, bubble and memory."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
+    require_precision(dtype, master_weights)
     if memory is not None:
         parse_bytes("memory", memory)
     from phalanx.predict.predict import predict

@@ -38,7 +38,7 @@ class Device:
     host_memory_bytes_per_s: float = 1e11
 
 
-class Widths(NamedTuple):
+class TrainingBytes(NamedTuple):
     """Bytes that training keeps of each parameter beside it: the sum of its gradients, its master, and what AdamW knows
     of it."""
 
@@ -47,12 +47,12 @@ class Widths(NamedTuple):
     moments: int
 
     @staticmethod
-    def of(dtype: str, master_weights: bool = True) -> Widths:
+    def of(dtype: str, master_weights: bool = True) -> TrainingBytes:
         """As the option of that name says, weights narrower than float32 have masters, and these the moments."""
         width = DTYPE_BYTES[dtype]
         wide = max(4, width)
         has_masters = master_weights and width < wide
-        return Widths(wide, wide if has_masters else 0, 2 * (wide if has_masters else width))
+        return TrainingBytes(wide, wide if has_masters else 0, 2 * (wide if has_masters else width))
 
 
 def costs_of_facts(
@@ -61,11 +61,11 @@ def costs_of_facts(
 ) -> Costs:  # fmt: skip
     """Costs of one micro-batch of `dims`, the largest, on the first tensor-parallel rank. The gradients of inputs and
     those of weights take as long as the forward. shape: one of those of the facts. sum_bytes: as a plan has it."""
-    forward, widths = block_seconds(shape, dims, device), Widths.of(facts.dtype, master_weights)
+    forward, kept = block_seconds(shape, dims, device), TrainingBytes.of(facts.dtype, master_weights)
     return Costs(
         forward=forward, backward=forward, weight=forward,
         buckets=tuple(
-            bucket_costs(size, DTYPE_BYTES[facts.dtype], widths, device, sum_bytes) for size in facts.elements
+            bucket_costs(size, DTYPE_BYTES[facts.dtype], kept, device, sum_bytes) for size in facts.elements
         ),
         message_link=device.link, group_link=device.link, host_link=device.host_link, dims=dims,
         element_bytes=DTYPE_BYTES[facts.dtype],
@@ -96,15 +96,15 @@ def block_seconds(shape: ModelShape, dims: Dims, device: Device) -> tuple[float,
 
 
 def bucket_costs(
-    size: int, width: int, widths: Widths, device: Device, sum_bytes: SumBytes = float
+    size: int, width: int, kept: TrainingBytes, device: Device, sum_bytes: SumBytes = float
 ) -> BucketCosts:  # fmt: skip
     """size: parameters, each of `width` bytes."""
-    sums = size * int(sum_bytes(widths.gradient))
-    costs = BucketCosts(size * width, sums, size * widths.master, size * widths.moments)
+    sums = size * int(sum_bytes(kept.gradient))
+    costs = BucketCosts(size * width, sums, size * kept.master, size * kept.moments)
     # Everything is read, and all but the gradients is written.
     state = costs.master_bytes + costs.moment_bytes
     moved = 2 * (costs.weight_bytes + state) + costs.gradient_bytes
-    exact = 0 if widths.master else size * width  # without masters the host has the weights themselves
+    exact = 0 if kept.master else size * width  # without masters the host has the weights themselves
     on_host = 2 * (exact + state) + costs.gradient_bytes
     return replace(
         costs,

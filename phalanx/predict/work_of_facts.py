@@ -14,7 +14,7 @@ from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, fewest_heads
 from phalanx.plan.plan import Plan
 from phalanx.planning.work import BlockWork, Kept, ModelWork, Unit, merged
-from phalanx.predict.from_facts import Widths, shipped
+from phalanx.predict.from_facts import TrainingBytes, shipped
 from phalanx.predict.split_facts import SplitFacts
 from phalanx.program.shape import ModelShape
 
@@ -37,7 +37,7 @@ def work_of_facts(
     classes, places = merged(blocks)
     tokens = facts.tokens_per_sample(one)
     width, heads = DTYPE_BYTES[facts.dtype], fewest_heads(facts.name)
-    kept, causal = Widths.of(facts.dtype, master_weights), facts.task == "causal-lm"
+    kept, causal = TrainingBytes.of(facts.dtype, master_weights), facts.task == "causal-lm"
     state = float(kept.master + kept.moments)
     return ModelWork(
         facts.name, classes, places, tokens, facts.num_parameters, width, heads, state=state, causal=causal

@@ -103,6 +103,20 @@ def test_without_master_weights_state_and_update_are_smaller(capsys: pytest.Capt
     assert json.loads(shown(capsys, *searched))["plans"][0]["memory_bytes"] == [less]
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("plan", *GPT2, "--cluster", "1 A100"), ("estimate", *GPT2, "--cluster", "1 A100", "--plan", "mb=1"),
+        ("program", *GPT2), ("inspect", "gpt2"),
+    ],
+)  # fmt: skip
+def test_no_master_weights_where_there_are_none_is_refused(
+    verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, *verb, "--dtype", "float32", "--no-master-weights")
+    assert "master_weights = False does nothing with dtype = float32" in said and "--dtype bfloat16" in said
+
+
 def test_a_lab_is_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     lab = "lab:nodes=2,ranks_per_node=2,link=1gbit"
     data = json.loads(shown(capsys, "plan", "--model", "phalanx-demo", "--cluster", lab, "--json"))
