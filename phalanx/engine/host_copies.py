@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.redistribute import Arriving
-from phalanx.params.host_memory import Copying, HostBuffers, copy_on
+from phalanx.params.host_memory import HostBuffers, copy_on
 
 Held = Tensor | Sequence[Tensor]
 
@@ -72,10 +72,6 @@ class HostCopies:
         sources = [content for _, content in storages.values()]
         held = HostValue(self._pool, [self._pool.take(s.numel()) for s in sources], looks, isinstance(value, Tensor))
         return Arriving(copy_on(self._out, held.buffers, sources), lambda: held)
-
-    def bring(self, target: Tensor, source: Tensor) -> Copying:
-        """Starts to copy a tensor that lies on the host into memory of the device."""
-        return copy_on(self._back, [target], [source])
 
     def back(self, held: HostValue) -> Arriving:
         """Starts a copy to new memory of the device. The host's memory must stay until it has arrived."""

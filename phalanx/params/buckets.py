@@ -8,20 +8,18 @@ where they lie in it in `layout_of.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.links import Group, Pending
+from phalanx.params.fetching import Fetching
 from phalanx.params.flat import FlatLayout, Piece, Sharding
 from phalanx.params.host_memory import Copying, home_of
 
 Read = Callable[[str, bool, Piece], Tensor]
 """(name, whether a master weight is wanted, which piece) → its elements in order, in any shape."""
-
-
-Bring = Callable[[Tensor, Tensor], Copying]
-"""Starts to copy to a tensor of the device from one of the host."""
 
 
 class FlatBuffer:
@@ -91,7 +89,7 @@ class Bucket:
         self.buffers = [flat for flat in (trained, frozen) if flat is not None]
         self._unsharded = dict(unsharded)  # tables of integers, never trained
         self._arriving: list[tuple[FlatBuffer, Tensor, Pending | Copying]] = []
-        self._updates: list[Callable[[], None]] = []
+        self._updates: list[Future[Copying]] = []
         self._lent: list[Tensor] = []
         self._fetched: dict[FlatBuffer, tuple[Tensor, Copying]] = {}  # shards that came to be gathered
         self.masters: Tensor | None = None
@@ -113,14 +111,14 @@ class Bucket:
         """The pieces that this rank updates, and where each begins in the shard."""
         return self.trained.pieces if self.trained is not None else ()
 
-    def update(self, wait: Callable[[], None]) -> None:
+    def update(self, updated: Future[Copying]) -> None:
         """Its trained parameters are being updated elsewhere; whoever needs them waits."""
-        self._updates.append(wait)
+        self._updates.append(updated)
 
     def _finish_updates(self) -> None:
         updates, self._updates = self._updates, []
-        for wait in updates:
-            wait()
+        for updated in updates:
+            updated.result().wait("updated parameters")
 
     def share(self, zero: Group) -> None:
         """Starts giving the updated shard to the ranks that did not update it, and taking theirs. zero: those that
@@ -140,8 +138,11 @@ class Bucket:
         """What was on its way from other ranks does not come any more; the parameters that cannot be used then. Its
         memory is given to nobody: something may still be written there."""
         self._finish_updates()
+        for pending in (pending for _, _, pending in self._arriving if isinstance(pending, Copying)):
+            pending.wait_here()
         self._arriving.clear()
         self._lent.clear()
+        self._fetched.clear()
         return [place.name for flat in self.buffers if flat.full is None for place in flat.layout.places]
 
     def forget(self) -> None:
@@ -153,13 +154,12 @@ class Bucket:
         self._lent.clear()
         self._fetched.clear()
 
-    def fetch(self, pool: BufferPool, bring: Bring) -> None:
+    def fetch(self, pool: BufferPool, fetching: Fetching) -> None:
         """Starts to bring what lies on the host: all of it or, to be gathered, this rank's shard."""
         assert not self._fetched and (not self._lent or not self._is_whole), "fetched twice"
-        self._finish_updates()
         for flat in self.buffers:
             buffer = pool.take(flat.layout.shard_size, flat.dtype, flat.device)
-            copying = bring(buffer, flat.shard)
+            copying = fetching.bring(buffer, flat.shard, tuple(self._updates) if flat is self.trained else ())
             if self._is_whole:
                 self._lent.append(buffer)
                 self._arriving.append((flat, buffer, copying))

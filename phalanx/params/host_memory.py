@@ -93,6 +93,10 @@ class Copying:
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
         self.event = event
 
+    @property
+    def is_done(self) -> bool:
+        return self.event is None or self.event.query()
+
     def wait(self, what: str = "") -> None:
         """On the current stream."""
         if self.event is not None:

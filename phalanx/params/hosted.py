@@ -217,7 +217,7 @@ class HostedOptimizer:
             if self._parameters.bucket(part[0]).on_host:
                 _round_into(copies, exact)
                 return Copying()
-            return self._memory.bring(copies, exact, issued)
+            return self._parameters.fetching.pass_by(issued, self._memory.bring(copies, exact, issued))
 
     def _step_beside(
         self, part: PartName, left: Left, given: Given, issued: torch.cuda.Event | None
@@ -228,6 +228,7 @@ class HostedOptimizer:
         left.copying.wait_here()
         with torch.no_grad():
             with self._ways.coming():
+                self._parameters.fetching.let_pass()
                 coming = self.fetch(part, left)
             left.was_read(self._arrived)
             came = [*self._came[part].values(), *(tensor.data for tensor in self._moving(part))]
@@ -258,6 +259,7 @@ class HostedOptimizer:
         for thread in self._threads.values():
             thread.shutdown()
         self._threads.clear()
+        self._parameters.fetching.close()
 
     def forget(self) -> None:
         """Lets go of all tensors."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from phalanx.comm.links import Group
 from phalanx.errors import ConfigError, nearest
-from phalanx.params.buckets import Bring, Bucket, BufferPool, FlatBuffer, Read
+from phalanx.params.buckets import Bucket, BufferPool, FlatBuffer, Read
+from phalanx.params.fetching import Fetching
 from phalanx.params.flat import Piece
 from phalanx.params.host_memory import on_host
 from phalanx.params.layout_of import StateLayout
@@ -40,8 +41,9 @@ class Parameters:
     """`values` are the parameters that can be computed with now, `weights` the pieces that this rank keeps, by name.
     on_host: those that lie on the host."""
 
-    def __init__(self, buckets: Mapping[int, Bucket]) -> None:
+    def __init__(self, buckets: Mapping[int, Bucket], device: torch.device) -> None:
         self._buckets = buckets
+        self.fetching = Fetching(device)
         self._pool = BufferPool(keeps_on_gpu=False)
         self.values: dict[str, Tensor] = {}
         self._gathered: set[int] = set()
@@ -92,9 +94,9 @@ class Parameters:
             self.values.pop(name, None)
         self._gathered.discard(index)
 
-    def fetch(self, index: int, bring: Bring) -> None:
-        """bring: copies from the host."""
-        self._buckets[index].fetch(self._pool, bring)
+    def fetch(self, index: int) -> None:
+        """From the host."""
+        self._buckets[index].fetch(self._pool, self.fetching)
 
     def drop(self, index: int) -> None:
         """Gives back a shard that came from the host to be gathered."""
@@ -179,7 +181,7 @@ def load_parameters(
             found[index].masters = masters
         if frozen is not None:
             frozen.fill(read, False, only_shards)
-    return Parameters(found)
+    return Parameters(found, device)
 
 
 def read_order(state: StateLayout, rank: int) -> list[str]:

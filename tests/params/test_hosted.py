@@ -62,8 +62,9 @@ def update(state: State, found: dict[str, Tensor], *, finite: bool = True, scale
         left = hosted.leave(bucket, {name: tensor for name, tensor in found.items() if name in own})
         for part in range(count):
             if on_host:
-                updated = hosted.step_behind((bucket, part), left, lambda: given, lambda: given)
-                state.parameters.bucket(bucket).update(lambda updated=updated: updated.result().wait())
+                state.parameters.bucket(bucket).update(
+                    hosted.step_behind((bucket, part), left, lambda: given, lambda: given)
+                )
             else:
                 hosted.fetch((bucket, part), left if state.parameters.bucket(bucket).on_host else None).wait()
                 hosted.step((bucket, part), found, given)
@@ -147,8 +148,7 @@ def test_an_error_of_the_host_reaches_whoever_needs_its_parameters() -> None:
     assert state.hosted is not None
     left = state.hosted.leave(0, {"embedding": torch.ones(3)})  # of another shape
     given = Given(0.1, torch.ones(()), torch.tensor(True), None)
-    updated = state.hosted.step_behind((0, 0), left, lambda: given, lambda: given)
-    state.parameters.bucket(0).update(lambda: updated.result().wait())
+    state.parameters.bucket(0).update(state.hosted.step_behind((0, 0), left, lambda: given, lambda: given))
     with pytest.raises(RuntimeError):
         state.parameters.settle()
 
@@ -204,11 +204,7 @@ def test_parameters_on_the_host_are_here_only_between_fetch_and_free() -> None:
         id(parameters.weights["head"].copy)
     }
 
-    def bring(target: Tensor, source: Tensor) -> Copying:
-        target.copy_(source)
-        return Copying()
-
-    parameters.fetch(1, bring)
+    parameters.fetch(1)
     parameters.ready([1])
     for name in ("matrix", "bias", "norm"):
         assert torch.equal(parameters.values[name], plain.parameters.values[name])

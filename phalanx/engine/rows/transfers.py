@@ -170,8 +170,8 @@ class Transfers(Maker):
         return run
 
     def _fetch(self, it: Instruction) -> Run:
-        bucket, parameters, copies = block_of(it), self._parts.parameters, self._parts.copies
-        return lambda values, step: parameters.fetch(bucket, copies.bring)
+        bucket, parameters = block_of(it), self._parts.parameters
+        return lambda values, step: parameters.fetch(bucket)
 
     def _move_in(self, it: Instruction) -> Run:
         if it.stage is None:

@@ -93,8 +93,8 @@ class Update(Maker):
         def run(values: Values, step: StepRun) -> None:
             left = values[place]
             assert isinstance(left, Left)
-            updated = hosted.step_behind(part, left, totals.given_on_host(step), partial(totals.given, step))
-            bucket.update(lambda: updated.result().wait("updated parameters"))
+            given_here = partial(totals.given, step)
+            bucket.update(hosted.step_behind(part, left, totals.given_on_host(step), given_here))
 
         return run
 
