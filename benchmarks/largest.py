@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     given.add_argument("--plans", nargs="*", default=[ALL_ON_HOST])
     given.add_argument("--free-plans", nargs="*", default=[])
     given.add_argument("--peers", nargs="*", default=[], choices=PEERS)
-    given.add_argument("--steps", type=int, default=4, help="the first two are not counted")
+    given.add_argument("--steps", type=int, default=4)
+    given.add_argument("--uncounted", type=int, default=2, help="of them, the first so many")
     given.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a tiny model, to try it")
     given.add_argument("--one", help=argparse.SUPPRESS)
     return given
@@ -109,7 +110,7 @@ def _one(options: argparse.Namespace) -> dict[str, Any]:
     else:
         step, predicted = _phalanx(captured, candidate, batch, options.device)
         result |= {"predicted": sum(predicted.device.values()), "on_host": sum(predicted.host.values())}
-    return result | _timed(step, options.steps, started, options.device)
+    return result | _timed(step, options, started)
 
 
 def _phalanx(captured: Any, text: str, batch: Any, device: str) -> tuple[Any, Any]:
@@ -133,21 +134,29 @@ def _phalanx(captured: Any, text: str, batch: Any, device: str) -> tuple[Any, An
     return lambda: session.step(fed, 0, 1e-4).read(), predicted
 
 
-def _timed(step: Any, steps: int, started: float, device: str) -> dict[str, Any]:
+def _timed(step: Any, options: argparse.Namespace, started: float) -> dict[str, Any]:
     import torch
 
     seconds: list[float] = []
-    for number in range(steps):
-        if number == 2 and device == "cuda":
+    uncounted, device, ready = options.uncounted, options.device, 0.0
+    for number in range(options.steps):
+        if number == uncounted and device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - begin)
-        if number == 1:
+        print(f"step {number + 1}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+        if number + 1 == uncounted:
             ready = time.perf_counter() - started
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
-    return {"seconds": seconds[2:], "ready": ready, "peak": peak, "reserved": reserved, "first": seconds[:2]}
+    return {
+        "seconds": seconds[uncounted:],
+        "ready": ready,
+        "peak": peak,
+        "reserved": reserved,
+        "first": seconds[:uncounted],
+    }
 
 
 def row(r: dict[str, Any], gpu: str) -> list[str]:

@@ -42,10 +42,8 @@ def fsdp2(spec: Any, batch: dict[str, Any], device: str) -> Callable[[], float]:
     with torch.no_grad():
         for own in model.parameters():
             local = own.to_local()
-            if local.dim() > 1:
-                local.uniform_(-0.03, 0.03)
-            else:
-                local.fill_(1.0)
+            values = torch.empty(local.shape, device=device)  # a draw of a CPU runs on one thread
+            local.copy_(values.uniform_(-0.03, 0.03) if local.dim() > 1 else values.fill_(1.0))
     model.model.rotary_emb = type(model.model.rotary_emb)(config=spec.config).to(device)
     return _step(model, batch, device, None)
 

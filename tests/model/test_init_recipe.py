@@ -52,6 +52,19 @@ def test_rows_a_model_zeroes_stay_zero() -> None:
     assert (embedding[0] == 0).all() and (embedding[1:] != 0).all()
 
 
+def test_a_large_draw_is_made_in_parts_that_depend_on_seed_and_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init_recipe, "DRAWN_TOGETHER", 1000)
+    recipe, name = record(lambda: nn.Linear(100, 25)), "weight"
+    values = recipe.values(name, seed=3)
+    parts = values.view(-1).split(1000)
+    assert [len(part) for part in parts] == [1000, 1000, 500]
+    assert not torch.equal(parts[0], parts[1]) and not torch.equal(parts[0][:500], parts[2])
+    assert torch.equal(recipe.values(name, seed=3), values) and not torch.equal(recipe.values(name, seed=4), values)
+    assert values.abs().max() <= 0.1 and values.std().item() == pytest.approx(0.1 / math.sqrt(3), rel=0.05)
+    monkeypatch.setattr(init_recipe, "DRAWN_TOGETHER", 2500)
+    assert not torch.equal(recipe.values(name, seed=3), values)
+
+
 def test_gpt2_s_output_projections_are_scaled_by_depth() -> None:
     recipe = record(lambda: tiny_models.build("gpt2"))
     assert recipe.values("transformer.h.0.mlp.c_proj.weight", 0).std().item() == pytest.approx(0.02 / 2, rel=0.1)

@@ -8,7 +8,9 @@ parameter values.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from phalanx.model.weights.init_trace import Event, Recorder, Storage, Trace, Vi
 
 # Constructors branch on small tensors (schedules, frequencies), so those keep values; weights need not.
 REAL_LIMIT = 1 << 14
+DRAWN_TOGETHER = 1 << 24  # elements at most
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Recipe:
         """The parameter's whole initial value on the CPU, in the dtype the model was constructed in."""
         memory = _Memory(self._trace.storages, self._slices[name].blank)
         for index in self._slices[name].events:
-            _replay(self._trace.events[index], memory, _generator(seed, self._labels.get(index, "")))
+            _replay(self._trace.events[index], memory, seed, self._labels.get(index, ""))
         return memory.tensor(self._parameters[name])
 
     def _label_draws(self) -> dict[int, str]:
@@ -153,19 +156,36 @@ class _Memory:
         return make(known.numel, dtype=known.dtype)
 
 
-def _replay(event: Event, memory: _Memory, generator: torch.Generator) -> None:
+def _replay(event: Event, memory: _Memory, seed: int, label: str) -> None:
     recorded = (event.args, event.kwargs)
     args, kwargs = tree_map(lambda leaf: memory.tensor(leaf) if isinstance(leaf, View) else leaf, recorded)
     if "device" in kwargs:
         kwargs["device"] = "cpu"
-    call = event.call
-    if event.random:
-        call, kwargs = _seeded(call), {**kwargs, "generator": generator}
     with torch.no_grad():
-        result = call(*args, **kwargs)
+        if not event.random:
+            result = event.call(*args, **kwargs)
+        elif event.sets_every_element and args[0].is_contiguous() and args[0].numel() > DRAWN_TOGETHER:
+            result = _draw_in_parts(_seeded(event.call), args, kwargs, seed, label)
+        else:
+            result = _seeded(event.call)(*args, **kwargs, generator=_generator(seed, label))
     for view, value in zip(event.outputs, tree_flatten(result)[0], strict=False):
         if view is not None:
             memory.put(view, value)
+
+
+def _draw_in_parts(call: Any, args: Sequence[Any], kwargs: dict[str, Any], seed: int, label: str) -> Tensor:
+    """A draw runs on one thread, which takes seconds for an embedding alone; its parts, each with a seed of its own,
+    run side by side."""
+    target, *others = args
+    parts = target.view(-1).split(DRAWN_TOGETHER)
+
+    def draw(number: int) -> None:
+        with torch.no_grad():
+            call(parts[number], *others, **kwargs, generator=_generator(seed, f"{label}/{number}"))
+
+    with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as threads:
+        list(threads.map(draw, range(len(parts))))
+    return target
 
 
 def _seeded(call: Any) -> Any:
