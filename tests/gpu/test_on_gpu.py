@@ -39,6 +39,7 @@ OFFLOADS = [
     "mb=2,slices=3-2,recompute=light,offload=activations:1+optimizer:0.5", "mb=2,offload=parameters",
     "mb=2,offload=optimizer:0.5+optimizer-step:0.5", "mb=2,offload=parameters+optimizer:0.4+optimizer-step:0.6",
     "mb=4,schedule=block-major,recompute=block,offload=activations+parameters+optimizer-step",
+    "mb=4,schedule=block-major,recompute=block,offload=activations+parameters+optimizer:0.4+optimizer-step:0.6",
 ]  # fmt: skip
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
