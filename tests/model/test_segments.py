@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -341,3 +342,26 @@ def test_a_compiler_that_pads_results_changes_nothing_for_those_who_take_them(
         found = (outputs, run.backward(d_outputs), run.weight())
         assert all(output.is_contiguous() for output in outputs)
         torch.testing.assert_close(found, tuple(expected), check_stride=False)
+
+
+def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether torch keeps it is its own decision, which it takes silently: without assumptions about shapes it does
+    not, and every run compiles anew."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    joint = trace(_sum_of_squares(), [torch.arange(12.0)], [False], [False], None)
+    hits = list[int]()
+    for _ in range(2):
+        result, *_ = Compiler("inductor")(joint.graph)(torch.arange(12.0))
+        assert result.item() == 506.0
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
+    assert hits[1] > hits[0]
+
+
+def _sum_of_squares() -> fx.Graph:
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    squares = graph.call_function(aten.mul.Tensor, (given, given))
+    graph.output((graph.call_function(aten.sum.default, (squares,)),))
+    return graph

@@ -9,6 +9,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from phalanx.config import cache_folder
 from phalanx.model.segment.eager import as_function
@@ -60,7 +64,17 @@ class Compiler:
         examples = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
         (results,) = (node.args[0] for node in graph.nodes if node.op == "output")
         assert isinstance(results, tuple)
-        return _Declared(lookup_backend(self.mode)(module, examples), [_strides(node) for node in results])
+        with _findable_again(examples):
+            function = lookup_backend(self.mode)(module, examples)
+        return _Declared(function, [_strides(node) for node in results])
+
+
+def _findable_again(examples: Sequence[Any]) -> AbstractContextManager[Any]:
+    """While it is open, torch keeps what it compiles on disk and takes it from there: it does so only where it knows
+    how shapes were assumed. Ours are numbers."""
+    mode = detect_fake_mode(examples) or FakeTensorMode()
+    mode.shape_env = mode.shape_env or ShapeEnv()
+    return tracing(TracingContext(mode))
 
 
 class _Declared:
