@@ -87,12 +87,9 @@ class Engine:
             if self._warms_up:
                 warm_up(step.linked, self.parts.compute, self._warm)
             step.linked.calls.clear()  # they hold this step's micro-batches
-        rows = step.linked.rows
-        end = len(rows) if until is None else until
-        if isinstance(end, Op):
-            end = next(i for i, row in enumerate(rows) if row.instruction.op is end)
+        end = len(step.linked.rows) if until is None else until
         with torch.no_grad():
-            self._run(step, end)
+            self._run(step, step.linked.first[end] if isinstance(end, Op) else end)
 
     def enter(self, step: StepRun, linked: Linked, position: int) -> None:
         """Begins a run in the middle of a program whose first part was run before, perhaps several times."""
@@ -126,24 +123,27 @@ class Engine:
         step.position = len(step.linked.rows)
 
     def _run(self, step: StepRun, end: int) -> None:
-        values, watches = step.values, self.watches
-        for instruction, waits, drops, run, frees, releases in step.linked.rows[step.position : end]:
-            for watch in watches:
-                watch.begin(instruction)
-            for place, wait in waits:
-                values[place] = wait(values[place])
-            for watch in watches:
-                watch.ready(instruction)
-            for place in drops:
-                values[place] = None
-            run(values, step)
-            for place, release in releases:
-                release(values[place])
-            for place in frees:
-                values[place] = None
-            for watch in watches:
-                watch.end(instruction)
-            step.position += 1
+        values, watches, done = step.values, self.watches, step.position
+        try:
+            for instruction, waits, drops, run, frees, releases in step.linked.rows[done:end]:
+                for watch in watches:
+                    watch.begin(instruction)
+                for place, wait in waits:
+                    values[place] = wait(values[place])
+                for watch in watches:
+                    watch.ready(instruction)
+                for place in drops:
+                    values[place] = None
+                run(values, step)
+                for place, release in releases:
+                    release(values[place])
+                for place in frees:
+                    values[place] = None
+                for watch in watches:
+                    watch.end(instruction)
+                done += 1
+        finally:
+            step.position = done
 
     def settle(self) -> None:
         """Waits until nothing is on its way, in or out."""

@@ -66,6 +66,7 @@ class _Alike:
         self._pasts: dict[tuple[int, str], Past] = {}
         self._slices: list[Slice] = []
         self.found: dict[Key, Tensor] = {}
+        self.orders: dict[int, Tensor] = {}  # in which tokens of so many samples are cut
 
     def handle(self, key: Key, degree: int, tokens: int, start: int) -> Tensor:
         """degree: of those that see other samples."""
@@ -151,29 +152,28 @@ class Inputs(dict[Key, Tensor]):
     def __missing__(self, key: Key) -> Tensor:
         slice_, degree, kind, name = key
         if kind == "past":
-            found = self._alike.handle(key, self._degree(degree), self._dims[TOKENS], self._tokens(slice_)[0])
+            found = {key: self._alike.handle(key, self._degree(degree), self._dims[TOKENS], self._tokens(slice_)[0])}
+        elif kind in ("input", "value") and self._sliced is not None:
+            cut = self._cut(self._view(degree), kind, name, self._sliced)
+            found = {(number, degree, kind, name): part for number, part in enumerate(cut)}
         else:
-            found = self._make(self._view(degree), slice_, kind, name)
+            found = {key: self._make(self._view(degree), slice_, kind, name)}
         if kind in ("past", "start") or (kind in ("value", "whole_value") and name in self._compute.fixed):
-            self._alike.found[key] = found
-        self[key] = found
-        return found
+            self._alike.found |= found
+        self.update(found)
+        return found[key]
 
     def _make(self, view: _View, slice_: int, kind: str, name: str) -> Tensor:
         match kind:
             case "dropout":
                 return view.dropout(name)
-            case "whole_value":
+            case "value" | "whole_value":
                 return view.values[name]
-            case "whole_input":
+            case "input" | "whole_input":
                 return view.inputs[name]
-            case "start":
-                return torch.tensor(self._tokens(slice_)[0])
-            case "value":
-                return self._cut_value(view, slice_, name)
             case _:
-                assert kind == "input", f"{kind} {name} does not follow from inputs"
-                return self._cut_input(view, slice_, name)
+                assert kind == "start", f"{kind} {name} does not follow from inputs"
+                return torch.tensor(self._tokens(slice_)[0])
 
     def _degree(self, degree: int) -> int:
         return degree if degree in self._degrees else 0  # all samples
@@ -193,15 +193,11 @@ class Inputs(dict[Key, Tensor]):
         edges = self._edges or (0, self._dims[TOKENS])
         return edges[slice_], edges[slice_ + 1]
 
-    def _cut_input(self, view: _View, slice_: int, name: str) -> Tensor:
-        tensor = view.inputs[name]
-        return tensor if self._sliced is None else self._sliced.cut_input(name, tensor, *self._tokens(slice_))
-
-    def _cut_value(self, view: _View, slice_: int, name: str) -> Tensor:
-        value = view.values[name]
-        if self._sliced is None:
-            return value
-        return self._sliced.cut_value(name, value, view.keys.shape[0], *self._tokens(slice_))
+    def _cut(self, view: _View, kind: str, name: str, sliced: Sliced) -> Sequence[Tensor]:
+        edges = self._edges or (0, self._dims[TOKENS])
+        if kind == "input":
+            return sliced.cut_input(name, view.inputs[name], edges)
+        return sliced.cut_value(name, view.values[name], view.keys.shape[0], edges, self._alike.orders)
 
 
 class Feeder:

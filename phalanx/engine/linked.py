@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from phalanx.comm.links import Channel, Direction, Group
@@ -62,6 +63,11 @@ class Linked:
     table: Table
     rows: list[LinkedRow] = field(default_factory=list[LinkedRow])
     calls: list[ComputeCall] = field(default_factory=list[ComputeCall])
+
+    @cached_property
+    def first(self) -> dict[Op, int]:
+        """Where each kind of instruction stands first."""
+        return {row.instruction.op: i for i, row in reversed(list(enumerate(self.rows)))}
 
     def fresh(self, extras: Mapping[str, Any]) -> Values:
         """Places for all values, of which nothing is there yet."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -135,19 +136,38 @@ class Sliced:
             for name, shape in self.shapes.items()
         }
 
-    def cut_input(self, name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
+    def cut_input(self, name: str, tensor: Tensor, edges: Sequence[int]) -> Sequence[Tensor]:
+        """Its slices, between these tokens, all at once: one by one they would take longer than their computations."""
         dim = self._input_dims[name]
-        return tensor if dim is None else tensor.narrow(dim, start, stop - start)
+        return [tensor] * (len(edges) - 1) if dim is None else _cut(tensor, dim, edges)
 
-    def cut_value(self, name: str, value: Tensor, samples: int, start: int, stop: int) -> Tensor:
-        """The part of a value of the prologue that belongs to tokens start … stop - 1."""
+    def cut_value(
+        self, name: str, value: Tensor, samples: int, edges: Sequence[int], orders: dict[int, Tensor]
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """The same for a value of the prologue. orders: what was worked out for others that are cut alike."""
+        if not self._value_dims[name]:
+            return [value] * (len(edges) - 1)
+        parts: Sequence[Tensor] = ()
         for dim, joined in self._value_dims[name]:
-            if joined:  # samples × tokens in one dim
-                apart = value.reshape(*value.shape[:dim], samples, -1, *value.shape[dim + 1 :])
-                value = apart.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
-            else:
-                value = value.narrow(dim, start, stop - start)
-        return value
+            cut = partial(_cut_joined, samples=samples, orders=orders) if joined else _cut
+            parts = [cut(part, dim, edges)[i] for i, part in enumerate(parts)] or cut(value, dim, edges)
+        return parts
+
+
+def _cut(tensor: Tensor, dim: int, edges: Sequence[int]) -> Sequence[Tensor]:
+    """What is left behind the last edge belongs to none."""
+    sizes, left = [stop - start for start, stop in pairwise(edges)], tensor.shape[dim] - edges[-1]
+    return tensor.split_with_sizes([*sizes, left], dim)[:-1] if left else tensor.split_with_sizes(sizes, dim)
+
+
+def _cut_joined(
+    value: Tensor, dim: int, edges: Sequence[int], samples: int, orders: dict[int, Tensor]
+) -> Sequence[Tensor]:  # fmt: skip
+    """Samples × tokens in one dim: brought into the order of slices, in each of them as before, and cut."""
+    if samples not in orders:
+        places = torch.arange(value.shape[dim], device=value.device).view(samples, -1)
+        orders[samples] = torch.cat([places[:, start:stop].flatten() for start, stop in pairwise(edges)])
+    return _cut(value.index_select(dim, orders[samples]), dim, [samples * edge for edge in edges])
 
 
 def slice_model(captured: Captured, dtype: torch.dtype) -> Sliced:

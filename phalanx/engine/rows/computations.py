@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +16,8 @@ from phalanx.engine.linked import (
     Values,
 )
 from phalanx.engine.reductions import StepRun
-from phalanx.engine.rows.maker import Linking, Maker, nothing, unscaled
+from phalanx.engine.rows.code import Code
+from phalanx.engine.rows.maker import Linking, Maker, nothing
 from phalanx.model.graph.blocks import Block
 from phalanx.model.interpret import tensor_ports
 from phalanx.model.segment.segments import Call, Segment, Source, WeightCall
@@ -55,22 +53,18 @@ class Computations(Maker):
         else:
             call, count = segment.forward if saves else segment.run, len(block.outputs)
         first, second = count + len(segment.saved_b), count + len(segment.saved_b) + len(segment.saved_bw)
-        function, gather = self._function(it, number, call), self._arguments(it, number, block, segment, call)
-        past, inputs = self._left("past"), self._place("inputs")
-        degree, names = self._parts.graph.part(it).degree, block.names("past")
-
-        def run(values: Values, step: StepRun) -> None:
-            results = function(*gather(values))
-            for i, place in kept:
-                values[place] = results[i]
-            if past is not None:
-                values[past] = HeldPast(values[inputs], degree, names)
-            if saved_b is not None:
-                values[saved_b] = results[count:first]
-            if saved_bw is not None:
-                values[saved_bw] = results[first:second]
-
-        return run
+        code = Code()
+        self._call(code, it, number, call, self._arguments(it, number, block, segment, call))
+        for i, place in kept:
+            code.line(f"values[{code.bind(place)}] = results[{i}]")
+        if (past := self._left("past")) is not None:
+            inputs, degree = self._place("inputs"), self._parts.graph.part(it).degree
+            held = ", ".join(map(code.bind, (degree, block.names("past"))))
+            code.line(f"values[{code.bind(past)}] = {code.bind(HeldPast)}(values[{code.bind(inputs)}], {held})")
+        for saved, begin, end in ((saved_b, count, first), (saved_bw, first, second)):
+            if saved is not None:
+                code.line(f"values[{code.bind(saved)}] = results[{begin}:{end}]")
+        return code.run()
 
     def _backward(self, it: Instruction) -> Run:
         number, block, segment = self._segment(it)
@@ -78,58 +72,48 @@ class Computations(Maker):
             return nothing
         if it.op is Op.BW and segment.trains:
             return self._fused(it, number, block, segment)
-        call = segment.backward
-        function, gather = self._function(it, number, call), self._arguments(it, number, block, segment, call)
-        give, count, saved_w = self._giving(it, block, segment), len(segment.gives), self._left("saved_w")
-        d_loss = self._d_loss(block, segment)
-
-        def run(values: Values, step: StepRun) -> None:
-            d_loss(values)
-            results = function(*gather(values))
-            give(values, results)
-            if saved_w is not None:
-                values[saved_w] = results[count:]
-
-        return run
+        code, call = Code(), segment.backward
+        self._scale_loss(code, block, segment)
+        self._call(code, it, number, call, self._arguments(it, number, block, segment, call))
+        self._give(code, block, segment)
+        if (saved_w := self._left("saved_w")) is not None:
+            code.line(f"values[{code.bind(saved_w)}] = results[{len(segment.gives)}:]")
+        return code.run()
 
     def _fused(self, it: Instruction, number: int, block: Block, segment: Segment) -> Run:
-        call = segment.backward_weight
-        weigh, give = self._weighing(it, number, block, segment, call), self._giving(it, block, segment)
-        d_loss = self._d_loss(block, segment)
-
-        def run(values: Values, step: StepRun) -> None:
-            d_loss(values)
-            give(values, weigh(values))
-
-        return run
+        code = Code()
+        self._scale_loss(code, block, segment)
+        self._weigh(code, it, number, block, segment, segment.backward_weight)
+        self._give(code, block, segment)
+        return code.run()
 
     def _weight(self, it: Instruction) -> Run:
         number, block, segment = self._segment(it)
         if not segment.trains or not any(segment.joint.differentiable):
             return nothing
-        weigh = self._weighing(it, number, block, segment, segment.weight)
+        code = Code()
+        self._weigh(code, it, number, block, segment, segment.weight)
+        return code.run()
 
-        def run(values: Values, step: StepRun) -> None:
-            weigh(values)
+    def _call(self, code: Code, it: Instruction, number: int, call: Call, arguments: Sequence[Argument]) -> None:
+        code.line(f"results = {code.bind(self._function(it, number, call))}({code.taken(arguments)})")
 
-        return run
+    def _weigh(
+        self, code: Code, it: Instruction, number: int, block: Block, segment: Segment, call: WeightCall
+    ) -> None:
+        """Calls a function that gives weight gradients, and adds them up."""
+        arguments, taken = self._arguments(it, number, block, segment, call), call.num_taken
+        if self._parts.stand_in is not None:
+            self._call(code, it, number, call, arguments[:taken])
+            return
+        names, gradients, add = block.names("parameter"), call.gradients, self._adding(it, block)
 
-    def _weighing(
-        self, it: Instruction, number: int, block: Block, segment: Segment, call: WeightCall
-    ) -> Callable[[Values], Sequence[Tensor]]:
-        """Calls a function that gives weight gradients and adds them up; returns all its results."""
-        function, taken, gradients = self._function(it, number, call), call.num_taken, call.gradients
-        gather = self._arguments(it, number, block, segment, call)
-        names, add, stands_in = block.names("parameter"), self._adding(it, block), self._parts.stand_in is not None
+        def add_up(values: Values, given: list[Any], results: Sequence[Tensor]) -> None:
+            add(values, together(names, gradients(given, results)))
 
-        def weigh(values: Values) -> Sequence[Tensor]:
-            given = gather(values)
-            results = function(*given[:taken])
-            if not stands_in:
-                add(values, together(names, gradients(given, results)))
-            return results
-
-        return weigh
+        code.line(f"given = [{code.taken(arguments)}]")
+        code.line(f"results = {code.bind(self._function(it, number, call))}(*given[:{taken}])")
+        code.line(f"{code.bind(add_up)}(values, given, results)")
 
     def _adding(self, it: Instruction, block: Block) -> Callable[[Values, dict[str, Any]], None]:
         """Adds gradients to the sums of their buckets."""
@@ -155,37 +139,37 @@ class Computations(Maker):
 
         return add
 
-    def _giving(self, it: Instruction, block: Block, segment: Segment) -> Callable[[Values, Sequence[Tensor]], None]:
+    def _give(self, code: Code, block: Block, segment: Segment) -> None:
         """Adds the gradients of inputs, the first of a function's results, to their sums."""
         ports = tensor_ports(block)
         targets = {v.what: i for i, v in self._valued((*self._row.adds, *self._row.writes), "gradient")}
         earlier = {v.what: i for i, v in self._valued(self._row.reads, "gradient") if i != targets.get(v.what)}
-        moves: list[tuple[int, int]] = []
-        for port in segment.gives:
+        unwritten = {*self._row.writes} - {*earlier.values()}
+        for i, port in enumerate(segment.gives):
             name = self._names.gradient.get(ports[port].name, ports[port].name)
-            moves.append((targets[name], earlier.pop(name, targets[name])))
+            place, before = targets[name], earlier.pop(name, targets[name])
+            if before in unwritten:
+                code.line(f"values[{code.bind(place)}] = results[{i}]")
+            else:
+                code.line(f"there = values[{code.bind(before)}]")
+                code.line(f"values[{code.bind(place)}] = results[{i}] if there is None else there + results[{i}]")
+            unwritten.discard(place)
 
-        def give(values: Values, results: Sequence[Tensor]) -> None:
-            for (place, before), gradient in zip(moves, results):
-                there = values[before]
-                values[place] = gradient if there is None else there + gradient
-
-        return give
-
-    def _d_loss(self, block: Block, segment: Segment) -> Callable[[Values], None]:
+    def _scale_loss(self, code: Code, block: Block, segment: Segment) -> None:
         """Where a segment puts the loss out, its gradient is one over the number of items."""
         outputs = zip(block.outputs, segment.joint.outputs, strict=True)
         losses = [node.meta["val"].dtype for name, node in outputs if self._names.is_d_loss(name)]
-        return self._scale(losses[0]) if losses else unscaled
+        if losses:
+            code.line(f"{code.bind(self._scale(losses[0]))}(values)")
 
     def _arguments(
         self, it: Instruction, number: int, block: Block, segment: Segment, call: Call
-    ) -> Callable[[Values], list[Any]]:  # fmt: skip
+    ) -> list[Argument]:  # fmt: skip
         found = [self._argument(it, block, segment, source) for source in call.arguments]
         inputs = self._inputs[it.micro_batch or 0, it.half or 0]
         keys = tuple(key if isinstance(key, tuple) and len(key) == 4 else None for _, key in found)
         self._linked.calls.append(ComputeCall(it, number, segment, call, inputs, keys))
-        return gathering(found)
+        return found
 
     def _function(self, it: Instruction, number: int, call: Call) -> Callable[..., Any]:
         return call.function if self._parts.stand_in is None else self._parts.stand_in(it.op, number, call)
@@ -210,29 +194,3 @@ class Computations(Maker):
         taken = self._taken().get(self._names.gradient.get(name, name))
         like = segment.like(source)
         return (self._extra["zeros"], (tuple(like.shape), like.dtype)) if taken is None else (taken, None)
-
-
-def gathering(arguments: Sequence[Argument]) -> Callable[[Values], list[Any]]:
-    """Takes arguments from where they lie: those that follow each other in one place all at once, because a backward
-    takes dozens of tensors that its forward saved together."""
-    kinds, found = "", []
-    for place, run in groupby(arguments, key=itemgetter(0)):
-        keys = [key for _, key in run]
-        if len(keys) > 1 and None not in keys:
-            kinds, found = f"{kinds}s", [*found, place, itemgetter(*keys)]
-        else:
-            kinds += "".join("w" if key is None else "o" for key in keys)
-            found += [each for key in keys for each in (place, key)]
-    return _gatherer(kinds)(*found)
-
-
-_TAKEN = {"w": "values[place{}]", "o": "values[place{}][key{}]", "s": "*key{1}(values[place{0}])"}
-
-
-@cache
-def _gatherer(kinds: str) -> Callable[..., Callable[[Values], list[Any]]]:
-    """Given places and keys, gives a function of one expression: a loop over them would take as long as all else that
-    an instruction does. kinds: whether a whole value is taken, one of its parts, or several of them."""
-    names = ", ".join(f"place{i}, key{i}" for i in range(len(kinds)))
-    taken = ", ".join(_TAKEN[kind].format(i, i) for i, kind in enumerate(kinds))
-    return eval(f"lambda {names}: lambda values: [{taken}]")
