@@ -123,15 +123,18 @@ class Engine:
         step.position = len(step.linked.rows)
 
     def _run(self, step: StepRun, end: int) -> None:
+        """A loop over nothing costs what a question does not: without watches none is begun."""
         values, watches, done = step.values, self.watches, step.position
         try:
-            for instruction, waits, drops, run, frees, releases in step.linked.rows[done:end]:
-                for watch in watches:
-                    watch.begin(instruction)
+            for instruction, waits, drops, run, frees, releases in step.linked.plain[done:end]:
+                if watches:
+                    for watch in watches:
+                        watch.begin(instruction)
                 for place, wait in waits:
                     values[place] = wait(values[place])
-                for watch in watches:
-                    watch.ready(instruction)
+                if watches:
+                    for watch in watches:
+                        watch.ready(instruction)
                 for place in drops:
                     values[place] = None
                 run(values, step)
@@ -139,8 +142,9 @@ class Engine:
                     release(values[place])
                 for place in frees:
                     values[place] = None
-                for watch in watches:
-                    watch.end(instruction)
+                if watches:
+                    for watch in watches:
+                        watch.end(instruction)
                 done += 1
         finally:
             step.position = done

@@ -65,6 +65,11 @@ class Linked:
     calls: list[ComputeCall] = field(default_factory=list[ComputeCall])
 
     @cached_property
+    def plain(self) -> list[tuple[Any, ...]]:
+        """The rows as tuples without names, which a loop takes apart in half the time."""
+        return [tuple(row) for row in self.rows]
+
+    @cached_property
     def first(self) -> dict[Op, int]:
         """Where each kind of instruction stands first."""
         return {row.instruction.op: i for i, row in reversed(list(enumerate(self.rows)))}
