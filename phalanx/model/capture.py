@@ -26,7 +26,7 @@ from phalanx.model.graph.blocks import Block, Blocks, Port, Template, cut
 from phalanx.model.graph.export import NotReadable, export
 from phalanx.model.graph.functionalise import FlatGraph
 from phalanx.model.graph.units import find_layers
-from phalanx.model.proofs import our_code
+from phalanx.model.our_code import our_code
 from phalanx.model.selfcheck import self_check
 from phalanx.model.weights.weights import tied_names
 from phalanx.model.zoo.zoo import ModelSpec, build

@@ -7,13 +7,11 @@ Where the code has no file to be recognised by, nothing is remembered.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import re
 import sys
 import types
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import nn
 import phalanx
 from phalanx.config import cache_folder
 from phalanx.model.captured import Captured
+from phalanx.model.our_code import our_code
 from phalanx.model.zoo.zoo import ModelSpec
 from phalanx.records import read_json
 from phalanx.tasks.base import Batch
@@ -49,17 +48,6 @@ def key(spec: ModelSpec, module: nn.Module | None, captured: Captured, batches: 
     for batch in batches:
         for name, tensor in sorted(batch.items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-@cache
-def our_code() -> str:
-    """Changes whenever what a capture depends on changes: this package's code and the libraries underneath."""
-    digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(file.read_bytes())
-    for library in ("torch", "transformers"):
-        digest.update(importlib.metadata.version(library).encode())
     return digest.hexdigest()
 
 

@@ -155,9 +155,9 @@ class Sliced:
 
 
 def _cut(tensor: Tensor, dim: int, edges: Sequence[int]) -> Sequence[Tensor]:
-    """What is left behind the last edge belongs to none."""
-    sizes, left = [stop - start for start, stop in pairwise(edges)], tensor.shape[dim] - edges[-1]
-    return tensor.split_with_sizes([*sizes, left], dim)[:-1] if left else tensor.split_with_sizes(sizes, dim)
+    """What lies before the first edge and behind the last belongs to none."""
+    sizes = [stop - start for start, stop in pairwise((0, *edges, tensor.shape[dim]))]
+    return tensor.split_with_sizes(sizes, dim)[1:-1]
 
 
 def _cut_joined(
@@ -167,7 +167,8 @@ def _cut_joined(
     if samples not in orders:
         places = torch.arange(value.shape[dim], device=value.device).view(samples, -1)
         orders[samples] = torch.cat([places[:, start:stop].flatten() for start, stop in pairwise(edges)])
-    return _cut(value.index_select(dim, orders[samples]), dim, [samples * edge for edge in edges])
+    ordered = value.index_select(dim, orders[samples])
+    return _cut(ordered, dim, [samples * (edge - edges[0]) for edge in edges])
 
 
 def slice_model(captured: Captured, dtype: torch.dtype) -> Sliced:

@@ -138,8 +138,9 @@ class Bucket:
         """What was on its way from other ranks does not come any more; the parameters that cannot be used then. Its
         memory is given to nobody: something may still be written there."""
         self._finish_updates()
-        for pending in (pending for _, _, pending in self._arriving if isinstance(pending, Copying)):
-            pending.wait_here()
+        copies = [pending for _, _, pending in self._arriving if isinstance(pending, Copying)]
+        for copying in (*copies, *(copying for _, copying in self._fetched.values())):
+            copying.wait_here()
         self._arriving.clear()
         self._lent.clear()
         self._fetched.clear()
@@ -157,9 +158,10 @@ class Bucket:
     def fetch(self, pool: BufferPool, fetching: Fetching) -> None:
         """Starts to bring what lies on the host: all of it or, to be gathered, this rank's shard."""
         assert not self._fetched and (not self._lent or not self._is_whole), "fetched twice"
+        self._finish_updates()
         for flat in self.buffers:
             buffer = pool.take(flat.layout.shard_size, flat.dtype, flat.device)
-            copying = fetching.bring(buffer, flat.shard, tuple(self._updates) if flat is self.trained else ())
+            copying = fetching.bring(buffer, flat.shard)
             if self._is_whole:
                 self._lent.append(buffer)
                 self._arriving.append((flat, buffer, copying))

@@ -259,7 +259,6 @@ class HostedOptimizer:
         for thread in self._threads.values():
             thread.shutdown()
         self._threads.clear()
-        self._parameters.fetching.close()
 
     def forget(self) -> None:
         """Lets go of all tensors."""

@@ -127,7 +127,7 @@ class Parameters:
             for name in bucket.abandon():
                 self.values.pop(name, None)
         self._gathered.clear()
-        self._pool = BufferPool()
+        self._pool = BufferPool(keeps_on_gpu=False)
 
     def forget(self) -> None:
         """Lets go of all tensors, whoever still knows these parameters."""

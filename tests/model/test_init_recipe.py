@@ -65,6 +65,21 @@ def test_a_large_draw_is_made_in_parts_that_depend_on_seed_and_name_alone(monkey
     assert not torch.equal(recipe.values(name, seed=3), values)
 
 
+class _WithGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(100, 25))
+        nn.init.normal_(self.weight, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("together", [1000, 2500])
+def test_a_constructor_may_bring_a_generator_of_its_own(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init_recipe, "DRAWN_TOGETHER", together)
+    recipe = record(_WithGenerator)
+    assert recipe.values("weight", 0).std().item() == pytest.approx(1, rel=0.1)
+    assert not torch.equal(recipe.values("weight", 0), recipe.values("weight", 1))
+
+
 def test_gpt2_s_output_projections_are_scaled_by_depth() -> None:
     recipe = record(lambda: tiny_models.build("gpt2"))
     assert recipe.values("transformer.h.0.mlp.c_proj.weight", 0).std().item() == pytest.approx(0.02 / 2, rel=0.1)

@@ -110,12 +110,17 @@ def test_cut_inputs_and_values_put_together_again_are_what_they_were(name: str, 
     for spec in model.captured.inputs:
         tensor = view.inputs[spec.name]
         parts = model.cut_input(spec.name, tensor, edges)
+        for part, own in zip(model.cut_input(spec.name, tensor, edges[1:]), parts[1:], strict=True):
+            assert torch.equal(part, own)
         if "tokens" in spec.dims:
             assert torch.equal(torch.cat(parts, dim=spec.dims.index("tokens")), tensor)
         else:
             assert all(part is tensor for part in parts)
     for value_name, value in view.values.items():
         parts = model.cut_value(value_name, value, SAMPLES, edges, {})
+        inner_parts = model.cut_value(value_name, value, SAMPLES, edges[1:-1], {}) if len(edges) > 3 else ()
+        for part, own in zip(inner_parts, parts[1:-1], strict=False):
+            assert torch.equal(part, own)
         shape = model.shapes[value_name]
         tokens, both = model.dims.sizes["tokens"], model.dims.sizes["tokens"] * model.dims.sizes["batch"]
         if both in shape:  # samples × tokens in one dim: token by token they are apart again

@@ -1,11 +1,9 @@
-"""Parameters come from the host when they are updated, and other things let them pass."""
+"""Parameters come from the host, and other things let them pass."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any, cast
 
-import pytest
 import torch
 
 from phalanx.params.fetching import Fetching
@@ -14,31 +12,10 @@ from phalanx.params.host_memory import Copying
 CPU = torch.device("cpu")
 
 
-def test_what_is_still_being_updated_comes_when_that_is_done() -> None:
-    fetching, updated = Fetching(CPU), Future[Copying]()
-    source, target = torch.zeros(4), torch.full((4,), -1.0)
-    coming = fetching.bring(target, source, [updated])
-    assert target.tolist() == [-1.0] * 4  # and whoever asked for it goes on
-    source.fill_(7.0)
-    updated.set_result(Copying())
-    coming.wait()
-    assert target.tolist() == [7.0] * 4
-    fetching.close()
-
-
-def test_what_is_not_being_updated_comes_at_once() -> None:
+def test_what_is_asked_for_comes() -> None:
     source, target = torch.arange(4.0), torch.zeros(4)
     Fetching(CPU).bring(target, source).wait()
     assert torch.equal(target, source)
-
-
-def test_an_update_that_failed_is_told_to_whoever_waits_for_its_parameters() -> None:
-    fetching, updated = Fetching(CPU), Future[Copying]()
-    coming = fetching.bring(torch.zeros(1), torch.zeros(1), [updated])
-    updated.set_exception(RuntimeError("the host ran out of memory"))
-    with pytest.raises(RuntimeError, match="the host ran out of memory"):
-        coming.wait()
-    fetching.close()
 
 
 class Moment:
@@ -74,3 +51,10 @@ def test_other_copies_wait_for_parameters_that_have_room_and_for_no_others() -> 
     no_room.passed, coming.done = True, True
     fetching.let_pass()
     assert (coming.waits, later.waits) == (1, 1)
+
+
+def test_what_has_arrived_is_forgotten_although_nobody_lets_it_pass() -> None:
+    fetching = Fetching(CPU)
+    for _ in range(3):
+        fetching.pass_by(cast(Any, Moment(True)), Watched(done=True))
+    assert len(fetching._passing) == 1

@@ -8,20 +8,22 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.compiler.config
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from phalanx.config import cache_folder
+from phalanx.model.our_code import our_code
 from phalanx.model.segment.eager import as_function
 
 MODES = ("off", "aot_eager", "inductor")
@@ -69,12 +71,18 @@ class Compiler:
         return _Declared(function, [_strides(node) for node in results])
 
 
-def _findable_again(examples: Sequence[Any]) -> AbstractContextManager[Any]:
+@contextmanager
+def _findable_again(examples: Sequence[Any]) -> Iterator[None]:
     """While it is open, torch keeps what it compiles on disk and takes it from there: it does so only where it knows
-    how shapes were assumed. Ours are numbers."""
-    mode = detect_fake_mode(examples) or FakeTensorMode()
-    mode.shape_env = mode.shape_env or ShapeEnv()
-    return tracing(TracingContext(mode))
+    how shapes were assumed. Ours are numbers. Of our own operators torch knows the names alone: what was compiled for
+    others of the same names is not taken."""
+    mode, config = detect_fake_mode(examples) or FakeTensorMode(), cast(Any, torch.compiler.config)
+    before, mode.shape_env = mode.shape_env, mode.shape_env or ShapeEnv()
+    try:
+        with config.patch(cache_key_tag=f"{config.cache_key_tag}{our_code()}"), tracing(TracingContext(mode)):
+            yield
+    finally:
+        mode.shape_env = before
 
 
 class _Declared:

@@ -167,7 +167,7 @@ def _replay(event: Event, memory: _Memory, seed: int, label: str) -> None:
         elif event.sets_every_element and args[0].is_contiguous() and args[0].numel() > DRAWN_TOGETHER:
             result = _draw_in_parts(_seeded(event.call), args, kwargs, seed, label)
         else:
-            result = _seeded(event.call)(*args, **kwargs, generator=_generator(seed, label))
+            result = _seeded(event.call)(*args, **{**kwargs, "generator": _generator(seed, label)})
     for view, value in zip(event.outputs, tree_flatten(result)[0], strict=False):
         if view is not None:
             memory.put(view, value)
@@ -181,7 +181,7 @@ def _draw_in_parts(call: Any, args: Sequence[Any], kwargs: dict[str, Any], seed:
 
     def draw(number: int) -> None:
         with torch.no_grad():
-            call(parts[number], *others, **kwargs, generator=_generator(seed, f"{label}/{number}"))
+            call(parts[number], *others, **{**kwargs, "generator": _generator(seed, f"{label}/{number}")})
 
     with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as threads:
         list(threads.map(draw, range(len(parts))))
