@@ -60,7 +60,7 @@ Before what follows, the first three plans took 5.4, 4.7 and 3.9 µs, and slices
 - Parts of values that follow from shapes alone (rotary tables) are kept with them: 15 → 11.
 - The call of a row is a function that is written out, arguments and results included; the loop takes rows apart as
   plain tuples and asks nobody to watch where nobody does. Predicted for the first plan: 5.0 → 3.8. It was 4.0.
-- Slices of inputs and labels are cut all at once, by two operators of torch's for a micro-batch instead of three for
+- Slices of inputs and labels are cut all at once, by three operators of torch's for a micro-batch instead of four for
   each of its slices: with the step before 11.7 → 5.9.
 
 What is left of slices beyond the others is that cutting, and more arguments of every layer.

@@ -123,7 +123,7 @@ class Engine:
         step.position = len(step.linked.rows)
 
     def _run(self, step: StepRun, end: int) -> None:
-        """A loop over nothing costs what a question does not: without watches none is begun."""
+        """Whether there are watches is asked first: that costs less than a loop over none, which a lone rank has."""
         values, watches, done = step.values, self.watches, step.position
         try:
             for instruction, waits, drops, run, frees, releases in step.linked.plain[done:end]:

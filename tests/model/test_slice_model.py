@@ -119,7 +119,7 @@ def test_cut_inputs_and_values_put_together_again_are_what_they_were(name: str, 
     for value_name, value in view.values.items():
         parts = model.cut_value(value_name, value, SAMPLES, edges, {})
         inner_parts = model.cut_value(value_name, value, SAMPLES, edges[1:-1], {}) if len(edges) > 3 else ()
-        for part, own in zip(inner_parts, parts[1:-1], strict=False):
+        for part, own in zip(inner_parts, parts[1:-1], strict=True):
             assert torch.equal(part, own)
         shape = model.shapes[value_name]
         tokens, both = model.dims.sizes["tokens"], model.dims.sizes["tokens"] * model.dims.sizes["batch"]
