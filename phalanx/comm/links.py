@@ -46,6 +46,7 @@ Flow = tuple[int, int, Direction]  # sender, receiver, direction
 
 _FAILING_SECONDS = 0.05  # for operations whose sockets were shut
 _ABORT_SECONDS = 2.0  # that NCCL has to give up what is under way
+_MOST_GROUPS = 8  # of calls, one in the other
 _FROM_THE_SENDER: Any = dist.BroadcastOptions()
 _FROM_THE_SENDER.rootRank, _FROM_THE_SENDER.rootTensor = 0, 0
 
@@ -59,6 +60,7 @@ class Traffic:
 
 
 _open: weakref.WeakSet[Links] = weakref.WeakSet()
+_giving_up: list[threading.Thread] = []  # that give up communicators of NCCL
 
 
 def abort_all(context: RankContext) -> None:
@@ -66,6 +68,7 @@ def abort_all(context: RankContext) -> None:
     for links in list(_open):
         if links.context.abort is context.abort:
             links.abort()
+    until_given_up()
 
 
 class Links:
@@ -203,6 +206,8 @@ class Links:
         try:
             work = call()
         except RuntimeError as error:
+            if self.device.type == "cuda":
+                end_open_group()
             if (reason := self.context.abort.reason) is not None:
                 raise LinkError(f"{self.context.name} stopped at {kind} {partners}: {reason}") from error
             if not is_lost_connection(error):
@@ -324,11 +329,13 @@ class Group:
     def texts(self, text: str) -> list[str]:
         """The texts of all ranks of the group, in its order."""
         own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.links.device)
-        sizes = torch.zeros(len(self.ranks), dtype=torch.int64, device=self.links.device)
-        sizes[self.index] = len(own)
+        sizes = torch.zeros(len(self.ranks) + 1, dtype=torch.int64, device=self.links.device)
+        sizes[self.index], sizes[-1] = len(own), 1
         self.all_reduce(sizes).wait("the lengths of what ranks say")
         self.confirm(sizes, "the lengths of what ranks say")
-        lengths: list[int] = sizes.tolist()
+        *lengths, told = sizes.tolist()
+        if told != len(self.ranks):
+            raise LinkError(f"{self.links.context.name} was told by {told} of {len(self.ranks)} ranks what they say")
         if not any(lengths):
             return [""] * len(lengths)
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.links.device)
@@ -446,17 +453,35 @@ def _make_nccl(
 
 
 def give_up(backends: Sequence[Any]) -> None:
-    """Ends everything that these communicators of NCCL have under way. All at once: each frees memory, for which the
-    device waits until no kernel runs, those of the others included. (torch aborts on threads of its own, so that a
-    group of NCCL's, which belongs to a thread, does not hold them together.)"""
+    """Ends everything that these communicators of NCCL have under way, in the background. All at once: each frees
+    memory, for which the device waits until no kernel runs, those of the others included. (torch aborts on threads of
+    its own, so that a group of NCCL's, which belongs to a thread, does not hold them together.)"""
 
     def abort(backend: Any) -> None:
         with suppress(RuntimeError):
             backend.abort()
 
     threads = [background_thread(partial(abort, backend), "phalanx-abort") for backend in backends]
+    _giving_up[:] = [thread for thread in _giving_up if thread.is_alive()] + threads
     for thread in threads:
         thread.start()
+
+
+def until_given_up() -> None:
+    """Returns once nothing of old communicators is left. Ranks can meet before that. But what frees memory waits for all
+    kernels, and what starts kernels waits for what frees: ranks that each wait in several of them for the others, as in
+    a step, would then wait for ever."""
     deadline = time.monotonic() + _ABORT_SECONDS
-    for thread in threads:
+    for thread in list(_giving_up):
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def end_open_group(name: str = "libnccl.so.2") -> None:
+    """After a call of NCCL failed on this thread. torch begins a group of calls for every message and, where the message
+    fails, does not end it: all later calls on the thread would be kept for the group's end, and would seem to have
+    succeeded."""
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(name)
+        for _ in range(_MOST_GROUPS):
+            if library.ncclGroupEnd() != 0:  # what failed in the group, or that there is none
+                return

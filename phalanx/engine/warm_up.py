@@ -17,21 +17,35 @@ from phalanx.engine.compute import Compute
 from phalanx.engine.gradients import Sum
 from phalanx.engine.linked import ComputeCall, Linked
 from phalanx.model.segment.segments import WeightCall
+from phalanx.program.instructions import Op
 
 Around = Callable[[ComputeCall, Callable[[], Any]], None]  # what is done with the running of a call
 
 
 def warm_up(linked: Linked, compute: Compute, done: set[object], around: Around | None = None) -> None:
-    """Runs those calls whose functions are not in `done`; forwards come first, as in the program."""
+    """Runs those calls whose functions are not in `done`; forwards come first, as in the program. One that attends to
+    a past comes after the forward of its own slice, which leaves one: segments that share functions each have theirs."""
     new = {call.call.function: call for call in linked.calls if call.call.function not in done}
+    forwards = {_place(call): call for call in linked.calls if call.instruction.op is Op.F}
     with torch.no_grad():
         for call in new.values():
+            forward = forwards.get(_place(call), call)
+            if forward is not call and _attends(call):
+                _run(forward, compute.device, None)
             _run(call, compute.device, around)
     done.update(new)
     for inputs in {id(call.inputs): call.inputs for call in new.values()}.values():
         inputs.forget_past()
     if new and compute.device.type == "cuda":
         torch.cuda.synchronize(compute.device)
+
+
+def _place(call: ComputeCall) -> tuple[int, int, int]:
+    return id(call.inputs), call.number, call.instruction.slice or 0
+
+
+def _attends(call: ComputeCall) -> bool:
+    return any(key is not None and key[2] == "past" for key in call.keys)
 
 
 def _run(call: ComputeCall, device: torch.device, around: Around | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from phalanx.comm.links import Links, give_up
+from phalanx.comm.links import Links, end_open_group, give_up, until_given_up
 from phalanx.comm.pending import cause, open_sockets, opened_since, shut
 from phalanx.errors import LinkError, RankError
 from phalanx.launch.context import RankContext
@@ -147,7 +147,35 @@ def test_communicators_of_one_device_are_given_up_all_at_once():
     others = threading.Barrier(3)
     communicators = [Communicator(others) for _ in range(3)]
     give_up(communicators)
+    until_given_up()
     assert all(each.is_given_up for each in communicators)
+
+
+class Library:
+    """As NCCL's, with so many groups of calls begun."""
+
+    def __init__(self, depth: int, result: int) -> None:
+        self.depth, self._result = depth, result
+
+    def ncclGroupEnd(self) -> int:
+        if self.depth == 0:
+            return 5  # invalid usage
+        self.depth -= 1
+        return self._result if self.depth == 0 else 0
+
+
+@pytest.mark.parametrize(("depth", "result"), [(0, 0), (1, 0), (1, 6), (2, 0), (2, 6)])
+def test_groups_that_a_failed_call_left_open_are_ended(
+    depth: int, result: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(depth, result)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    end_open_group()
+    assert library.depth == 0
+
+
+def test_without_the_library_there_is_no_group_to_end():
+    end_open_group("libnothing.so.0")
 
 
 def test_an_operation_that_fails_because_links_were_given_up_says_why():

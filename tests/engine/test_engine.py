@@ -54,6 +54,16 @@ def test_stages_on_one_rank_hand_over_exactly(sizes: tuple[int, ...], two_stages
     captured.require_equal(case.step(two_stages, sizes, "zb-v"), case.plain())
 
 
+@pytest.mark.parametrize("plan", ["mb=2,slices=5-3-1", "mb=2,slices=3,recompute=block", "mb=2,slices=3,schedule=zb-h1"])
+def test_what_runs_before_ranks_depend_on_each_other_changes_nothing(plan: str) -> None:
+    """Layers share functions, and each has a past of its own."""
+    case = captured.named(captured.GPT2)
+    session, warm = case.session(plan), case.session(plan)
+    warm.step.engine._warms_up = True
+    losses = [[each.step(case.batch, 0, 1e-3).read() for _ in range(2)] for each in (session, warm)]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("name", [captured.WHISPER, captured.MIXTRAL, T5])
 def test_several_activations_and_experts_get_their_gradients(name: str) -> None:
     case = captured.named(name)
