@@ -1,8 +1,8 @@
 """Links between ranks: groups for collectives and one-way channels for messages between neighbours.
 
-The only place that touches torch.distributed. A group is made from (store, generation, ranks), never from process-wide
-defaults; everything is asynchronous and returns a Pending. Order is all that matches messages: there are no tags and no
-headers, so both sides must know the shapes.
+Nothing outside this package touches torch.distributed. A group is made from (store, generation, ranks), never from
+process-wide defaults; everything is asynchronous and returns a Pending. Order is all that matches messages: there are
+no tags and no headers, so both sides must know the shapes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.comm import nccl
 from phalanx.comm.pending import (
     NEVER,
     Deadline,
@@ -45,8 +45,6 @@ Flow = tuple[int, int, Direction]  # sender, receiver, direction
 
 
 _FAILING_SECONDS = 0.05  # for operations whose sockets were shut
-_ABORT_SECONDS = 2.0  # that NCCL has to give up what is under way
-_MOST_GROUPS = 8  # of calls, one in the other
 _FROM_THE_SENDER: Any = dist.BroadcastOptions()
 _FROM_THE_SENDER.rootRank, _FROM_THE_SENDER.rootTensor = 0, 0
 
@@ -60,7 +58,6 @@ class Traffic:
 
 
 _open: weakref.WeakSet[Links] = weakref.WeakSet()
-_giving_up: list[threading.Thread] = []  # that give up communicators of NCCL
 
 
 def abort_all(context: RankContext) -> None:
@@ -68,7 +65,7 @@ def abort_all(context: RankContext) -> None:
     for links in list(_open):
         if links.context.abort is context.abort:
             links.abort()
-    until_given_up()
+    nccl.until_given_up()
 
 
 class Links:
@@ -207,7 +204,7 @@ class Links:
             work = call()
         except RuntimeError as error:
             if self.device.type == "cuda":
-                end_open_group()
+                nccl.end_open_group()
             if (reason := self.context.abort.reason) is not None:
                 raise LinkError(f"{self.context.name} stopped at {kind} {partners}: {reason}") from error
             if not is_lost_connection(error):
@@ -234,7 +231,7 @@ class Links:
 
         def make() -> Any:
             if self.device.type == "cuda":
-                return _make_nccl(store, index, ranks, name, self.timeout, self.device, one_way)
+                return nccl.connect(store, index, ranks, name, self.timeout, self.device, one_way)
             return _make_gloo(store, index, len(ranks), self.context.address)
 
         before, began, seconds = open_sockets(), time.monotonic(), self.timeout.total_seconds()
@@ -262,7 +259,7 @@ class Links:
             backends = self._backends() if self.device.type == "cuda" else []
             left = [backend for backend in backends if backend not in self._given_up]
             self._given_up += left
-        give_up(left)
+        nccl.give_up(left)
 
 
 class Group:
@@ -431,57 +428,3 @@ def _make_gloo(store: Any, index: int, size: int, address: str) -> Any:
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = NEVER
     return dist.ProcessGroupGloo(store, index, size, options)
-
-
-def _make_nccl(
-    store: Any, index: int, ranks: tuple[int, ...], name: str, timeout: timedelta, device: torch.device, one_way: bool
-) -> Any:
-    """An NCCL communicator, connected. one_way: messages from the first of two ranks to the second; NCCL connects those
-    at the first of them and makes both ranks wait for it, which a receive posted ahead must not."""
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options._timeout, options.global_ranks_in_group, options.group_name = timeout, list(ranks), name
-    options.is_high_priority_stream = True  # else its kernels wait for processors until a whole product is computed
-    with torch.cuda.device(device):
-        backend: Any = dist.ProcessGroupNCCL(store, index, len(ranks), options)
-        backend.eager_connect_single_device(device)  # else the first use connects, without a deadline
-        if one_way:
-            token = torch.zeros(1, device=device)
-            first = backend.send([token], 1, 0) if index == 0 else backend.recv([token], 0, 0)
-            first.wait()
-            torch.cuda.current_stream(device).synchronize()
-    return backend
-
-
-def give_up(backends: Sequence[Any]) -> None:
-    """Ends everything that these communicators of NCCL have under way, in the background. All at once: each frees
-    memory, for which the device waits until no kernel runs, those of the others included. (torch aborts on threads of
-    its own, so that a group of NCCL's, which belongs to a thread, does not hold them together.)"""
-
-    def abort(backend: Any) -> None:
-        with suppress(RuntimeError):
-            backend.abort()
-
-    threads = [background_thread(partial(abort, backend), "phalanx-abort") for backend in backends]
-    _giving_up[:] = [thread for thread in _giving_up if thread.is_alive()] + threads
-    for thread in threads:
-        thread.start()
-
-
-def until_given_up() -> None:
-    """Returns once nothing of old communicators is left. Ranks can meet before that. But what frees memory waits for all
-    kernels, and what starts kernels waits for what frees: ranks that each wait in several of them for the others, as in
-    a step, would then wait for ever."""
-    deadline = time.monotonic() + _ABORT_SECONDS
-    for thread in list(_giving_up):
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def end_open_group(name: str = "libnccl.so.2") -> None:
-    """After a call of NCCL failed on this thread. torch begins a group of calls for every message and, where the message
-    fails, does not end it: all later calls on the thread would be kept for the group's end, and would seem to have
-    succeeded."""
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(name)
-        for _ in range(_MOST_GROUPS):
-            if library.ncclGroupEnd() != 0:  # what failed in the group, or that there is none
-                return

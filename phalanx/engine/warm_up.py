@@ -24,7 +24,7 @@ Around = Callable[[ComputeCall, Callable[[], Any]], None]  # what is done with t
 
 def warm_up(linked: Linked, compute: Compute, done: set[object], around: Around | None = None) -> None:
     """Runs those calls whose functions are not in `done`; forwards come first, as in the program. One that attends to
-    a past comes after the forward of its own slice, which leaves one: segments that share functions each have theirs."""
+    a past comes after the forward of its own slice, which leaves it: segments that share functions have one each."""
     new = {call.call.function: call for call in linked.calls if call.call.function not in done}
     forwards = {_place(call): call for call in linked.calls if call.instruction.op is Op.F}
     with torch.no_grad():

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from phalanx.adapt.migrate import ChangeRefused
-from phalanx.comm.links import Group, Links, until_given_up
+from phalanx.comm import nccl
+from phalanx.comm.links import Group, Links
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.step import Outcome
 from phalanx.errors import LinkError, PhalanxError, PlanError
@@ -134,7 +135,7 @@ class SurvivingRank(RankGoingBack):
                 told = _exchange(group, self._tell(survived, held, words, reporter, context))
             with self._timed("plan"):
                 restoring = self._planned(context, links, group, words, told)
-                until_given_up()
+                nccl.until_given_up()
             with self._timed("restore"):
                 record = self._restored(restoring, held, words, told)
             reporter.stops, reporter.ends, reporter.changes = told[_best(words)]["asked"]

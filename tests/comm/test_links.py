@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from phalanx.comm.links import Links, end_open_group, give_up, until_given_up
+from phalanx.comm.links import Links
+from phalanx.comm.nccl import end_open_group, give_up, until_given_up
 from phalanx.comm.pending import cause, open_sockets, opened_since, shut
 from phalanx.errors import LinkError, RankError
 from phalanx.launch.context import RankContext
