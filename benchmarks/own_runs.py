@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,14 @@ import in_lab
 import plot
 import report
 from compare_setting import Setting, Size
-from own_runs_rank import REFERENCES, Seen, Task, kinds_of, measure, usual
+from foresight import Known, joined
+from own_runs_rank import Seen, Task, measure
 from shared_gpu import pool_of
 
-from phalanx.engine.describe import describe
 from phalanx.errors import PhalanxError
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.predict.costs import Costs
-from phalanx.predict.from_facts import Device, costs_of_facts
-from phalanx.predict.from_profile import RankProfile, Reference, SegmentSeconds, overheads, profiled
-from phalanx.predict.simulate import seconds_among_others
-from phalanx.predict.split_facts import Split, SplitFacts
-from phalanx.profile.beside import Seen as Beside
-from phalanx.program.compile import compile_plan
 
 WORLD = 4
 PLANS = (
@@ -110,7 +103,7 @@ def _in_lab(link: str, task: Task, captured: Captured) -> list[Seen]:
 
 def compared(name: str, task: Task, captured: Captured, seen: Sequence[Seen], is_apart: bool) -> list[dict[str, Any]]:
     """Every plan: predicted beside measured. is_apart: every rank has its own network."""
-    known = _Known(task, captured, seen[0], is_apart)
+    known = Known(task, captured, seen[0], is_apart)
     found: list[dict[str, Any]] = []
     for text, plan in task.plans.items():
         times = seen[0].steps[text]
@@ -121,65 +114,6 @@ def compared(name: str, task: Task, captured: Captured, seen: Sequence[Seen], is
             "cores": os.cpu_count(), "load": os.getloadavg()[1],
         })  # fmt: skip
     return found
-
-
-class _Known:
-    """What was measured, as predictions use it."""
-
-    def __init__(self, task: Task, captured: Captured, seen: Seen, is_apart: bool) -> None:
-        self._task, self._captured, self._seen = task, captured, seen
-        self._kinds, self._described = kinds_of(task, captured), dict[Split, SplitFacts]()
-        self._nodes = tuple(range(WORLD)) if is_apart else ()
-        others = joined(seen.others)
-        elements = sum(self._facts(Plan()).elements)
-        self._profile = RankProfile(
-            statistics.median(seen.update) / elements, issue=others.issue, start=others.start,
-            meeting=others.meeting, transfers=others.transfers, beside=others.beside,
-        )  # fmt: skip
-        per_micro_batch, per_step = overheads([self._reference(mb) for mb in REFERENCES])
-        self._profile = replace(self._profile, input=per_micro_batch, step=per_step)
-
-    def step(self, text: str, plan: Plan) -> float:
-        devices = (0,) * WORLD
-        return seconds_among_others(compile_plan(plan, self._facts(plan).eager), self._costs(text, plan, devices))
-
-    def _reference(self, mb: int) -> Reference:
-        """One rank while all others do the same, which its seconds already hold."""
-        plan = Plan(mb=mb, stages=(len(self._captured.blocks.blocks),))
-        costs = self._costs(f"reference {mb}", plan, (0,))
-        simulated = seconds_among_others(compile_plan(plan, self._facts(plan).eager), costs)
-        return Reference(mb, statistics.median(self._seen.references[mb]), simulated)
-
-    def _costs(self, text: str, plan: Plan, devices: tuple[int, ...]) -> Costs:
-        kind, samples = self._kinds[text]
-        facts = self._facts(plan)
-        dims = self._captured.dims({n: t[:samples] for n, t in self._task.setting.batch().items()})
-        assumed = costs_of_facts(facts, facts.eager, dims, Device(), plan.sum_bytes)
-        times = self._seen.segments[replace(kind, mb=samples)]
-        segments = {place: SegmentSeconds(*usual(own)) for place, own in times.items()}
-        return profiled(
-            assumed, segments, facts.elements, self._profile, devices, self._nodes if plan.world > 1 else ()
-        )
-
-    def _facts(self, plan: Plan) -> SplitFacts:
-        split = Split.of(plan)
-        if split not in self._described:
-            self._described[split] = describe(self._captured, plan, self._task.setting.dtype, "cpu")
-        return self._described[split]
-
-
-def joined(seen: Sequence[Beside]) -> Beside:
-    """The medians of all passes."""
-
-    def points(key: tuple[str, int]):
-        columns = zip(*(own.transfers[key] for own in seen), strict=True)
-        return tuple((column[0][0], statistics.median(seconds for _, seconds in column)) for column in columns)
-
-    beside = {key: tuple(map(statistics.median, zip(*(own.beside[key] for own in seen), strict=True)))
-              for key in seen[0].beside}  # fmt: skip
-    meeting = {size: statistics.median(own.meeting[size] for own in seen) for size in seen[0].meeting}
-    issue, start = (statistics.median(getattr(own, name) for own in seen) for name in ("issue", "start"))
-    return Beside({key: points(key) for key in seen[0].transfers}, beside, issue, start, meeting)
 
 
 def _shown(seen: Sequence[Seen]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
+from phalanx.predict.timeline import Timeline
 from phalanx.profile import beside
 from phalanx.profile.segments import Effort, Found, Segments, SegmentTimes, time_segment
 from phalanx.program.instructions import Op
@@ -41,25 +42,29 @@ EFFORT = Effort(rounds=2, seconds=0.01)  # of every pass
 
 @dataclass(frozen=True)
 class Task:
-    """sizes: bytes of transfers that are measured."""
+    """sizes: bytes of transfers that are measured. is_recorded: steps of each plan are also measured instruction by
+    instruction."""
 
     setting: Setting
     plans: Mapping[str, Plan]
     passes: int
     device: str
     sizes: tuple[int, ...]
+    world: int = 4
+    is_recorded: bool = False
 
 
 @dataclass
 class Seen:
     """What a rank saw, of every pass. segments: by the kind of plan and place; references: by micro-batches, seconds of
-    a step; update: of NORM and STEP, for all parameters; steps: by plan."""
+    a step; update: of NORM and STEP, for all parameters; steps: by plan; parts: its part of recorded steps."""
 
     segments: dict[Plan, dict[tuple[int, int], list[SegmentTimes]]] = field(default_factory=dict)
     others: list[beside.Seen] = field(default_factory=list)
     references: dict[int, list[float]] = field(default_factory=dict)
     update: list[float] = field(default_factory=list)
     steps: dict[str, list[float]] = field(default_factory=dict)
+    parts: dict[str, list[Timeline]] = field(default_factory=dict)
 
 
 def whole(plan: Plan, blocks: int) -> Plan:
@@ -78,7 +83,7 @@ def kinds_of(task: Task, captured: Captured) -> dict[str, tuple[Plan, int]]:
     """Of every plan, and of the references: what its segments are, and the samples of its micro-batches."""
     blocks, batch = len(captured.blocks.blocks), task.setting.size.samples
     found = {name: (whole(plan, blocks), samples_of(plan, batch)) for name, plan in task.plans.items()}
-    return found | {f"reference {mb}": (Plan(stages=(blocks,)), batch // 4 // mb) for mb in REFERENCES}
+    return found | {f"reference {mb}": (Plan(stages=(blocks,)), batch // task.world // mb) for mb in REFERENCES}
 
 
 def measure(context: RankContext, task: Task, captured: Captured) -> Seen:
@@ -102,6 +107,8 @@ def measure(context: RankContext, task: Task, captured: Captured) -> Seen:
         _time_references(references, batch, ranks, seen)
         for name, session in sessions.items():
             seen.steps.setdefault(name, []).append(_seconds(session, _part(session, batch), ranks))
+            if task.is_recorded:
+                seen.parts.setdefault(name, []).append(recorded(session, _part(session, batch)))
         if context.rank == 0:
             context.emit("pass", f"{number + 1} of {task.passes}")
     for session in (*sessions.values(), *references.values()):
@@ -137,15 +144,9 @@ class _Profile:
         with torch.no_grad():
             seen.others.append(
                 beside.measure(
-                    self._ranks, lambda: (forward(), backward()), _product(self._ranks.device), self._task.sizes
+                    self._ranks, lambda: (forward(), backward()), beside.product(self._ranks.device), self._task.sizes
                 )
             )
-
-
-def _product(device: torch.device):
-    side = 2048 if device.type == "cuda" else 192
-    a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    return lambda: a @ b
 
 
 def _samples(task: Task, count: int) -> dict[str, Tensor]:
@@ -168,9 +169,9 @@ def _config(task: Task, samples: int) -> RunConfig:
 
 def _reference(task: Task, captured: Captured, mb: int, device: str) -> Session:
     plan = Plan(mb=mb, stages=(len(captured.blocks.blocks),))
-    session = _open(RankContext.alone(device), task, plan, captured, task.setting.size.samples // 4, None)
+    session = _open(RankContext.alone(device), task, plan, captured, task.setting.size.samples // task.world, None)
     for _ in range(WARM_UP):
-        session.step(_samples(task, task.setting.size.samples // 4), 0, LR).read()
+        session.step(_samples(task, task.setting.size.samples // task.world), 0, LR).read()
     return session
 
 
@@ -198,6 +199,15 @@ def _seconds(session: Session, batch: dict[str, Tensor], ranks: beside.Together)
     for _ in range(STEPS):
         session.step(batch, 0, LR).read()
     return ranks.most((time.perf_counter() - begin) / STEPS)
+
+
+def recorded(session: Session, batch: Mapping[str, Tensor]) -> Timeline:
+    """A step from its first instruction on, which all ranks begin at once."""
+    step = session.step.begin(batch, 0, LR)
+    with recording(session.step.engine) as recorder:
+        session.connected.world.barrier().wait("all ranks")
+        session.step.engine.run(session.step.program, step)
+    return recorder.timeline()
 
 
 def _part(session: Session, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,21 +1,20 @@
 """From measured timelines to what the simulator must know: how long each block, the update and the norm take.
 
 A profile is taken from two schedules only, one that computes gradients of inputs and weights together and one that
-does not; what it predicts for the others was not looked at. Where ranks get in each other's way (one GPU, few cores) a
-block's time depends on the schedule, so a second profile takes that from the schedule itself. Torch-free.
+does not; what it predicts for the others was not looked at. Torch-free.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phalanx.plan.plan import Plan
 from phalanx.predict.costs import BucketCosts, Costs, Link
 from phalanx.predict.timeline import Timeline
 from phalanx.program.holders import buckets_of
-from phalanx.program.instructions import COMPUTE, RECEIVES, SENDS, Op
+from phalanx.program.instructions import RECEIVES, SENDS, Op
 from phalanx.program.shape import ModelShape
 
 FUSED, SPLIT = "1f1b", "zb-h1"
@@ -39,12 +38,6 @@ def profile(steps: Mapping[str, Sequence[Timeline]], plan: Plan, shape: ModelSha
     update = statistics.median(_per_element(step, plan, shape, elements) for step in steps[FUSED])
     issue = statistics.median(statistics.fmean(_issues(step)) for step in steps[FUSED])
     return Profile(found, norm, update, issue)
-
-
-def with_own_blocks(known: Profile, steps: Sequence[Timeline], shape: ModelShape) -> Profile:
-    """The same with the blocks' times of the very schedule that is to be predicted, where that computes them."""
-    ops = {event.instruction.op for event in steps[0].events} & COMPUTE
-    return replace(known, blocks={**known.blocks, **{op: _blocks(steps, op, shape) for op in sorted(ops)}})
 
 
 def costs(known: Profile, plan: Plan, elements: Sequence[int], dims: Mapping[str, int], link: Link) -> Costs:

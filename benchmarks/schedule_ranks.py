@@ -1,4 +1,5 @@
-"""The rank's side of `schedules.py`: every schedule is built once, and then they run in turn, step by step.
+"""The rank's side of `schedules.py` where computation is a timed wait: every schedule is built once, and then they run
+in turn, step by step.
 
 A recorded step begins on all ranks at once, after a barrier, and is nothing but its program; a whole step is what
 training does, micro-batches cut and all. Links are measured by passing a message to and fro.
@@ -13,12 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 from compare_setting import Setting
+from own_runs_rank import recorded
 from torch import Tensor
 
 from phalanx.comm.links import Links
 from phalanx.comm.pending import Pending
 from phalanx.config import RunConfig
-from phalanx.engine.measured import recording
 from phalanx.lab.rehearsal import Durations, replace_compute
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
@@ -34,12 +35,12 @@ WARM_UP, GROUPS, ROUND_TRIPS, SMALL = 2, 9, 5, 64
 
 @dataclass(frozen=True)
 class Bench:
-    """durations: waits that stand for computation; None: compute. All plans cut micro-batches of the same size."""
+    """durations: waits that stand for computation. All plans cut micro-batches of the same size."""
 
     setting: Setting
     plans: Mapping[str, Plan]
     rounds: int
-    durations: Durations | None = None
+    durations: Durations
 
     def micro_batch(self) -> dict[str, Tensor]:
         (mb,) = {plan.mb for plan in self.plans.values()}
@@ -52,7 +53,7 @@ class Bench:
 
 
 @dataclass
-class Seen:
+class Timed:
     """What one rank measured: by schedule, its part of every recorded step and the seconds of every whole one."""
 
     link: Link
@@ -60,7 +61,7 @@ class Seen:
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
 
-def run_bench(context: RankContext, bench: Bench, captured: Captured) -> Seen:
+def run_bench(context: RankContext, bench: Bench, captured: Captured) -> Timed:
     """The job of one rank."""
     batch = {name: tensor.to(torch.device(context.device)) for name, tensor in bench.setting.batch().items()}
     sessions: dict[str, Session] = {}
@@ -71,10 +72,10 @@ def run_bench(context: RankContext, bench: Bench, captured: Captured) -> Seen:
             sessions[name].step(batch, 0, LR).read()
         if context.rank == 0:
             context.emit("ready", name)
-    seen = Seen(measure_link(next(iter(sessions.values())), bench.cut_elements, bench.setting.torch_dtype))
+    seen = Timed(measure_link(next(iter(sessions.values())), bench.cut_elements, bench.setting.torch_dtype))
     for _ in range(bench.rounds):
         for name, session in sessions.items():
-            seen.parts.setdefault(name, []).append(_recorded(session, batch))
+            seen.parts.setdefault(name, []).append(recorded(session, batch))
             seen.seconds.setdefault(name, []).append(_whole(session, batch))
     for session in sessions.values():
         session.close()
@@ -97,17 +98,8 @@ def _build(links: Links, bench: Bench, plan: Plan, captured: Captured) -> Sessio
         captured, config, plan, context=links.context, links=links, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
-    if bench.durations is not None:
-        replace_compute(session.step.engine, bench.durations)
+    replace_compute(session.step.engine, bench.durations)
     return session
-
-
-def _recorded(session: Session, batch: Mapping[str, Tensor]) -> Timeline:
-    step = session.step.begin(batch, 0, LR)
-    with recording(session.step.engine) as recorder:
-        _meet(session)
-        session.step.engine.run(session.step.program, step)
-    return recorder.timeline()
 
 
 def _whole(session: Session, batch: Mapping[str, Tensor]) -> float:

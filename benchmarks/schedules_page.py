@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import report
-from schedules import rows
+from schedules import HEADERS, rows
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 TARGET = 0.10
-INTRO = """# Schedules: simulated beside measured
+INTRO = """# Schedules: predicted beside measured
 
-The simulator is given a profile (seconds of F, B, W and BW of each block, of the norm, the update and of starting a
-message) that was measured under 1F1B and ZB-H1 only, and the speed of a link from a message passed to and fro. It
-then predicts a step of every schedule. Predictions are compared with steps that are not part of the profile; all
-schedules run in turn in one job. `measured` is the time from the first instruction on any rank to the end of the last;
-`whole step` is what a training loop sees, with the cutting of micro-batches before the program. Errors are relative to
-what was measured: minus is a prediction too low. The target is 10 % on the ranks of the GPU.
-
-Ranks that share a GPU or cores get in each other's way, more so the busier a schedule keeps them, so a block's time
-depends on the schedule. `with own times` is the same simulation with the times of blocks taken from (other) rounds of
-the schedule itself: what is left of the error is the simulator's own.
+Steps of every schedule, predicted by simulating its program, beside what a training loop sees of them; all schedules
+run in turn in one job. Where ranks compute, a prediction is made of what was measured apart from all schedules, as on
+the page of [our own runs](own_runs.md): seconds of the model's segments, of transfers by size, and what ranks that
+share a GPU or cores do to each other while they compute, communicate and wait. Where computation is a timed wait, it is
+made of the waits, norm and update as recorded under 1F1B and ZB-H1 in other rounds, and of a message passed to and fro.
+Bubbles are those from the first instruction of any rank to the end of the last. Errors are relative to what was
+measured: minus is a prediction too low. The target is 10 %.
 """
-HEADERS = [
-    "ranks", "schedule", "simulated ms", "with own times ms", "measured ms (spread)", "error", "with own times",
-    "simulated bubble", "measured bubble", "whole step ms",
-]  # fmt: skip
 
 
 def page(folder: Path = RESULTS) -> str:
@@ -64,12 +56,7 @@ def _sentence(kind: str, results: list[dict[str, Any]]) -> str:
     errors = {r["schedule"]: r["simulated_seconds"] / r["measured_seconds"]["median"] - 1 for r in results}
     worst = max(errors, key=lambda name: abs(errors[name]))
     inside = sum(abs(error) <= TARGET for error in errors.values())
-    first = results[0]
-    link = first["link"]["latency_s"] * 1e3, first["link"]["bytes_per_s"] / 1e9
-    size = f" + bytes / {link[1]:.2f} GB/s" if math.isfinite(link[1]) else " whatever its size"
     return (
-        f"{kind}: {inside} of {len(errors)} schedules within 10 %; the farthest is {worst} ({errors[worst]:+.1%}). "
-        f"A message takes {link[0]:.2f} ms{size} and {first['issue_seconds'] * 1e3:.2f} ms to "
-        f"start, the norm {first['norm_seconds'] * 1e3:.2f} ms. The machine has {first['cores']} cores; its load was "
-        f"{first['load']:.1f}.\n"
+        f"{kind}: {inside} of {len(errors)} schedules within 10 %; the farthest is {worst} ({errors[worst]:+.1%}). The "
+        f"machine has {results[0]['cores']} cores; its load was {results[0]['load']:.1f}.\n"
     )

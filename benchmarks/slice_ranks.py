@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from compare_setting import LR, Setting
+from own_runs_rank import recorded
 from schedule_ranks import measure_link
 from torch import Tensor
 
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
-from phalanx.engine.measured import recording
 from phalanx.launch.context import RankContext
 from phalanx.model.captured import Captured
 from phalanx.model.slicing import slice_model
@@ -26,6 +26,7 @@ from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.predict.costs import Link
 from phalanx.predict.timeline import Timeline
+from phalanx.profile import beside
 from phalanx.profile.slice_fit import Measurement, grid
 from phalanx.profile.slice_run import SliceRun, layers
 from phalanx.session.session import Session
@@ -46,10 +47,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Effort:
-    """Of a profile: slices from `shortest` tokens on, each measured `repeats` times."""
+    """Of a profile: slices from `shortest` tokens on, each measured `repeats` times. transfers: bytes of those that are
+    measured."""
 
     shortest: int
     repeats: int
+    transfers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,15 @@ class Kind:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank knows for the simulation. parts: its part of recorded steps."""
+    """What one rank knows for the simulation. parts: its part of recorded steps. others: what ranks do to each
+    other."""
 
     first: Kind
     layer: Kind
     last: Kind
     link: Link
     parts: tuple[Timeline, ...]
+    others: beside.Seen
 
 
 @dataclass(frozen=True)
@@ -97,22 +102,34 @@ def profile(context: RankContext, case: Case, captured: Captured, effort: Effort
     numbers = (0, layers(sliced)[0], len(captured.blocks.blocks) - 1)
     one = {name: tensor[:1] for name, tensor in setting.batch().items()}
 
+    def run_of(number: int) -> SliceRun:
+        return SliceRun(sliced, one, [number], dtype=setting.torch_dtype, device=device, compile=case.compile)
+
     def kind(number: int) -> Kind:
-        run = SliceRun(sliced, one, [number], dtype=setting.torch_dtype, device=device, compile=case.compile)
-        found = _kind(run, effort, attends=number == numbers[1])
+        found = _kind(run_of(number), effort, attends=number == numbers[1])
         _say(context, f"slices of {captured.blocks.blocks[number].name} measured")
         return found
 
     first, layer, last = map(kind, numbers)
     links = Links(context)
+    others = _others(links, run_of(numbers[1]), effort)
+    _say(context, "ranks beside each other measured")
     session = _build(context, case, plan, captured, links)
     batch = {name: tensor.to(device) for name, tensor in setting.batch().items()}
     session.step(batch, 0, LR).read()
     size = setting.size
     link = measure_link(session, size.tokens * size.width, setting.torch_dtype)
-    parts = tuple(_recorded(session, batch) for _ in range(RECORDED))
+    parts = tuple(recorded(session, batch) for _ in range(RECORDED))
     _close(links, session)
-    return Facts(first, layer, last, link, parts)
+    return Facts(first, layer, last, link, parts, others)
+
+
+def _others(links: Links, layer: SliceRun, effort: Effort) -> beside.Seen:
+    """Beside slices of a layer, as long as those of which most are run."""
+    tokens = max(effort.shortest, layer.tokens // 16)
+    return beside.measure(
+        beside.Together(links), lambda: layer(tokens, 0), beside.product(links.device), effort.transfers
+    )
 
 
 def run_case(context: RankContext, case: Case, captured: Captured) -> Seen:
@@ -176,14 +193,6 @@ def _build(context: RankContext, case: Case, plan: Plan, captured: Captured, lin
         captured, config, plan, context=context, links=links, trainable=captured.trainable, read=read,
         buffers={name: value.to(device) for name, value in captured.buffers.items()},
     )  # fmt: skip
-
-
-def _recorded(session: Session, batch: Batch) -> Timeline:
-    step = session.step.begin(batch, 0, LR)
-    with recording(session.step.engine) as recorder:
-        _meet(session)
-        session.step.engine.run(session.step.program, step)
-    return recorder.timeline()
 
 
 def _seconds(session: Session, batch: Batch) -> float:

@@ -17,9 +17,11 @@ from phalanx.model.facts.facts import ModelFacts
 from phalanx.plan.fields import write_slicings
 from phalanx.plan.plan import Plan
 from phalanx.planning.slice_search import ModelledTimes, Times, plan_batch
+from phalanx.predict.contention import Contention
 from phalanx.predict.costs import BucketCosts, Costs, Link
 from phalanx.predict.from_facts import Device, costs_of_facts
-from phalanx.predict.simulate import simulate
+from phalanx.predict.from_profile import RankProfile
+from phalanx.predict.simulate import seconds_among_others, simulate
 from phalanx.predict.split_facts import SplitFacts
 from phalanx.predict.timeline import Timeline
 from phalanx.program.compile import compile_plan
@@ -54,8 +56,9 @@ class Ends:
 
 @dataclass(frozen=True)
 class Known:
-    """Everything that a simulation needs. blocks: of the model, in order. elements: of each bucket. described: how
-    large its values are, whole and (True) on slices."""
+    """Everything that a simulation needs. blocks: of the model, in order, measured while all ranks computed. elements:
+    of each bucket. described: how large its values are, whole and (True) on slices. ranks: what ranks do to each
+    other."""
 
     blocks: tuple[BlockTimes, ...]
     link: Link
@@ -63,10 +66,11 @@ class Known:
     elements: tuple[int, ...]
     facts: ModelFacts
     described: Mapping[bool, SplitFacts]
+    ranks: RankProfile
 
     def step(self, plan: Plan, tokens: int) -> float:
         """Seconds of a step whose micro-batches are one sequence each."""
-        return self.timeline(plan, tokens).makespan
+        return seconds_among_others(compile_plan(plan, self.shape(plan)), self.costs(plan, tokens))
 
     def memory(self, plan: Plan, tokens: int) -> list[int]:
         """Bytes that a step takes at its peak, by rank."""
@@ -92,7 +96,7 @@ class Known:
         return 2 * (self.link.latency_s + lengths * token_bytes / self.link.bytes_per_s)
 
     def costs(self, plan: Plan, tokens: int) -> Costs:
-        whole = [block.seconds(tokens, 0) for block in self.blocks]
+        whole, speed = [block.seconds(tokens, 0) for block in self.blocks], self.ranks.crowded(plan.world)
         dims = {"batch": 1, "tokens": tokens}
         assumed = costs_of_facts(self.described[bool(plan.slices)], self.shape(plan), dims, Device())
 
@@ -102,15 +106,16 @@ class Known:
 
         return replace(
             assumed,
-            forward=tuple(seconds * block.forward for seconds, block in zip(whole, self.blocks)),
-            backward=tuple(seconds * (1 - block.forward) for seconds, block in zip(whole, self.blocks)),
+            forward=tuple(speed * seconds * block.forward for seconds, block in zip(whole, self.blocks)),
+            backward=tuple(speed * seconds * (1 - block.forward) for seconds, block in zip(whole, self.blocks)),
             weight=(0.0,) * len(self.blocks),
             buckets=tuple(
-                BucketCosts(gradient_bytes=_GRADIENT_BYTES * count, step_seconds=self.ends.update * count)
+                BucketCosts(gradient_bytes=_GRADIENT_BYTES * count, step_seconds=speed * self.ends.update * count)
                 for count in self.elements
             ),
             message_link=self.link, group_link=Link(latency_s=self.ends.norm / max(1, 2 * (plan.world - 1))),
-            issue_seconds=self.ends.issue, slice_cost=slice_cost,
+            issue_seconds=speed * self.ends.issue, slice_cost=slice_cost, transfers=self.ranks.transfers,
+            contention=Contention((0,) * plan.world, (), self.ranks.beside),
         )  # fmt: skip
 
 

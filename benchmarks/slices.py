@@ -40,9 +40,11 @@ from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
+from phalanx.predict.from_profile import RankProfile
 from phalanx.predict.split_facts import Split
 from phalanx.profile.slice_fit import Fit, fit
 
+KIB, MIB = 2**10, 2**20
 WHOLE, PLANNED, EAGER, ALL_FIRST = "whole", "planned", "eager", "gpipe"
 HEADERS = [
     "sequences", "tokens", "slices", "simulated ms", "measured ms", "error", "speed-up", "simulated GiB", "peak GiB",
@@ -69,11 +71,13 @@ class Shape:
 
 GPU = Shape(
     "4 ranks on one GPU", 4, Size(4, 4096, 4096, samples=1, tokens=32768), "bfloat16",
-    ((1, 8192), (2, 8192), (8, 8192), (1, 32768), (1, 16384), (2, 32768)), (2, 4, 8, 16), Effort(512, 1),
+    ((1, 8192), (2, 8192), (8, 8192), (1, 32768), (1, 16384), (2, 32768)), (2, 4, 8, 16),
+    Effort(512, 1, (64 * KIB, MIB, 8 * MIB, 48 * MIB)),
     alone=Size(2, 8192, 4096, 1, 8192), alone_slicings=(4, 8), compile="inductor",
 )  # fmt: skip
 CPU = Shape(
-    "2 CPU ranks", 2, Size(4, 64, 128, samples=1, tokens=256), "float32", ((1, 256), (4, 256)), (2, 4), Effort(32, 1),
+    "2 CPU ranks", 2, Size(4, 64, 128, samples=1, tokens=256), "float32", ((1, 256), (4, 256)), (2, 4),
+    Effort(32, 1, (KIB, 64 * KIB)),
     alone=Size(2, 64, 128, 1, 256), alone_slicings=(2, 4), compile="off",
 )  # fmt: skip
 
@@ -134,13 +138,15 @@ def _profile(shape: Shape, captured: Captured, pool: WorkerPool) -> tuple[Known,
     elements = tuple(sum(math.prod(captured.shapes[name]) for name in names) for names in buckets)
     facts = measure(setting.spec(), captured, setting.torch_dtype)
     described = {sliced: describe(captured, Split(sliced=sliced).plan, shape.dtype) for sliced in (False, True)}
-    steps = [merge(parts) for parts in zip(*(facts.parts for facts in found))]
+    steps, others = [merge(parts) for parts in zip(*(facts.parts for facts in found))], found[0].others
     known = Known(
         (times["first"], *[times["layer"]] * (len(facts.blocks) - 2), times["last"]), found[0].link,
         ends_of(steps, plan, described[False].eager, elements), elements, facts, described,
+        RankProfile(transfers=others.transfers, beside=others.beside),
     )  # fmt: skip
     slices = [asdict(measurement) for measurement in kinds["layer"].slices]
     shown = {"fits": {name: _fit(found) for name, found in fits.items()}, "link": asdict(known.link)}
+    shown["beside"] = {f"{a} beside {b}": speeds for (a, b), speeds in others.beside.items()}
     return known, {**shown, "ends": asdict(known.ends), "layer_slices": slices}
 
 

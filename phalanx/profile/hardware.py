@@ -23,14 +23,13 @@ from phalanx.comm.links import Group, Links
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.planning.rates import COLLECTIVES, SPEEDS, Rates
-from phalanx.profile.beside import Together, beneath
+from phalanx.profile.beside import Together, beneath, product
 from phalanx.profile.store import Row, Store, matching, rates_from
 
 _SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 _MESSAGES = {"cpu": (2**14, 2**18, 2**22, 2**24), "cuda": (2**16, 2**20, 2**24, 2**28)}
 _COPIED = {"cpu": 2**25, "cuda": 2**30}
 _SECONDS, _ROUNDS, _MOST, _WARM_UP = 0.05, 5, 200, 3
-_SMALL = {"cpu": 192, "cuda": 2048}  # of products that take about a millisecond
 _ANY = "any"  # of a precision that does not matter
 
 
@@ -139,16 +138,11 @@ def _speed(kind: str, busy: int, ranks: Together) -> float:
     it, and of that sum."""
     device = ranks.device.type
     if kind == "computing":
-        product = _product(ranks.device, _SIDES[device][-2])
-        alone, beside = (ranks.seconds(product, ranks.rank < number) for number in (1, busy))
+        whole = product(ranks.device, _SIDES[device][-2])
+        alone, beside = (ranks.seconds(whole, ranks.rank < number) for number in (1, busy))
         return min(1.0, alone / beside)
-    found = beneath(ranks, _product(ranks.device, _SMALL[device]), _MESSAGES[device][-1], (busy,))
+    found = beneath(ranks, product(ranks.device), _MESSAGES[device][-1], (busy,))
     return found.compute if kind == "computing beneath" else found.transfer[0]
-
-
-def _product(device: torch.device, side: int) -> Callable[[], Any]:
-    a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    return lambda: torch.mm(a, b)
 
 
 def _collective(kind: str, size: int, links: Links, group: Group, device: torch.device) -> Callable[[], Any]:

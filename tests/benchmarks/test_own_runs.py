@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 import own_runs
 import own_runs_page
 from compare_setting import Setting, Size
-from own_runs import PLANS, compared, error, joined, regret, rows, summary
+from foresight import joined
+from own_runs import PLANS, compared, error, regret, rows, summary
 from own_runs_rank import Task, measure, samples_of, whole
 
 from phalanx.comm.links import Links

@@ -25,6 +25,7 @@ from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
 from phalanx.planning.slice_search import ModelledTimes
 from phalanx.predict.costs import Link
+from phalanx.predict.from_profile import RankProfile
 from phalanx.predict.split_facts import Split, SplitFacts
 from phalanx.profile.slice_fit import Measurement
 from tests.program.random_plans import chain
@@ -40,7 +41,7 @@ def known(layer: ModelledTimes = LAYER, link: Link = FREE, ends: Ends = NOTHING)
     blocks = tuple(BlockFacts("layer", "layer", units, wires, "1000*tokens", ()) for wires in (*crossing, ()))
     facts = ModelFacts("m", "causal-lm", "float32", ("batch", "tokens"), None, 40, blocks, (), ())
     described = {sliced: described_as(Split(sliced=sliced)) for sliced in (False, True)}
-    return Known((BlockTimes(layer, 0.4),) * BLOCKS, link, ends, (10,) * BLOCKS, facts, described)
+    return Known((BlockTimes(layer, 0.4),) * BLOCKS, link, ends, (10,) * BLOCKS, facts, described, RankProfile())
 
 
 def described_as(split: Split) -> SplitFacts:
@@ -182,7 +183,8 @@ def test_it_measures_writes_and_shows_everything(
 ) -> None:
     size = Size(2, 64, 64, samples=1, tokens=64)
     tiny = replace(
-        slices.CPU, size=size, alone=size, cases=((2, 64),), slicings=(2,), alone_slicings=(2,), effort=Effort(16, 1)
+        slices.CPU, size=size, alone=size, cases=((2, 64),), slicings=(2,), alone_slicings=(2,),
+        effort=Effort(16, 1, (1024,)),
     )  # fmt: skip
     monkeypatch.setattr(slices, "CPU", tiny)
     slices.main(["--rounds", "1", "--out", str(tmp_path / "slices.json")])
