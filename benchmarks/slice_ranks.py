@@ -126,10 +126,8 @@ def profile(context: RankContext, case: Case, captured: Captured, effort: Effort
 
 def _others(links: Links, layer: SliceRun, effort: Effort) -> beside.Seen:
     """Beside slices of a layer, as long as those of which most are run."""
-    tokens = max(effort.shortest, layer.tokens // 16)
-    return beside.measure(
-        beside.Together(links), lambda: layer(tokens, 0), beside.product(links.device), effort.transfers
-    )
+    run = layer.run(max(effort.shortest, layer.tokens // 16), 0)
+    return beside.measure(beside.Together(links), run, beside.product(links.device), effort.transfers)
 
 
 def run_case(context: RankContext, case: Case, captured: Captured) -> Seen:

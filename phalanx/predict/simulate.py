@@ -252,9 +252,9 @@ class _Issuer:
         self._wait([], costs.issue_seconds)
         peer = self.peers[it.peer]
         source, target = (self.rank, peer) if it.op in SENDS else (peer, self.rank)
-        place = self._joint(
-            channel_name(source, target, it.op), position, networks=costs.contention.networks((source, target), True)
-        )
+        channel = channel_name(source, target, it.op)
+        before = [self.tasks.joint(channel, self.turns[channel] - 1)] if self.turns.get(channel) else []
+        place = self._joint(channel, position, networks=costs.contention.networks((source, target), True))
         task = self.tasks.tasks[place]
         if self.measured is None:
             seconds = costs.message(source, target, self.setting.message_bytes(it))
@@ -262,8 +262,9 @@ class _Issuer:
         if it.op in SENDS or self.setting.rendezvous:
             task.needs += self.computed
         if it.op in RECEIVES and costs.contention.listening_slows:
+            # Of several messages of one channel the first alone is listened to.
             listened = costs.contention.uses(self.rank, Work.LISTEN)
-            self.tasks.add(Task(timeline.COMPUTE, needs=list(self.computed), uses=listened, until=place))
+            self.tasks.add(Task(timeline.COMPUTE, needs=[*self.computed, *before], uses=listened, until=place))
         self.brings.update(dict.fromkeys(row.writes, place))
 
     def _collective(self, position: int, row: Row, seconds: float | None = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +89,11 @@ class SliceRun:
         for _ in range(LOOPS):
             self._backward(work, self._forward(work))
         return (self._now() - begin) / LOOPS
+
+    def run(self, tokens: int, past: int) -> Callable[[], None]:
+        """Runs a slice and does not wait until the device is done with it."""
+        work = self._work(tokens, past)
+        return lambda: self._backward(work, self._forward(work))
 
     def parts(self, tokens: int, past: int) -> tuple[float, float]:
         """Forward and backward apart."""
