@@ -196,15 +196,15 @@ def test_ranks_that_listen_compute_slower_and_those_without_messages_as_before(c
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
 def test_of_messages_that_come_one_after_the_other_only_the_first_is_listened_to(schedule: str) -> None:
-    """Two ranks have two channels: never are there three that listen, however many messages were asked for."""
-    plan, shape = Plan.parse(f"pp=2,mb=6,stages=1-1,schedule={schedule}"), simple_shape(2)
+    """Four ranks have six channels: never do more than six listen, however many messages were asked for."""
+    plan, shape = Plan.parse(f"pp=4,mb=8,stages=1-1-1-1,schedule={schedule}"), simple_shape(4)
     costs, compiled = uniform(shape, send=0.25), compile_plan(plan, shape)
 
     def step(speeds: tuple[float, ...]) -> float:
-        contention = Contention((0, 0), (), {(Work.COMPUTE, Work.LISTEN): speeds})
+        contention = Contention((0,) * 4, (), {(Work.COMPUTE, Work.LISTEN): speeds})
         return simulate(compiled, replace(costs, contention=contention)).makespan
 
-    assert step((1.0, 1.0, 0.1)) == step((1.0,)) < step((0.5,))
+    assert step((1.0,) * 6 + (0.1,)) == step((1.0,)) < step((0.5,))
 
 
 # What was measured of transfers, and what a step takes besides.
