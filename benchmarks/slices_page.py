@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,19 @@ import report
 from slices import ALL_FIRST, EAGER, HEADERS, PLANNED, WHOLE, rows, speed_up
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-FASTER, COST, AIM = 2.0, 1.25, 1.15  # targets
+FILES = (
+    "slices_2x8192_gpu.json", "slices_gpu.json", "slices_more_gpu.json", "slices_8x8192_gpu.json",
+    "slices_cost_gpu.json", "slices.json",
+)  # fmt: skip
+FASTER, COST, AIM, CLOSE = 2.0, 1.25, 1.15, 0.1  # targets
 INTRO = """# Token slices: steps, memory and cost
 
 A pipeline of equal stages; sequences are micro-batches of one sequence each. `whole` is 1F1B without slices, numbers
 are so many equal slices, `planned` is the best of the planner's slicings and the equal ones by simulation, `gpipe` runs
 the same slices with all forwards before all backwards. Before anything else the ranks measure slices of an embedding, a
 layer and a head, all at the same time; a model with four numbers is fitted to each, and the simulation knows only that,
-the link, and how long norm and update take. A measured step is what a training loop sees, on the slowest rank, as a
+how long transfers, norm and update take, and how much ranks slow each other while they compute, communicate and wait
+for messages, as on the page of [our own runs](own_runs.md). A measured step is what a training loop sees, on the slowest rank, as a
 median with lowest and highest; plans of a case run in turn. Speed-ups are over `whole`; errors are relative to what was
 measured. Peak memory is a step's own (activations, gradients, messages) on the rank that needs most, without weights;
 the simulated one is known before anything runs, from the graph: what is kept, what the slice at work needs, gradients
@@ -29,8 +35,7 @@ OF_EAGER = "`eager` runs the same slices with more of them under way (`schedule=
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the result files that there are."""
-    names = ("slices_gpu.json", "slices_more_gpu.json", "slices_8x8192_gpu.json", "slices_cost_gpu.json", "slices.json")
-    files = [folder / name for name in names]
+    files = [folder / name for name in FILES]
     found = {file.name: json.loads(file.read_text()) for file in files if file.exists()}
     kinds = {step["slices"] for data in found.values() for result in data["results"] for step in result["steps"]}
     of_eager = [OF_EAGER] if EAGER in kinds else []
@@ -64,9 +69,25 @@ def _pipelines(data: dict[str, Any], source: str, pipelines: Sequence[Mapping[st
         "",
     ]
     lines += [report.markdown(HEADERS, [row for result in pipelines for row in rows(result)]), ""]
+    lines += [f"{_closeness(pipelines)} {_predicted(data['setting'])}".rstrip(), ""]
     lines += [sentence for result in pipelines for sentence in sentences(result)]
     lines += [] if asked else _missing(shape["cases"], pipelines)
-    return [*lines, "", _profile(data["setting"]["profile"]), ""]
+    return [*lines, "", *([] if "predicted_from" in data["setting"] else [_profile(data["setting"]["profile"]), ""])]
+
+
+def _closeness(pipelines: Sequence[Mapping[str, Any]]) -> str:
+    steps = [step for result in pipelines for step in result["steps"]]
+    errors = [step["simulated"] / step["seconds"]["median"] - 1 for step in steps]
+    close, worst = sum(abs(error) <= CLOSE for error in errors), max(errors, key=abs)
+    mean = statistics.fmean(map(abs, errors))
+    return f"{close} of {len(errors)} steps within 10 %: mean error {mean:.1%}, worst {worst:+.1%}."
+
+
+def _predicted(setting: Mapping[str, Any]) -> str:
+    """Of runs from before ranks measured what they do to each other."""
+    file = setting.get("predicted_from")
+    return f"Predictions were made later, from the profile in [{file}]({file}), taken on another machine of the kind; " \
+           "`planned` was chosen by earlier ones." if file else ""  # fmt: skip
 
 
 def _late(data: Mapping[str, Any]) -> str:
