@@ -46,6 +46,8 @@ def seen(step: float, compute: float, communication: float, base: float = 4.0) -
 def result(**more: Any) -> dict[str, Any]:
     calibration = [{"lab": "ranks=2,gpu_share=9%", "compute": 0.9, "communication": 1.0}]
     of_modes = figures([seen(2.0, 1.0, 1.5)], "float32")
+    for of in of_modes.values():
+        of["predicted"] = {"seconds": 2.1, "lost": 0.0, "without": 1.9}
     return {"case": "H 64", "size": {"layers": 2, "width": 64, "samples": 4, "tokens": 8},
             "calibration": calibration, "modes": of_modes, **more}  # fmt: skip
 
@@ -158,9 +160,12 @@ def test_labs_of_cases_can_be_read() -> None:
 def test_tables_and_sentences_say_what_was_measured() -> None:
     (row, *_), text = overlap_page.rows([result()]), overlap_page.sentence(result())
     assert row[:4] == ["H 64", "oases", "4", "0"] and row[4:8] == ["1000", "1500", "2500", "1500"]
-    assert row[8:] == ["2000 (2000–2000)", "75%", "50%", "2.00×"]
+    assert row[8:] == ["2000 (2000–2000)", "2100", "+5.0%", "75%", "50%", "2.00×"]
     assert "calibrated to 0.90 and was 0.67 in the rounds" in text
     assert "2.00× as fast as `default_checkpoint`, needs 50% less time than `optim_comm_checkpoint`" in text
+    assert (
+        "1 of 3 rows are predicted within 10% of what was measured; the mean error is 33.3%, the largest 47.5%" in text
+    )
 
 
 def test_the_page_has_a_section_for_each_result_file(tmp_path: Path) -> None:
