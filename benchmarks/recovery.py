@@ -57,8 +57,9 @@ supervisor; meeting, which with `replace` includes the start of a process; the p
 state; and the first step, which is no longer than usual but for what it does for the first time. Parts are those of the
 run's first rank.
 
-Where ranks share one GPU, NCCL needs 0.5 to 0.7 s to give up its communicators and half a second for the first new one;
-a process in the place of another starts CUDA and loads all kernels, which takes seconds."""
+Where ranks share one GPU, NCCL needs 0.5 to 1.0 s to give up its communicators, which ranks begin to do before they
+meet and have done before they restore their state; a process in the place of another starts CUDA and loads all kernels,
+which takes seconds, the more so where the others keep the GPU busy with waiting for it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
