@@ -239,6 +239,12 @@ def _array(path: Path, request: Request) -> Samples:
 
 
 def _folder(item: str, request: Request) -> Samples:
+    if is_named_dataset(item):
+        raise DataError(
+            f"data {item!r} is a HuggingFace dataset, of which only text is read, and task {request.task.name} learns "
+            f"from {request.task.modality}",
+            "give a folder of files",
+        )
     path = Path(item) if item == "stdlib" else existing(item)
     if not path.is_dir():
         raise DataError(f"{path} is not a folder", f"task {request.task.name} learns from a folder; give one")

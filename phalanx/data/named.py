@@ -5,9 +5,10 @@ NAME is of the hub or of a folder, whatever `datasets.load_dataset` takes; the p
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from phalanx.data.sources import Source, dataset_source, require_datasets
+from phalanx.data.sources import Source, dataset_source, existing, explained, is_saved_dataset, require_datasets
 from phalanx.errors import DataError
 
 _STREAMS = {"hf": False, "hf-stream": True}
@@ -30,16 +31,25 @@ def named_dataset(item: str) -> Source:
     if not name:
         raise DataError(f"data {item!r} names no dataset", "write e.g. hf:roneneldan/TinyStories#train")
     datasets = require_datasets(f"data {item!r} is a HuggingFace dataset")
-    try:
-        loaded = datasets.load_dataset(name, config or None, split=split or None, streaming=_STREAMS[kind])
-    except Exception as error:  # the package raises many kinds, of its own and of what it downloads with
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise DataError(
-            f"data {item!r} cannot be loaded: {type(error).__name__}: {said}",
-            "check the name as in datasets.load_dataset; on a machine without a network load it once elsewhere, "
-            "save_to_disk and give the folder",
-        ) from error
+    found = _found(name, split, item)
+    advice = (
+        "check the name as in datasets.load_dataset; on a machine without a network load it once elsewhere, "
+        "save_to_disk and give the folder without hf:"
+    )
+    with explained(f"data {item!r} cannot be loaded", advice):
+        loaded = datasets.load_dataset(found, config or None, split=split or None, streaming=_STREAMS[kind])
     return dataset_source(_chosen(loaded, item), item)
+
+
+def _found(name: str, split: str, item: str) -> str:
+    """A name of the hub as it is; a path, if it is one that load_dataset reads as it was meant."""
+    path = existing(name) if name[0] in "./~" else Path(name)
+    if path.is_file():
+        raise DataError(f"data {item!r} is a file", f"give its folder, e.g. hf:{path.parent}")
+    if is_saved_dataset(path):  # whose splits load_dataset may join
+        folder = path / split if (path / split).is_dir() else path
+        raise DataError(f"data {item!r} was written by save_to_disk", f"give the folder without hf:, e.g. {folder}")
+    return str(path)
 
 
 def _chosen(loaded: Any, item: str) -> Any:

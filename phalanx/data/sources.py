@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from phalanx.errors import ConfigError, DataError, nearest
 from phalanx.records import read_json
@@ -176,7 +178,7 @@ class Source:
 
 def file_source(items: Sequence[str], text_key: str) -> Source:
     """Files and folders, one after the other; 'stdlib' stands for the standard library's own."""
-    if len(items) == 1 and items[0] != "stdlib" and _is_saved_dataset(folder := existing(items[0])):
+    if len(items) == 1 and items[0] != "stdlib" and is_saved_dataset(folder := existing(items[0])):
         return dataset_source(_load_dataset(folder), str(folder))
     files = [file for item in items for file in _files(item)]
 
@@ -204,10 +206,22 @@ def dataset_source(dataset: Any, name: str | None = None) -> Source:
     name = name or f"{type(dataset).__name__} object"
 
     def read(broken: BrokenData) -> Iterator[Record]:
-        for number, row in enumerate(dataset):
-            yield Record(f"{name}, row {number}", row)
+        rows = iter(dataset)
+        for number in itertools.count():
+            with explained(f"{name} cannot be read after {number} rows", "repair the data, or check the network"):
+                row = next(rows, None)
+            if row is None:
+                return
+            yield Record(f"{name}, row {number}", _given(row))
 
     return Source(name, getattr(dataset, "_fingerprint", None) if hasattr(dataset, "__len__") else None, read)
+
+
+def _given(value: Any) -> Any:
+    """Without what is None, however deep: a dataset's row names every field that some row has."""
+    if isinstance(value, Mapping):
+        return {name: _given(field) for name, field in cast(Mapping[str, Any], value).items() if field is not None}
+    return [_given(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def existing(item: str) -> Path:
@@ -272,12 +286,32 @@ def _identity(files: Sequence[Path]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _is_saved_dataset(folder: Path) -> bool:
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote this folder, of a dataset or of its splits."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _load_dataset(folder: Path) -> Any:
-    return require_datasets(f"{folder} is a saved HuggingFace dataset").load_from_disk(str(folder))
+    datasets = require_datasets(f"{folder} is a saved HuggingFace dataset")
+    with explained(f"the saved HuggingFace dataset {folder} cannot be loaded", "save it anew with save_to_disk"):
+        return datasets.load_from_disk(str(folder))
+
+
+@contextmanager
+def explained(what: str, advice: str) -> Iterator[None]:
+    """What the package `datasets` raises, many kinds of its own and of what it reads with, as an error of the data."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        because = "" if cause is error else f" ({_first_line(cause)})"
+        raise DataError(f"{what}: {_first_line(error)}{because}", advice) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def require_datasets(why: str) -> Any:

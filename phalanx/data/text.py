@@ -150,7 +150,8 @@ def _pieces(records: Iterator[Record], tokenizer: Tokenizer, broken: BrokenData,
     for record in records:
         text = record.fields.get(text_key)
         if not isinstance(text, str):
-            broken.report(record.place, f"has no text in the field {text_key!r} (fields: {', '.join(record.fields)})")
+            others = f"(fields: {', '.join(record.fields) or 'none'}; text_key names another)"
+            broken.report(record.place, f"has no text in the field {text_key!r} {others}")
             continue
         chunk.texts.append(text)
         chunk.ends.append(record.ends)

@@ -1,7 +1,9 @@
-"""HuggingFace datasets, in memory, saved and streamed; stood in for by objects that look like theirs."""
+"""HuggingFace datasets, in memory, saved and streamed; stood in for by objects that look like theirs, and
+theirs where the package is installed."""
 
 from __future__ import annotations
 
+import json
 import sys
 from types import ModuleType
 
@@ -79,6 +81,47 @@ def test_a_saved_dataset_is_loaded_by_the_package_that_wrote_it(tmp_path, opened
     assert stream_of(opened(tmp_path, tokens=4)) == [*str(tmp_path)[-3:].encode(), END]
 
 
+def test_a_row_holds_what_is_not_null(opened):
+    alpaca = {"instruction": "a", "input": None, "output": "b", "messages": None}
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": None}]}
+    dataset = from_datasets("Dataset", [alpaca, {**dict.fromkeys(alpaca), **chat}])()
+    first, second = opened(dataset, tokens=32).batch(0, 2)["input_ids"].tolist()
+    assert first == second, "both are the conversation of a and b"
+
+
+def test_fields_that_only_other_calls_have_are_not_arguments(opened):
+    def calling(**arguments):
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        turns = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return from_datasets("Dataset", [{"messages": turns}])()
+
+    found = opened(calling(a=1, x=None), tokens=96).batch(0, 1)["input_ids"]
+    assert found.tolist() == opened(calling(a=1), tokens=96).batch(0, 1)["input_ids"].tolist()
+
+
+def test_rows_that_cannot_be_read_are_an_error_of_the_data(opened):
+    def rows():
+        yield {"text": "abcdefghijkl"}
+        raise RuntimeError("while generating\nmore") from ValueError("JSON parse error")
+
+    dataset = from_datasets("IterableDataset", rows(), length=False)()
+    message = r"object cannot be read after 1 rows: RuntimeError: while generating \(ValueError: JSON parse error\)\n"
+    with pytest.raises(DataError, match=message):
+        opened(dataset)
+
+
+def test_a_saved_dataset_that_is_broken_is_explained(tmp_path, opened, monkeypatch):
+    def load(path):
+        raise FileNotFoundError("neither a Dataset nor a DatasetDict")
+
+    (tmp_path / "state.json").write_text("{}")
+    package = ModuleType("datasets")
+    package.load_from_disk = load
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    with pytest.raises(DataError, match=r"cannot be loaded: FileNotFoundError: neither(.|\n)*save it anew"):
+        opened(tmp_path)
+
+
 def test_a_saved_dataset_without_the_package_names_it(tmp_path, opened, monkeypatch):
     (tmp_path / "state.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -94,3 +137,49 @@ def test_a_package_that_lacks_something_itself_is_not_told_as_missing(tmp_path, 
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DataError, match=r"cannot be imported: No module named 'a_module_that(.|\n)*--force-reinstall"):
         opened(tmp_path / "data")
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """The package `datasets` itself, where it is installed; what it caches goes with the test."""
+    package = pytest.importorskip("datasets")
+    monkeypatch.setattr(package.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return package
+
+
+def write(folder, **splits):
+    folder.mkdir()
+    for split, rows in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_package_itself_loads_a_folder_by_its_name(package, tmp_path, opened):
+    write(tmp_path / "rows", train=[{"text": "abc"}, {"text": "de"}], validation=[{"text": "vwxyz!"}])
+    train = [*b"abc", END, *b"de", END]
+    assert stream_of(opened(f"hf:{tmp_path}/rows#train", tokens=7)) == train
+    assert stream_of(opened(f"hf:{tmp_path}/rows#validation", tokens=7)) == [*b"vwxyz!", END]
+    stream = opened(f"hf-stream:{tmp_path}/rows#train", tokens=7)
+    assert stream.num_samples is None and stream.batch(0, 1)["input_ids"].tolist() == [train]
+    with pytest.raises(DataError, match="has the splits 'train', 'validation'"):
+        opened(f"hf-stream:{tmp_path}/rows")
+    with pytest.raises(DataError, match=r"cannot be loaded: ValueError: .*'train', 'validation'"):
+        opened(f"hf:{tmp_path}/rows#test")
+
+
+def test_the_package_itself_names_what_is_broken_in_a_file(package, tmp_path, opened):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text('{"text": ')
+    for kind, place in ("hf", "cannot be loaded"), ("hf-stream", "cannot be read after 0 rows"):
+        with pytest.raises(DataError, match=rf"{place}: .*JSON parse error"):
+            opened(f"{kind}:{tmp_path}/rows")
+
+
+def test_a_folder_that_the_package_itself_saved_is_read(package, tmp_path, opened):
+    kinds = {"prompt": ["a", None], "completion": ["b", None], "instruction": [None, "a"], "output": [None, "b"]}
+    rows = package.Dataset.from_dict(kinds)
+    package.DatasetDict(one=rows, two=rows).save_to_disk(tmp_path / "saved")
+    assert opened(tmp_path / "saved" / "one", tokens=32).num_samples == 2
+    with pytest.raises(DataError, match=r"holds the splits 'one', 'two'(.|\n)*/saved/one"):
+        opened(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"was written by save_to_disk(.|\n)*without hf:, e.g. .*/saved/one"):
+        opened(f"hf:{tmp_path}/saved#one")

@@ -170,6 +170,31 @@ def test_a_named_dataset_that_cannot_be_had_is_explained(opened, hub, data, mess
         opened(data)
 
 
+def test_a_path_that_no_dataset_is_loaded_from_is_explained(opened, hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "rows.parquet").write_text("")
+    for data, message in (
+        ("hf:./nowhere#train", r"'./nowhere' does not exist \(seen from"),
+        ("hf:~/nowhere", "'~/nowhere' does not exist"),
+        ("hf:one/rows.parquet", r"is a file(.|\n)*its folder, e.g. hf:one"),
+        ("hf-stream:saved#train", r"was written by save_to_disk(.|\n)*without hf:, e.g. saved$"),
+    ):
+        with pytest.raises(DataError, match=message):
+            opened(data)
+    opened("hf:~/one#train")
+    assert hub == [(f"{tmp_path}/one", None, "train", False)]
+
+
+def test_what_is_no_text_has_no_named_dataset(opened, hub):
+    with pytest.raises(DataError, match="of which only text is read, and task image-classification learns from image"):
+        opened("hf:one", "image-classification")
+    assert hub == []
+
+
 def test_a_named_dataset_without_the_package_names_it(opened, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"'hf:one' is a HuggingFace dataset, and(.|\n)*pip install datasets"):
