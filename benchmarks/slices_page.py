@@ -24,11 +24,11 @@ are so many equal slices, `planned` is the best of the planner's slicings and th
 the same slices with all forwards before all backwards. Before anything else the ranks measure slices of an embedding, a
 layer and a head, all at the same time; a model with four numbers is fitted to each, and the simulation knows only that,
 how long transfers, norm and update take, and how much ranks slow each other while they compute, communicate and wait
-for messages, as on the page of [our own runs](own_runs.md). A measured step is what a training loop sees, on the slowest rank, as a
-median with lowest and highest; plans of a case run in turn. Speed-ups are over `whole`; errors are relative to what was
-measured. Peak memory is a step's own (activations, gradients, messages) on the rank that needs most, without weights;
-the simulated one is known before anything runs, from the graph: what is kept, what the slice at work needs, gradients
-and messages.
+for messages, as on the page of [our own runs](own_runs.md). A measured step is what a training loop sees, on the
+slowest rank, as a median with lowest and highest; plans of a case run in turn. Speed-ups are over `whole`; errors are
+relative to what was measured. Peak memory is a step's own (activations, gradients, messages) on the rank that needs
+most, without weights; the simulated one is known before anything runs, from the graph: what is kept, what the slice at
+work needs, gradients and messages.
 """
 OF_EAGER = "`eager` runs the same slices with more of them under way (`schedule=eager-1f1b`).\n"
 
@@ -86,8 +86,10 @@ def _closeness(pipelines: Sequence[Mapping[str, Any]]) -> str:
 def _predicted(setting: Mapping[str, Any]) -> str:
     """Of runs from before ranks measured what they do to each other."""
     file = setting.get("predicted_from")
-    return f"Predictions were made later, from the profile in [{file}]({file}), taken on another machine of the kind; " \
-           "`planned` was chosen by earlier ones." if file else ""  # fmt: skip
+    if file is None:
+        return ""
+    where = f"the profile in [{file}]({file}), taken on another machine of the kind"
+    return f"Predictions were made later, from {where}; `planned` was chosen by earlier ones."
 
 
 def _late(data: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ known devices. What programs reach of these can be fitted to runs (`phalanx cali
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ from phalanx.cli.models import (
     patiently,
     require_precision,
 )
+from phalanx.cli.plan_data import OnBroken, TextKey, read_data, require_data
 from phalanx.errors import ConfigError, PhalanxError, nearest
 from phalanx.written import plan_text, read_mapping
 
@@ -92,6 +94,8 @@ def plan(
     batch_size: BatchSizes = None,
     seq_len: SeqLen = None,
     data: Data = None,
+    text_key: TextKey = None,
+    on_broken: OnBroken = None,
     given: Annotated[
         str, typer.Option("--plan", help="what is decided already, for example tp=8,zero=1; the rest is searched")
     ] = "",
@@ -128,7 +132,7 @@ def plan(
         )
     between = read_range(batch_size)
     case = _case(model, cluster, between and between.last, seq_len, data, task, dtype, tiny, calibration, profile,
-                 master_weights)  # fmt: skip
+                 master_weights, {"text_key": text_key, "on_broken": on_broken})  # fmt: skip
     case.fixed = _fixed(given)
     best, case.looked = best_batch(
         between or Range(case.batch, case.batch), case.data,
@@ -157,6 +161,8 @@ def estimate(
     batch_size: BatchSize = None,
     seq_len: SeqLen = None,
     data: Data = None,
+    text_key: TextKey = None,
+    on_broken: OnBroken = None,
     task: Task = None,
     dtype: Dtype = DTYPES[0],
     master_weights: MasterWeights = True,
@@ -168,7 +174,8 @@ def estimate(
     """Show what a plan takes on a cluster: where a step's time goes, and the memory of every stage."""
     from phalanx.cli import plan_report
 
-    case = _case(model, cluster, batch_size, seq_len, data, task, dtype, tiny, calibration, profile, master_weights)
+    case = _case(model, cluster, batch_size, seq_len, data, task, dtype, tiny, calibration, profile, master_weights,
+                 {"text_key": text_key, "on_broken": on_broken})  # fmt: skip
     own = _estimate(case, given)
     if as_json:
         typer.echo(json.dumps(plan_report.shown_data(case, own), indent=2, ensure_ascii=False))
@@ -190,15 +197,17 @@ class Case:
 
 def _case(
     model: str, cluster: str, batch_size: int | None, seq_len: int | None, data: list[str] | None, task: str | None,
-    dtype: str, tiny: bool, calibration: Path | None, profile: Path | None, master_weights: bool = True,
+    dtype: str, tiny: bool, calibration: Path | None, profile: Path | None, master_weights: bool,
+    reading: Mapping[str, Any],
 ) -> Case:  # fmt: skip
-    from phalanx.cli.plan_data import read_data
+    """reading: options that say how data is read."""
     from phalanx.planning.rates import on_cluster
     from phalanx.predict.work_of_facts import work_of_facts
 
     require_precision(dtype, master_weights)
     machines = _cluster(cluster)
-    used = read_data(data, model, task, seq_len) if data else None
+    require_data(data, reading)
+    used = read_data(data, seq_len, {"model": model, "task": task, **reading}) if data else None
     seq_len = used.tokens if used is not None else seq_len
     facts = find_facts(model, task, dtype, tiny, live=False)
     batch = batch_size or SAMPLES_PER_DEVICE * machines.world

@@ -5,9 +5,9 @@ of which the one is taken that gets through the data fastest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from phalanx.planning.search import Found
     from phalanx.profile.data import DataProfile
     from phalanx.profile.kept_data import Known
+
+
+TextKey = Annotated[str | None, typer.Option(help="field of a record of --data that holds the text (default: text)")]
+OnBroken = Annotated[
+    str | None, typer.Option(metavar="refuse|skip", help="what to do with a file of --data that cannot be read")
+]
 
 
 class Range(NamedTuple):
@@ -44,15 +50,27 @@ def read_range(text: str | None) -> Range | None:
     return found
 
 
-def read_data(data: Sequence[str], model: str, task: str | None, seq_len: int | None) -> DataUse:
-    """Of data as `phalanx train --data` takes it, or of a profile of it."""
+def require_data(data: Sequence[str] | None, reading: Mapping[str, Any]) -> None:
+    """Options that say how data is read do nothing without any."""
+    for name, value in reading.items():
+        if value is not None and not data:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"option {name} = {value!r} does nothing: it says how data is read, and none is given",
+                f"give --data, or leave out {option}",
+            )
+
+
+def read_data(data: Sequence[str], seq_len: int | None, given: Mapping[str, Any]) -> DataUse:
+    """Of data as `phalanx train --data` takes it, or of a profile of it. given: other options of training that say how
+    it is read; None where they were not given."""
     from phalanx.planning.data_use import DataUse
     from phalanx.profile.data import length_of
 
     name = " + ".join(data)
     found = _stored(data[0], seq_len) if len(data) == 1 and data[0].endswith(".json") else None
     if found is None:
-        known, is_new = look_at(data, model, task, seq_len, lambda text: typer.echo(text, err=True))
+        known, is_new = look_at(data, {"seq_len": seq_len, **given}, lambda text: typer.echo(text, err=True))
         found = known.profile
         if not is_new:
             typer.echo(f"{name} as looked at {known.made}; `phalanx profile --data … --fresh` looks again", err=True)
@@ -95,19 +113,18 @@ def _only_profile(path: str) -> DataProfile:
 
 
 def look_at(
-    data: Sequence[str], model: str, task: str | None, seq_len: int | None, say: Callable[[str], None],
-    fresh: bool = False,
+    data: Sequence[str], given: Mapping[str, Any], say: Callable[[str], None], fresh: bool = False
 ) -> tuple[Known, bool]:  # fmt: skip
     """What a run would see of it, and whether that was found out now. fresh: look again."""
     from phalanx.config import AUTO, RunConfig
     from phalanx.profile.kept_data import KeptData
 
-    given: dict[str, Any] = {"model": model, "data": tuple(data), "task": task, "seq_len": seq_len}
-    config = RunConfig.create(plan=AUTO, **{name: value for name, value in given.items() if value is not None})
+    known = {name: value for name, value in given.items() if value is not None}
+    config = RunConfig.create(plan=AUTO, data=tuple(data), **known)
     kept = KeptData(config, say)
-    known = kept.get()
-    if known is not None and not fresh:
-        return known, False
+    before = kept.get()
+    if before is not None and not fresh:
+        return before, False
     from phalanx.prepare.prepare import training_data
     from phalanx.profile.data import profile_data
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx.cli.plan_data import OnBroken, TextKey, look_at, require_data
 from phalanx.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def profile(
     data: Annotated[
         list[str] | None, typer.Option(help="look at data instead: file, folder, 'stdlib' … (repeatable)")
     ] = None,
+    text_key: TextKey = None,
+    on_broken: OnBroken = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -65,12 +68,14 @@ def profile(
 ) -> None:
     """Measure this machine's devices and a model's blocks for planning, or look at data."""
     of_blocks = {"tiny": tiny or None, "degrees": degrees, "samples": samples, "seconds": seconds}
+    reading = {"text_key": text_key, "on_broken": on_broken}
     if data:
         _refuse(of_blocks, "data is looked at")
-        _look_at_data(data, model or "phalanx-demo", task, seq_len, fresh, out)
+        _look_at_data(data, {"model": model or "phalanx-demo", "task": task, "seq_len": seq_len, **reading}, fresh, out)
         return
+    require_data(data, reading)
     if model is None:
-        _refuse({**of_blocks, "task": task, "seq_len": seq_len}, "no model is named")
+        _refuse({**of_blocks, "task": task, "seq_len": seq_len}, "no model is named", "name it (--model NAME), or ")
     asked = [(a, b) for a in _numbers("degrees", degrees or "1") for b in _numbers("samples", samples or "1,2,4")]
     for name, value, allowed in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
         if value is not None and value not in allowed:
@@ -89,15 +94,13 @@ def profile(
         _export(store, device, out)
 
 
-def _refuse(given: Mapping[str, object], why: str) -> None:
-    """Options that would do nothing."""
+def _refuse(given: Mapping[str, object], why: str, instead: str = "") -> None:
+    """Options that would do nothing. instead: what would help besides."""
     for name, value in given.items():
         if value is not None:
             option = f"--{name.replace('_', '-')}"
             message = f"option {name} = {value!r} does nothing: {why}, and it is about the blocks of a model"
-            raise ConfigError(
-                message, f"name the model whose blocks are to be measured (--model NAME), or leave out {option}"
-            )
+            raise ConfigError(message, f"{instead}leave out {option}")
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -245,14 +248,11 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-def _look_at_data(
-    data: list[str], model: str, task: str | None, seq_len: int | None, fresh: bool, out: Path | None
-) -> None:
-    from phalanx.cli.plan_data import look_at
+def _look_at_data(data: list[str], given: Mapping[str, Any], fresh: bool, out: Path | None) -> None:
     from phalanx.profile.store import Store, profiles_path
 
     name = " + ".join(data)
-    known, is_new = look_at(data, model, task, seq_len, lambda text: typer.echo(text, err=True), fresh)
+    known, is_new = look_at(data, given, lambda text: typer.echo(text, err=True), fresh)
     found = known.profile
     samples = "a stream" if found.samples is None else f"{found.samples:,} samples per epoch"
     typer.echo(f"{name}, {found.tokens:,} token{'s' * (found.tokens > 1)} per sample, {samples}")

@@ -126,6 +126,23 @@ def test_plans_and_estimates_take_the_profile_that_is_kept(
         assert f"{path} as looked at 20" in said and "`phalanx profile --data … --fresh` looks again" in said
 
 
+def test_verbs_that_plan_read_data_as_training_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text("".join(json.dumps({"body": "one two three " * 40}) + "\n" for _ in range(8)) + "no record\n")
+    reading = ("--data", str(path), "--seq-len", "32")
+    verbs = [
+        ("profile",), ("plan", "--model", "gpt2", "--cluster", "4 A100", "--batch-size", "4"),
+        ("estimate", "--model", "gpt2", "--cluster", "4 A100", "--batch-size", "4", "--plan", "dp=4"),
+    ]  # fmt: skip
+    for verb in verbs:
+        assert main([*verb, *reading]) == 2
+        assert "has no text in the field 'text'" in capsys.readouterr().err
+        told(capsys, *verb, *reading, "--text-key", "body", "--on-broken", "skip")
+    for verb in verbs[1:]:
+        assert main([*verb, "--text-key", "body"]) == 2
+        assert "it says how data is read, and none is given\n  → give --data" in capsys.readouterr().err
+
+
 def test_another_length_is_another_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = chat(tmp_path / "chat.jsonl")
     looked(capsys, path)

@@ -220,8 +220,20 @@ def test_sizes_that_are_none_are_refused(option: str, capsys: pytest.CaptureFixt
     assert f"option {option} = '1,none' is not a list of numbers" in said and f"--{option} 1,2,4" in said
 
 
-@pytest.mark.parametrize("given", [["--degrees", "2"], ["--seq-len", "8"], ["--data", "stdlib", "--samples", "1"]])
-def test_options_that_would_do_nothing_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        (["--degrees", "2"], "name it (--model NAME), or leave out --degrees"),
+        (["--seq-len", "8"], "name it (--model NAME), or leave out --seq-len"),
+        (["--data", "stdlib", "--samples", "1"], "→ leave out --samples"),
+        (["--data", "stdlib", "--model", "gpt2", "--tiny"], "→ leave out --tiny"),
+        (["--text-key", "body"], "give --data, or leave out --text-key"),
+        (["--model", "gpt2", "--on-broken", "skip"], "give --data, or leave out --on-broken"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    given: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["profile", *given]) == 2
     said = capsys.readouterr().err
-    assert "does nothing" in said and "--model NAME" in said
+    assert "does nothing" in said and advice in said
