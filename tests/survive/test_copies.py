@@ -45,7 +45,7 @@ def test_every_rank_keeps_what_the_one_before_it_holds_alone() -> None:
 
 
 def test_copies_are_as_far_apart_as_their_share_of_the_time_asks() -> None:
-    assert seldom_enough(0.1, trained=10.0, steps=100) == 100  # 0.1 s beside steps of 0.1 s
+    assert seldom_enough(0.1, trained=10.0, steps=100) == 200  # 0.1 s beside steps of 0.1 s
     assert seldom_enough(0.0001, trained=10.0, steps=100) == 1
     assert seldom_enough(0.1, trained=0.0, steps=0) == 1
 
