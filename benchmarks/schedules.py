@@ -149,8 +149,8 @@ def _waits(kind: Kind) -> dict[Op, tuple[float, ...]]:
     return {op: (first * s, *(s,) * kind.size.layers, last * s) for op, s in WAITS.items()}
 
 
-def _say(event: str, schedule: str) -> None:
-    print(f"{schedule} {event}", file=sys.stderr, flush=True)
+def _say(event: str, about: str) -> None:
+    print(f"{event}: {about}", file=sys.stderr, flush=True)
 
 
 def _result(

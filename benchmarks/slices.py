@@ -147,6 +147,8 @@ def _profile(shape: Shape, captured: Captured, pool: WorkerPool) -> tuple[Known,
     slices = [asdict(measurement) for measurement in kinds["layer"].slices]
     shown = {"fits": {name: _fit(found) for name, found in fits.items()}, "link": asdict(known.link)}
     shown["beside"] = {f"{a} beside {b}": speeds for (a, b), speeds in others.beside.items()}
+    shown["transfers"] = {f"{kind} of {ranks}": points for (kind, ranks), points in others.transfers.items()}
+    shown["forward"] = {name: kind.forward for name, kind in kinds.items()}
     return known, {**shown, "ends": asdict(known.ends), "layer_slices": slices}
 
 

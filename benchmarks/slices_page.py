@@ -23,7 +23,7 @@ A pipeline of equal stages; sequences are micro-batches of one sequence each. `w
 are so many equal slices, `planned` is the best of the planner's slicings and the equal ones by simulation, `gpipe` runs
 the same slices with all forwards before all backwards. Before anything else the ranks measure slices of an embedding, a
 layer and a head, all at the same time; a model with four numbers is fitted to each, and the simulation knows only that,
-how long transfers, norm and update take, and how much ranks slow each other while they compute, communicate and wait
+how long transfers and the update take, and how much ranks slow each other while they compute, communicate and wait
 for messages, as on the page of [our own runs](own_runs.md). A measured step is what a training loop sees, on the
 slowest rank, as a median with lowest and highest; plans of a case run in turn. Speed-ups are over `whole`; errors are
 relative to what was measured. Peak memory is a step's own (activations, gradients, messages) on the rank that needs
@@ -71,7 +71,7 @@ def _pipelines(data: dict[str, Any], source: str, pipelines: Sequence[Mapping[st
     lines += [report.markdown(HEADERS, [row for result in pipelines for row in rows(result)]), ""]
     lines += [f"{_closeness(pipelines)} {_predicted(data['setting'])}".rstrip(), ""]
     lines += [sentence for result in pipelines for sentence in sentences(result)]
-    lines += [] if asked else _missing(shape["cases"], pipelines)
+    lines += _missing(_wanted(shape["cases"], data["setting"]["only"] if asked else None), pipelines)
     return [*lines, "", *([] if "predicted_from" in data["setting"] else [_profile(data["setting"]["profile"]), ""])]
 
 
@@ -106,6 +106,10 @@ def _asked(only: Sequence[str] | None, pipelines: Sequence[Mapping[str, Any]]) -
 
 def _name(result: Mapping[str, Any]) -> str:
     return f"{result['sequences']} × {result['tokens']} tokens"
+
+
+def _wanted(cases: Sequence[Sequence[int]], only: Sequence[str] | None) -> list[Sequence[int]]:
+    return [case for case in cases if only is None or f"{case[0]}x{case[1]}" in only]
 
 
 def _missing(cases: Sequence[Sequence[int]], pipelines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -179,13 +183,12 @@ def _activations(memory: Mapping[str, int]) -> int:
 
 
 def _profile(profile: Mapping[str, Any]) -> str:
-    layer, link, ends = profile["fits"]["layer"], profile["link"], profile["ends"]
+    layer = profile["fits"]["layer"]
     return (
         f"A slice of a layer, forward and backward: {layer['start'] * 1e3:.2f} ms + {layer['per_token'] * 1e6:.2f} µs "
         f"per token + {layer['per_pair'] * 1e12:.1f} ps per pair of tokens that attend to each other, and never less "
         f"than {layer['smallest']:.0f} tokens take; {layer['error']:.1%} off what was measured (root mean square), at "
-        f"most {abs(layer['worst_error']):.1%}. A message takes {link['latency_s'] * 1e3:.2f} ms + bytes / "
-        f"{link['bytes_per_s'] / 1e9:.2f} GB/s, the norm {ends['norm'] * 1e3:.2f} ms."
+        f"most {abs(layer['worst_error']):.1%}."
     )
 
 

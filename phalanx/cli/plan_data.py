@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.profile.kept_data import Known
 
 
+READING = ("text_key", "on_broken")
 TextKey = Annotated[str | None, typer.Option(help="field of a record of --data that holds the text (default: text)")]
 OnBroken = Annotated[
     str | None, typer.Option(metavar="refuse|skip", help="what to do with a file of --data that cannot be read")
@@ -52,13 +53,15 @@ def read_range(text: str | None) -> Range | None:
 
 def require_data(data: Sequence[str] | None, reading: Mapping[str, Any]) -> None:
     """Options that say how data is read do nothing without any."""
+    if not data:
+        _refuse(reading, "none is given", "give --data, or ")
+
+
+def _refuse(reading: Mapping[str, Any], why: str, instead: str = "") -> None:
     for name, value in reading.items():
-        if value is not None and not data:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"option {name} = {value!r} does nothing: it says how data is read, and none is given",
-                f"give --data, or leave out {option}",
-            )
+        if value is not None:
+            message = f"option {name} = {value!r} does nothing: it says how data is read, and {why}"
+            raise ConfigError(message, f"{instead}leave out --{name.replace('_', '-')}")
 
 
 def read_data(data: Sequence[str], seq_len: int | None, given: Mapping[str, Any]) -> DataUse:
@@ -69,6 +72,8 @@ def read_data(data: Sequence[str], seq_len: int | None, given: Mapping[str, Any]
 
     name = " + ".join(data)
     found = _stored(data[0], seq_len) if len(data) == 1 and data[0].endswith(".json") else None
+    if found is not None:
+        _refuse({each: given.get(each) for each in READING}, f"{name} is a profile of data that was read")
     if found is None:
         known, is_new = look_at(data, {"seq_len": seq_len, **given}, lambda text: typer.echo(text, err=True))
         found = known.profile
@@ -114,7 +119,7 @@ def _only_profile(path: str) -> DataProfile:
 
 def look_at(
     data: Sequence[str], given: Mapping[str, Any], say: Callable[[str], None], fresh: bool = False
-) -> tuple[Known, bool]:  # fmt: skip
+) -> tuple[Known, bool]:
     """What a run would see of it, and whether that was found out now. fresh: look again."""
     from phalanx.config import AUTO, RunConfig
     from phalanx.profile.kept_data import KeptData

@@ -259,7 +259,7 @@ class Links:
             backends = self._backends() if self.device.type == "cuda" else []
             left = [backend for backend in backends if backend not in self._given_up]
             self._given_up += left
-        nccl.give_up(left)
+            nccl.give_up(left)
 
 
 class Group:

@@ -53,16 +53,17 @@ def give_up(backends: Sequence[Any]) -> None:
     threads = [background_thread(partial(abort, backend), "phalanx-abort") for backend in backends]
     for thread in threads:
         thread.start()
-    _giving_up.extend(threads)
+        _giving_up.append(thread)
 
 
 def until_given_up() -> None:
-    """Returns once nothing of old communicators is left. Ranks can meet before that. But what frees memory waits for
-    all kernels, and what starts kernels waits for what frees: ranks that each wait in several of them for the others,
-    as in a step, would then wait for ever."""
+    """Returns once nothing of old communicators is left, or after a while. Ranks can meet before that. But what frees
+    memory waits for all kernels, and what starts kernels waits for what frees: ranks that each wait in several of them
+    for the others, as in a step, would then wait for ever."""
     deadline = time.monotonic() + _ABORT_SECONDS
-    while _giving_up:
-        _giving_up.pop().join(max(0.0, deadline - time.monotonic()))
+    for thread in list(_giving_up):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    _giving_up[:] = [thread for thread in _giving_up if thread.is_alive()]
 
 
 def end_open_group(name: str = "libnccl.so.2") -> None:

@@ -43,13 +43,14 @@ def named_dataset(item: str) -> Source:
 
 def _found(name: str, split: str, item: str) -> str:
     """A name of the hub as it is; a path, if it is one that load_dataset reads as it was meant."""
-    path = existing(name) if name[0] in "./~" else Path(name)
-    if path.is_file():
+    is_path = name[0] in "./~"
+    path = existing(name).absolute() if is_path else Path(name)
+    if path.is_file() and (is_path or path.suffix):
         raise DataError(f"data {item!r} is a file", f"give its folder, e.g. hf:{path.parent}")
     if is_saved_dataset(path):  # whose splits load_dataset may join
         folder = path / split if (path / split).is_dir() else path
         raise DataError(f"data {item!r} was written by save_to_disk", f"give the folder without hf:, e.g. {folder}")
-    return str(path)
+    return str(path) if is_path else name
 
 
 def _chosen(loaded: Any, item: str) -> Any:

@@ -218,7 +218,7 @@ def dataset_source(dataset: Any, name: str | None = None) -> Source:
 
 
 def _given(value: Any) -> Any:
-    """Without what is None, however deep: a dataset's row names every field that some row has."""
+    """Without fields that are None, however deep: a dataset's row names every field that some row has."""
     if isinstance(value, Mapping):
         return {name: _given(field) for name, field in cast(Mapping[str, Any], value).items() if field is not None}
     return [_given(item) for item in cast(list[Any], value)] if isinstance(value, list) else value

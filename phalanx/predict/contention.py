@@ -15,7 +15,7 @@ class Work(StrEnum):
     COMPUTE = "compute"
     TRANSFER = "transfer"  # a message or collective
     COPY = "copy"  # between a device and its host
-    LISTEN = "listen"  # to a message that was asked for and has not begun to come: on a GPU that takes a part of it
+    LISTEN = "listen"  # to the next message of a channel, asked for and not begun to come: that takes a part of a GPU
 
 
 Speeds = tuple[float, ...]  # beside one other, beside two, …; beside more than are listed as beside the last

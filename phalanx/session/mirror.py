@@ -179,8 +179,8 @@ class Mirror:
 
 
 def seldom_enough(seconds: float, trained: float, steps: int) -> int:
-    """After how many steps copies that take so long cost no more than their share: half of what all that is done for
-    survival may cost, checkpoints among it. trained: seconds of all steps."""
+    """After how many steps copies that take so long cost no more than half a percent: checkpoints cost something, too.
+    trained: seconds of all steps."""
     return max(1, math.ceil(seconds * steps / (MOST_SHARE / 2 * trained))) if trained else 1
 
 

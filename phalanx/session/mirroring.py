@@ -18,7 +18,7 @@ from phalanx.session.change import Member, everyone, everyones, links_of
 from phalanx.session.session import Session
 from phalanx.state.snapshot import Snapshot
 
-MOST_SHARE = 0.01  # of the time of steps that survival may cost, where nobody said how often copies are taken
+MOST_SHARE = 0.01  # of the time of steps that mirrors may take, where nobody said how often copies are taken
 
 
 def begin_mirroring(member: Member, step: int, on_trial: bool) -> tuple[Mirroring | None, int]:

@@ -218,6 +218,8 @@ class SurvivingRank(RankGoingBack):
     def _compiled(self, opening: Opening, plan: Plan, group: Group, had: bool) -> tuple[Compiled | None, StateLayout]:
         """Functions and programs. had: whether this rank already has a place in the plan, which then fits."""
         memory = self._memory_guard(self.changes.period.batch_size, self.run.batches)
+        if not had:
+            nccl.until_given_up()  # whose memory is free then
         found = prepared(opening, plan, group, None if had else self._look(memory))
         if not had:
             self.memory = memory

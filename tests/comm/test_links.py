@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from phalanx.comm.links import Links
+from phalanx.comm.links import Group, Links
 from phalanx.comm.nccl import end_open_group, give_up, until_given_up
 from phalanx.comm.pending import cause, open_sockets, opened_since, shut
 from phalanx.errors import LinkError, RankError
@@ -173,6 +173,13 @@ def test_groups_that_a_failed_call_left_open_are_ended(
     monkeypatch.setattr("ctypes.CDLL", lambda name: library)
     end_open_group()
     assert library.depth == 0
+
+
+def test_ranks_that_heard_nobody_do_not_take_that_for_what_others_said() -> None:
+    with Links(RankContext.alone("cpu")) as links:
+        group = Group(links, (0, 1), None)  # whose sums exchange nothing
+        with pytest.raises(LinkError, match="rank 0 was told by 1 of 2 ranks what they say"):
+            group.texts("hello")
 
 
 def test_without_the_library_there_is_no_group_to_end():

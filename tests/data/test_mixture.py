@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.data import named
 from phalanx.data.mixture import Mixture, weighted_sources
 from phalanx.errors import DataError
 from tests.data.test_datasets import from_datasets
@@ -199,3 +201,14 @@ def test_a_named_dataset_without_the_package_names_it(opened, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"'hf:one' is a HuggingFace dataset, and(.|\n)*pip install datasets"):
         opened("hf:one")
+
+
+def test_a_path_is_given_on_whole_and_a_name_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package has builders of its own called json and text, and a file here is no dataset of the hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json").mkdir()
+    (tmp_path / "squad").write_text("")
+    assert named._found("./json", "", "hf:./json") == str(tmp_path / "json")
+    assert named._found("squad", "", "hf:squad") == "squad"
+    with pytest.raises(DataError, match="is a file"):
+        named._found("./squad", "", "hf:./squad")

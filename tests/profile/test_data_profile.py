@@ -138,7 +138,12 @@ def test_verbs_that_plan_read_data_as_training_does(tmp_path: Path, capsys: pyte
         assert main([*verb, *reading]) == 2
         assert "has no text in the field 'text'" in capsys.readouterr().err
         told(capsys, *verb, *reading, "--text-key", "body", "--on-broken", "skip")
+    out = tmp_path / "data.json"
+    told(capsys, "profile", *reading, "--text-key", "body", "--on-broken", "skip", "--out", str(out))
     for verb in verbs[1:]:
+        assert main([*verb, "--data", str(out), "--text-key", "body"]) == 2
+        said = capsys.readouterr().err
+        assert "is a profile of data that was read" in said and "→ leave out --text-key" in said
         assert main([*verb, "--text-key", "body"]) == 2
         assert "it says how data is read, and none is given\n  → give --data" in capsys.readouterr().err
 
