@@ -96,7 +96,7 @@ def test_any_instruction_leaves_the_neighbours_alone(text: str):
 
 
 def test_writing_an_instruction_does_next_to_nothing():
-    """What it takes is measured by benchmarks/dispatch.py; writing a text that was made before calls one function of C."""
+    """What it takes is measured by benchmarks/dispatch.py; writing a text made before calls one function of C."""
     slot, called = StatusBoard.private(1).slots[0], list[str]()
     text, short = shown("F1.3/12")
 
